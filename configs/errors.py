@@ -1,0 +1,17 @@
+"""Errors that end in one message instead of a traceback, each with the exit code that reports it."""
+
+
+class KeelError(Exception):
+    """A mistake that the user can mend; its text says what is wrong, where, and what to do."""
+
+    exit_code = 1
+
+
+class UserError(KeelError):
+    """Something outside the config: a file, a folder, a package, a checkpoint."""
+
+
+class ConfigError(KeelError):
+    """Something in the job file or on the command line."""
+
+    exit_code = 78

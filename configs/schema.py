@@ -1,0 +1,343 @@
+"""Every key that a job file may hold: one class a table, one attribute a key, its docstring the help text.
+
+The tables are strict (`"100"` is no int, an unknown key is an error) and frozen (nothing changes a config after it
+was loaded). *Run tables* say what is learned, *machine tables* how it is computed; `is_run_key` draws the line that
+a resume and the checkpoint rely on. Nothing here imports torch: `--help` and `--validate` answer in a fraction of a
+second.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Dtype = Literal["float32", "bfloat16", "float64"]
+
+
+class Table(BaseModel):
+    """A TOML table: strict types, no unknown keys, immutable."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+# --------------------------------------------------------------------------- run tables: what is learned
+
+
+class RopeScaling(Table):
+    """Llama 3.1's stretch of the rotary frequencies to longer sequences than the model was first trained on."""
+
+    factor: PositiveFloat
+    """How many times longer the low frequencies are stretched."""
+    low_freq_factor: PositiveFloat = 1.0
+    """Wavelengths above original_seq_len / this are stretched in full."""
+    high_freq_factor: PositiveFloat = 4.0
+    """Wavelengths below original_seq_len / this are left as they are."""
+    original_seq_len: PositiveInt = 8192
+    """Sequence length of the training before the stretch, in tokens."""
+
+
+class Model(Table):
+    """Shape of the model."""
+
+    architecture: Literal["llama"] = "llama"
+    """Architecture to build: Llama 2 and 3.x."""
+    dim: PositiveInt
+    """Width of the residual stream."""
+    n_layers: PositiveInt
+    """Number of transformer blocks."""
+    n_heads: PositiveInt
+    """Number of query heads."""
+    n_kv_heads: PositiveInt | None = None
+    """Number of key and value heads (grouped-query attention); default: n_heads."""
+    head_dim: PositiveInt | None = None
+    """Width of one head; default: dim / n_heads."""
+    ffn_dim: PositiveInt
+    """Inner width of the SwiGLU feed-forward."""
+    vocab_size: PositiveInt
+    """Number of tokens the model knows; equals the tokenizer's."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary frequencies (10,000 in Llama 2, 500,000 in Llama 3)."""
+    rope_scaling: RopeScaling | None = None
+    """Llama 3.1's stretch of the rotary frequencies."""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of the RMS norms."""
+    tie_embeddings: bool = False
+    """Use the embedding's matrix as the output head's, too."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights, before the scaling by depth."""
+
+
+class Tokenizer(Table):
+    """Text to token ids."""
+
+    path: str | None = None
+    """A SentencePiece .model, or a tokenizer.json (needs the package `tokenizers`)."""
+    train_on: list[str] = []
+    """If `path` does not exist yet: train a SentencePiece BPE of model.vocab_size pieces on these texts."""
+
+
+class Source(Table):
+    """One source of samples."""
+
+    name: str
+    """Name of the source; the order of its samples is keyed by it."""
+    kind: Literal["tokens", "text", "synthetic"]
+    """tokens: a folder of token files; text: tokenised while training; synthetic: keyed random tokens."""
+    path: str | None = None
+    """tokens: the folder; text: a file, a folder, or hub:NAME for a dataset of the Hugging Face hub."""
+    weight: PositiveFloat = 1.0
+    """Share of the samples that come from here, relative to the other sources."""
+    text_key: str = "text"
+    """text: the field that holds the text, in .jsonl, .parquet and hub rows."""
+
+
+class Prepare(Table):
+    """Token files made from text when a run first needs them."""
+
+    input: list[str]
+    """Files, folders, hub:NAME, or python_stdlib (the standard library's source on this machine)."""
+    output: str
+    """Folder for the token files: OUTPUT/train and OUTPUT/validation. Made if it does not exist yet."""
+    validation_fraction: Fraction = 0.0
+    """Share of the documents, chosen by a hash of their content, that goes to OUTPUT/validation."""
+    max_bad_files: NonNegativeInt = 0
+    """How many unreadable or non-UTF-8 files may be left out (each is named) before it is an error."""
+
+
+class Data(Table):
+    """What is read, in which proportions."""
+
+    sources: Annotated[list[Source], Field(min_length=1)]
+    """The sources, mixed by weight."""
+    document_mask: bool = False
+    """Keep the documents in a window apart: no attention across them, positions restart at each."""
+    prepare: Prepare | None = None
+    """Make the token files from text at the first start."""
+
+
+class Training(Table):
+    """Length, batch, precision and limits of the run."""
+
+    steps: PositiveInt
+    """Optimizer steps at which this launch ends (machine key; the schedule's length is lr_schedule.total_steps)."""
+    seq_len: PositiveInt
+    """Sequence length in tokens."""
+    global_batch_size: PositiveInt
+    """Sequences an optimizer step, over all ranks."""
+    micro_batch_size: PositiveInt = 1
+    """Sequences a data-parallel rank computes at once (machine key)."""
+    seed: NonNegativeInt = 0
+    """Seed of the initial weights and of the data order."""
+    dtype: Dtype = "float32"
+    """Type of parameters and optimizer state."""
+    compute_dtype: Dtype = "float32"
+    """Type of the forward and backward pass."""
+    reduce_dtype: Dtype = "float32"
+    """Type in which gradients are accumulated and reduced over ranks."""
+    max_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this global norm; inf: never."""
+    norm_type: Annotated[float, Field(ge=1)] = 2.0
+    """The p of the gradient norm that max_norm limits; inf for the largest absolute value."""
+    z_loss_weight: NonNegativeFloat = 0.0
+    """Weight of the mean squared log-partition added to the loss (PaLM, section 5: 1e-4); 0: none."""
+    max_skipped_steps: NonNegativeInt = 10
+    """Consecutive steps that may be skipped for a non-finite loss or gradient before the run ends."""
+
+
+class ParameterGroup(Table):
+    """Settings of the parameters whose names match a pattern."""
+
+    pattern: str
+    """Shell-style pattern of parameter names, e.g. "*.norm.weight"; matching nothing is an error."""
+    lr_scale: NonNegativeFloat = 1.0
+    """Factor on the learning rate."""
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay instead of optimizer.weight_decay."""
+
+
+class Optimizer(Table):
+    """The update rule."""
+
+    name: Literal["adamw"] = "adamw"
+    """AdamW, with weight decay on matrices only."""
+    lr: PositiveFloat
+    """Peak learning rate."""
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    """Decay rates of the first and second moments."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay of matrices; vectors (norms) have none unless a group says so."""
+    groups: list[ParameterGroup] = []
+    """Parameters with settings of their own; the first pattern that matches a name counts."""
+
+
+class LrSchedule(Table):
+    """Learning rate over the steps."""
+
+    name: Literal["cosine", "linear", "warmup_stable_decay"] = "cosine"
+    """Shape after the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up from 0."""
+    total_steps: PositiveInt
+    """Steps after which the learning rate has reached its minimum; later steps keep it."""
+    decay_steps: PositiveInt | None = None
+    """warmup_stable_decay: length of the final decay in steps; default: a tenth of total_steps."""
+    min_lr_ratio: Fraction = 0.1
+    """Final learning rate as a share of the peak."""
+
+
+# --------------------------------------------------------------------------- machine tables: how it is computed
+
+
+class Job(Table):
+    """The launch."""
+
+    name: str
+    """Name of the run."""
+    output_dir: str | None = None
+    """Run folder; default: runs/<job.name>."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one, else cpu."""
+    allow_run_change: bool = False
+    """Go on from a checkpoint although run keys have changed since; the change is recorded."""
+    timeout_seconds: PositiveInt = 600
+    """How long a rank waits for the others in a collective before the run fails."""
+
+
+class Mesh(Table):
+    """How the ranks are arranged; the sizes multiply to the number of ranks."""
+
+    dp_replicate: PositiveInt = 1
+    """Replicas of the (sharded) model: DDP, or HSDP together with dp_shard."""
+    dp_shard: Annotated[int, Field(ge=-1)] = -1
+    """Ranks over which FSDP shards parameters; -1: what the other sizes leave."""
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks, with sequence parallelism between the matrices."""
+
+
+class Fsdp(Table):
+    """Fully sharded data parallelism."""
+
+    reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free gathered parameters after forward; default: all but the last group; never: ZeRO-2's memory for its speed."""
+    prefetch_depth: PositiveInt = 1
+    """Groups whose gathers are issued ahead of the computation."""
+    cpu_offload: bool = False
+    """Keep sharded parameters, gradients and optimizer state in CPU memory."""
+    accumulate: Literal["reduce_every", "reduce_last"] = "reduce_every"
+    """reduce_last: reduce gradients once a step, at the cost of unsharded gradients in memory between micro-batches."""
+
+
+class ActivationCheckpoint(Table):
+    """What the backward pass recomputes instead of keeping it."""
+
+    mode: Literal["none", "full", "selective", "budget"] = "none"
+    """none; full: whole blocks; selective: all but chosen ops; budget: chosen by torch.compile's partitioner."""
+    save_ops: list[str] = []
+    """selective: ops whose outputs are kept ("aten.mm" means all its overloads); default: the model's own list."""
+    save_every_nth_matmul: PositiveInt = 1
+    """selective: of the block's matrices, in the order of their names' definition, keep the output of every n-th."""
+    every_nth_layer: PositiveInt = 1
+    """full, selective: checkpoint only every n-th layer."""
+    layers: str | None = None
+    """full, selective: checkpoint only these layers, e.g. "0-15" or "0-3,8-11"."""
+    memory_budget: Fraction = 0.5
+    """budget: share of the activation memory of mode none that may be kept."""
+
+
+class Compile(Table):
+    """torch.compile."""
+
+    enable: bool = False
+    """Compile every block, and the loss."""
+
+
+class Checkpoint(Table):
+    """When the state is saved, and from where it is taken up."""
+
+    interval: NonNegativeInt = 500
+    """Steps between checkpoints; 0: only at the end."""
+    mode: Literal["sync", "async"] = "async"
+    """sync: training waits for the disk; async: it waits only for a copy in memory."""
+    load: str | int = "latest"
+    """latest: go on from the newest checkpoint if there is one; none: start anew; a step; a checkpoint's folder."""
+
+
+class Validation(Table):
+    """Loss on text that is not trained on."""
+
+    interval: NonNegativeInt = 0
+    """Steps between validations; 0: none."""
+    sequences: PositiveInt = 64
+    """Sequences a validation."""
+    sources: list[Source] = []
+    """The validation sources; read in order, from their start."""
+
+
+class Metrics(Table):
+    """What is logged."""
+
+    interval: PositiveInt = 10
+    """Steps between two lines of metrics."""
+    tensorboard: bool = True
+    """Write TensorBoard files to the run folder."""
+
+
+class Profile(Table):
+    """Traces for performance work."""
+
+    start_step: NonNegativeInt = 0
+    """Step at which the profiler starts; 0: never."""
+    steps: PositiveInt = 3
+    """Steps that the trace covers."""
+    memory_snapshot: bool = False
+    """Record allocations over the same steps (CUDA), for pytorch.org/memory_viz."""
+
+
+class Config(Table):
+    """A job: everything that Keel needs to know to train a model."""
+
+    job: Job
+    """The launch."""
+    model: Model
+    """Shape of the model."""
+    tokenizer: Tokenizer = Tokenizer()
+    """Text to token ids."""
+    data: Data
+    """What is read."""
+    training: Training
+    """Length, batch, precision and limits."""
+    optimizer: Optimizer
+    """The update rule."""
+    lr_schedule: LrSchedule
+    """Learning rate over the steps."""
+    mesh: Mesh = Mesh()
+    """Arrangement of the ranks."""
+    fsdp: Fsdp = Fsdp()
+    """Fully sharded data parallelism."""
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    """What backward recomputes."""
+    compile: Compile = Compile()
+    """torch.compile."""
+    checkpoint: Checkpoint = Checkpoint()
+    """Saving and resuming."""
+    validation: Validation = Validation()
+    """Loss on held-out text."""
+    metrics: Metrics = Metrics()
+    """What is logged."""
+    profile: Profile = Profile()
+    """Traces for performance work."""
+
+
+RUN_TABLES = ("model", "tokenizer", "data", "training", "optimizer", "lr_schedule")
+MACHINE_KEYS_IN_RUN_TABLES = ("training.steps", "training.micro_batch_size")
+
+
+def is_run_key(key: str) -> bool:
+    """Whether a dotted key (`"training.seed"`) decides what is learned, and so must not change on a resume."""
+    return key.split(".")[0] in RUN_TABLES and key not in MACHINE_KEYS_IN_RUN_TABLES
