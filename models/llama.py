@@ -1,0 +1,224 @@
+"""Llama 2 and 3.x: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Plain single-device PyTorch: no mesh, rank or process group is known here. Modules and weights are named and laid out
+as in Hugging Face's `LlamaForCausalLM` (rotary halves split, not interleaved; names without its leading "model."), so
+that an export is a rename.
+
+One thing is unusual: `forward` can be given the loss. The head then hands its hidden states and its weight to the
+loss instead of multiplying them, so that the logits (2 GiB for 4,096 tokens of a 128K vocabulary in float32) need
+never exist as a whole.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from configs.schema import Model, RopeScaling
+from models.plan import Plan
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of the rotary positions (Su et al. 2021, RoFormer)."""
+
+    inv_freq: Tensor
+
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
+        super().__init__()
+        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self.register_buffer("inv_freq", self._inverse_frequencies(), persistent=False)
+
+    def init_buffers(self) -> None:
+        """Fill the buffer after the model was moved off the meta device; float32 whatever the parameters' type."""
+        self.inv_freq = self._inverse_frequencies("cpu").to(self.inv_freq.device)
+
+    def _inverse_frequencies(self, device: str | None = None) -> Tensor:
+        """Radians a token, (head_dim / 2,), float32."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+        frequencies = 1.0 / self.theta**exponents
+        return _stretch(frequencies, self.scaling) if self.scaling else frequencies
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions: (1 or batch, seq) -> cos, sin: (1 or batch, seq, 1, head_dim), float32 for exact large angles."""
+        angles = positions[..., None].float() * self.inv_freq  # (batch, seq, head_dim / 2)
+        angles = torch.cat((angles, angles), dim=-1)[:, :, None]
+        return angles.cos(), angles.sin()
+
+
+def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1's scaling: long wavelengths are stretched by the factor, short ones kept, those between blended.
+
+    Source: Meta's reference implementation of Llama 3.1 (`apply_scaling`), the same as `rope_type = "llama3"` of
+    Hugging Face.
+    """
+    wavelengths = 2 * math.pi / frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((scaling.original_seq_len / wavelengths - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x: (batch, seq, heads, head_dim) by its positions; the pair of feature i is i + head_dim / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped queries (Ainslie et al. 2023)."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.head_dim = head_dim(config)
+        query_dim, kv_dim = config.n_heads * self.head_dim, n_kv_heads(config) * self.head_dim
+        self.q_proj = nn.Linear(config.dim, query_dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(query_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """x: (batch, seq, dim), mask: (batch, 1, seq, seq) of the pairs allowed, None for plain causal."""
+        heads = (*x.shape[:-1], -1, self.head_dim)  # -1: a tensor-parallel rank holds only some of the heads
+        q = rotate(self.q_proj(x).view(heads), cos, sin)
+        k = rotate(self.k_proj(x).view(heads), cos, sin)
+        v = self.v_proj(x).view(heads)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, heads, seq, head_dim)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each on the normed residual stream and added to it."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x: (batch, seq, dim) -> the same shape."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Head(nn.Linear):
+    """The output projection, which leaves the multiplication to the loss when it is given one."""
+
+    def forward(self, hidden: Tensor, loss: Loss | None = None) -> Tensor:
+        """hidden: (batch, seq, dim) -> logits: (batch, seq, vocab), or what the loss returns."""
+        return F.linear(hidden, self.weight) if loss is None else loss(hidden, self.weight)
+
+
+class Llama(nn.Module):
+    """The model; `config` is the job file's `[model]`."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.lm_head = Head(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.rotary = RotaryEmbedding(head_dim(config), config.rope_theta, config.rope_scaling)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        loss: Loss | None = None,
+    ) -> Tensor:
+        """Logits (batch, seq, vocab), or the loss if one is given.
+
+        Args:
+            tokens: (batch, seq) ids.
+            positions: (batch, seq); default: 0, 1, 2, ...
+            document_ids: (batch, seq); tokens see only earlier ones of the same id. Default: all earlier ones.
+            loss: called with the normed hidden states and the head's weight.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        cos, sin = self.rotary(positions)
+        mask = None if document_ids is None else document_mask(document_ids)
+        x = self.embed_tokens(tokens)
+        for block in self.layers.values():
+            x = block(x, cos, sin, mask)
+        return self.lm_head(self.norm(x), loss)
+
+    @property
+    def plan(self) -> Plan:
+        """How the model may be cut; see `Plan`."""
+        blocks = tuple(f"layers.{name}" for name in self.layers)
+        ends = (("embed_tokens",), ("norm", "lm_head"))
+        # A tied matrix is needed at both ends of the forward pass: it stays in the root's group, gathered throughout.
+        groups = tuple((block,) for block in blocks)
+        return Plan(
+            blocks=blocks,
+            fsdp_groups=groups if self.config.tie_embeddings else (ends[0], *groups, ends[1]),
+            tensor_parallel={
+                "embed_tokens": "embedding",
+                "layers.*.input_layernorm": "norm",
+                "layers.*.self_attn": "gather",
+                "layers.*.self_attn.[qkv]_proj": "column",
+                "layers.*.self_attn.o_proj": "row",
+                "layers.*.post_attention_layernorm": "norm",
+                "layers.*.mlp": "gather",
+                "layers.*.mlp.gate_proj": "column",
+                "layers.*.mlp.up_proj": "column",
+                "layers.*.mlp.down_proj": "row",
+                "norm": "norm",
+                "lm_head": "head",
+            },
+            save_ops=("aten.mm", "aten._scaled_dot_product_*attention*", "_c10d_functional.reduce_scatter_tensor"),
+        )
+
+    def init_std(self, name: str) -> float | None:
+        """Standard deviation of a parameter's initial values; None: it starts at one (the norms' weights).
+
+        Matrices that write to the residual stream are scaled down by sqrt(2 * layer), layers counted from one, which
+        keeps the stream's variance from growing with depth (Zhang, Titov and Sennrich 2019, section 3; two writes a
+        layer).
+        """
+        if "norm" in name:
+            return None
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            return self.config.init_std / math.sqrt(2 * (int(name.split(".")[1]) + 1))
+        return self.config.init_std
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """document_ids: (batch, seq) -> (batch, 1, seq, seq), true where a query (row) may see a key (column)."""
+    same = document_ids[:, :, None] == document_ids[:, None, :]
+    return same.tril()[:, None]
+
+
+def head_dim(config: Model) -> int:
+    """Width of one attention head."""
+    return config.head_dim or config.dim // config.n_heads
+
+
+def n_kv_heads(config: Model) -> int:
+    """Number of key and value heads."""
+    return config.n_kv_heads or config.n_heads

@@ -1,0 +1,29 @@
+"""What a model tells the parallelisms about itself, in names of its modules.
+
+The techniques in `parallelisms/` know no model: each asks for the part of the plan it needs. A new model is a module
+and its plan; no technique changes.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+TensorRole = Literal["embedding", "norm", "gather", "column", "row", "head"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Names are those of `model.named_modules()`; `*` in a pattern stands for one level (a layer's number)."""
+
+    blocks: tuple[str, ...]
+    """The repeated blocks in forward order: the units of activation checkpointing and compilation."""
+
+    fsdp_groups: tuple[tuple[str, ...], ...]
+    """Modules gathered together, in forward order; what no group names belongs to the root's."""
+
+    tensor_parallel: dict[str, TensorRole]
+    """Pattern -> role. embedding: rows of the vocabulary; norm: works on a shard of the sequence; gather: its input is
+    gathered from the sequence's shards; column, row: the weight is cut by output or input features; head: rows of
+    the vocabulary, and the loss with them."""
+
+    save_ops: tuple[str, ...]
+    """Ops whose outputs selective activation checkpointing keeps unless the config names others: the costly ones."""

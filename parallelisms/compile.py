@@ -1,0 +1,16 @@
+"""torch.compile, block by block.
+
+The blocks run the same code, so one compiled graph serves them all: compiling takes as long for 126 layers as for
+one. What FSDP does between blocks (gathers, reductions, prefetching) stays eager, outside the graphs. The loss, the
+other costly part, compiles its own kernels (`trainer/loss.py`).
+"""
+
+import torch
+from torch import nn
+
+
+def apply_compile(model: nn.Module) -> None:
+    """Compile each of the plan's blocks; a graph break is an error, since it would lose speed silently."""
+    for name in model.plan.blocks:
+        block = model.get_submodule(name)
+        block.forward = torch.compile(block.forward, fullgraph=True)

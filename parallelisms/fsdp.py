@@ -1,0 +1,59 @@
+"""Fully sharded data parallelism (FSDP2, Zhao et al. 2023; per-parameter sharding), HSDP and DDP.
+
+Parameters, gradients and optimizer state are sharded by rows over `dp_shard` and replicated over `dp_replicate`; a
+group's parameters are gathered before it computes. DDP is the case `dp_shard = 1`. It is applied at every degree, 1
+included: that is where compute_dtype and reduce_dtype come from, so that they mean the same everywhere.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from configs.schema import Fsdp, Training
+
+
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Training) -> None:
+    """Shard each of the plan's groups, then what is left with the root, and set up prefetching."""
+    # The inputs are not cast: the embedding already has the compute type, and the rotary angles need float32.
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, training.compute_dtype),
+        reduce_dtype=getattr(torch, training.reduce_dtype),
+        cast_forward_inputs=False,
+    )
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.cpu_offload else OffloadPolicy()
+    groups = [[model.get_submodule(name) for name in names] for names in model.plan.fsdp_groups]
+    for modules in groups:
+        # The last group's backward follows its forward at once: resharding between them would only gather it twice.
+        is_last = modules is groups[-1]
+        reshard = {"default": not is_last, "always": True, "never": False}[config.reshard_after_forward]
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=mesh,
+            mp_policy=precision,
+            offload_policy=offload,
+            reshard_after_forward=reshard,
+        )
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+    _prefetch([modules[0] for modules in groups], config.prefetch_depth)
+
+
+def _prefetch(groups: list[FSDPModule], depth: int) -> None:
+    """Issue the gathers of the `depth` next groups, in each direction, before a group computes.
+
+    FSDP's own rule is one group ahead in backward, and in forward only what the CPU happens to run ahead.
+    """
+    for i, group in enumerate(groups):
+        group.set_modules_to_forward_prefetch(groups[i + 1 : i + 1 + depth])
+        group.set_modules_to_backward_prefetch(groups[max(0, i - depth) : i][::-1])
+
+
+def prepare_backward(model: nn.Module, config: Fsdp, is_last_micro_batch: bool) -> None:
+    """Say before each micro-batch's backward pass whether it is the step's last, and so whether it reduces gradients.
+
+    With `accumulate = "reduce_last"` the micro-batches before it keep their gradients unsharded, in reduce_dtype.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_is_last_backward(is_last_micro_batch)
+    if config.accumulate == "reduce_last":
+        model.set_requires_gradient_sync(is_last_micro_batch)

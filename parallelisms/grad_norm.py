@@ -1,0 +1,74 @@
+"""The global gradient norm, and clipping by it, over any mixture of meshes and placements.
+
+`torch.nn.utils.clip_grad_norm_` refuses gradients on different meshes, and plain tensors beside DTensors. Here each
+rank takes the norm of the shards it holds, gradients that are cut over the same process groups together, and p-th
+powers are added up over just those groups: an element counts once, however many ranks hold a copy of it.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale the gradients in place so that their global p-norm is at most `max_norm`; all ranks must call it.
+
+    Args:
+        parameters: those without a gradient are left out.
+        max_norm: inf only measures.
+        norm_type: p; inf for the largest absolute value.
+
+    Returns:
+        The norm before clipping, a scalar, the same on all ranks.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = grad_norm(gradients, norm_type)
+    if math.isfinite(max_norm):
+        # As in torch.nn.utils.clip_grads_with_norm_. A norm that is not finite scales nothing to a usable value, but
+        # such a step is skipped anyway.
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([_local(g) for g in gradients], scale.to(_local(gradients[0]).device))
+    return norm
+
+
+def grad_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """p-norm of all gradients taken as one vector."""
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        by_groups[_sharding_groups(gradient)].append(_local(gradient))
+    totals = [_total_over(groups, local, norm_type) for groups, local in by_groups.items()]
+    if math.isinf(norm_type):
+        return torch.stack(totals).max()
+    return torch.stack(totals).sum() ** (1.0 / norm_type)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sharding_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups over which the gradient is cut, and so over which its norm must be added up."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    mesh = gradient.device_mesh
+    assert not any(p.is_partial() for p in gradient.placements), "a gradient was not reduced"
+    cut = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
+    return tuple(mesh.get_group(axis) for axis in cut if mesh.size(axis) > 1)
+
+
+def _total_over(groups: tuple[dist.ProcessGroup, ...], local: list[Tensor], norm_type: float) -> Tensor:
+    """Sum of p-th powers (p = inf: the largest absolute value) over the local shards and over the ranks of `groups`."""
+    norms = torch.stack(torch._foreach_norm([t for t in local if t.numel()] or [local[0].new_zeros(1)], norm_type))
+    if norms.dtype in (torch.bfloat16, torch.float16):
+        norms = norms.float()
+    is_max = math.isinf(norm_type)
+    total = norms.max() if is_max else (norms**norm_type).sum()
+    for group in groups:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+    return total

@@ -1,0 +1,120 @@
+"""Initial weights that do not depend on the mesh.
+
+A rank's random stream would give other weights on another mesh. Here every block of rows of every parameter has a
+generator of its own, keyed by (seed, parameter name, block), and a rank draws just the blocks that hold rows of its
+shard. So the values are the same bits on any mesh and device, and beside its shard a rank never holds more than a
+block per thread. Drawing happens on the CPU in float32, whatever the parameter's device and type, so that a float64
+proof and a bfloat16 run start at the same point.
+"""
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from parallelisms.ties import ties_kept
+
+BLOCK_ELEMENTS = 1 << 20  # 4 MiB in float32: cheap to draw and throw away, and few enough generators
+TRUNCATION = 3.0  # standard deviations; as in torchtitan and OLMo, so that no weight starts as an outlier
+
+
+def materialize(model: nn.Module, device: torch.device, seed: int, offload: bool = False) -> None:
+    """Move a model (possibly sharded) from the meta device to `device` and give it its initial weights.
+
+    Args:
+        model: says by `init_std(name)` how each parameter starts; modules with buffers have `init_buffers()`.
+        device: where the model computes.
+        seed: of the run.
+        offload: parameters are kept in CPU memory, wherever the model computes.
+
+    Raises:
+        RuntimeError: a parameter or buffer was forgotten; the message has its name.
+    """
+    with ties_kept(model):
+        model.to_empty(device="cpu" if offload else device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, _unset(buffer.to(device)), persistent=False)
+        if hasattr(module, "init_buffers"):
+            module.init_buffers()
+    with ThreadPoolExecutor(_threads()) as pool:
+        for name, parameter in model.named_parameters():
+            _unset(parameter)
+            _initialize(parameter, model.init_std(name), f"{seed}/{name}", pool)
+    check_initialized(model)
+
+
+def _threads() -> int:
+    """Threads for drawing: this process's share of the machine's cores."""
+    return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _unset(tensor: Tensor) -> Tensor:
+    """Mark every element as not initialized yet."""
+    with torch.no_grad():
+        return tensor.fill_(float("nan"))
+
+
+def _initialize(parameter: Tensor, std: float | None, key: str, pool: ThreadPoolExecutor) -> None:
+    local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+    if std is None:
+        local.fill_(1.0)
+        return
+    if local.numel() == 0:
+        return
+    rows, *columns = local_indices(parameter)
+    block_rows = max(1, BLOCK_ELEMENTS // (parameter.numel() // parameter.shape[0]))
+
+    def fill(block: int) -> None:
+        here = (rows // block_rows == block).nonzero().flatten()  # positions in the shard of the block's rows
+        shape = (min(block_rows, parameter.shape[0] - block * block_rows), *parameter.shape[1:])
+        values = _truncated_normal(shape, std, f"{key}/{block}")[rows[here] - block * block_rows]
+        for dim, index in enumerate(columns, start=1):
+            if len(index) < values.shape[dim]:
+                values = values.index_select(dim, index)
+        local[here[0] : here[-1] + 1] = values.to(local)
+
+    list(pool.map(fill, (rows // block_rows).unique().tolist()))
+
+
+def local_indices(parameter: Tensor) -> list[Tensor]:
+    """For each dimension, the global indices of the elements in this rank's shard, ascending.
+
+    FSDP shards what tensor parallelism has left of a dimension, so the mesh's axes apply from the innermost outward.
+    """
+    indices = [torch.arange(size) for size in parameter.shape]
+    if isinstance(parameter, DTensor):
+        coordinates = parameter.device_mesh.get_coordinate()
+        for axis in reversed(range(parameter.device_mesh.ndim)):
+            placement = parameter.placements[axis]
+            if not placement.is_replicate():
+                chunks = indices[placement.dim].chunk(parameter.device_mesh.size(axis))
+                mine = coordinates[axis]
+                indices[placement.dim] = chunks[mine] if mine < len(chunks) else chunks[0][:0]
+        assert tuple(map(len, indices)) == parameter.to_local().shape, (parameter.placements, parameter.shape)
+    return indices
+
+
+def _truncated_normal(shape: Iterable[int], std: float, key: str) -> Tensor:
+    generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key.encode()) >> 1)
+    values = torch.empty(tuple(shape), dtype=torch.float32)
+    return nn.init.trunc_normal_(values, std=std, a=-TRUNCATION * std, b=TRUNCATION * std, generator=generator)
+
+
+def check_initialized(model: nn.Module) -> None:
+    """Find parameters and buffers that were forgotten: NaN anywhere, or zero everywhere.
+
+    Raises:
+        RuntimeError: naming each of them.
+    """
+    forgotten = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.numel() and (local.isnan().any() or not local.any()):
+            forgotten.append(name)
+    if forgotten:
+        raise RuntimeError(f"never initialized: {', '.join(forgotten)}")

@@ -1,0 +1,105 @@
+"""Ranks as processes of this machine, started once and used for many cases.
+
+Importing torch costs a process seconds, so a test suite or a parity table that starts new processes for every case
+spends its time there. A pool's workers stay; each case forms a fresh gloo process group of as many of them as it
+needs.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankPool:
+    """Up to `size` worker processes; `close()` ends them."""
+
+    def __init__(self, size: int, timeout_seconds: int = 120) -> None:
+        self.size, self.timeout_seconds = size, timeout_seconds
+        self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+
+    def run(self, ranks: int, function: Callable, *arguments: Any) -> list[Any]:  # noqa: ANN401
+        """Call `function(*arguments)` on `ranks` ranks of a new process group and return what each returned.
+
+        The function must be importable (a module's top level), arguments and results picklable.
+
+        Raises:
+            RuntimeError: a rank raised (its traceback is the message) or died.
+        """
+        if ranks > self.size:
+            raise ValueError(f"{ranks} ranks asked of a pool of {self.size}")
+        while len(self._workers) < ranks:
+            self._workers.append(_start_worker())
+        workers = self._workers[:ranks]
+        with tempfile.TemporaryDirectory() as folder:
+            store = os.path.join(folder, "store")
+            for rank, (_, connection) in enumerate(workers):
+                connection.send((rank, ranks, store, self.timeout_seconds, function, arguments))
+            return self._collect(workers)
+
+    def _collect(self, workers: list) -> list[Any]:
+        results: dict[int, Any] = {}
+        pending = {connection: rank for rank, (_, connection) in enumerate(workers)}
+        while pending:
+            for connection in wait(list(pending)):
+                rank = pending.pop(connection)
+                try:
+                    is_error, results[rank] = connection.recv()
+                except EOFError:
+                    is_error, results[rank] = True, "the process died"
+                if is_error:  # The others may wait for it in a collective: a new set of workers is quicker.
+                    self.close()
+                    raise RuntimeError(f"rank {rank} of {len(workers)}: {results[rank]}")
+        return [results[rank] for rank in range(len(workers))]
+
+    def close(self) -> None:
+        """End the workers at once."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def _start_worker() -> tuple[multiprocessing.process.BaseProcess, Connection]:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_work, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    return process, here
+
+
+def _work(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, ranks, store, timeout, function, arguments = connection.recv()
+        except EOFError:
+            return
+        except Exception:  # the function or an argument cannot be imported here
+            connection.send((True, traceback.format_exc()))
+            continue
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, ranks),
+                rank=rank,
+                world_size=ranks,
+                timeout=timedelta(seconds=timeout),
+            )
+            result = (False, function(*arguments))
+            dist.barrier()
+        except BaseException:  # torch's CheckpointException is no Exception; whatever it is, the caller must see it
+            result = (True, traceback.format_exc())
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        connection.send(result)

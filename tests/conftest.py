@@ -1,0 +1,21 @@
+"""Fixtures for all tests: the repository as the current folder, and gloo ranks that are started once."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable]:
+    """`ranks(n, function, *arguments)`: call it on n ranks, return the list of their results."""
+    from parallelisms.rank_pool import RankPool
+
+    pool = RankPool(size=4)
+    yield pool.run
+    pool.close()

@@ -1,0 +1,113 @@
+"""What learns: the model with its optimizer and loss, and one optimizer step of them.
+
+The loss is the mean over all valid target tokens of the global batch. Their number is known before the first
+backward pass, so each micro-batch adds its tokens' share and nothing depends on how the batch was cut. A step whose
+loss or gradient norm is not finite changes nothing, on all ranks alike, since both numbers are the same everywhere.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from configs.schema import Config
+from models import build_model
+from parallelisms.fsdp import prepare_backward
+from parallelisms.grad_norm import clip_grad_norm
+from parallelisms.init import materialize
+from parallelisms.mesh import Mesh
+from parallelisms.parallelize import parallelize
+from trainer.data.loader import IGNORED, MicroBatch
+from trainer.loss import CrossEntropy
+from trainer.optimizer import build_optimizer, optimizer_state, set_lr
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did; the same on all ranks."""
+
+    loss: float
+    """Mean over the global batch's valid target tokens, in nats."""
+    grad_norm: float
+    """Global norm before clipping."""
+    skipped: bool
+    """The loss or the norm was not finite, and so no parameter changed."""
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Model, optimizer and loss on this rank's place in the mesh."""
+
+    config: Config
+    mesh: Mesh
+    model: nn.Module
+    optimizer: Optimizer
+    loss: CrossEntropy
+
+    def step(self, micro_batches: list[MicroBatch], lr: float) -> StepResult:
+        """Update the model by this rank's share of a global batch; all ranks must call it."""
+        valid_tokens = self._valid_tokens(micro_batches)
+        scale = self.mesh.sizes.dp / valid_tokens  # FSDP averages gradients over the ranks; their sum is wanted
+        total = torch.zeros_like(valid_tokens)
+        for batch in micro_batches:
+            prepare_backward(self.model, self.config.fsdp, is_last_micro_batch=batch is micro_batches[-1])
+            loss_sum = self._loss_sum(batch)
+            (loss_sum * scale).backward()
+            total += loss_sum.detach()
+        training = self.config.training
+        grad_norm = clip_grad_norm(self.model.parameters(), training.max_norm, training.norm_type)
+        result = _result(self.mesh.sum_over_dp(total) / valid_tokens, grad_norm)
+        if not result.skipped:
+            set_lr(self.optimizer, lr)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return result
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: list[MicroBatch]) -> Tensor:
+        """(sum of the loss, valid tokens) over this rank's micro-batches, float64, (2,)."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        for batch in micro_batches:
+            total[0] += self._loss_sum(batch)
+            total[1] += (batch.targets != IGNORED).sum()
+        return total
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything a checkpoint holds in tensors, by name; loading into them in place restores it."""
+        parameters = dict(self.model.named_parameters())
+        model = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+        return model | optimizer_state(self.optimizer, parameters)
+
+    def _loss_sum(self, batch: MicroBatch) -> Tensor:
+        batch = batch.to(self.mesh.device)
+        loss = partial(self.loss, targets=batch.targets)
+        return self.model(batch.tokens, batch.positions, batch.document_ids, loss=loss)
+
+    def _valid_tokens(self, micro_batches: list[MicroBatch]) -> Tensor:
+        """Target tokens of the global batch that count; a float64 scalar: exact, and every backend can add it up."""
+        count = sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches)
+        return self.mesh.sum_over_dp(torch.tensor(count, dtype=torch.float64, device=self.mesh.device))
+
+
+def build_learner(config: Config, mesh: Mesh) -> Learner:
+    """Build the model without memory, cut it over the mesh, then give each rank its shard's initial weights."""
+    with torch.device("meta"):
+        model = build_model(config.model).to(getattr(torch, config.training.dtype))
+    parallelize(model, mesh, config)
+    materialize(model, mesh.device, config.training.seed, offload=config.fsdp.cpu_offload)
+    return Learner(
+        config=config,
+        mesh=mesh,
+        model=model,
+        optimizer=build_optimizer(config.optimizer, list(model.named_parameters())),
+        loss=CrossEntropy(z_loss_weight=config.training.z_loss_weight, compile=config.compile.enable),
+    )
+
+
+def _result(loss: Tensor, grad_norm: Tensor) -> StepResult:
+    # The one point at which the CPU waits for the device: whether to update must be known before the update.
+    loss_value, norm_value = torch.stack((loss, grad_norm.to(loss))).tolist()
+    return StepResult(loss_value, norm_value, skipped=not (math.isfinite(loss_value) and math.isfinite(norm_value)))
