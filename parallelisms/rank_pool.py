@@ -25,7 +25,7 @@ class RankPool:
         self.size, self.timeout_seconds = size, timeout_seconds
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
-    def run(self, ranks: int, function: Callable, *arguments: Any) -> list[Any]:  # noqa: ANN401
+    def run(self, ranks: int, function: Callable, *arguments: Any) -> list[Any]:
         """Call `function(*arguments)` on `ranks` ranks of a new process group and return what each returned.
 
         The function must be importable (a module's top level), arguments and results picklable.
@@ -54,15 +54,17 @@ class RankPool:
                     is_error, results[rank] = connection.recv()
                 except EOFError:
                     is_error, results[rank] = True, "the process died"
-                if is_error:  # The others may wait for it in a collective: a new set of workers is quicker.
-                    self.close()
+                if is_error:  # the others may wait for it in a collective
+                    self.close(patience_seconds=0)
                     raise RuntimeError(f"rank {rank} of {len(workers)}: {results[rank]}")
         return [results[rank] for rank in range(len(workers))]
 
-    def close(self) -> None:
-        """End the workers at once."""
-        for process, connection in self._workers:
+    def close(self, patience_seconds: float = 5) -> None:
+        """End the workers, those that are busy after `patience_seconds` by force."""
+        for _, connection in self._workers:
             connection.close()
+        for process, _ in self._workers:
+            process.join(patience_seconds)
             process.kill()
             process.join()
         self._workers = []

@@ -33,7 +33,7 @@ class _Gather(PrepareModuleInput):
     def __init__(self) -> None:
         super().__init__(input_layouts=(SEQUENCE,), desired_input_layouts=(Replicate(),))
 
-    def _prepare_input_fn(self, inputs: Any, device_mesh: DeviceMesh) -> tuple:  # noqa: ANN401
+    def _prepare_input_fn(self, inputs: Any, device_mesh: DeviceMesh) -> tuple:
         first, *others = inputs
         return (*super()._prepare_input_fn((first,), device_mesh), *others)
 

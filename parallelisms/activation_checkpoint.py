@@ -1,0 +1,238 @@
+"""Activation checkpointing: what the backward pass recomputes instead of keeping it (Chen et al. 2016).
+
+Each of the plan's blocks is a unit. `full` keeps a block's inputs and runs its forward pass again in backward;
+`selective` keeps, besides, the outputs of chosen ops, by default the costly ones (Korthikanti et al. 2022, section 5);
+`budget` leaves the choice to torch.compile's partitioner. Whatever is chosen, values and gradients stay the same bit
+for bit: the same kernels run on the same inputs, only twice.
+
+Which matrix a matmul multiplies is known in eager and in compiled code alike by an annotation: a matrix's forward pass
+runs under `torch.fx.traceback.annotate`. In eager mode that is an entry in a plain dictionary which the policy can
+read. Dynamo records the entry with the node it traces, and AOTAutograd puts it back while it runs the policy over that
+node. Counting calls would not do (a recomputation that stops early counts differently), nor would the weight's
+address, which FSDP changes between forward and backward and a fake tensor does not have.
+
+A recomputation ends as soon as backward has what it needs: a block's last matrix, whose output is only added to the
+residual stream, is never multiplied again.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import Tensor, nn
+from torch.fx import traceback
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from configs.errors import ConfigError
+from configs.schema import ActivationCheckpoint
+
+_MATRIX = "keel_matrix"
+_MATMULS = {"aten::mm", "aten::addmm", "aten::bmm"}
+
+
+class CheckpointPlan(Protocol):
+    """The part of a model's plan that is needed here."""
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of the repeated blocks, in forward order."""
+
+    @property
+    def save_ops(self) -> tuple[str, ...]:
+        """Patterns of the ops worth keeping."""
+
+
+class Selection(NamedTuple):
+    """What `selective` keeps. It holds nothing but strings, so that Dynamo can guard a compiled graph by its value:
+    of a closure it would compare the code alone, and give one selection the graph of another."""
+
+    ops: tuple[str, ...]
+    """Ops whose outputs are kept, as the dispatcher names them ("aten::mm")."""
+
+    recomputed: tuple[str, ...]
+    """Matrices, by name within the block, whose outputs are recomputed even so."""
+
+    def keeps(self, op: str, matrix: str | None) -> bool:
+        """Whether the output of `op`, run in the forward pass of `matrix` (None: of none), is kept."""
+        return op in self.ops and matrix not in self.recomputed
+
+
+def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) -> None:
+    """Replace the forward pass of the plan's blocks, in place; parameter names stay as they are.
+
+    Raises:
+        ConfigError: an op, a layer or an n-th matrix is asked for that is not there.
+    """
+    plan = cast(CheckpointPlan, model.plan)
+    blocks = [model.get_submodule(name) for name in plan.blocks]
+    if config.mode == "budget":
+        for block in blocks:
+            _compile_within_budget(block, config.memory_budget)
+    elif config.mode != "none":
+        for layer in selected_layers(config, len(blocks)):
+            _checkpoint(blocks[layer], config, plan.save_ops)
+
+
+def _checkpoint(block: nn.Module, config: ActivationCheckpoint, default_ops: Sequence[str]) -> None:
+    """Recompute the block in backward, except for what `config` keeps of it."""
+    contexts: Callable = noop_context_fn
+    if config.mode == "selective":
+        selection = select(block, config, default_ops)
+        if selection.recomputed:
+            _annotate_matrices(block)
+        contexts = partial(_contexts, *selection)
+        # Without a hash of the policy the compiler's on-disk cache is bypassed: every start would compile anew.
+        contexts.cache_hash = repr(selection)  # type: ignore[attr-defined]
+    forward = block.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        # There is no dropout: the random state need not be kept.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+
+    block.forward = recomputed
+
+
+def _contexts(ops: tuple[str, ...], recomputed: tuple[str, ...]) -> tuple[AbstractContextManager, ...]:
+    selection = Selection(ops, recomputed)
+
+    def policy(_context: object, op: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+        keeps = selection.keeps(op.name(), _current_matrix())
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _compile_within_budget(block: nn.Module, budget: float) -> None:
+    """Set the partitioner's memory budget while the block runs, and so whenever it is compiled.
+
+    Set for the whole process it would hold for the compiled loss as well, and recompute the logits.
+    """
+    budgets: list[float] = []
+
+    def enter(*_: object) -> None:
+        budgets.append(functorch_config.activation_memory_budget)
+        functorch_config.activation_memory_budget = budget
+
+    def leave(*_: object) -> None:
+        functorch_config.activation_memory_budget = budgets.pop()
+
+    block.register_forward_pre_hook(enter)
+    block.register_forward_hook(leave, always_call=True)
+
+
+# --------------------------------------------------------------------------- which layers
+
+
+def selected_layers(config: ActivationCheckpoint, n_layers: int) -> list[int]:
+    """Layers that are checkpointed: of those in `layers` (default: all) every n-th, in order.
+
+    Raises:
+        ConfigError: `layers` cannot be read or names a layer that the model lacks; n is larger than their number.
+    """
+    layers = list(range(n_layers)) if config.layers is None else _parse_layers(config.layers, n_layers)
+    nth = config.every_nth_layer
+    if nth > len(layers):
+        raise ConfigError(
+            f"activation_checkpoint.every_nth_layer = {nth} selects nothing of {len(layers)} layers: "
+            f'set it to {len(layers)} or less, or mode = "none"'
+        )
+    return layers[nth - 1 :: nth]
+
+
+def _parse_layers(text: str, n_layers: int) -> list[int]:
+    layers: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = (bound.strip() for bound in part.partition("-"))
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ConfigError(
+                f'activation_checkpoint.layers = "{text}": cannot read "{part}"; '
+                'write layers and ranges of layers, e.g. "0-3,8"'
+            )
+        start, end = int(first), int(last or first)
+        if not start <= end < n_layers:
+            raise ConfigError(
+                f'activation_checkpoint.layers = "{text}": "{part}" is no range of layers; '
+                f"the model's are 0-{n_layers - 1}"
+            )
+        layers.update(range(start, end + 1))
+    return sorted(layers)
+
+
+# --------------------------------------------------------------------------- which ops and matrices
+
+
+def select(block: nn.Module, config: ActivationCheckpoint, default_ops: Sequence[str]) -> Selection:
+    """What `selective` keeps of a block.
+
+    Raises:
+        ConfigError: a name in `save_ops` is no op; every n-th of the block's matrices is none.
+    """
+    names, nth = list(matrices(block)), config.save_every_nth_matmul
+    ops = resolve_ops(tuple(config.save_ops or default_ops))
+    kept = names[nth - 1 :: nth]
+    if nth > 1 and not (kept and _MATMULS.intersection(ops)):
+        raise ConfigError(
+            f"activation_checkpoint.save_every_nth_matmul = {nth} keeps no matmul: a block has {len(names)} matrices "
+            f"({', '.join(names)}), and save_ops must name aten.mm; lower it, or list in save_ops what is to be kept"
+        )
+    return Selection(ops, tuple(name for name in names if name not in kept))
+
+
+@cache
+def resolve_ops(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of all registered ops, as the dispatcher has them, that match `patterns`.
+
+    A pattern is a name like "aten.mm", which stands for all its overloads, or "aten.mm.default"; `*` and `?` match as
+    in a shell.
+
+    Raises:
+        ConfigError: a pattern matches no op.
+    """
+    # Dispatcher name -> the two names that PyTorch shows: "aten::mm" -> "aten.mm", "aten.mm.default".
+    shown: dict[str, tuple[str, str]] = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        op, _, overload = name.replace("::", ".").partition(".")[2].partition(".")
+        short = f"{name.partition('::')[0]}.{op}"
+        shown[name] = (short, f"{short}.{overload or 'default'}")
+    resolved: set[str] = set()
+    for pattern in patterns:
+        matches = {name for name, names in shown.items() if any(fnmatchcase(n, pattern) for n in names)}
+        if not matches:
+            near = get_close_matches(pattern, {short for short, _ in shown.values()}, cutoff=0.5)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            raise ConfigError(f'activation_checkpoint.save_ops: no op is named "{pattern}"{hint}')
+        resolved |= matches
+    return tuple(sorted(resolved))
+
+
+def matrices(block: nn.Module) -> dict[str, nn.Module]:
+    """The block's matrices by name, in the order of their definition."""
+    return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+
+
+def _annotate_matrices(block: nn.Module) -> None:
+    """Let the policy know in which matrix's forward pass an op runs; the module's docstring says how."""
+    for name, module in matrices(block).items():
+        module.forward = _annotated(module.forward, name)
+
+
+def _annotated(forward: Callable, name: str) -> Callable:
+    def annotated(*args: Tensor) -> Tensor:
+        with traceback.annotate({_MATRIX: name}):
+            return forward(*args)
+
+    return annotated
+
+
+def _current_matrix() -> str | None:
+    return traceback.current_meta.get("custom", {}).get(_MATRIX)

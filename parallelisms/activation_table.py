@@ -1,0 +1,216 @@
+"""What a block keeps for its backward pass and what it recomputes: the table shown at start-up.
+
+The block runs once on fake tensors, which have shapes, types and a device but no memory, so a block of a 405B model
+costs as little as a toy's. Watched are the ops that make new tensors and the tensors that autograd asks to keep; the
+rest follows from the checkpointing mode. It is the eager truth for one device that holds whole matrices: torch.compile
+fuses ops and keeps at most as much, and tensor parallelism divides most rows.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from configs.schema import ActivationCheckpoint
+from parallelisms.activation_checkpoint import CheckpointPlan, Selection, matrices, select, selected_layers
+
+Fate = Literal["saved", "recomputed", "not needed"]
+
+
+@dataclass
+class ActivationRow:
+    """Calls of one op that share a fate."""
+
+    op: str
+    """The op, e.g. "aten.mm"; "input" is the block's input."""
+    matrix: str
+    """Name, within the block, of the matrix that is multiplied; empty where there is none."""
+    fate: Fate
+    """saved: kept until backward; recomputed: freed and made again in backward; not needed: freed."""
+    times: int = 0
+    bytes_per_token: float = 0.0
+    """Bytes of all the outputs together, for each token."""
+
+
+@dataclass(frozen=True)
+class ActivationTable:
+    """Rows of a checkpointed block, and what that comes to for all of them."""
+
+    rows: list[ActivationRow]
+    n_layers: int
+    n_checkpointed: int
+    plain_bytes_per_token: float
+    """Bytes a token that a block keeps where nothing is checkpointed."""
+
+    @property
+    def saved_bytes_per_token(self) -> float:
+        """Bytes a token that a block of this table keeps."""
+        return _saved(self.rows)
+
+    @property
+    def model_bytes_per_token(self) -> float:
+        """Bytes a token that all blocks keep, checkpointed or not."""
+        plain = (self.n_layers - self.n_checkpointed) * self.plain_bytes_per_token
+        return self.n_checkpointed * self.saved_bytes_per_token + plain
+
+    def __str__(self) -> str:
+        """The table for a console, 80 columns wide."""
+        lines = [f"{'op':48}{'times':>6}{'bytes/token':>13}  fate"]
+        for row in self.rows:
+            lines.append(f"{f'{row.op} {row.matrix}':48}{row.times:6}{row.bytes_per_token:13,.0f}  {row.fate}")
+        lines.append(f"{'kept by such a block':54}{self.saved_bytes_per_token:13,.0f}")
+        lines.append(f"{'kept by a block without checkpointing':54}{self.plain_bytes_per_token:13,.0f}")
+        lines.append(f"{f'kept by all {self.n_layers} blocks':54}{self.model_bytes_per_token:13,.0f}")
+        return "\n".join(lines)
+
+
+@dataclass
+class _Call:
+    """One call of an op, with the storages that it made."""
+
+    op: Any
+    matrix: str
+    storages: dict[int, int]  # id -> bytes
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes which ops make which storages, and which of them autograd keeps."""
+
+    def __init__(self, block: nn.Module, given: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self.kept: set[int] = set()
+        self.n_needed = 0  # calls until autograd had all that it keeps: a recomputation stops there
+        self.matrix = ""
+        self.alive: list[Tensor] = []  # what is alive keeps its storage's id to itself
+        self.known = {_storage(tensor) for tensor in given}
+        for name, module in matrices(block).items():
+            module.register_forward_pre_hook(lambda *_, name=name: setattr(self, "matrix", name))
+            module.register_forward_hook(lambda *_: setattr(self, "matrix", ""))
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = op(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        made = {_storage(t): t.untyped_storage().nbytes() for t in tensors if _storage(t) not in self.known}
+        self.alive += tensors
+        self.known |= made.keys()
+        self.calls.append(_Call(op, self.matrix, made))
+        return outputs
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Called by autograd with each tensor that it keeps for backward."""
+        self.kept.add(_storage(tensor))
+        self.n_needed = len(self.calls)
+        return tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def activation_table(
+    model: nn.Module,
+    config: ActivationCheckpoint,
+    seq_len: int,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+) -> ActivationTable:
+    """The table of the first checkpointed block; of a plain one if `config` checkpoints none, or by a budget.
+
+    Args:
+        model: as it was built, on the meta device; no technique was applied to it. It is used up.
+        config: what to keep.
+        seq_len: tokens a sequence.
+        compute_dtype: type of the parameters in the forward pass.
+        device: where the run takes place, which must exist here: it decides which op computes attention.
+
+    Raises:
+        ConfigError: as `apply_activation_checkpoint`.
+    """
+    plan = cast(CheckpointPlan, model.plan)
+    layers = selected_layers(config, len(plan.blocks)) if config.mode in ("full", "selective") else []
+    name = plan.blocks[layers[0] if layers else 0]
+    recorder, input_bytes = _record(model, name, seq_len, compute_dtype, device)
+    plain = rows = _rows(input_bytes, seq_len, _plain_fates(recorder))
+    if layers:
+        selection = Selection((), ())
+        if config.mode == "selective":
+            selection = select(model.get_submodule(name), config, plan.save_ops)
+        rows = _rows(input_bytes, seq_len, _checkpointed_fates(recorder, selection))
+    return ActivationTable(rows, len(plan.blocks), len(layers), _saved(plain))
+
+
+def _record(
+    model: nn.Module, name: str, seq_len: int, dtype: torch.dtype, device: torch.device
+) -> tuple[_Recorder, int]:
+    """Run the block `name` under watch on one sequence; also returns the bytes of its input."""
+    block = model.get_submodule(name)
+    with FakeTensorMode():
+        fakes = {
+            parameter: torch.empty(p.shape, dtype=dtype, device=device, requires_grad=True)
+            for parameter, p in model.named_parameters()
+        }
+        fakes |= {buffer: torch.empty(b.shape, dtype=b.dtype, device=device) for buffer, b in model.named_buffers()}
+        x, *others = _block_inputs(model, block, fakes, torch.empty(1, seq_len, dtype=torch.long, device=device))
+        x = x.detach().requires_grad_()  # else autograd would go on into the layers below
+        weights = {key.removeprefix(f"{name}."): fake for key, fake in fakes.items() if key.startswith(f"{name}.")}
+        recorder = _Recorder(block, [t for t in (x, *others, *weights.values()) if t is not None])
+        with saved_tensors_hooks(recorder.keep, lambda tensor: tensor), recorder:
+            functional_call(block, weights, (x, *others))
+    return recorder, x.untyped_storage().nbytes()
+
+
+class _Reached(Exception):  # noqa: N818
+    """Carries a block's inputs out of the model's forward pass, the rest of which need not run."""
+
+
+def _block_inputs(model: nn.Module, block: nn.Module, weights: dict[str, Tensor], tokens: Tensor) -> tuple:
+    def stop(_block: nn.Module, inputs: tuple) -> None:
+        raise _Reached(*inputs)
+
+    handle = block.register_forward_pre_hook(stop)
+    try:
+        functional_call(model, weights, (tokens,))
+    except _Reached as reached:
+        return reached.args
+    finally:
+        handle.remove()
+    raise RuntimeError("the model's forward pass never ran the block")
+
+
+def _plain_fates(recorder: _Recorder) -> Iterator[tuple[_Call, Fate, int]]:
+    """Each call's bytes by fate, where nothing is checkpointed."""
+    for call in recorder.calls:
+        saved = sum(size for storage, size in call.storages.items() if storage in recorder.kept)
+        yield call, "saved", saved
+        yield call, "not needed", sum(call.storages.values()) - saved
+
+
+def _checkpointed_fates(recorder: _Recorder, selection: Selection) -> Iterator[tuple[_Call, Fate, int]]:
+    """Each call's bytes by fate, where all is recomputed that `selection` does not keep."""
+    for i, call in enumerate(recorder.calls):
+        fate: Fate = "recomputed" if i < recorder.n_needed else "not needed"
+        yield call, "saved" if selection.keeps(call.op.name(), call.matrix) else fate, sum(call.storages.values())
+
+
+def _rows(input_bytes: int, seq_len: int, fates: Iterator[tuple[_Call, Fate, int]]) -> list[ActivationRow]:
+    """Sum up calls of the same op, matrix and fate; views and others that make no tensor are left out."""
+    rows = {("input", "", "saved"): ActivationRow("input", "", "saved", 1, input_bytes / seq_len)}
+    for call, fate, size in fates:
+        if size:
+            op = call.op.name().replace("::", ".")
+            row = rows.setdefault((op, call.matrix, fate), ActivationRow(op, call.matrix, fate))
+            row.times += 1
+            row.bytes_per_token += size / seq_len
+    return list(rows.values())
+
+
+def _saved(rows: list[ActivationRow]) -> float:
+    return sum(row.bytes_per_token for row in rows if row.fate == "saved")

@@ -1,0 +1,265 @@
+"""Prove that the mesh does not change the run: every combination against one process in eager mode.
+
+    python scripts/parity.py [--config parity.toml] [--rows PATTERN] [--dtype float64|float32] [--list]
+
+A row is a number of ranks and a set of overrides of the config. It passes if the loss, the gradient norm, the first
+step's gradient of every parameter, and the final weights agree with the reference over all steps. The reference is
+written independently of the trainer: plain PyTorch, whole logits, torch's own clipping and AdamW.
+"""
+
+import argparse
+import itertools
+import logging
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from configs.errors import KeelError
+from configs.layout import mesh_sizes
+from configs.load import load
+from configs.schema import Config
+from models import build_model
+from parallelisms.init import materialize
+from parallelisms.mesh import build_mesh
+from parallelisms.rank_pool import RankPool
+from trainer.data.loader import MicroBatch, build_loader
+from trainer.lr_schedule import learning_rate
+from trainer.step import build_learner
+
+BOUNDS = {"float64": (1e-10, 1e-10, 1e-10, 1e-10), "float32": (1e-5, 1e-5, 1e-4, math.inf)}
+"""Largest relative difference of loss, norm, first-step gradients and weights. float32 weights are not compared:
+Adam amplifies round-off where a gradient is near zero (5e-4 after three steps)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination to prove."""
+
+    name: str
+    ranks: int
+    overrides: tuple[str, ...]
+
+
+@dataclass
+class Trajectory:
+    """What a run of a few steps computed."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of the first step, after clipping."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """After the last step."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative differences of a row from the reference."""
+
+    loss: float
+    norm: float
+    gradient: float
+    weight: float
+
+    def passes(self, dtype: str) -> bool:
+        """Whether all are within the bounds of the type; a NaN is not."""
+        values = (self.loss, self.norm, self.gradient, self.weight)
+        return all(value <= bound for value, bound in zip(values, BOUNDS[dtype], strict=True))
+
+
+MESHES: dict[str, tuple[int, dict[str, int]]] = {
+    "1 process": (1, {}),
+    "DDP 2": (2, {"dp_replicate": 2}),
+    "FSDP 2": (2, {"dp_shard": 2}),
+    "FSDP 4": (4, {"dp_shard": 4}),
+    "HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}),
+    "TP 2": (2, {"tp": 2}),
+    "FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}),
+}
+
+
+def table() -> Iterator[Row]:
+    """Every mesh with every kind of activation checkpointing, eager and compiled, accumulating one and two steps."""
+    for mesh, mode, compiled, accumulation in itertools.product(
+        MESHES, ("none", "full", "selective"), (False, True), (1, 2)
+    ):
+        ranks, sizes = MESHES[mesh]
+        micro_batch = 8 // (sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1) * accumulation)
+        overrides = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+            "activation_checkpoint.mode": mode,
+            "compile.enable": str(compiled).lower(),
+            "training.micro_batch_size": micro_batch,
+        }
+        # Accumulating rows skip the reduction of all but the last micro-batch, so that both ways are in the table.
+        if accumulation > 1:
+            overrides["fsdp.accumulate"] = "reduce_last"
+        name = f"{mesh}, {mode}, {'compiled' if compiled else 'eager'}, accumulation {accumulation}"
+        yield Row(name, ranks, tuple(itertools.chain(*((f"--{key}", str(value)) for key, value in overrides.items()))))
+
+
+def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
+    """Train in plain PyTorch, in one process and eager mode, and write the trajectory to `path`."""
+    config = load(config_name, overrides, world_size=1).config
+    with torch.device("meta"):
+        model = build_model(config.model).to(getattr(torch, config.training.dtype))
+    materialize(model, torch.device("cpu"), config.training.seed)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.optimizer.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, betas=tuple(config.optimizer.betas), eps=config.optimizer.eps, fused=False, foreach=False
+    )
+    found = Trajectory()
+    for step, micro_batches in enumerate(_batches(config, 0, 1)):
+        tokens = torch.cat([batch.tokens for batch in micro_batches])
+        targets = torch.cat([batch.targets for batch in micro_batches])
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
+        if step == 0:
+            found.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.lr_schedule, config.optimizer.lr, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.losses.append(loss.item())
+        found.norms.append(norm.item())
+    found.weights = {name: p.detach() for name, p in model.named_parameters()}
+    torch.save(vars(found), path)
+
+
+def compare(config_name: str, overrides: tuple[str, ...], path: str) -> Difference | None:
+    """Train as the trainer does, on this rank of the mesh; rank 0 returns the difference from the reference."""
+    torch._dynamo.reset()
+    found = _train(load(config_name, overrides, world_size=dist.get_world_size()).config)
+    if dist.get_rank() > 0:
+        return None
+    expected = Trajectory(**torch.load(path))
+    return Difference(
+        loss=_largest_ratio(found.losses, expected.losses),
+        norm=_largest_ratio(found.norms, expected.norms),
+        gradient=_largest(found.gradients, expected.gradients),
+        weight=_largest(found.weights, expected.weights),
+    )
+
+
+def _train(config: Config) -> Trajectory:
+    mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), torch.device("cpu"))
+    learner = build_learner(config, mesh)
+    found = Trajectory()
+
+    def keep_first_gradients(*_: object) -> None:
+        if not found.gradients:
+            found.gradients = {name: _whole(p.grad) for name, p in learner.model.named_parameters()}
+
+    learner.optimizer.register_step_pre_hook(keep_first_gradients)
+    for step, micro_batches in enumerate(_batches(config, mesh.dp_rank, mesh.sizes.dp)):
+        result = learner.step(micro_batches, learning_rate(config.lr_schedule, config.optimizer.lr, step))
+        found.losses.append(result.loss)
+        found.norms.append(result.grad_norm)
+    found.weights = {name: _whole(p) for name, p in learner.model.named_parameters()}
+    return found
+
+
+def _batches(config: Config, dp_rank: int, dp_size: int) -> Iterable[list[MicroBatch]]:
+    loader = build_loader(config, dp_rank, dp_size, start_sample=0)
+    try:
+        yield from itertools.islice(loader, config.training.steps)
+    finally:
+        loader.close()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    # Gathering FSDP x TP shards takes two collectives, of which torch warns; speed does not matter here.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _largest_ratio(found: list[float], expected: list[float]) -> float:
+    return max(abs(f - e) / abs(e) for f, e in zip(found, expected, strict=True))
+
+
+def _largest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return max(_relative(found[name], expected[name]) for name in expected)
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest expected value."""
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def run_rows(
+    pool: RankPool, config_name: str, rows: Iterable[Row], overrides: tuple[str, ...] = ()
+) -> Iterator[tuple[Row, Difference]]:
+    """Compute the reference once, then each row, and yield its difference."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "reference.pt")
+        pool.run(1, reference, config_name, overrides, path)
+        for row in rows:
+            yield row, pool.run(row.ranks, compare, config_name, overrides + row.overrides, path)[0]
+
+
+def dtype_overrides(dtype: str) -> tuple[str, ...]:
+    """Overrides that set all three types."""
+    keys = ("dtype", "compute_dtype", "reduce_dtype")
+    return tuple(itertools.chain(*((f"--training.{key}", dtype) for key in keys)))
+
+
+def main() -> int:
+    """Run the rows asked for, print a line for each and return the number that failed (at most 1)."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "--config", default="parity.toml", help="job file: small, data synthetic (default: %(default)s)"
+    )
+    parser.add_argument("--rows", default="*", help='shell pattern of row names, e.g. "TP 2*compiled*"')
+    parser.add_argument("--dtype", choices=BOUNDS, default="float64", help="type to compute in (default: %(default)s)")
+    parser.add_argument("--list", action="store_true", help="print the rows and what they would take, and exit")
+    arguments = parser.parse_args()
+    rows = [row for row in table() if fnmatchcase(row.name, arguments.rows)]
+    if arguments.list or not rows:
+        print("\n".join(f"{row.name} ({row.ranks} ranks)" for row in rows) or f"no row matches {arguments.rows!r}")
+        return 0 if rows else 1
+    return _print_table(rows, arguments.config, arguments.dtype)
+
+
+def _print_table(rows: list[Row], config_name: str, dtype: str) -> int:
+    pool = RankPool(size=max(row.ranks for row in rows))
+    failed = 0
+    started = time.perf_counter()
+    print(f"Largest relative difference from one process in eager mode, {dtype}")
+    print(f"{'':52s} {'loss':>8s} {'norm':>8s} {'gradient':>8s} {'weights':>8s}")
+    try:
+        for row, difference in run_rows(pool, config_name, rows, dtype_overrides(dtype)):
+            passes = difference.passes(dtype)
+            failed += not passes
+            figures = " ".join(f"{value:8.1e}" for value in vars(difference).values())
+            print(f"{row.name:52s} {figures}  {'ok' if passes else 'FAILS'}", flush=True)
+    except KeelError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    finally:
+        pool.close()
+    bounds = ", ".join(f"{bound:.0e}" for bound in BOUNDS[dtype])
+    print(f"{len(rows) - failed} of {len(rows)} rows within {bounds}; {time.perf_counter() - started:.0f} s")
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
