@@ -93,6 +93,8 @@ class Source(Table):
     """Share of the samples that come from here, relative to the other sources."""
     text_key: str = "text"
     """text: the field that holds the text, in .jsonl, .parquet and hub rows."""
+    virtual_shards: PositiveInt = 64
+    """text: shards that its documents are dealt out to; at least the data-parallel ranks, to divide the tokenizing."""
 
 
 class Prepare(Table):
@@ -130,7 +132,7 @@ class Training(Table):
     """Sequences an optimizer step, over all ranks."""
     micro_batch_size: PositiveInt = 1
     """Sequences a data-parallel rank computes at once (machine key)."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights and of the data order."""
     dtype: Dtype = "float32"
     """Type of parameters and optimizer state."""

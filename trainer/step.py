@@ -6,7 +6,7 @@ loss or gradient norm is not finite changes nothing, on all ranks alike, since b
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from configs.schema import Config
 from models import build_model
-from parallelisms.fsdp import prepare_backward
+from parallelisms.fsdp import prepare_backward, reshard
 from parallelisms.grad_norm import clip_grad_norm
 from parallelisms.init import materialize
 from parallelisms.mesh import Mesh
@@ -54,7 +54,7 @@ class Learner:
         total = torch.zeros_like(valid_tokens)
         for batch in micro_batches:
             prepare_backward(self.model, self.config.fsdp, is_last_micro_batch=batch is micro_batches[-1])
-            loss_sum = self._loss_sum(batch)
+            loss_sum = self._loss_sum(batch, self.loss)
             (loss_sum * scale).backward()
             total += loss_sum.detach()
         training = self.config.training
@@ -68,23 +68,28 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: list[MicroBatch]) -> Tensor:
-        """(sum of the loss, valid tokens) over this rank's micro-batches, float64, (2,)."""
+        """(sum of the cross-entropy, valid tokens) over this rank's micro-batches, float64, (2,)."""
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        cross_entropy = replace(self.loss, z_loss_weight=0.0)
         for batch in micro_batches:
-            total[0] += self._loss_sum(batch)
+            total[0] += self._loss_sum(batch, cross_entropy)
             total[1] += (batch.targets != IGNORED).sum()
+        reshard(self.model)
         return total
 
     def state(self) -> dict[str, Tensor]:
-        """Everything a checkpoint holds in tensors, by name; loading into them in place restores it."""
+        """Everything a checkpoint holds in tensors, by name; loading into them in place restores it.
+
+        To be asked for anew each time: FSDP pads its shards at the first forward pass, which gives them new memory.
+        """
         parameters = dict(self.model.named_parameters())
         model = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
         return model | optimizer_state(self.optimizer, parameters)
 
-    def _loss_sum(self, batch: MicroBatch) -> Tensor:
+    def _loss_sum(self, batch: MicroBatch, loss: CrossEntropy) -> Tensor:
         batch = batch.to(self.mesh.device)
-        loss = partial(self.loss, targets=batch.targets)
-        return self.model(batch.tokens, batch.positions, batch.document_ids, loss=loss)
+        of_targets = partial(loss, targets=batch.targets)
+        return self.model(batch.tokens, batch.positions, batch.document_ids, loss=of_targets)
 
     def _valid_tokens(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Target tokens of the global batch that count; a float64 scalar: exact, and every backend can add it up."""

@@ -1,0 +1,277 @@
+"""The tensors of one checkpoint, written and read by torch.distributed.checkpoint (DCP).
+
+A state is a flat dict from names to tensors or DTensors. Every rank first turns its own into `Shard`s: a plain local
+tensor and its place in the whole. So one description serves a replicated scalar, an FSDP x TP parameter and a copy of
+either in CPU memory, and DCP, which sees only shards, fits any sharding that was saved to any that is asked for. A
+shard that several ranks hold is written once; DCP gives it to the rank that has the least to write.
+"""
+
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from checkpoint.manifest import damaged
+from checkpoint.safe_read import METADATA_NAME
+from configs.errors import UserError
+
+State = Mapping[str, Tensor]
+Result = TypeVar("Result")
+
+GPU_COPY_AHEAD_BYTES = 10_000_000
+"""DCP's own default: how much is copied from the GPU while what was copied before is written."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a tensor that this rank holds. DCP finds the methods by their names (protocol `_Checkpointable`)."""
+
+    local: Tensor
+    shape: torch.Size
+    """Of the whole tensor."""
+    offsets: torch.Size
+    """Where `local` begins in the whole tensor, one number a dimension."""
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """The box that DCP is to fill or write; none if this rank's part is empty."""
+        if self.local.numel() == 0:
+            return []
+        return [ChunkStorageMetadata(offsets=self.offsets, sizes=self.local.shape)]
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.local.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, self.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+
+def shards_of(state: State) -> dict[str, Shard]:
+    """This rank's parts of the tensors in `state`. They share memory with it: loading into them loads `state`."""
+    shards = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, DTensor):
+            shards[name] = Shard(tensor.detach(), tensor.shape, torch.Size([0] * tensor.dim()))
+        elif tensor.device_mesh.get_coordinate() is not None:
+            [chunk] = tensor.__create_chunk_list__()
+            shards[name] = Shard(tensor.to_local().detach(), tensor.shape, chunk.offsets)
+    return shards
+
+
+class Stager:
+    """Copies shards to CPU memory, so that training may go on while they are written.
+
+    The memory is kept from one save to the next (pages are touched, and pinned for a GPU, only once), which is safe
+    because at most one save is in flight. It costs as many bytes of CPU memory as the rank's state has.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def stage(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
+        """The shards as they are now, in CPU memory; later changes of the originals don't show in them."""
+        staged = {name: replace(shard, local=self._copy(name, shard.local)) for name, shard in shards.items()}
+        if any(shard.local.device.type != "cpu" for shard in shards.values()):
+            torch.accelerator.current_stream().synchronize()
+        return staged
+
+    def _copy(self, name: str, source: Tensor) -> Tensor:
+        if name not in self._buffers:
+            pin = source.device.type != "cpu" and source.numel() > 0
+            self._buffers[name] = torch.empty(source.shape, dtype=source.dtype, pin_memory=pin)
+        return self._buffers[name].copy_(source, non_blocking=True)
+
+
+def write(folder: Path, shards: Mapping[str, Shard], group: dist.ProcessGroup) -> set[str]:
+    """Write every rank's shards to the existing `folder`, and sync the files; to be called by all ranks of `group`.
+
+    Returns: the names of all files written, by any rank.
+    Raises: UserError on all ranks if the disk refuses on one.
+    """
+    try:
+        metadata = dcp.save(
+            dict(shards),
+            storage_writer=_Writer(folder, shards),
+            planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+        )
+    # It derives from BaseException, and holds what went wrong on each rank.
+    except CheckpointException as failure:
+        reasons = [f"rank {rank}: {error}" for rank, (error, _) in sorted(failure.failures.items())]
+        if all(isinstance(error, OSError) for error, _ in failure.failures.values()):
+            raise UserError(f"checkpoint {folder.stem} could not be written: {'; '.join(reasons)}") from None
+        raise RuntimeError(f"writing {folder} failed: {failure}") from failure
+    return {place.relative_path for place in metadata.storage_data.values()} | {METADATA_NAME}
+
+
+def read(folder: Path, metadata: Metadata, shards: Mapping[str, Shard], group: dist.ProcessGroup) -> None:
+    """Fill `shards` in place from the checkpoint in `folder`, whatever the sharding it was written with.
+
+    `metadata` is the checkpoint's index (`safe_read.read_metadata`), which must have passed `differences`.
+    Raises: UserError on all ranks if a file can't be read on one.
+    """
+    try:
+        dcp.load(
+            dict(shards),
+            storage_reader=_Reader(folder, metadata),
+            planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+        )
+    except CheckpointException as failure:
+        reasons = [f"rank {rank}: {_first_line(error)}" for rank, (error, _) in sorted(failure.failures.items())]
+        raise damaged(folder, "; ".join(reasons)) from failure
+
+
+def differences(metadata: Metadata, shards: Mapping[str, Shard], group: dist.ProcessGroup) -> list[str]:
+    """How the tensors of a checkpoint differ from those that all ranks together hold; a line a tensor, sorted.
+
+    The same on all ranks; empty if names, shapes and dtypes agree.
+    """
+    saved = metadata.state_dict_metadata
+    mine = [_difference(name, shard, saved.get(name)) for name, shard in shards.items()]
+    # A rank needn't hold every tensor (pipeline stages): superfluous is what no rank holds.
+    report = ({line for line in mine if line}, saved.keys() - shards.keys())
+    reports: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reports, report, group=group)
+    lines = set().union(*(lines for lines, _ in reports))
+    superfluous = set.intersection(*(set(names) for _, names in reports))
+    return sorted(lines | {f"{name}: only in the checkpoint" for name in superfluous})
+
+
+def on_rank_zero(group: dist.ProcessGroup, action: Callable[[], Result]) -> Result:
+    """Run `action` on the first rank of `group` only; all ranks return what it returns or raise what it raises."""
+    result_and_error: list[Any] = [None, None]
+    if dist.get_rank(group) == 0:
+        try:
+            result_and_error[0] = action()
+        except Exception as error:
+            result_and_error[1] = error
+    dist.broadcast_object_list(result_and_error, group_src=0, group=group)
+    result, failure = result_and_error
+    if failure is not None:
+        raise failure
+    return result
+
+
+def _difference(name: str, shard: Shard, saved: Any) -> str | None:
+    here = (tuple(shard.shape), shard.local.dtype)
+    if saved is None:
+        return f"{name}: not in the checkpoint"
+    there = (tuple(saved.size), saved.properties.dtype)
+    return None if here == there else f"{name}: {_described(*there)} in the checkpoint, {_described(*here)} here"
+
+
+def _described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].local
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Take the shards as they are; DCP's own set-up would look for nested dicts and meta tensors in them."""
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].local
+
+
+class _Writer(dcp.FileSystemWriter):
+    def __init__(self, folder: Path, shards: Mapping[str, Shard]) -> None:
+        on_cpu = all(shard.local.device.type == "cpu" for shard in shards.values())
+        # Copying ahead needs the thread's current GPU, which a background thread hasn't set; staged shards need none.
+        copy_ahead = 0 if on_cpu else GPU_COPY_AHEAD_BYTES
+        super().__init__(folder, per_thread_copy_ahead=copy_ahead, sync_files=False)  # _FileSystem syncs
+        self.fs = _FileSystem()
+
+    def storage_meta(self) -> StorageMeta:
+        """Nothing, instead of the folder's path and a random id: equal states make equal files, wherever they are."""
+        return StorageMeta()
+
+
+class _Reader(dcp.FileSystemReader):
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    # Without `kwargs` in the signature DCP doesn't look for other files if this one fails.
+    def read_metadata(self) -> Metadata:  # type: ignore[override]
+        return self._metadata
+
+
+class _FileSystem(FileSystem):
+    """Files that are on the disk once they are closed, and whose errors tell their cause.
+
+    DCP syncs `.metadata` before Python's buffer is flushed, and torch's writer answers a full disk with "unexpected
+    pos 704 vs 598".
+    """
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[Any, None, None]:
+        stream = Path(path).open(mode)  # noqa: SIM115 (closing may fail, too, and is part of the writing)
+        if "r" in mode:
+            with stream:
+                yield stream
+            return
+        synced = _SyncedStream(stream)
+        try:
+            yield synced
+            synced.close()
+        except Exception as error:
+            with suppress(OSError):
+                stream.close()
+            cause = synced.error or error
+            raise OSError(cause.errno, cause.strerror, str(path)) if isinstance(cause, OSError) else error from None
+
+
+class _SyncedStream:
+    """A file open for writing that is synced when it is closed, and remembers the first error of a write."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def close(self) -> None:
+        if not self._stream.closed:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

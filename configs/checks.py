@@ -1,0 +1,290 @@
+"""What must hold between keys, each check a function that yields the key to blame and the message.
+
+Sizes are shown with their arithmetic. An option that would do nothing is an error, since whoever set it expects
+something of it; but an option may stay set when the mesh or the devices at hand leave it idle, so that one file runs
+on any number of ranks.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import PurePath
+
+from configs.errors import ConfigError
+from configs.keys import schema_keys
+from configs.layout import (
+    accumulation_steps,
+    decay_steps,
+    head_dim,
+    layer_numbers,
+    mesh_sizes,
+    n_kv_heads,
+    smallest_world_size,
+    tensor_parallel_sizes,
+)
+from configs.schema import Config, Source
+
+Problem = tuple[str, str]
+"""Dotted key, message."""
+
+
+def check(config: Config, world_size: int | None, complete: bool = True) -> list[Problem]:
+    """All that is wrong between the keys.
+
+    Args:
+        world_size: None if it is not known yet; then the fewest ranks that the mesh allows are checked.
+        complete: False if `config` lacks the keys with errors of their own; what needs one of them is not checked.
+    """
+    problems: list[Problem] = []
+    for rule in _RULES:
+        try:
+            problems.extend(rule(config, world_size))
+        except AttributeError:
+            if complete:
+                raise
+    return problems
+
+
+def _head_width(config: Config, _: int | None) -> Iterator[Problem]:
+    model = config.model
+    if model.head_dim is None and model.dim % model.n_heads:
+        yield (
+            "model.dim",
+            f"dim {model.dim} is not divisible by n_heads {model.n_heads} ({model.dim} / {model.n_heads} = "
+            f"{model.dim / model.n_heads:.2f}); change one of them, or set head_dim",
+        )
+    elif head_dim(model) % 2:
+        width = "" if model.head_dim else f" = dim {model.dim} / n_heads {model.n_heads}"
+        key = "model.head_dim" if model.head_dim else "model.dim"
+        yield (
+            key,
+            f"head_dim {head_dim(model)}{width} is odd; rotary positions turn pairs of features, so it must be even",
+        )
+
+
+def _kv_heads(config: Config, _: int | None) -> Iterator[Problem]:
+    model = config.model
+    if model.n_heads % n_kv_heads(model):
+        yield (
+            "model.n_kv_heads",
+            f"n_heads {model.n_heads} is not divisible by n_kv_heads {model.n_kv_heads} ({model.n_heads} / "
+            f"{model.n_kv_heads} = {model.n_heads / n_kv_heads(model):.2f}): every key head serves as many query heads",
+        )
+
+
+def _rope_scaling(config: Config, _: int | None) -> Iterator[Problem]:
+    scaling = config.model.rope_scaling
+    if scaling and scaling.low_freq_factor >= scaling.high_freq_factor:
+        yield (
+            "model.rope_scaling.high_freq_factor",
+            f"high_freq_factor {scaling.high_freq_factor} must be above low_freq_factor {scaling.low_freq_factor}",
+        )
+
+
+def _dtypes(config: Config, _: int | None) -> Iterator[Problem]:
+    """A float64 run is there to prove something exact; one narrower stage would bring the round-off back unseen."""
+    dtypes = {key: getattr(config.training, key) for key in ("dtype", "compute_dtype", "reduce_dtype")}
+    wide = [key for key, dtype in dtypes.items() if dtype == "float64"]
+    if 0 < len(wide) < len(dtypes):
+        narrow = " and ".join(f'{key} is "{dtype}"' for key, dtype in dtypes.items() if key not in wide)
+        yield (
+            f"training.{wide[0]}",
+            f"float64 is for proofs, so {', '.join(dtypes)} are all float64 or none, but {narrow}",
+        )
+
+
+def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """The mesh, and the global batch on it."""
+    mesh = config.mesh
+    if mesh.dp_shard == 0:
+        yield "mesh.dp_shard", "dp_shard must be 1 or more, or -1 for what the other sizes leave, got 0"
+        return
+    try:
+        sizes = mesh_sizes(config, world_size or smallest_world_size(mesh))
+    except ConfigError as error:
+        key = next((key for key in ("dp_shard", "tp", "dp_replicate") if key in mesh.model_fields_set), "dp_shard")
+        yield f"mesh.{key}", str(error)
+        return
+    try:
+        accumulation_steps(config, sizes)
+    except ConfigError as error:
+        yield "training.global_batch_size", str(error)
+
+
+def _tensor_parallel(config: Config, _: int | None) -> Iterator[Problem]:
+    tp = config.mesh.tp
+    for key, size in tensor_parallel_sizes(config).items():
+        if size % tp:
+            yield "mesh.tp", f"tp {tp} does not divide {key} {size} ({size} / {tp} = {size / tp:.2f})"
+
+
+def _activation_checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
+    table = config.activation_checkpoint
+    modes = {
+        "save_ops": ("selective",),
+        "save_every_nth_matmul": ("selective",),
+        "every_nth_layer": ("full", "selective"),
+        "layers": ("full", "selective"),
+        "memory_budget": ("budget",),
+    }
+    for name, useful in modes.items():
+        key = f"activation_checkpoint.{name}"
+        if getattr(table, name) != schema_keys()[key].default and table.mode not in useful:
+            choices = " or ".join(f'"{mode}"' for mode in useful)
+            yield key, f'{name} does nothing in mode "{table.mode}", only in {choices}; leave it out or change the mode'
+    if table.mode == "budget" and not config.compile.enable:
+        yield "activation_checkpoint.mode", 'mode "budget" is the work of torch.compile: it needs compile.enable = true'
+
+
+def _checkpointed_layers(config: Config, _: int | None) -> Iterator[Problem]:
+    table, n_layers = config.activation_checkpoint, config.model.n_layers
+    if table.mode not in ("full", "selective"):
+        return
+    if table.every_nth_layer > n_layers:
+        yield (
+            "activation_checkpoint.every_nth_layer",
+            f"every_nth_layer {table.every_nth_layer} is beyond the model's {n_layers} layers",
+        )
+    if table.layers is not None:
+        try:
+            layer_numbers(table.layers, n_layers)
+        except ConfigError as error:
+            yield "activation_checkpoint.layers", str(error)
+
+
+def _device(config: Config, _: int | None) -> Iterator[Problem]:
+    if config.job.device == "cpu" and config.fsdp.cpu_offload:
+        yield (
+            "fsdp.cpu_offload",
+            'cpu_offload does nothing with job.device = "cpu": the state is in CPU memory as it is',
+        )
+
+
+def _tokenizer(config: Config, _: int | None) -> Iterator[Problem]:
+    path, train_on = config.tokenizer.path, config.tokenizer.train_on
+    if train_on and path is None:
+        yield "tokenizer.train_on", "train_on needs path: where the trained tokenizer is to be kept"
+    if train_on and path is not None and path.endswith(".json"):
+        yield "tokenizer.train_on", f'train_on makes a SentencePiece model: path "{path}" should end in .model'
+    readers = [f'source "{source.name}"' for source in config.data.sources if source.kind != "synthetic"]
+    if config.data.prepare:
+        readers.append("[data.prepare]")
+    if readers and path is None and not train_on:
+        yield "tokenizer.path", f"a tokenizer is needed for {', '.join(readers)}: set tokenizer.path"
+
+
+def _sources(config: Config, _: int | None) -> Iterator[Problem]:
+    for table, sources in (("data", config.data.sources), ("validation", config.validation.sources)):
+        names = Counter(source.name for source in sources)
+        for index, source in enumerate(sources):
+            key = f"{table}.sources.{index}"
+            yield from _source(key, source)
+            if names[source.name] > 1 and source.name in [other.name for other in sources[:index]]:
+                yield f"{key}.name", f'a source named "{source.name}" stands above already; names must differ'
+
+
+def _source(key: str, source: Source) -> Iterator[Problem]:
+    if source.kind == "synthetic" and source.path is not None:
+        yield f"{key}.path", f'source "{source.name}": synthetic tokens are read from nowhere; leave path out'
+    if source.kind != "synthetic" and not source.path:
+        what = "the folder of its token files" if source.kind == "tokens" else "a file, a folder, or hub:NAME"
+        yield f"{key}.path", f'source "{source.name}" of kind "{source.kind}" needs path: {what}'
+    for name in ("text_key", "virtual_shards"):
+        if source.kind != "text" and getattr(source, name) != schema_keys()[f"data.sources.N.{name}"].default:
+            yield (
+                f"{key}.{name}",
+                f'source "{source.name}": {name} does nothing with kind "{source.kind}", only with "text"',
+            )
+
+
+def _prepare(config: Config, _: int | None) -> Iterator[Problem]:
+    prepare = config.data.prepare
+    if prepare is None:
+        return
+    if not prepare.input:
+        yield "data.prepare.input", "input names no text; give files, folders, hub:NAME or python_stdlib"
+    if prepare.validation_fraction == 1:
+        yield "data.prepare.validation_fraction", "validation_fraction 1 leaves nothing to train on"
+    held_out = PurePath(prepare.output) / "validation"
+    for index, source in enumerate(config.validation.sources):
+        if prepare.validation_fraction == 0 and source.path and PurePath(source.path) == held_out:
+            yield (
+                f"validation.sources.{index}.path",
+                f"nothing will be in {held_out}: data.prepare.validation_fraction is 0; set it, 0.02 for example",
+            )
+
+
+def _validation(config: Config, _: int | None) -> Iterator[Problem]:
+    if config.validation.interval and not config.validation.sources:
+        yield (
+            "validation.interval",
+            f"interval {config.validation.interval} needs [[validation.sources]]; 0: no validation",
+        )
+
+
+def _lr_schedule(config: Config, _: int | None) -> Iterator[Problem]:
+    schedule = config.lr_schedule
+    warmup, total, stable_decay = schedule.warmup_steps, schedule.total_steps, schedule.name == "warmup_stable_decay"
+    if warmup > total:
+        yield "lr_schedule.warmup_steps", f"warmup_steps {warmup} is above total_steps {total}"
+    elif stable_decay and warmup + decay_steps(schedule) > total:
+        decay = decay_steps(schedule)
+        yield (
+            "lr_schedule.decay_steps",
+            f"warmup_steps {warmup} + decay_steps {decay} = {warmup + decay} is above total_steps {total}",
+        )
+    if schedule.decay_steps is not None and not stable_decay:
+        yield (
+            "lr_schedule.decay_steps",
+            f'decay_steps does nothing with name "{schedule.name}", only with "warmup_stable_decay"; leave it out',
+        )
+
+
+def _optimizer_groups(config: Config, _: int | None) -> Iterator[Problem]:
+    patterns = [group.pattern for group in config.optimizer.groups]
+    for index, pattern in enumerate(patterns):
+        if pattern in patterns[:index]:
+            yield f"optimizer.groups.{index}.pattern", f'the pattern "{pattern}" stands above already; the first counts'
+
+
+def _profile(config: Config, _: int | None) -> Iterator[Problem]:
+    profile, steps = config.profile, config.training.steps
+    last = profile.start_step + profile.steps - 1
+    if profile.memory_snapshot and not profile.start_step:
+        yield "profile.memory_snapshot", "memory_snapshot needs start_step above 0: it covers the steps of the trace"
+    if profile.memory_snapshot and config.job.device == "cpu":
+        yield "profile.memory_snapshot", 'memory_snapshot records CUDA memory: it does nothing with job.device = "cpu"'
+    if profile.start_step and last > steps:
+        yield "profile.start_step", f"the trace would end at step {last}, after training.steps {steps}"
+
+
+def _job(config: Config, _: int | None) -> Iterator[Problem]:
+    name = config.job.name
+    if config.job.output_dir is None and (name in ("", ".", "..") or "/" in name or "\0" in name):
+        yield (
+            "job.name",
+            f'the run folder is runs/<name>, so name "{name}" must be a plain folder name; or set output_dir',
+        )
+    load = config.checkpoint.load
+    if isinstance(load, int) and load < 0:
+        yield "checkpoint.load", f"there is no step {load}"
+
+
+_RULES: tuple[Callable[[Config, int | None], Iterator[Problem]], ...] = (
+    _job,
+    _head_width,
+    _kv_heads,
+    _rope_scaling,
+    _tokenizer,
+    _sources,
+    _prepare,
+    _dtypes,
+    _optimizer_groups,
+    _lr_schedule,
+    _mesh,
+    _tensor_parallel,
+    _device,
+    _activation_checkpoint,
+    _checkpointed_layers,
+    _validation,
+    _profile,
+)

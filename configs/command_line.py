@@ -1,0 +1,145 @@
+"""The command line of train.py: `--config NAME_OR_PATH`, overrides, and three questions that need no torch.
+
+command = parse_command_line(sys.argv[1:])
+if answer(command):
+    return
+loaded = load_for_run(command)
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal
+
+from configs.display import help_text, summary
+from configs.errors import ConfigError
+from configs.keys import find, nearest
+from configs.load import LoadedConfig, load
+from configs.overrides import parse_overrides, split_flags
+
+Action = Literal["run", "validate", "print_config", "help"]
+
+_ACTIONS: dict[str, Action] = {
+    "--validate": "validate",
+    "--print-config": "print_config",
+    "--help": "help",
+    "-h": "help",
+}
+_TORCHRUN_FLAGS = ("--nproc-per-node", "--nproc_per_node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--standalone")
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What was asked for."""
+
+    config: str
+    """Empty only for help."""
+    overrides: tuple[str, ...]
+    """Words for `load`."""
+    action: Action
+
+
+def parse_command_line(words: Sequence[str]) -> CommandLine:
+    """Read the words after `train.py`; the overrides' keys are checked later, by `load`, with the file's.
+
+    Raises:
+        ConfigError: all that cannot be understood, one a line.
+    """
+    actions: set[Action] = set()
+    configs: list[str] = []
+    overrides: list[str] = []
+    mistakes: list[str] = []
+    for flag, value in split_flags(_without_actions(words, actions)):
+        if flag == "--config" and value:
+            configs.append(value)
+        elif flag.startswith("--") and "." in flag:
+            overrides.append(flag if value is None else f"{flag}={value}")
+        else:
+            mistakes.append(_misunderstood(flag, value))
+    if "help" in actions:
+        return CommandLine("", (), "help")
+    try:
+        parse_overrides(overrides)
+    except ConfigError as error:
+        mistakes.append(str(error))
+    if len(actions) > 1:
+        mistakes.append(f"{' and '.join(sorted(flag for flag in _ACTIONS if _ACTIONS[flag] in actions))}: choose one")
+    if len(configs) > 1:
+        mistakes.append(f"--config: given {len(configs)} times: {', '.join(configs)}")
+    if not configs and not any(mistake.startswith("--config") for mistake in mistakes):
+        mistakes.append("--config NAME_OR_PATH is missing; to begin with, --config debug.toml")
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    return CommandLine(configs[0], tuple(overrides), next(iter(actions), "run"))
+
+
+def answer(command: CommandLine, environment: Mapping[str, str] = os.environ) -> bool:
+    """Print what `--help`, `--validate` or `--print-config` asks for; False if the job is to be run.
+
+    Under torchrun only the first rank prints.
+
+    Raises:
+        ConfigError: the job is not valid.
+    """
+    if command.action == "run":
+        return False
+    text = _answer(command, environment)
+    if environment.get("RANK", "0") == "0":
+        _print(text)
+    return True
+
+
+def load_for_run(command: CommandLine, environment: Mapping[str, str] = os.environ) -> LoadedConfig:
+    """The job, checked for the ranks that torchrun started, one without it.
+
+    Raises:
+        ConfigError: the job is not valid.
+    """
+    return load(command.config, command.overrides, _world_size(environment) or 1)
+
+
+def _print(text: str) -> None:
+    """Print to a pipe that its reader may close, as in `train.py --help | head`."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more when it exits
+
+
+def _answer(command: CommandLine, environment: Mapping[str, str]) -> str:
+    if command.action == "help":
+        return help_text(min(shutil.get_terminal_size().columns, 100))
+    world_size = _world_size(environment)
+    loaded = load(command.config, command.overrides, world_size)
+    return loaded.to_toml(with_origins=True) if command.action == "print_config" else summary(loaded, world_size) + "\n"
+
+
+def _world_size(environment: Mapping[str, str]) -> int | None:
+    text = environment.get("WORLD_SIZE")
+    if text is not None and not (text.isdecimal() and int(text) > 0):
+        raise ConfigError(f"the environment variable WORLD_SIZE must be a number of ranks, got {text!r}")
+    return int(text) if text else None
+
+
+def _without_actions(words: Sequence[str], actions: set[Action]) -> list[str]:
+    """Take the flags without a value out, so that no other word is taken for theirs."""
+    actions.update(_ACTIONS[word] for word in words if word in _ACTIONS)
+    return [word for word in words if word not in _ACTIONS]
+
+
+def _misunderstood(flag: str, value: str | None) -> str:
+    if flag == "--config":
+        return "--config: needs a value: --config NAME_OR_PATH"
+    if not flag.startswith("-"):
+        return f"{flag}: unexpected; is it the value of a flag, as in --config {flag}?"
+    if flag in _TORCHRUN_FLAGS:
+        return f"{flag}: this belongs to torchrun, before train.py: torchrun {flag} {value or 'N'} train.py ..."
+    key = find((flag[2:],))
+    if key and key.is_table:
+        return f"{flag}: is a table; its keys are set one by one: {flag}.KEY VALUE"
+    known = ["--config", *_ACTIONS]
+    near = next(iter(get_close_matches(flag, known, 1, 0.75)), None) or nearest(flag.lstrip("-"))
+    return f"{flag}: unknown flag; " + (f"did you mean --{near.lstrip('-')}?" if near else "--help lists all there are")

@@ -1,0 +1,159 @@
+"""What pydantic found wrong with a job, in words that name the place, what is expected, and the nearest key."""
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tomli
+from pydantic import ValidationError
+
+from configs.keys import Key, KeyPath, dotted, find, key_path, nearest, schema_keys
+from configs.layers import Layers
+from configs.toml_text import value_text
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Something wrong with the value at a path."""
+
+    path: KeyPath
+    where: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}"
+
+
+def explain(error: ValidationError, layers: Layers) -> list[Mistake]:
+    """One mistake a key, in the order of the schema.
+
+    A missing key is not reported when an unknown one is most likely that key misspelled.
+    """
+    found = {(_known(item["loc"]), item["type"] in ("missing", "extra_forbidden")): item for item in error.errors()}
+    unknown = [item["loc"] for item in found.values() if item["type"] == "extra_forbidden"]
+    meant = {_suggestion(path) for path in unknown}
+    mistakes = [_unknown(path, layers) for path in unknown]
+    for item in found.values():
+        if item["type"] == "missing" and dotted(item["loc"]) not in meant:
+            mistakes.append(_missing(item["loc"], layers))
+        elif item["type"] not in ("missing", "extra_forbidden"):
+            mistakes.append(_wrong(item["loc"], layers))
+    return mistakes
+
+
+def bad_paths(error: ValidationError) -> Iterator[KeyPath]:
+    """The keys whose values cannot be relied on: the wrong, the missing, and those that unknown ones may stand for."""
+    for item in error.errors():
+        yield _known(item["loc"])
+        suggestion = _suggestion(item["loc"]) if item["type"] == "extra_forbidden" else None
+        if suggestion:
+            yield key_path(suggestion)
+
+
+def _known(path: KeyPath) -> KeyPath:
+    """A path without what follows the key: an index into a plain list, or pydantic's tag of a union's branch."""
+    while path[:-1] and find(path) is None and (parent := find(path[:-1])) and not parent.is_table:
+        path = path[:-1]
+    return path
+
+
+def _suggestion(path: KeyPath) -> str | None:
+    near = nearest(".".join("N" if isinstance(part, int) else part for part in path))
+    for part in path:
+        if near and isinstance(part, int):
+            near = near.replace(".N.", f".{part}.", 1)
+    return near
+
+
+def _unknown(path: KeyPath, layers: Layers) -> Mistake:
+    is_table = isinstance(_value(layers, path), dict)
+    name = f"table [{dotted(path)}]" if is_table else f"key {dotted(path)}"
+    return Mistake(path, layers.where(path), f"unknown {name}; {_advice(path)}")
+
+
+def _advice(path: KeyPath) -> str:
+    if near := _suggestion(path):
+        key = schema_keys().get(near)
+        return f"did you mean {f'[{near}]' if key and key.type == 'table' else near}?"
+    if len(path) > 1:
+        return f"[{_table(path[:-1])}] has {', '.join(_keys_of(path[:-1]))}"
+    return (
+        f"there are {', '.join(f'[{name}]' for name, key in schema_keys().items() if '.' not in name and key.is_table)}"
+    )
+
+
+def _missing(path: KeyPath, layers: Layers) -> Mistake:
+    key = find(path)
+    assert key is not None
+    if key.type == "table":
+        needed = ", ".join(name for name, inner in _keys_of(path).items() if inner.required)
+        return Mistake(path, layers.file, f"the table [{dotted(path)}] is missing; it needs {needed}")
+    table = _table(path[:-1])
+    return Mistake(path, layers.where(path[:-1]), f"[{table}] lacks {path[-1]} ({key.type}): {key.doc}")
+
+
+def _wrong(path: KeyPath, layers: Layers) -> Mistake:
+    key = find(_known(path))
+    assert key is not None
+    value = _value(layers, _known(path))
+    where = layers.where(path)
+    one_of = "one of " if len(key.choices) > 1 else _article(key.type)
+    message = f"{dotted(_known(path))} must be {one_of}{key.type}, got {_short(value)}{_hint(key, value, where)}"
+    return Mistake(_known(path), where, message)
+
+
+def _hint(key: Key, value: Any, where: str) -> str:
+    if isinstance(value, str) and key.choices:
+        near = difflib.get_close_matches(value, key.choices, 1, 0.5)
+        return f"; did you mean {value_text(near[0])}?" if near else ""
+    if isinstance(value, str) and key.type == "true or false":
+        return f"; write {value.lower()}" if value.lower() in ("true", "false") else ""
+    if isinstance(value, float) and value.is_integer() and key.type.startswith("integer"):
+        return f"; write {int(value)}"
+    if isinstance(value, str) and _is_number(value) and key.type.startswith(("integer", "number")):
+        return "; write it without the quotes"
+    if key.type == "string" and not isinstance(value, (list, dict)):
+        quoted = value_text(str(value))
+        return f"; write {where} '{quoted}'" if where.startswith("--") else f"; write {quoted}"
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return isinstance(tomli.loads(f"value = {text}")["value"], (int, float))
+    except tomli.TOMLDecodeError:
+        return False
+
+
+def _article(kind: str) -> str:
+    if kind.startswith(("true", '"')):
+        return ""
+    return "an " if kind[0] in "aeiou" else "a "
+
+
+def _short(value: Any, width: int = 60) -> str:
+    text = value_text(value)
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _value(layers: Layers, path: KeyPath) -> Any:
+    node: Any = layers.values
+    for part in path:
+        node = node[part]
+    return node
+
+
+def _table(path: KeyPath) -> str:
+    """`("data", "sources", 0)` -> "[data.sources]", as its header is written."""
+    name = ".".join(part for part in path if isinstance(part, str))
+    return f"[{name}]" if isinstance(path[-1], int) else name
+
+
+def _keys_of(table: KeyPath) -> dict[str, Key]:
+    prefix = ".".join("N" if isinstance(part, int) else part for part in table) + "."
+    return {
+        name.removeprefix(prefix): key
+        for name, key in schema_keys().items()
+        if name.startswith(prefix) and "." not in name.removeprefix(prefix)
+    }

@@ -1,0 +1,161 @@
+"""The schema as a flat list of dotted keys, for the help text, the error messages and the command line.
+
+It is read off pydantic's JSON schema, in which types, bounds, defaults and docstrings stand in one plain form, so that
+a key added to `schema.py` is known everywhere at once. `N` stands for an index into a list of tables:
+`data.sources.N.path`.
+"""
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from configs.schema import Config
+
+KeyPath = tuple[str | int, ...]
+"""Where a value stands in a job file: table names, key, indices of lists."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the schema, or one table of it."""
+
+    name: str
+    """Dotted name."""
+    type: str
+    """What it takes, in words: "integer > 0"; for a table "table"."""
+    required: bool
+    default: Any
+    """None: it has no default of its own; the docstring says what follows."""
+    choices: tuple[str, ...]
+    """The words it takes, if it takes only some."""
+    doc: str
+
+    @property
+    def is_table(self) -> bool:
+        return self.type in ("table", "list of tables")
+
+
+@cache
+def schema_keys() -> dict[str, Key]:
+    """Every key and table of a job file by its dotted name, in the order of `schema.py`."""
+    schema = Config.model_json_schema()
+    return {key.name: key for key in _walk(schema, schema["$defs"], "")}
+
+
+def find(path: KeyPath) -> Key | None:
+    """The key at a path, None if the schema has none there."""
+    return schema_keys().get(".".join("N" if isinstance(part, int) else part for part in path))
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """`("data", "sources", 0, "name")` -> `"data.sources.0.name"`, the form of a command-line flag."""
+    return ".".join(map(str, path))
+
+
+def key_path(name: str) -> KeyPath:
+    """The inverse of `dotted`: a part made of digits is an index."""
+    return tuple(int(part) if part.isascii() and part.isdigit() else part for part in name.split("."))
+
+
+def _walk(table: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Iterator[Key]:
+    for name, field in table["properties"].items():
+        shape = _without_null(field)
+        item = shape.get("items", {})
+        reference = shape.get("$ref") or item.get("$ref")
+        inner = definitions[reference.rsplit("/", 1)[1]] if reference else None
+        doc = (
+            (inner or {}).get("description", "") if reference and "items" not in shape else field.get("description", "")
+        )
+        kind = ("list of tables" if item else "table") if inner else _words(shape)
+        required = name in table.get("required", [])
+        yield Key(prefix + name, kind, required, field.get("default"), _choices(shape), doc)
+        if inner:
+            yield from _walk(inner, definitions, f"{prefix}{name}.{'N.' if item else ''}")
+
+
+def _without_null(field: dict[str, Any]) -> dict[str, Any]:
+    """A field that may be left out is `anyOf: [shape, null]` in the JSON schema; TOML has no null."""
+    shapes = [shape for shape in field.get("anyOf", [field]) if shape.get("type") != "null"]
+    return shapes[0] if len(shapes) == 1 else {"anyOf": shapes}
+
+
+def _choices(shape: dict[str, Any]) -> tuple[str, ...]:
+    return (shape["const"],) if "const" in shape else tuple(shape.get("enum", ()))
+
+
+def _words(shape: dict[str, Any]) -> str:
+    """A JSON schema type in words: `{"type": "integer", "exclusiveMinimum": 0}` -> "integer > 0"."""
+    if "anyOf" in shape:
+        return " or ".join(map(_words, shape["anyOf"]))
+    if choices := _choices(shape):
+        return " | ".join(map(json.dumps, choices))
+    if shape["type"] == "boolean":
+        return "true or false"
+    if shape["type"] == "array":
+        count = f"{shape['minItems']} " if "minItems" in shape and shape["minItems"] == shape.get("maxItems") else ""
+        bounds = _bounds(shape["items"])
+        return f"list of {count}{shape['items']['type']}s" + (f", each {bounds}" if bounds else "")
+    return f"{shape['type']} {_bounds(shape)}".rstrip()
+
+
+def _bounds(shape: dict[str, Any]) -> str:
+    signs = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+    return " and ".join(f"{sign} {_number(shape[name])}" for name, sign in signs.items() if name in shape)
+
+
+def _number(bound: float) -> str:
+    """A bound without superfluous digits: 1.0 as "1", 2**63 as "2**63"."""
+    exponent = int(bound).bit_length() - 1
+    return f"2**{exponent}" if bound > 10**6 and bound == 2**exponent else f"{bound:g}"
+
+
+# Names that other frameworks use for keys that we have under another name.
+_ALIASES = {
+    "learning_rate": "optimizer.lr",
+    "max_lr": "optimizer.lr",
+    "hidden_size": "model.dim",
+    "intermediate_size": "model.ffn_dim",
+    "num_hidden_layers": "model.n_layers",
+    "num_attention_heads": "model.n_heads",
+    "num_key_value_heads": "model.n_kv_heads",
+    "rms_norm_eps": "model.norm_eps",
+    "tie_word_embeddings": "model.tie_embeddings",
+    "batch_size": "training.global_batch_size",
+    "local_batch_size": "training.micro_batch_size",
+    "gradient_accumulation_steps": "training.global_batch_size",
+    "max_steps": "training.steps",
+    "sequence_length": "training.seq_len",
+    "clip_grad": "training.max_norm",
+    "tensor_parallel_degree": "mesh.tp",
+    "data_parallel_shard_degree": "mesh.dp_shard",
+    "data_parallel_replicate_degree": "mesh.dp_replicate",
+}
+
+
+def nearest(name: str) -> str | None:
+    """The key most likely meant by an unknown dotted name, in whatever table it is; None if none is near.
+
+    In this order: what other frameworks call a key of ours, a near spelling in the same table, the same key in another
+    table, a key of which it is one word ("warmup"), then looser spellings in the same and in other tables.
+    """
+    table, _, leaf = name.replace("-", "_").rpartition(".")
+    leaves: dict[str, str] = {}
+    for key in schema_keys():
+        leaves.setdefault(key.rpartition(".")[2], key)
+    siblings = {key.rpartition(".")[2]: key for key in schema_keys() if key.rpartition(".")[0] == table}
+    return (
+        _ALIASES.get(leaf)
+        or _similar(leaf, siblings, 0.75)
+        or leaves.get(leaf)
+        or next((key for words, key in (siblings | leaves).items() if leaf in words.split("_")), None)
+        or _similar(leaf, siblings, 0.6)
+        or _similar(leaf, leaves, 0.75)
+    )
+
+
+def _similar(leaf: str, keys: dict[str, str], cutoff: float) -> str | None:
+    near = difflib.get_close_matches(leaf, keys, 1, cutoff)
+    return keys[near[0]] if near else None

@@ -1,0 +1,162 @@
+"""From the name of a job file and the words of the command line to a checked `Config`.
+
+    loaded = load("llama_7b.toml", ["--training.steps", "100"], world_size=8)
+
+Everything that is wrong is said at once, a line for each mistake: `file:line: message`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from configs.checks import Problem, check
+from configs.errors import ConfigError
+from configs.explain import Mistake, bad_paths, explain
+from configs.keys import KeyPath, dotted, key_path
+from configs.layers import Layers, read_layers, shown
+from configs.overrides import parse_overrides
+from configs.schema import Config, Table
+from configs.toml_text import table_text
+
+JOB_FILES = Path(__file__).parent
+"""Where a bare name is looked up that is no file in the current folder."""
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A checked config that knows where each of its values was set."""
+
+    config: Config
+    layers: Layers
+
+    @property
+    def file(self) -> str:
+        """The job file, as messages show it."""
+        return self.layers.file
+
+    @cached_property
+    def origins(self) -> dict[str, str]:
+        """Where each key was set, by dotted name: "file:line", "--key" or "default"."""
+        paths = leaves(self.config.model_dump())
+        return {dotted(path): self.layers.origins.get(path, "default") for path in paths}
+
+    def error(self, key: str, message: str) -> ConfigError:
+        """An error about a key (`"data.sources.0.path"`), which starts with where it was set."""
+        return ConfigError(f"{self.layers.where(key_path(key))}: {message}")
+
+    def to_toml(self, with_origins: bool = False) -> str:
+        """The whole config, defaults included, as a job file that loads to an equal one.
+
+        With origins, each line says where its value was set, and the keys without a value are named.
+        """
+        return table_text(self.config.model_dump(), (lambda path: self.origins[dotted(path)]) if with_origins else None)
+
+
+def load(name_or_path: str, overrides: Sequence[str] = (), world_size: int | None = None) -> LoadedConfig:
+    """Read, merge and check a job.
+
+    Args:
+        name_or_path: a file, or the name of one in configs/, with or without ".toml".
+        overrides: words of the command line: `--table.key VALUE` or `--table.key=VALUE`.
+        world_size: number of ranks; None: not known, and what depends on it is checked for the fewest there can be.
+
+    Raises:
+        ConfigError: with every mistake, one a line.
+    """
+    layers = read_layers(find_job_file(name_or_path))
+    mistakes = list(_override_all(layers, overrides))
+    try:
+        config = Config.model_validate(layers.values)
+        problems = check(config, world_size)
+    except ValidationError as error:
+        mistakes += explain(error, layers)
+        bad = set(bad_paths(error))
+        problems = check(_construct(Config, layers.values, bad), world_size, complete=False)
+    mistakes += (_mistake(problem, layers) for problem in problems)
+    if mistakes:
+        raise ConfigError("\n".join(map(str, sorted(mistakes, key=_place))))
+    return LoadedConfig(config, layers)
+
+
+def find_job_file(name_or_path: str) -> Path:
+    """The file that `--config` means.
+
+    Raises:
+        ConfigError: there is none; the message names those there are.
+    """
+    path = Path(name_or_path)
+    candidates = [path]
+    if path.name == name_or_path:
+        candidates += [JOB_FILES / name_or_path, JOB_FILES / f"{name_or_path}.toml"]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    names = sorted(file.stem for file in JOB_FILES.glob("*.toml"))
+    near = get_close_matches(path.stem, names, 1)
+    advice = f"did you mean {near[0]}.toml?" if near else f"in {shown(JOB_FILES)} there are {', '.join(names)}"
+    place = "in the current folder or in configs/" if len(candidates) > 1 else "of that path"
+    raise ConfigError(f"--config {name_or_path}: there is no job file {place}; {advice}")
+
+
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Paths of the keys in nested tables and lists of tables; a plain list is one value, and so is an empty one."""
+    is_tables = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    if isinstance(value, dict) or is_tables:
+        for part, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(item, (*path, part))
+    else:
+        yield path
+
+
+def _override_all(layers: Layers, words: Sequence[str]) -> Iterator[Mistake]:
+    for override in parse_overrides(words):
+        try:
+            layers.override(override.flag, override.path, override.value)
+        except ConfigError as error:
+            yield Mistake(override.path, override.flag, str(error))
+
+
+def _mistake(problem: Problem, layers: Layers) -> Mistake:
+    key, message = problem
+    return Mistake(key_path(key), layers.where(key_path(key)), message)
+
+
+def _place(mistake: Mistake) -> tuple[bool, str, int]:
+    """Order of the messages: by file and line, what the command line brought last."""
+    file, _, line = mistake.where.rpartition(":")
+    return mistake.where.startswith("--"), file or mistake.where, int(line) if line.isdigit() else 0
+
+
+def _construct(table: type[Table], values: dict[str, Any], bad: Iterable[KeyPath], at: KeyPath = ()) -> Any:
+    """A table made without validation that lacks the bad keys altogether: reading one is an AttributeError."""
+    given: dict[str, Any] = {}
+    for name, field in table.model_fields.items():
+        inner = _table_in(field.annotation)
+        value = values.get(name)
+        if inner and isinstance(value, dict):
+            given[name] = _construct(inner, value, bad, (*at, name))
+        elif inner and isinstance(value, list):
+            given[name] = [
+                _construct(inner, item, bad, (*at, name, index))
+                for index, item in enumerate(value)
+                if isinstance(item, dict)
+            ]
+        elif name in values:
+            given[name] = value
+    made = table.model_construct(**given)
+    for path in bad:
+        if path[:-1] == at:
+            made.__dict__.pop(str(path[-1]), None)
+    return made
+
+
+def _table_in(annotation: Any) -> type[Table] | None:
+    """The table that a field holds: itself, or None, or in a list."""
+    if isinstance(annotation, type) and issubclass(annotation, Table):
+        return annotation
+    return next(filter(None, map(_table_in, getattr(annotation, "__args__", ()))), None)

@@ -1,0 +1,44 @@
+"""What changed between two configs in the keys that decide what is learned: a resume refuses it unless allowed."""
+
+from typing import Any
+
+from configs.keys import KeyPath, dotted, find
+from configs.load import leaves
+from configs.schema import is_run_key
+from configs.toml_text import value_text
+
+
+def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Compare the run keys of two resolved configs, given as nested tables.
+
+    A key that one side does not know (it was saved before the key existed) counts as set to its default.
+
+    Returns:
+        One line a changed key, `"training.seed: 0 -> 1"`; empty if both learn the same.
+    """
+    before, after = _run_values(old), _run_values(new)
+    lines = []
+    for path in sorted(before.keys() | after.keys(), key=lambda path: list(map(str, path))):
+        was, now = (values.get(path, _default(path)) for values in (before, after))
+        if was != now:
+            lines.append(f"{dotted(path)}: {_text(was)} -> {_text(now)}")
+    return lines
+
+
+def _run_values(config: dict[str, Any]) -> dict[KeyPath, Any]:
+    return {path: _value(config, path) for path in leaves(config) if is_run_key(dotted(path))}
+
+
+def _value(config: Any, path: KeyPath) -> Any:
+    for part in path:
+        config = config[part]
+    return config
+
+
+def _default(path: KeyPath) -> Any:
+    key = find(path)
+    return key.default if key else None
+
+
+def _text(value: Any) -> str:
+    return "(not set)" if value is None else value_text(value)

@@ -1,0 +1,60 @@
+"""Values and tables written as TOML, so that what is read back is equal."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from configs.keys import KeyPath
+
+Comment = Callable[[KeyPath], str]
+"""What to write behind the key at a path."""
+
+
+def value_text(value: Any) -> str:
+    """One value in TOML's notation; in it, JSON's escapes of strings and Python's digits of numbers hold, too."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON lets this one stand
+    if isinstance(value, list):
+        return "[" + ", ".join(map(value_text, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key_text(key)} = {value_text(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def table_text(values: dict[str, Any], comment: Comment | None = None) -> str:
+    """A whole document; keys without a value (None) are left out, or named in a comment if there are comments."""
+    return "\n".join(_lines(values, (), comment)).lstrip("\n") + "\n"
+
+
+def _lines(table: dict[str, Any], path: KeyPath, comment: Comment | None) -> Iterator[str]:
+    """Plain keys first: behind the header of an inner table they would belong to it."""
+    inner = {key: value for key, value in table.items() if isinstance(value, dict) or _is_list_of_tables(value)}
+    for key, value in table.items():
+        if key not in inner:
+            yield from _key_line(key, value, comment and comment((*path, key)))
+    for key, value in inner.items():
+        header = ".".join(_key_text(part) for part in (*path, key) if isinstance(part, str))
+        if isinstance(value, dict):
+            yield from ("", f"[{header}]", *_lines(value, (*path, key), comment))
+            continue
+        for index, item in enumerate(value):
+            yield from ("", f"[[{header}]]", *_lines(item, (*path, key, index), comment))
+
+
+def _key_line(key: str, value: Any, comment: str | None) -> Iterator[str]:
+    text = f"# {key} is not set" if value is None else f"{_key_text(key)} = {value_text(value)}"
+    if comment is not None:
+        yield text if value is None else f"{text:<40}  # {comment}"
+    elif value is not None:
+        yield text
+
+
+def _is_list_of_tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def _key_text(key: str) -> str:
+    bare = key.replace("_", "").replace("-", "")
+    return key if bare.isascii() and bare.isalnum() else value_text(key)

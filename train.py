@@ -1,0 +1,33 @@
+"""Train a model: `torchrun train.py --config debug.toml`; `python train.py --help` lists every key.
+
+Nothing happens here but the order of things: signals are caught before torch is imported, which takes seconds in which
+one would otherwise be lost; questions about a config are answered without torch; the outcome becomes an exit code.
+"""
+
+import os
+import sys
+
+from configs.command_line import answer, load_for_run, parse_command_line
+from configs.errors import ConfigError
+from trainer.lifecycle import install_signal_handlers
+
+
+def main() -> int:
+    """Run the command line; returns the exit code: 0 done, 75 stopped by a signal, 78 config error, 1 anything else."""
+    stop = install_signal_handlers()
+    try:
+        command = parse_command_line(sys.argv[1:])
+        if answer(command):
+            return 0
+        job = load_for_run(command)
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(error, file=sys.stderr)
+        return error.exit_code
+    from trainer.run import run
+
+    return run(job, stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

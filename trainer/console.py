@@ -1,0 +1,371 @@
+"""What a person sees while Keel works: plain lines anywhere, colour and a live bar on a terminal, all of it in run.log.
+
+Rank 0 speaks; the others say only warnings and errors, with their rank before them. Every line is made as plain text
+and merely coloured on its way to a terminal, so that a log file, a pipe and a screen show the same words. Warnings of
+Python, torch and any library take the same way while a `with console:` block lasts. No torch here, and `rich` only on
+a terminal: preparing data and reporting a config error have to be quick.
+"""
+
+import logging
+import math
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+from trainer.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+    from rich.progress import Progress
+
+Row = tuple[str, str]
+"""A label and its text, which may have several lines."""
+
+ReportProgress = Callable[..., None]
+"""report(done, total=None, message=""): how far a piece of work is; total None where it is not known."""
+
+_PLAIN_PROGRESS_SECONDS = 10.0  # between two lines about the same piece of work, where there is no live bar
+_ROWS_PER_HEADER = 20  # a header stays in sight on a terminal of usual height
+_INDENT = "  "
+
+
+# --------------------------------------------------------------------------- numbers for people
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the two units that matter: "4.1 s", "2 min 31 s", "5 h 04 min", "3 d 02 h"."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def count(number: float) -> str:
+    """A number to three digits with the field's suffix: 950, "3.34 M", "1.24 B", "15.6 T"."""
+    for factor, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e4, " K")):
+        if number >= factor:
+            return _three_digits(number / (1e3 if suffix == " K" else factor)) + suffix
+    return f"{number:,.0f}"
+
+
+def size(n_bytes: float) -> str:
+    """Bytes to three digits: "512 MiB", "25.6 GiB"."""
+    for factor, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
+        if n_bytes >= factor:
+            return f"{_three_digits(n_bytes / factor)} {suffix}"
+    return f"{_three_digits(n_bytes / 2**10)} KiB"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.{max(0, 2 - int(math.log10(max(number, 1))))}f}"
+
+
+# --------------------------------------------------------------------------- the console
+
+
+class Console:
+    """The one way to the screen and to run.log; every rank has one."""
+
+    def __init__(self, rank: int = 0, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        """
+        Args:
+            rank: 0 speaks, the others warn.
+            out, err: default: standard output and error, as they are when something is written.
+        """
+        self.rank = rank
+        self._out, self._err = out, err
+        self._log: TextIO | None = None
+        self._rich: RichConsole | None = _rich_console(out or sys.stdout) if rank == 0 else None
+        self._live: Progress | None = None
+        self._steps: _StepTable | None = None
+        self._steps_bar: _Bar | None = None
+        self._handler = _LoggingHandler(self)
+        self._showwarning = warnings.showwarning
+
+    def __enter__(self) -> Self:
+        """Take over the warnings of Python and of libraries."""
+        logging.getLogger().addHandler(self._handler)
+        self._showwarning, warnings.showwarning = warnings.showwarning, self._show_python_warning
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Hand the warnings back, end the live bar and close run.log."""
+        logging.getLogger().removeHandler(self._handler)
+        warnings.showwarning = self._showwarning
+        if self._live:
+            self._live.stop()
+        if self._log:
+            self._log.close()
+        self._live = self._log = None
+
+    def log_to(self, path: Path) -> None:
+        """Append everything from now on to run.log as well; only on rank 0."""
+        if self.rank == 0:
+            self._log = path.open("a", encoding="utf-8", buffering=1)
+
+    def line(self, text: str = "", style: str = "") -> None:
+        """Say a line, or several, on rank 0. `style` is rich's ("bold", "dim"), and only for a terminal."""
+        if self.rank != 0:
+            return
+        self._to_log(text)
+        if self._rich:
+            _print_styled(self._rich, text, style)
+        else:
+            print(text, file=self._out or sys.stdout, flush=True)
+
+    def warning(self, text: str) -> None:
+        """Say on any rank that something is not as it should be, though work goes on."""
+        self._complain("warning", text, "yellow")
+
+    def error(self, text: str) -> None:
+        """Say on any rank why work does not go on."""
+        self._complain("error", text, "bold red")
+
+    def table(self, title: str, rows: Sequence[Row]) -> None:
+        """A heading, and below it labels with their texts in two columns."""
+        width = max((len(label) for label, _ in rows), default=0)
+        self.line()
+        self.line(title, "bold")
+        self.line()
+        for label, text in rows:
+            first, *others = text.split("\n")
+            self.line(f"{_INDENT}{label:<{width}}   {first}")
+            for other in others:
+                self.line(f"{_INDENT}{'':<{width}}   {other}")
+
+    # ----------------------------------------------------------------------- progress
+
+    @contextmanager
+    def progress(self, title: str, in_bytes: bool = False) -> Iterator[ReportProgress]:
+        """Show how far a piece of work is: a live bar on a terminal, elsewhere now and then a line.
+
+        What is done is counted in pieces, or `in_bytes`.
+
+        with console.progress("Encoding text") as report:
+            for done, file in enumerate(files):
+                report(done, len(files), file.name)
+        """
+        started = time.monotonic()
+        number = size if in_bytes else "{:,}".format
+        bar = self._bar(title, number) if self._rich else _PlainProgress(self.line, title, number)
+        try:
+            yield bar.report
+        finally:
+            bar.close()
+        self.line(f"{title}: done in {duration(time.monotonic() - started)}", "dim")
+
+    def _bar(self, title: str, number: Callable[[int], str] = "{:,}".format) -> "_Bar":
+        if self._live is None:
+            assert self._rich is not None
+            self._live = _live_display(self._rich)
+            self._live.start()
+        return _Bar(self._live, title, number)
+
+    # ----------------------------------------------------------------------- training
+
+    @contextmanager
+    def training(self, first_step: int, last_step: int, show_mfu: bool) -> Iterator[None]:
+        """Around the training loop: `step` prints a row of a table, `advance` moves the bar.
+
+        Args:
+            first_step: steps already completed when the loop begins.
+            last_step: where it ends.
+            show_mfu: whether the device's peak is known.
+        """
+        self._steps = _StepTable(first_step, last_step, show_mfu)
+        self._steps_bar = self._bar("Training") if self._rich else None
+        self.advance(first_step)
+        try:
+            yield
+        finally:
+            if self._steps_bar:
+                self._steps_bar.close()
+            self._steps = self._steps_bar = None
+
+    def advance(self, step: int) -> None:
+        """Move the live bar to a step that is not logged; costs next to nothing, and nothing without a terminal."""
+        if self._steps and self._steps_bar:
+            left = self._steps.time_left(step)
+            self._steps_bar.report(step, self._steps.last_step, left and f"{left} left")
+
+    def step(self, metrics: StepMetrics) -> None:
+        """A logged step: one row, and below it the validation loss if it was validated."""
+        assert self._steps is not None, "outside `with console.training(...)`"
+        header = self._steps.header_if_due()
+        if header:
+            self.line(header, "dim")
+        self.line(self._steps.row(metrics))
+        if metrics.validation_loss is not None:
+            per_byte = metrics.validation_bits_per_byte
+            bits = "" if per_byte is None else f", {per_byte:.4f} bits per byte"
+            self.note(f"validation loss {metrics.validation_loss:.4f}{bits}")
+        self.advance(metrics.step)
+
+    def note(self, text: str) -> None:
+        """A remark between the rows: a checkpoint saved, a validation."""
+        self.line(f"{_INDENT}{'':>{_STEP_WIDTH}}   {text}", "dim")
+
+    # ----------------------------------------------------------------------- inside
+
+    def _to_log(self, text: str) -> None:
+        if self._log:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+            self._log.writelines(f"{stamp}  {line}".rstrip() + "\n" for line in text.split("\n"))
+
+    def _complain(self, kind: str, text: str, style: str) -> None:
+        text = f"{kind}: {text}" if self.rank == 0 else f"[rank {self.rank}] {kind}: {text}"
+        self._to_log(text)
+        err = self._err or sys.stderr
+        if self._rich and err.isatty():
+            _print_styled(self._rich, text, style)  # by way of the live display, which would else overwrite it
+        else:
+            print(text, file=err, flush=True)
+
+    def _show_python_warning(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        self.warning(f"{message} ({category.__name__}, {filename}:{lineno})")
+
+
+class _LoggingHandler(logging.Handler):
+    """Leads the warnings of Python's logging to the console."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say = self._console.error if record.levelno >= logging.ERROR else self._console.warning
+        say(self.format(record))
+
+
+# --------------------------------------------------------------------------- rows of the training table
+
+_STEP_WIDTH = 9
+
+
+class _StepTable:
+    """Columns of the logged steps, and the time left by the speed of the last one."""
+
+    def __init__(self, first_step: int, last_step: int, show_mfu: bool) -> None:
+        self.last_step, self._show_mfu = last_step, show_mfu
+        self._rows = 0
+        self._step_seconds: float | None = None
+
+    def header_if_due(self) -> str:
+        """The header before the first row and again every so many, else ""."""
+        self._rows += 1
+        if self._rows % _ROWS_PER_HEADER != 1:
+            return ""
+        cells = self._cells("loss", "grad norm", "lr", "tokens/s", "mfu", "time left")
+        return ("\n" if self._rows == 1 else "") + f"{_INDENT}{'step':>{_STEP_WIDTH}}{cells}"
+
+    def row(self, metrics: StepMetrics) -> str:
+        self._step_seconds = metrics.step_seconds or self._step_seconds
+        speed, mfu = metrics.tokens_per_second, metrics.mfu
+        cells = self._cells(
+            f"{metrics.loss:.4f}",
+            f"{metrics.grad_norm:.4f}" if metrics.grad_norm < 1e5 else f"{metrics.grad_norm:.3e}",
+            f"{metrics.lr:.2e}",
+            "-" if speed is None else f"{speed:,.0f}",
+            "-" if mfu is None else f"{mfu:.1%}",
+            self.time_left(metrics.step) or "-",
+        )
+        return f"{_INDENT}{metrics.step:>{_STEP_WIDTH},}{cells}"
+
+    def time_left(self, step: int) -> str:
+        """Of training alone; "" before a speed is known, and at the end."""
+        seconds = (self.last_step - step) * (self._step_seconds or 0)
+        return duration(seconds) if seconds > 0 else ""
+
+    def _cells(self, loss: str, norm: str, lr: str, speed: str, mfu: str, left: str) -> str:
+        return f"{loss:>10}{norm:>12}{lr:>11}{speed:>13}" + (f"{mfu:>8}" if self._show_mfu else "") + f"{left:>14}"
+
+
+# --------------------------------------------------------------------------- progress without a terminal
+
+
+class _PlainProgress:
+    """A line at the start, and later ones only if the work takes long."""
+
+    def __init__(self, say: Callable[[str], None], title: str, number: Callable[[int], str]) -> None:
+        self._say, self._title, self._number = say, title, number
+        self._said_at = time.monotonic()
+        say(f"{title} ...")
+
+    def report(self, done: int, total: int | None = None, message: str = "") -> None:
+        now = time.monotonic()
+        if now - self._said_at < _PLAIN_PROGRESS_SECONDS:
+            return
+        self._said_at = now
+        share = self._number(done)
+        if total:
+            share = f"{done / total:.0%}, {share} of {self._number(total)}"
+        self._say(f"{self._title}: {share}" + (f", {message}" if message else ""))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+# --------------------------------------------------------------------------- rich, on a terminal only
+
+
+def _rich_console(out: TextIO) -> "RichConsole | None":
+    """Rich's console if `out` is a terminal that can move its cursor, else None."""
+    if not out.isatty():
+        return None
+    from rich.console import Console as RichConsole
+
+    rich = RichConsole(file=out, highlight=False, markup=False, emoji=False)
+    return None if rich.is_dumb_terminal else rich
+
+
+def _print_styled(rich: "RichConsole", text: str, style: str) -> None:
+    from rich.text import Text
+
+    rich.print(Text(text, style=style), soft_wrap=True)  # long paths stay whole, to be copied
+
+
+def _live_display(rich: "RichConsole") -> "Progress":
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    return Progress(
+        TextColumn(_INDENT + "{task.description}"),
+        BarColumn(bar_width=32),
+        TextColumn("{task.fields[numbers]}"),
+        TextColumn("{task.fields[message]}", style="dim"),
+        console=rich,
+        transient=True,
+    )
+
+
+class _Bar:
+    """One bar of the live display."""
+
+    def __init__(self, live: "Progress", title: str, number: Callable[[int], str]) -> None:
+        self._live, self._number = live, number
+        self._task: Any = live.add_task(title, total=None, numbers="", message="")
+
+    def report(self, done: int, total: int | None = None, message: str = "") -> None:
+        numbers = f"{self._number(done)} / {self._number(total)}" if total else self._number(done)
+        self._live.update(self._task, completed=done, total=total or None, numbers=numbers, message=message)
+
+    def close(self) -> None:
+        self._live.remove_task(self._task)

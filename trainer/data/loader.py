@@ -1,0 +1,280 @@
+"""From the order of the samples to micro-batches on a rank, made ahead by one background thread.
+
+The order is fixed by the run (see `order`); a rank only picks its part of it. Step t of the run holds the samples
+[t G, (t + 1) G), G being training.global_batch_size. They are cut into micro-steps of dp x b samples, b being
+training.micro_batch_size, and rank r takes the r-th b of each. So the same samples meet in the same step at any number
+of ranks and any micro-batch, and where a run stands in its data is one counter.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from configs.errors import UserError
+from configs.schema import Config
+from configs.schema import Source as SourceConfig
+from trainer.data.order import Mixture
+from trainer.data.prefetch import Prefetcher
+from trainer.data.sources import SampleSource, SyntheticSource, TokenSource
+from trainer.data.streaming import TextSource, merge_states
+from trainer.data.token_file import TokenFolder
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
+
+IGNORED = -100
+"""Target that counts in no loss (the default of torch's cross entropies)."""
+_PREFETCHED_STEPS = 2
+_SAMPLES_PER_PLAN = 1024  # the order is computed for so many samples at once, as a call costs much more than a sample
+_NO_SAMPLE = -1
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank computes at once; all tensors int64 of shape (micro_batch, seq_len)."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    """The token after each token, or IGNORED."""
+    positions: torch.Tensor | None
+    """With data.document_mask: position in the document, as far as it lies in the window; from 0."""
+    document_ids: torch.Tensor | None
+    """With data.document_mask: number of the document within its window; from 0."""
+    samples: list[int]
+    """Indices of the samples in the run; rows beyond these are padding, all of whose targets are IGNORED."""
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        """The same on `device`; from pinned memory the copy does not wait."""
+        names = ("tokens", "targets", "positions", "document_ids")
+        tensors = {name: t.to(device, non_blocking=True) for name in names if (t := getattr(self, name)) is not None}
+        return replace(self, **tensors)
+
+
+class Step(NamedTuple):
+    """One optimizer step's micro-batches, and the states of the sources after they were read."""
+
+    micro_batches: list[MicroBatch]
+    states: dict[str, dict[str, Any]]
+
+
+class BatchReader:
+    """Reads samples of a mixture of sources into micro-batches."""
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        sources: dict[str, SampleSource],
+        seq_len: int,
+        document_mask: bool = False,
+        pin_memory: bool = False,
+    ) -> None:
+        """Read windows of seq_len + 1 tokens; `sources` (by name) in the order of the mixture's."""
+        self._mixture, self._sources, self._seq_len = mixture, sources, seq_len
+        self._document_mask, self._pin_memory = document_mask, pin_memory
+
+    def steps(self, samples: np.ndarray) -> Iterator[Step]:
+        """Read `samples`, of shape (steps, micro-batches, micro_batch); _NO_SAMPLE becomes padding."""
+        sources, addresses = self.locate(samples)
+        for step in range(len(samples)):
+            micro_batches = [
+                self._micro_batch(*rows) for rows in zip(samples[step], sources[step], addresses[step], strict=True)
+            ]
+            yield Step(micro_batches, self.states())
+
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Index of the source of each sample (-1 for padding), and its address there."""
+        sources, ordinals = self._mixture.locate(samples)
+        sources[samples == _NO_SAMPLE] = -1
+        addresses = np.zeros_like(ordinals)
+        for index, source in enumerate(self._sources.values()):
+            chosen = sources == index
+            if chosen.any():
+                addresses[chosen] = source.addresses(ordinals[chosen])
+        return sources, addresses
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """The states of the sources, by name."""
+        return {name: source.state() for name, source in self._sources.items()}
+
+    def _micro_batch(self, samples: np.ndarray, sources: np.ndarray, addresses: np.ndarray) -> MicroBatch:
+        windows = np.zeros((len(samples), self._seq_len + 1), dtype=np.int64)
+        starts = np.zeros(windows.shape, dtype=bool) if self._document_mask else None
+        by_index = list(self._sources.values())
+        for row, (index, address) in enumerate(zip(sources.tolist(), addresses.tolist(), strict=True)):
+            if index >= 0:
+                by_index[index].read(address, windows[row], None if starts is None else starts[row])
+        targets = self._tensor(windows[:, 1:])
+        targets[torch.from_numpy(sources < 0)] = IGNORED
+        positions = document_ids = None
+        if starts is not None:
+            targets[torch.from_numpy(starts[:, 1:])] = IGNORED
+            positions, document_ids = map(self._tensor, _documents(starts[:, :-1]))
+        kept = samples[samples != _NO_SAMPLE].tolist()
+        return MicroBatch(self._tensor(windows[:, :-1]), targets, positions, document_ids, kept)
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        """A contiguous copy, in pinned memory where it goes to a GPU."""
+        return torch.empty(array.shape, dtype=torch.int64, pin_memory=self._pin_memory).copy_(torch.from_numpy(array))
+
+
+def _documents(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions in, and numbers of, the documents that begin where `starts`, bool (batch, seq), is set."""
+    index = np.arange(starts.shape[1])
+    begins = np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+    return index - begins, np.cumsum(starts, axis=1) - starts[:, :1]
+
+
+class DataLoader:
+    """A rank's optimizer steps, each a list of micro-batches.
+
+    In training, iterating goes on where it last stood, without end; in validation, each `iter` begins a new pass.
+    """
+
+    def __init__(
+        self,
+        make_steps: Callable[[int], Iterator[Step]],
+        states: dict[str, dict[str, Any]],
+        start_sample: int,
+        samples_per_step: int,
+        restarts: bool,
+    ) -> None:
+        """Hand out the steps of `make_steps(start_sample)`; `states` are those of the sources before the first."""
+        self._make_steps, self._states, self._restarts = make_steps, states, restarts
+        self._next_sample, self._samples_per_step = start_sample, samples_per_step
+        self._prefetcher: Prefetcher[Step] | None = None
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        if self._restarts:
+            self.close()
+        return self
+
+    def __next__(self) -> list[MicroBatch]:
+        """The next step's micro-batches; raises what reading them raised."""
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(partial(self._make_steps, self._next_sample), _PREFETCHED_STEPS)
+        step = next(self._prefetcher)
+        self._next_sample += self._samples_per_step
+        self._states = step.states
+        return step.micro_batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands in its data after the steps that were handed out, as JSON.
+
+        `next_sample` alone fixes what comes next; `sources` makes going on from there fast, and notices a change of
+        the data. The states of several ranks become one by `merge_state_dicts`.
+        """
+        return {"next_sample": self._next_sample, "sources": self._states}
+
+    def close(self) -> None:
+        """End the background thread."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+
+
+def build_loader(
+    config: Config,
+    dp_rank: int,
+    dp_size: int,
+    start_sample: int,
+    validation: bool = False,
+    states: dict[str, dict[str, Any]] | None = None,
+) -> DataLoader:
+    """The loader of rank `dp_rank` of `dp_size` data-parallel ranks.
+
+    Args:
+        start_sample: where training goes on; a step's end.
+        validation: read validation.sequences samples of validation.sources instead, from their start and in order,
+            each pass the same and in the same number of micro-batches on all ranks (the last may be padded).
+        states: `sources` of the merged state dict of the run that goes on here.
+
+    Raises:
+        ConfigError: weights that lie too far apart, a tokenizer of another size than the model's.
+        UserError: data that is missing, damaged, too short, or (unless job.allow_run_change) not that of `states`.
+    """
+    sources = _build_sources(config, validation, states or {})
+    configs = config.validation.sources if validation else config.data.sources
+    mixture = Mixture([c.name for c in configs], [c.weight for c in configs], config.training.seed)
+    plan = _validation_samples if validation else _training_samples
+    pin_memory = config.job.device != "cpu" and torch.cuda.is_available()
+    reader = BatchReader(mixture, sources, config.training.seq_len, config.data.document_mask, pin_memory)
+    if validation:
+        # Has the sources see now, and on all ranks alike, whether they suffice.
+        reader.locate(np.arange(config.validation.sequences))
+    device = torch.cuda.current_device() if pin_memory else None
+
+    def make_steps(first_sample: int) -> Iterator[Step]:
+        if device is not None:
+            torch.cuda.set_device(device)  # a new thread stands on GPU 0, and pinning would open a context there
+        for samples in plan(config, dp_rank, dp_size, first_sample):
+            yield from reader.steps(samples)
+
+    if validation:
+        return DataLoader(make_steps, reader.states(), 0, 0, restarts=True)
+    return DataLoader(make_steps, reader.states(), start_sample, config.training.global_batch_size, restarts=False)
+
+
+def merge_state_dicts(state_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One state dict out of those of all ranks after the same step."""
+    names = state_dicts[0]["sources"]
+    sources = {name: merge_states([each["sources"][name] for each in state_dicts]) for name in names}
+    return {"next_sample": state_dicts[0]["next_sample"], "sources": sources}
+
+
+def _training_samples(config: Config, dp_rank: int, dp_size: int, start_sample: int) -> Iterator[np.ndarray]:
+    """A rank's samples from `start_sample` on, without end: (steps, micro-batches, micro_batch) at a time."""
+    size, micro_batch = config.training.global_batch_size, config.training.micro_batch_size
+    slots = np.arange(size).reshape(-1, dp_size, micro_batch)[:, dp_rank]
+    n_steps = max(1, _SAMPLES_PER_PLAN // slots.size)
+    while True:
+        yield start_sample + size * np.arange(n_steps)[:, None, None] + slots
+        start_sample += n_steps * size
+
+
+def _validation_samples(config: Config, dp_rank: int, dp_size: int, start_sample: int) -> Iterator[np.ndarray]:
+    """A rank's samples of a validation, one micro-batch a step: (steps, 1, micro_batch), padded with _NO_SAMPLE."""
+    at_once = dp_size * config.training.micro_batch_size
+    n_steps = -(-(config.validation.sequences - start_sample) // at_once)
+    samples = start_sample + np.arange(n_steps * at_once)
+    samples[samples >= config.validation.sequences] = _NO_SAMPLE
+    yield samples.reshape(n_steps, dp_size, -1)[:, dp_rank : dp_rank + 1]
+
+
+def _build_sources(config: Config, validation: bool, states: dict[str, dict[str, Any]]) -> dict[str, SampleSource]:
+    configs = config.validation.sources if validation else config.data.sources
+    tokenizer = None
+    if config.tokenizer.path is not None and any(source.kind != "synthetic" for source in configs):
+        tokenizer = load_tokenizer(config.tokenizer.path, config.model.vocab_size)
+    sources = {
+        source.name: _build_source(source, config, validation, tokenizer, states.get(source.name)) for source in configs
+    }
+    if not config.job.allow_run_change:
+        _check_unchanged(sources, states)
+    return sources
+
+
+def _build_source(
+    source: SourceConfig, config: Config, validation: bool, tokenizer: Tokenizer | None, state: dict[str, Any] | None
+) -> SampleSource:
+    seq_len, vocab_size, seed = config.training.seq_len, config.model.vocab_size, config.training.seed
+    if source.kind == "synthetic":
+        return SyntheticSource(source.name, vocab_size, seed)
+    assert source.path is not None  # that, and text's tokenizer, configs.checks has seen to
+    if source.kind == "tokens":
+        folder = TokenFolder(source.path, vocab_size, tokenizer.hash if tokenizer else None)
+        return TokenSource(source.name, folder, seq_len, seed, ordered=validation)
+    assert tokenizer is not None
+    n_shards = 1 if validation else source.virtual_shards  # validation reads from the start, in order
+    return TextSource(source.path, source.text_key, tokenizer, seq_len, n_shards, repeat=not validation, state=state)
+
+
+def _check_unchanged(sources: dict[str, SampleSource], states: dict[str, dict[str, Any]]) -> None:
+    """Raise UserError if a source does not hold what it did when its state was saved."""
+    for name, source in sources.items():
+        if name in states and states[name]["fingerprint"] != source.state()["fingerprint"]:
+            raise UserError(
+                f"The data of the source {name!r} has changed since the checkpoint, so the run would not go on with "
+                "the samples that it has not seen. Put the old data back, or set job.allow_run_change = true."
+            )

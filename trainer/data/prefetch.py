@@ -1,0 +1,62 @@
+"""One background thread that keeps a few items ready, so that the training loop never waits for the disk."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_END = object()
+_JOIN_SECONDS = 5.0
+
+
+class Prefetcher(Generic[T]):
+    """Iterates over `make_items()`, which a thread runs up to `depth` items ahead.
+
+    An exception there is raised here, where the item would have come.
+    """
+
+    def __init__(self, make_items: Callable[[], Iterator[T]], depth: int) -> None:
+        """Start the thread; the iterator is made and advanced in it, and nowhere else."""
+        self._queue: queue.Queue = queue.Queue(maxsize=depth)
+        self._closing = threading.Event()
+        # A daemon: an abandoned loader must not keep the process alive.
+        self._thread = threading.Thread(target=self._run, args=(make_items,), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        """The next item; raises StopIteration after the last or after `close`, or the thread's exception."""
+        if self._closing.is_set():
+            raise StopIteration
+        item, error = self._queue.get()
+        if error is not None:
+            self._closing.set()
+            raise error
+        if item is _END:
+            self._closing.set()
+            raise StopIteration
+        return item
+
+    def close(self) -> None:
+        """End the thread. One that is stuck in a read is left behind after a few seconds, to die with the process."""
+        self._closing.set()
+        while True:  # makes room for the one item that the thread may be waiting to hand over
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                break
+        self._thread.join(_JOIN_SECONDS)
+
+    def _run(self, make_items: Callable[[], Iterator[T]]) -> None:
+        try:
+            for item in make_items():
+                self._queue.put((item, None))
+                if self._closing.is_set():
+                    return
+            self._queue.put((_END, None))
+        except BaseException as error:  # whatever it is, it belongs to the thread that waits for the item
+            self._queue.put((None, error))

@@ -1,0 +1,389 @@
+"""From text to token files, in parallel, and as if it had never been stopped.
+
+The inputs are laid out in pieces and these are grouped into *shards* of nearly equal size. The shards follow from the
+inputs alone; a process works on one at a time and writes its token files, so the result is the same, bit for bit,
+whatever the number of processes. Each document goes to OUTPUT/train or OUTPUT/validation by a hash of its content: the
+same text never stands in both.
+
+All work is done in a hidden folder beside OUTPUT that is renamed when it is whole: OUTPUT is there and finished, or it
+is not there. A finished shard leaves a report in the hidden folder; the next call, after a kill, does the shards that
+have none, and those whose files have changed since. A lock keeps several launches apart: the first prepares, the others
+wait and find it done.
+"""
+
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import IO, Any
+
+import xxhash
+
+from configs.errors import UserError
+from trainer.data.text import BadFiles, Piece, pieces, read
+from trainer.data.token_file import SUFFIX, TokenFileWriter
+from trainer.data.tokenizer import Tokenizer, encode_document, load_tokenizer
+
+MIN_SHARD_BYTES = 1 << 20
+MAX_SHARDS = 256
+"""Shards grow with the corpus, so that a folder never holds more files than a process may open."""
+RECORD = "prepare.json"
+TRAIN, VALIDATION = "train", "validation"
+
+Progress = Callable[[int, int | None, str], None]
+"""Called with the bytes of text done, the bytes in all (None: not known yet), and a message."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the content of the prepared folder, besides the inputs' own."""
+
+    inputs: list[str]
+    text_key: str
+    tokenizer_hash: str
+    vocab_size: int
+    validation_fraction: float
+
+    @property
+    def splits(self) -> list[str]:
+        """The folders within OUTPUT."""
+        return [TRAIN, VALIDATION] if self.validation_fraction else [TRAIN]
+
+
+@dataclass
+class Split:
+    """What one of the folders within OUTPUT holds."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+
+    def add(self, documents: int, tokens: int, text_bytes: int) -> None:
+        """Count more."""
+        self.documents += documents
+        self.tokens += tokens
+        self.text_bytes += text_bytes
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One portion of the work, for one process."""
+
+    index: int
+    pieces: list[Piece]
+    working: Path
+    """The hidden folder beside OUTPUT."""
+    tokenizer_path: Path
+    settings: Settings
+    max_bad_files: int
+
+    @property
+    def name(self) -> str:
+        """Name of its files, without their suffix."""
+        return f"{self.index:05d}"
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of text, for the progress."""
+        return sum(piece.n_bytes for piece in self.pieces)
+
+    @property
+    def report_path(self) -> Path:
+        """Where the shard's counts are kept, once its token files are whole."""
+        return self.working / "reports" / f"{self.name}.json"
+
+    @cached_property
+    def inputs_hash(self) -> str:
+        """Hash of what the shard is made of: files, their portions, sizes and times of change."""
+        times = [os.stat(piece.path).st_mtime_ns if os.path.exists(piece.path) else 0 for piece in self.pieces]
+        return xxhash.xxh3_128_hexdigest(json.dumps([[asdict(piece) for piece in self.pieces], times]).encode())
+
+    def report(self) -> dict[str, Any] | None:
+        """The counts of the finished shard; None if it is not finished, or its input has changed since."""
+        if not self.report_path.exists():
+            return None
+        report = json.loads(self.report_path.read_text())
+        return report if report["inputs_hash"] == self.inputs_hash else None
+
+
+def prepare(
+    inputs: Sequence[str],
+    output: Path,
+    tokenizer_path: Path,
+    processes: int = 1,
+    validation_fraction: float = 0.0,
+    max_bad_files: int = 0,
+    progress: Progress = lambda done, total, message: None,
+    text_key: str = "text",
+) -> dict[str, Any]:
+    """Tokenize the documents of `inputs` into OUTPUT/train and, if a fraction is asked for, OUTPUT/validation.
+
+    Returns the record that is kept as OUTPUT/prepare.json: settings, documents, tokens and bytes of text of each split,
+    empty documents (they leave no tokens), and the unreadable inputs that were left out. Does nothing if OUTPUT was
+    prepared before with the same settings. An exception that `progress` raises ends the work; what is finished is kept.
+
+    Raises UserError if an input or the tokenizer cannot be read, more than `max_bad_files` inputs are unreadable,
+    OUTPUT was made with other settings or cannot be written, or a split would hold no token.
+    """
+    output, tokenizer_path = Path(output), Path(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path)
+    settings = Settings(list(inputs), text_key, tokenizer.hash, tokenizer.vocab_size, validation_fraction)
+    working = output.absolute().with_name(f".{output.name}.partial")
+    try:
+        if not _is_finished(output, settings):
+            progress(0, None, f"listing the files of {', '.join(inputs)}")
+            portions = divide([piece for name in inputs for piece in pieces(name)])
+            shards = [Shard(i, p, working, tokenizer_path, settings, max_bad_files) for i, p in enumerate(portions)]
+            with _lock(working, progress):
+                if not _is_finished(output, settings):  # another launch may have finished it while this one waited
+                    _prepare_all(shards, settings, working, processes, BadFiles(max_bad_files), progress)
+                    os.rename(working / "output", output)
+                _discard(working)
+        record = json.loads((output / RECORD).read_text())
+    except OSError as error:
+        raise UserError(f"{error.filename or output}: {error.strerror}, while preparing {output}.") from None
+    BadFiles(max_bad_files).extend(record["bad_files"])
+    return record
+
+
+def divide(parts: Sequence[Piece]) -> list[list[Piece]]:
+    """Group pieces, in order, into portions of about the same number of bytes."""
+    target = max(MIN_SHARD_BYTES, sum(part.n_bytes for part in parts) // MAX_SHARDS)
+    portions: list[list[Piece]] = []
+    room = 0
+    for part in parts:
+        if room <= 0:
+            portions.append([])
+            room = target
+        portions[-1].append(part)
+        room -= part.n_bytes
+    return portions
+
+
+def is_validation(text: bytes, fraction: float) -> bool:
+    """Whether a document belongs to the validation set: so says its hash, which is evenly spread over 64 bits."""
+    return xxhash.xxh3_64_intdigest(text) < fraction * 2**64
+
+
+# ------------------------------------------------------------------------------------------- one shard
+
+
+def write_shard(shard: Shard) -> dict[str, Any]:
+    """Write the token files of a shard and, last, its report, which it returns."""
+    tokenizer = _load_once(shard.tokenizer_path)
+    settings = shard.settings
+    bad = BadFiles(shard.max_bad_files)
+    splits = {name: Split() for name in settings.splits}
+    empty = 0
+    with ExitStack() as stack:
+        writers = {name: stack.enter_context(_writer(shard, name)) for name in splits}
+        for text in (text for piece in shard.pieces for text in read(piece, settings.text_key, bad)):
+            if not text:
+                empty += 1
+                continue
+            raw = text.encode()
+            name = VALIDATION if is_validation(raw, settings.validation_fraction) else TRAIN
+            tokens = encode_document(tokenizer, text)
+            writers[name].append(tokens)
+            splits[name].add(1, len(tokens), len(raw))
+    counts = {name: asdict(split) for name, split in splits.items()}
+    report = {**counts, "empty_documents": empty, "bad_files": bad.messages, "inputs_hash": shard.inputs_hash}
+    _write_json(shard.report_path, report)
+    return report
+
+
+@cache
+def _load_once(path: Path) -> Tokenizer:
+    return load_tokenizer(path)
+
+
+def _writer(shard: Shard, split: str) -> TokenFileWriter:
+    path = shard.working / "output" / split / (shard.name + SUFFIX)
+    return TokenFileWriter(path, shard.settings.vocab_size, shard.settings.tokenizer_hash)
+
+
+# ------------------------------------------------------------------------------------------- all shards
+
+
+def _prepare_all(
+    shards: list[Shard], settings: Settings, working: Path, processes: int, bad: BadFiles, progress: Progress
+) -> None:
+    """Do what is left to do in the working folder, up to the record of the whole."""
+    _enter(working, settings)
+    reports = {shard.index: report for shard in shards if (report := shard.report())}
+    _remove_leftovers(working, {shard.name for shard in shards if shard.index in reports})
+    for report in reports.values():
+        bad.extend(report["bad_files"])
+    total = sum(shard.n_bytes for shard in shards)
+    done = sum(shard.n_bytes for shard in shards if shard.index in reports)
+    progress(done, total, f"tokenizing in {processes} process(es), {len(reports)} of {len(shards)} shards done before")
+    with _written([shard for shard in shards if shard.index not in reports], processes) as results:
+        for shard, report in results:
+            bad.extend(report["bad_files"])
+            reports[shard.index] = report
+            done += shard.n_bytes
+            progress(done, total, "tokenizing")
+    try:
+        record = _record(settings, [reports[shard.index] for shard in shards])
+    except UserError:
+        _discard(working)  # the same inputs would end in the same error
+        raise
+    _write_json(working / "output" / RECORD, record)
+
+
+@contextmanager
+def _written(shards: list[Shard], processes: int) -> Iterator[Iterator[tuple[Shard, dict[str, Any]]]]:
+    """Write the shards; gives them with their reports as they get finished."""
+    if processes == 1 or not shards:
+        yield ((shard, write_shard(shard)) for shard in shards)
+        return
+    with _pool(min(processes, len(shards))) as pool:
+        futures = {pool.submit(write_shard, shard): shard for shard in shards}
+        try:
+            yield ((futures[future], future.result()) for future in as_completed(futures))
+        except BrokenProcessPool:
+            raise UserError(
+                "A process that prepared text was killed (out of memory?). "
+                "Run the same command again: finished shards are kept. Fewer processes need less memory."
+            ) from None
+
+
+@contextmanager
+def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+    """Worker processes that end with this one, and at once if it goes on with an exception."""
+    before = set(multiprocessing.active_children())
+    spawn = multiprocessing.get_context("spawn")  # forking after torch's threads have started may hang
+    pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_follow_parent)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in set(multiprocessing.active_children()) - before:
+            child.terminate()
+        raise
+    pool.shutdown()
+
+
+def _follow_parent() -> None:
+    """In a worker: leave Ctrl-C to the parent, and end if the parent was killed (nothing else would end the worker)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _record(settings: Settings, reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Sum up the shards; raises UserError if a split holds no token."""
+    splits = {name: Split() for name in settings.splits}
+    for report in reports:
+        for name, split in splits.items():
+            split.add(**report[name])
+    documents = sum(split.documents for split in splits.values())
+    if not documents:
+        raise UserError(f"{', '.join(settings.inputs)}: no text, so there would be no token to train on.")
+    for name, split in splits.items():
+        if not split.documents:
+            raise UserError(
+                f"validation_fraction {settings.validation_fraction} of {documents} document(s) leaves none for {name}."
+                " Give more documents (a text file is one, a .jsonl has one a line) or another fraction."
+            )
+    return {
+        "settings": asdict(settings),
+        **{name: asdict(split) for name, split in splits.items()},
+        "empty_documents": sum(report["empty_documents"] for report in reports),
+        "bad_files": [message for report in reports for message in report["bad_files"]],
+    }
+
+
+# ------------------------------------------------------------------------------------------- folders
+
+
+def _is_finished(output: Path, settings: Settings) -> bool:
+    """Whether OUTPUT was prepared with these settings; raises UserError if it holds anything else."""
+    if (output / RECORD).is_file():
+        _check_same(output, json.loads((output / RECORD).read_text())["settings"], settings)
+        return True
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output}: exists and holds something else than prepared text. Choose another output folder.")
+    return False
+
+
+def _enter(working: Path, settings: Settings) -> None:
+    """Begin or go on in a working folder; raises UserError if it holds the beginning of something else."""
+    state = working / "settings.json"
+    if state.exists():
+        _check_same(working, json.loads(state.read_text()), settings)
+    for folder in ("reports", *(f"output/{split}" for split in settings.splits)):
+        (working / folder).mkdir(parents=True, exist_ok=True)
+    _write_json(state, asdict(settings))
+
+
+def _remove_leftovers(working: Path, finished: set[str]) -> None:
+    """Remove what unfinished shards have left: temporary files, and those of a different division of the inputs."""
+    for path in working.rglob(".*.tmp"):
+        path.unlink()
+    for path in [*working.glob("reports/*"), *working.glob("output/*/*")]:
+        if path.stem not in finished:
+            path.unlink()
+
+
+def _check_same(folder: Path, before: dict[str, Any], settings: Settings) -> None:
+    now = asdict(settings)
+    changed = [f"  {key}: {before.get(key)!r} then, {now[key]!r} now" for key in now if before.get(key) != now[key]]
+    if changed:
+        raise UserError(
+            f"{folder}: was made with other settings:\n" + "\n".join(changed) + "\n"
+            "Choose another output folder, or delete this one to have it made anew."
+        )
+
+
+def _lock(working: Path, progress: Progress) -> IO[bytes]:
+    """Hold the working folder (made if need be) for this process alone, until the returned file is closed."""
+    path = working / "lock"
+    while True:
+        working.mkdir(parents=True, exist_ok=True)
+        try:
+            file = path.open("wb")
+        except FileNotFoundError:  # its holder has just finished and removed the folder
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(0, None, f"waiting for another process that prepares {working}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()  # the lock of a folder that was removed meanwhile
+
+
+def _discard(working: Path) -> None:
+    """Remove the working folder; renamed first, so that no waiting process makes a file in it meanwhile."""
+    if working.exists():
+        trash = working.with_name(f"{working.name}.{os.getpid()}")
+        os.rename(working, trash)
+        shutil.rmtree(trash)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

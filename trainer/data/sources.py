@@ -1,0 +1,99 @@
+"""Where windows of tokens come from: a folder of token files, or a keyed random number generator.
+
+A source hands out windows of seq_len + 1 tokens (the inputs, and the targets one further on) by *address*.
+`addresses` turns many ordinals into addresses at once, so that the arithmetic of the order is paid in bulk; `read`
+then fetches one window. The third source, text that is tokenised while training, is in `streaming`.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from configs.errors import UserError
+from trainer.data.order import Epochs, derive_key
+from trainer.data.token_file import TokenFolder
+
+
+class SampleSource(Protocol):
+    """What the loader knows of a source."""
+
+    def addresses(self, ordinals: np.ndarray) -> np.ndarray:
+        """The addresses of the source's `ordinals`-th samples; int64 of the same shape.
+
+        Raises UserError where a source that is read only once has no such sample.
+        """
+
+    def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
+        """Fetch a window into `tokens`, int64 of shape (seq_len + 1,).
+
+        Where `starts`, bool of the same shape and all False, is given, mark the tokens that begin a document.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the source, as JSON: `fingerprint`, a hash of its content, and cursors."""
+
+
+class TokenSource:
+    """Windows of a folder of token files; window i is tokens [i * seq_len, (i + 1) * seq_len + 1) of the folder.
+
+    Neighbors share one token, which is a target in the one and an input in the other: each token but the first is
+    predicted once an epoch. The up to seq_len - 1 tokens after the last whole window are left out.
+    """
+
+    def __init__(self, name: str, folder: TokenFolder, seq_len: int, seed: int, ordered: bool = False) -> None:
+        """Read `folder` in epochs keyed by (seed, name) or, if `ordered`, once from its start.
+
+        Raises UserError if the folder is too short for one window.
+        """
+        self.n_windows = (folder.n_tokens - 1) // seq_len
+        if self.n_windows < 1:
+            raise UserError(
+                f"{folder.path}: too short for one window: it has {folder.n_tokens} tokens, and training.seq_len = "
+                f"{seq_len} needs {seq_len} + 1 (the last target). Prepare more text, or lower training.seq_len."
+            )
+        self._folder, self._seq_len = folder, seq_len
+        self._epochs = None if ordered else Epochs(name, self.n_windows, seed)
+
+    def addresses(self, ordinals: np.ndarray) -> np.ndarray:
+        """The first token of each window; see `SampleSource`."""
+        if self._epochs is not None:
+            return self._epochs.window(ordinals) * self._seq_len
+        if ordinals.size and ordinals.max() >= self.n_windows:
+            raise UserError(
+                f"{self._folder.path}: {int(ordinals.max()) + 1} windows are asked of it, but its "
+                f"{self._folder.n_tokens} tokens make {self.n_windows} of training.seq_len = {self._seq_len}. "
+                "Lower validation.sequences, or prepare more text."
+            )
+        return ordinals * self._seq_len
+
+    def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
+        """Fetch the window whose first token is `address`; see `SampleSource`."""
+        tokens[:] = self._folder.read(address, len(tokens))
+        if starts is not None:
+            starts[self._folder.document_starts(address, len(tokens))] = True
+
+    def state(self) -> dict[str, Any]:
+        """The folder's fingerprint; there are no cursors."""
+        return {"fingerprint": self._folder.fingerprint}
+
+
+class SyntheticSource:
+    """Uniform random tokens, each window keyed by (seed, name, ordinal) and a document of its own; for benchmarks."""
+
+    def __init__(self, name: str, vocab_size: int, seed: int) -> None:
+        """Draw ids below `vocab_size`."""
+        self._vocab_size = vocab_size
+        self._key = derive_key("synthetic", seed, name)
+
+    def addresses(self, ordinals: np.ndarray) -> np.ndarray:
+        """The ordinals themselves."""
+        return ordinals
+
+    def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
+        """Draw window number `address`; `starts` stays empty. See `SampleSource`."""
+        philox = np.random.Philox(key=np.array([self._key, address], dtype=np.uint64))
+        tokens[:] = np.random.Generator(philox).integers(0, self._vocab_size, len(tokens))
+
+    def state(self) -> dict[str, Any]:
+        """What the draws depend on besides the seed."""
+        return {"fingerprint": f"synthetic, vocabulary {self._vocab_size}"}

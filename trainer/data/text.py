@@ -1,0 +1,275 @@
+"""Documents of text from files, folders and datasets, always in the same order.
+
+An input is a file, a folder, `hub:NAME`, or `python_stdlib`. It is first laid out as *pieces* (`pieces`): parts that
+can be read on their own, so that many processes share one corpus, and that depend on nothing but the input. Reading
+the pieces one after another (`read`) gives its documents.
+
+| input | documents |
+|---|---|
+| `x.jsonl` | the text under `text_key` of each line |
+| `x.parquet` | the text in the column `text_key` of each row |
+| another file | the whole file is one document |
+| a folder | its files by the rules above, recursively, in the order of their paths |
+| `hub:NAME`, `hub:NAME:CONFIG` | the rows of the split `train` of a Hugging Face dataset |
+| `python_stdlib` | the source files of this Python's standard library, without its tests |
+
+In a folder, hidden files and folders (`.git`) and `__pycache__` are no text and are passed over; links to folders are
+not followed. Whatever else cannot be read as UTF-8 is named, and counted against a budget (`BadFiles`).
+"""
+
+import importlib
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from configs.errors import UserError
+
+JSONL_PIECE_BYTES = 8 << 20
+HUB_PIECE_BYTES = 64 << 20
+"""What a piece of a hub dataset counts for, its size being unknown before it is read."""
+STDLIB = "python_stdlib"
+HUB = "hub:"
+NO_STDLIB_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+"""Folders of the standard library's path left out: tests (some hold broken text on purpose), installed packages."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an input that is read on its own."""
+
+    kind: Literal["file", "jsonl", "parquet", "hub"]
+    path: str
+    """The file, or the dataset as NAME or NAME:CONFIG."""
+    start: int
+    """Where it begins: jsonl: a byte (the line that holds it belongs to the piece before); parquet: a row group; hub: a
+    shard."""
+    stop: int
+    """Where it ends, in the same unit, itself excluded."""
+    n_bytes: int
+    """Its size, for the progress and for an even division of the work."""
+
+
+class BadFiles:
+    """The inputs that could not be read; more than `limit` of them are an error that names them."""
+
+    def __init__(self, limit: int = 0) -> None:
+        """Let `limit` of them pass."""
+        self.limit = limit
+        self.messages: list[str] = []
+
+    def add(self, message: str) -> None:
+        """Note one more; raises UserError if it is one too many."""
+        self.messages.append(message)
+        if len(self.messages) > self.limit:
+            shown = "\n".join(f"  {message}" for message in self.messages[-20:])
+            raise UserError(
+                f"{len(self.messages)} unreadable input(s), {self.limit} allowed (max_bad_files):\n{shown}\n"
+                "Mend or remove them, or allow that many to be left out."
+            )
+
+    def extend(self, messages: Iterable[str]) -> None:
+        """Note some more; raises UserError if they are too many."""
+        for message in messages:
+            self.add(message)
+
+
+def documents(input: str, text_key: str = "text", bad: BadFiles | None = None) -> Iterator[str]:
+    """The documents of one input, in order; without `bad`, the first unreadable one is an error (UserError)."""
+    bad = bad or BadFiles()
+    for piece in pieces(input):
+        yield from read(piece, text_key, bad)
+
+
+def pieces(input: str) -> list[Piece]:
+    """Lay out one input; raises UserError if there is no such file, folder or dataset."""
+    if input == STDLIB:
+        return _stdlib_pieces()
+    if input.startswith(HUB):
+        return _hub_pieces(input.removeprefix(HUB))
+    path = Path(input)
+    if path.is_dir():
+        return [piece for file in _files_below(path) for piece in _file_pieces(file)]
+    if not path.exists():
+        raise UserError(f"{input}: no such file or folder. Inputs are files, folders, {HUB}NAME, or {STDLIB}.")
+    return _file_pieces(path)
+
+
+def read(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
+    """The documents of a piece, in order; what cannot be read is added to `bad`."""
+    readers: dict[str, Callable[[Piece, str, BadFiles], Iterator[str]]] = {
+        "file": _read_file,
+        "jsonl": _read_jsonl,
+        "parquet": _read_parquet,
+        "hub": _read_hub,
+    }
+    yield from readers[piece.kind](piece, text_key, bad)
+
+
+# ------------------------------------------------------------------------------------------- laying out
+
+
+def _stdlib_pieces() -> list[Piece]:
+    root = Path(sysconfig.get_path("stdlib"))
+    found = [path for path in _files_below(root) if path.suffix == ".py"]
+    found = [path for path in found if not NO_STDLIB_TEXT.intersection(path.relative_to(root).parts)]
+    if not found:
+        raise UserError(f"{STDLIB}: no source files in {root}. Name a folder of text instead.")
+    return [piece for path in found for piece in _file_pieces(path)]
+
+
+def _files_below(folder: Path) -> list[Path]:
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{error.filename}: cannot read this folder ({error.strerror}).")
+
+    found = []
+    for parent, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        found += [Path(parent, name) for name in files if not name.startswith(".")]
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _file_pieces(path: Path) -> list[Piece]:
+    size = path.stat().st_size if path.exists() else 0  # a dangling link is found bad when it is read
+    if path.suffix == ".jsonl":
+        starts = range(0, max(size, 1), JSONL_PIECE_BYTES)
+        stops = [*starts[1:], size]
+        return [Piece("jsonl", str(path), a, b, b - a) for a, b in zip(starts, stops, strict=True)]
+    if path.suffix == ".parquet":
+        return _parquet_pieces(path, size)
+    return [Piece("file", str(path), 0, size, size)]
+
+
+def _parquet_pieces(path: Path, size: int) -> list[Piece]:
+    parquet = _import("pyarrow.parquet", f"{path}: .parquet files")
+    try:
+        metadata = parquet.read_metadata(path)
+    except (OSError, ValueError):  # pyarrow.ArrowInvalid is a ValueError; it is found bad when it is read
+        return [Piece("parquet", str(path), 0, 1, size)]
+    sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+    return [Piece("parquet", str(path), i, i + 1, size) for i, size in enumerate(sizes)]
+
+
+def _hub_pieces(dataset: str) -> list[Piece]:
+    n_shards = _open_hub(dataset).num_shards
+    return [Piece("hub", dataset, i, i + 1, HUB_PIECE_BYTES) for i in range(n_shards)]
+
+
+# ------------------------------------------------------------------------------------------- reading
+
+
+def _read_file(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
+    path = Path(piece.path)
+    if path.exists() and not path.is_file():
+        bad.add(f"{path}: not a regular file")  # reading a pipe or a device might never end
+        return
+    try:
+        text = path.read_bytes().decode()  # bytes, so that line ends stay as they are
+    except OSError as error:
+        bad.add(f"{piece.path}: {error.strerror}")
+    except UnicodeDecodeError as error:
+        bad.add(f"{piece.path}: not UTF-8 at byte {error.start}")
+    else:
+        yield text
+
+
+def _read_jsonl(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
+    try:
+        with open(piece.path, "rb") as file:
+            if piece.start:
+                file.seek(piece.start - 1)
+                file.readline()
+            while (at := file.tell()) < piece.stop:
+                line = file.readline()
+                if not line.strip():
+                    continue
+                try:
+                    yield _text_of(_parse(line), text_key)
+                except ValueError as error:
+                    bad.add(f"{piece.path}:{_line_number(piece.path, at)}: {error}")
+    except OSError as error:
+        bad.add(f"{piece.path}: {error.strerror}")
+
+
+def _read_parquet(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
+    parquet = _import("pyarrow.parquet", f"{piece.path}: .parquet files")
+    try:
+        with parquet.ParquetFile(piece.path) as file:
+            if text_key not in file.schema_arrow.names:
+                raise UserError(f"{piece.path}: no column {text_key!r}; there are {file.schema_arrow.names}.")
+            row = 0
+            for batch in file.iter_batches(1024, row_groups=range(piece.start, piece.stop), columns=[text_key]):
+                for value in batch.column(0).to_pylist():
+                    if isinstance(value, str):
+                        yield value
+                    else:
+                        bad.add(f"{piece.path}, row group {piece.start}, row {row}: no text but {value!r:.40}")
+                    row += 1
+    except (OSError, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
+        bad.add(f"{piece.path}: {error}")
+
+
+def _read_hub(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
+    for row, record in enumerate(_hub_rows(piece)):
+        try:
+            yield _text_of(record, text_key)
+        except ValueError as error:
+            bad.add(f"{HUB}{piece.path}, shard {piece.start}, row {row}: {error}")
+
+
+def _hub_rows(piece: Piece) -> Iterator[dict[str, Any]]:
+    dataset = _open_hub(piece.path)
+    try:
+        yield from dataset.shard(num_shards=dataset.num_shards, index=piece.start)
+    except Exception as error:
+        raise _hub_error(piece.path, "read", error) from None
+
+
+def _open_hub(dataset: str) -> Any:
+    name, _, config = dataset.partition(":")
+    datasets = _import("datasets", f"{HUB}{dataset}")
+    try:
+        return datasets.load_dataset(name, config or None, split="train", streaming=True)
+    except Exception as error:
+        raise _hub_error(dataset, "open", error) from None
+
+
+def _hub_error(dataset: str, what: str, error: Exception) -> UserError:
+    """One message for the errors of the network, of the hub and of a dataset's own files: a dozen types."""
+    return UserError(f"{HUB}{dataset}: cannot {what} the dataset ({type(error).__name__}: {error}).")
+
+
+def _parse(line: bytes) -> object:
+    """The JSON value on a line; raises ValueError if there is none."""
+    try:
+        return json.loads(line.rstrip().decode())
+    except json.JSONDecodeError as error:  # its own text would name a second line number
+        raise ValueError(f"no JSON at column {error.colno} ({error.msg})") from None
+
+
+def _text_of(record: object, text_key: str) -> str:
+    """The text of a JSON object or row; raises ValueError if it has none."""
+    if not isinstance(record, dict):
+        raise ValueError(f"expected an object with the key {text_key!r}, found {type(record).__name__}")
+    if not isinstance(text := record.get(text_key), str):
+        raise ValueError(f"no text under the key {text_key!r}; the keys are {list(record)}")
+    text.encode()  # JSON can spell half a character ("\\ud800"), which is no text
+    return text
+
+
+def _line_number(path: str, offset: int) -> int:
+    """Line, from 1, that begins at byte `offset`."""
+    with open(path, "rb") as file:
+        return 1 + sum(file.read(min(1 << 20, offset - at)).count(b"\n") for at in range(0, offset, 1 << 20))
+
+
+def _import(module: str, purpose: str) -> Any:
+    """Import a package that only some inputs need; raises UserError with the install command."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise UserError(f"{purpose} need the package {package}. Install it: pip install {package}") from None

@@ -1,0 +1,38 @@
+"""The learning rate as a pure function of the step.
+
+It knows nothing of how far this launch goes (`training.steps`), only of `lr_schedule.total_steps`: a run that is
+stopped, resumed or prolonged follows the same curve. No state means nothing to save, and nothing to get wrong on a
+resume.
+"""
+
+import math
+
+from configs.layout import decay_steps
+from configs.schema import LrSchedule
+
+
+def learning_rate(schedule: LrSchedule, peak_lr: float, step: int) -> float:
+    """Learning rate of the update that follows `step` finished ones (0 for the first).
+
+    With w = warmup_steps, T = total_steps, m = min_lr_ratio and, for a step s,
+
+        s < w:        peak * (s + 1) / (w + 1)
+        w <= s < T:   peak * (m + (1 - m) * shape(p)),   p = max(0, (s - d) / (T - d))
+        s >= T:       peak * m
+
+    The warm-up is linear (Goyal et al. 2017, section 2.2), and its first update already has some learning rate; the
+    peak is reached at s = w. `cosine` decays from d = w with shape(p) = (1 + cos(pi p)) / 2 (Loshchilov and Hutter
+    2017, eq. 5, one cycle); `linear` from d = w with shape(p) = 1 - p; `warmup_stable_decay` likewise from
+    d = T - decay_steps, and stays at the peak until then (Hu et al. 2024, MiniCPM, section 4; linear as in Hägele et
+    al. 2024, arXiv:2405.18392, section 3).
+    """
+    if step >= schedule.total_steps:
+        return peak_lr * schedule.min_lr_ratio
+    if step < schedule.warmup_steps:
+        return peak_lr * (step + 1) / (schedule.warmup_steps + 1)
+    start = schedule.warmup_steps
+    if schedule.name == "warmup_stable_decay":
+        start = schedule.total_steps - decay_steps(schedule)
+    progress = max(0.0, (step - start) / (schedule.total_steps - start))
+    shape = (1 + math.cos(math.pi * progress)) / 2 if schedule.name == "cosine" else 1 - progress
+    return peak_lr * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * shape)

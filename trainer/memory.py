@@ -1,0 +1,197 @@
+"""Memory that a rank will need, estimated before anything is built: the answer to "will it fit?".
+
+The states (parameters, gradients, optimizer) are exact: FSDP cuts each parameter by rows, so the largest share is
+ceil(rows / dp_shard) of them, after tensor parallelism has taken its part. The rest is a count of what is alive at the
+worst moment, the start of the backward pass, and good to a few tens of percent: the allocator's fragmentation, kernels'
+workspaces and the CUDA context (about 1 GiB) come on top, and torch.compile often keeps less.
+"""
+
+from dataclasses import dataclass
+from math import ceil, prod
+
+from configs.layout import MeshSizes, accumulation_steps, head_dim, layer_numbers, n_kv_heads
+from configs.schema import ActivationCheckpoint, Config, Model
+from trainer.flops import Shape, parameter_shapes
+from trainer.loss import chunk_rows
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on the rank that holds most."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    """Parameters of the groups that FSDP has gathered, and the gradients of the one that it is reducing."""
+    activations: int
+    """Kept by the forward pass of a micro-batch, and what backward recomputes of one block."""
+    loss: int
+    """A chunk of logits, and the gradients that the loss computes ahead."""
+    offloaded: bool
+    """Whether parameters, gradients and optimizer state are in the host's memory (fsdp.cpu_offload)."""
+
+    @property
+    def states(self) -> int:
+        """What lives from step to step."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def device(self) -> int:
+        """All that the device must hold."""
+        transient = self.gathered + self.activations + self.loss
+        return transient if self.offloaded else transient + self.states
+
+
+def estimate_memory(config: Config, sizes: MeshSizes, device_type: str) -> MemoryEstimate:
+    """Estimate the memory of one rank of a mesh of `sizes`, on "cpu" or "cuda"."""
+    shapes = {name: _tp_shape(name, shape, sizes.tp) for name, shape in parameter_shapes(config.model).items()}
+    training = config.training
+    state_bytes = _BYTES[training.dtype]
+    owned = sum(_sharded(shape, sizes.dp_shard) for shape in shapes.values())
+    gradients = owned * state_bytes
+    if config.fsdp.accumulate == "reduce_last" and accumulation_steps(config, sizes) > 1:
+        gradients += sum(map(prod, shapes.values())) * _BYTES[training.reduce_dtype]
+    return MemoryEstimate(
+        parameters=owned * state_bytes,
+        gradients=gradients,
+        optimizer=2 * owned * state_bytes + 4 * len(shapes),  # two moments, and a float32 step count each
+        gathered=_gathered(config, shapes),
+        activations=_activations(config, sizes.tp),
+        loss=_loss(config, sizes.tp, device_type),
+        offloaded=config.fsdp.cpu_offload,
+    )
+
+
+# --------------------------------------------------------------------------- states
+
+
+def _tp_shape(name: str, shape: Shape, tp: int) -> Shape:
+    """What a tensor-parallel rank holds: norms whole, o_proj and down_proj cut by columns, the others by rows."""
+    if len(shape) == 1:
+        return shape
+    rows, columns = shape
+    return (
+        (rows, ceil(columns / tp))
+        if name.endswith(("o_proj.weight", "down_proj.weight"))
+        else (ceil(rows / tp), columns)
+    )
+
+
+def _sharded(shape: Shape, dp_shard: int) -> int:
+    """Elements of the largest FSDP shard."""
+    return ceil(shape[0] / dp_shard) * prod(shape[1:])
+
+
+# --------------------------------------------------------------------------- gathered groups
+
+
+def _gathered(config: Config, shapes: dict[str, Shape]) -> int:
+    """Bytes of the groups gathered at the worst moment, plus the gradients of the largest group on their way."""
+    groups = _group_sizes(config.model, shapes)
+    training = config.training
+    in_reduction = _BYTES[training.compute_dtype] + _BYTES[training.reduce_dtype]
+    return _most_alive(groups, config) * _BYTES[training.compute_dtype] + max(groups.values()) * in_reduction
+
+
+def _group_sizes(model: Model, shapes: dict[str, Shape]) -> dict[str, int]:
+    """Elements of each FSDP group in forward order; the ends of a tied model are the root's, gathered throughout."""
+    groups: dict[str, int] = {}
+    for name, shape in shapes.items():
+        is_block = name.startswith("layers.")
+        end = "root" if model.tie_embeddings else "embedding" if name.startswith("embed") else "head"
+        group = ".".join(name.split(".")[:2]) if is_block else end
+        groups[group] = groups.get(group, 0) + prod(shape)
+    return groups
+
+
+def _most_alive(groups: dict[str, int], config: Config) -> int:
+    """Elements of the groups that are gathered at once."""
+    sizes = [size for name, size in groups.items() if name != "root"]
+    if config.fsdp.reshard_after_forward == "never":
+        return sum(groups.values())
+    window = 1 + config.fsdp.prefetch_depth
+    kept = sizes.pop() if config.fsdp.reshard_after_forward == "default" else 0
+    moving = max((sum(sizes[i : i + window]) for i in range(len(sizes))), default=0)
+    return groups.get("root", 0) + kept + moving
+
+
+# --------------------------------------------------------------------------- activations
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Widths of a block's tensors, in elements a token of one tensor-parallel rank."""
+
+    stream: float
+    """The residual stream: a slice of the sequence under tensor parallelism."""
+    normed: float
+    """Input of the column-parallel matrices: the whole sequence on each rank."""
+    query: float
+    kv: float
+    ffn: float
+
+    @property
+    def everything(self) -> float:
+        """Kept without checkpointing: both norms' inputs and outputs, q, k, v and the attention's output, gate, up,
+        silu(gate) and its product with up."""
+        return 2 * self.stream + 2 * self.normed + 2 * self.query + 2 * self.kv + 4 * self.ffn
+
+    @property
+    def matmul_outputs(self) -> float:
+        """Of q, k, v, o, gate, up and down."""
+        return self.query + 2 * self.kv + 2 * self.stream + 2 * self.ffn
+
+
+def _activations(config: Config, tp: int) -> int:
+    """Bytes kept of one micro-batch, one block's worth of recomputation, and the gradients on their way back."""
+    model, checkpointing = config.model, config.activation_checkpoint
+    block = _Block(
+        stream=model.dim / tp,
+        normed=model.dim,
+        query=model.n_heads * head_dim(model) / tp,
+        kv=n_kv_heads(model) * head_dim(model) / tp,
+        ffn=model.ffn_dim / tp,
+    )
+    checkpointed = _checkpointed_layers(checkpointing, model.n_layers)
+    elements = (model.n_layers - checkpointed) * block.everything + checkpointed * _kept(checkpointing, block)
+    if checkpointed:
+        elements += block.everything
+    elements += block.stream + block.normed  # the final norm's input and output
+    elements += block.stream + 2 * block.ffn  # gradients of the stream and of a feed-forward's inside
+    tokens = config.training.micro_batch_size * config.training.seq_len
+    return ceil(tokens * elements * _BYTES[config.training.compute_dtype])
+
+
+def _kept(config: ActivationCheckpoint, block: _Block) -> float:
+    """Elements a token that a checkpointed block keeps: its input, and in selective mode the saved ops' outputs."""
+    if config.mode == "budget":
+        return block.stream + config.memory_budget * (block.everything - block.stream)
+    if config.mode == "full":
+        return block.stream
+    saves_attention = not config.save_ops or any("attention" in op for op in config.save_ops)
+    saves_matmuls = not config.save_ops or any("mm" in op for op in config.save_ops)
+    matmuls = block.matmul_outputs / config.save_every_nth_matmul
+    return block.stream + saves_attention * block.query + saves_matmuls * matmuls
+
+
+def _checkpointed_layers(config: ActivationCheckpoint, n_layers: int) -> int:
+    """How many layers the mode applies to."""
+    if config.mode == "none":
+        return 0
+    if config.mode == "budget":
+        return n_layers
+    layers = layer_numbers(config.layers, n_layers) if config.layers else range(n_layers)
+    return len(layers[:: config.every_nth_layer])
+
+
+def _loss(config: Config, tp: int, device_type: str) -> int:
+    """Bytes of a chunk of logits, in compute_dtype and once more for the softmax, and of the gradients made ahead."""
+    model, training = config.model, config.training
+    tokens, vocabulary = training.micro_batch_size * training.seq_len, ceil(model.vocab_size / tp)
+    compute = _BYTES[training.compute_dtype]
+    softmax = max(compute, 4)
+    chunk = chunk_rows(tokens, vocabulary * softmax, device_type) * vocabulary
+    return chunk * (compute + softmax) + vocabulary * model.dim * softmax + tokens * model.dim * compute

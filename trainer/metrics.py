@@ -1,0 +1,268 @@
+"""What a run records: `metrics.jsonl`, TensorBoard files, and where the time went.
+
+`metrics.jsonl` has one JSON object a logged step, flushed as it is written, with the keys of `StepMetrics` in its
+order. A validated step is always logged, and its object has the two validation keys besides. Floats are written with
+`repr`, so that reading them back gives the same bits. JSON has no NaN: a value that is not finite is null, and a key
+`skipped` says what it was. A resume cuts the file back to the step it goes on from, so that no step stands there
+twice; the TensorBoard files are told the same by their purge step.
+
+Throughput is that of training alone. `TimeLedger` gives every second of the process to exactly one kind of work;
+tokens per second divides by training and waiting for data, never by compilation, validation or checkpoints.
+"""
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from trainer.lifecycle import write_atomically
+
+# --------------------------------------------------------------------------- time
+
+
+class Kind(StrEnum):
+    """What a process spends its time on."""
+
+    STARTUP = "start-up"
+    PREPARATION = "data preparation"
+    COMPILE = "compile"
+    TRAINING = "training"
+    DATA = "waiting for data"
+    VALIDATION = "validation"
+    CHECKPOINT = "checkpoint"
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Speed over the steps since the last logged one; all None if these were spent on compilation alone."""
+
+    tokens_per_second: float | None
+    """Tokens of all ranks over seconds of training and of waiting for data."""
+    step_seconds: float | None
+    """Mean duration of a step, waiting for data included."""
+    data_seconds: float | None
+    """Of that, mean time waited for data."""
+
+
+class TimeLedger:
+    """Books every second since it was made under one kind of work; the sum is the whole time.
+
+    Between `with ledger.measure(kind)` blocks the time is start-up's. A block inside another takes its time from it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._open = [Kind.STARTUP]
+        self._seconds = dict.fromkeys(Kind, 0.0)
+        self._steps = 0
+        self._mark = (0, 0.0, 0.0)  # steps, training seconds and data seconds at the last `throughput`
+
+    @contextmanager
+    def measure(self, kind: Kind) -> Iterator[None]:
+        """Book the time inside under `kind`."""
+        self._book()
+        self._open.append(kind)
+        try:
+            yield
+        finally:
+            self._book()
+            self._open.pop()
+
+    @contextmanager
+    def step(self, compiling: bool = False) -> Iterator[None]:
+        """Book one optimizer step as training, or, as long as torch.compile is at work, as compilation."""
+        with self.measure(Kind.COMPILE if compiling else Kind.TRAINING):
+            yield
+        self._steps += not compiling
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Book a wait for the loader inside `step`; in a compiling step it is a part of that one's time."""
+        with self.measure(Kind.COMPILE if self._open[-1] is Kind.COMPILE else Kind.DATA):
+            yield
+
+    def seconds(self) -> dict[Kind, float]:
+        """Seconds by kind until now."""
+        self._book()
+        return dict(self._seconds)
+
+    def throughput(self, tokens_per_step: int) -> Throughput:
+        """Speed since the last call. On a device that runs behind the host, wait for it (read the loss) before."""
+        seconds = self.seconds()
+        now = (self._steps, seconds[Kind.TRAINING], seconds[Kind.DATA])
+        steps, training, data = (new - old for new, old in zip(now, self._mark, strict=True))
+        self._mark = now
+        if steps == 0:
+            return Throughput(None, None, None)
+        elapsed = training + data
+        return Throughput(steps * tokens_per_step / elapsed, elapsed / steps, data / steps)
+
+    def _book(self) -> None:
+        now = self._clock()
+        self._seconds[self._open[-1]] += now - self._last
+        self._last = now
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def memory_peak_bytes(device_type: str) -> int:
+    """Most memory that this process has held: of torch's CUDA allocator, or its resident set on a CPU."""
+    if device_type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+# --------------------------------------------------------------------------- the record
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One logged step, as it stands in `metrics.jsonl`."""
+
+    step: int
+    """Optimizer steps completed since the start of the run."""
+    loss: float
+    """Mean cross-entropy, in nats, over all valid target tokens of the step's global batch."""
+    grad_norm: float
+    """Global norm of the gradients before clipping."""
+    lr: float
+    """Learning rate of this step, before any group's scale."""
+    tokens: int
+    """Tokens trained on since the start of the run."""
+    tokens_per_second: float | None
+    """Of all ranks; null if every step since the last line was one that compiled."""
+    step_seconds: float | None
+    data_seconds: float | None
+    mfu: float | None
+    """Model FLOPs utilization, 0 to 1 (trainer/flops.py); null if the device's peak is unknown."""
+    tflops: float | None
+    """Model TFLOP/s a device, by the same count as mfu."""
+    memory_peak_bytes: int
+    time: float
+    """Seconds since the epoch."""
+    validation_loss: float | None = None
+    validation_bits_per_byte: float | None = None
+
+    def to_json(self) -> str:
+        """One line of JSON, with the validation keys only where there was a validation."""
+        record = asdict(self)
+        for key in ("validation_loss", "validation_bits_per_byte"):
+            if record[key] is None:
+                del record[key]
+        bad = {key: value for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+        if bad:
+            record |= dict.fromkeys(bad)
+            record["skipped"] = ", ".join(f"{key} is {value}" for key, value in bad.items())
+        return json.dumps(record, allow_nan=False)
+
+
+class MetricsLog:
+    """The run folder's `metrics.jsonl` and, if wanted, its `tensorboard/`. Rank 0 alone has one."""
+
+    def __init__(self, run_folder: Path, tensorboard: bool, resumed_step: int = 0) -> None:
+        """
+        Args:
+            run_folder: must exist.
+            tensorboard: write event files too.
+            resumed_step: what was recorded of later steps is removed; 0 removes everything.
+        """
+        path = run_folder / "metrics.jsonl"
+        self.unreadable_lines = cut_back(path, resumed_step)
+        """Lines that were no JSON, as after a kill in the middle of one, and are removed."""
+        self._file = path.open("a", encoding="utf-8")
+        self._curves = _Curves(run_folder / "tensorboard", resumed_step + 1) if tensorboard else None
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one logged step."""
+        self._file.write(metrics.to_json() + "\n")
+        self._file.flush()
+        if self._curves:
+            self._curves.write(metrics)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._curves:
+            self._curves.close()
+
+
+def cut_back(path: Path, step: int) -> int:
+    """Keep of a `metrics.jsonl` only the steps up to `step`; returns how many unreadable lines were removed too.
+
+    The file is replaced as a whole, so a crash in here leaves the old one. A file that needs no cut is not touched.
+    """
+    if not path.exists():
+        return 0
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    steps = [_step_of(line) for line in lines]
+    kept = [line for line, found in zip(lines, steps, strict=True) if found is not None and found <= step]
+    if len(kept) < len(lines):
+        write_atomically(path, kept)
+    return steps.count(None)
+
+
+def _step_of(line: str) -> int | None:
+    """The step that a line records; None if it is not a whole record."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith("\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+# --------------------------------------------------------------------------- TensorBoard
+
+_TAGS = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/lr",
+    "validation_loss": "validation/loss",
+    "validation_bits_per_byte": "validation/bits_per_byte",
+    "tokens_per_second": "speed/tokens_per_second",
+    "step_seconds": "speed/step_seconds",
+    "data_seconds": "speed/data_seconds",
+    "mfu": "speed/mfu",
+    "tflops": "speed/tflops",
+    "memory_peak_bytes": "memory/peak_bytes",
+}
+
+
+class _Curves:
+    """TensorBoard's own event writer: torch's SummaryWriter wraps it at the price of 0.8 s more of imports."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event_type, self._summary_type = event_pb2.Event, summary_pb2.Summary
+        self._writer = EventFileWriter(str(folder))
+        # Makes TensorBoard drop what earlier files hold of this step and later ones.
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._add(step=first_step, wall_time=time.time(), session_log=start)
+
+    def write(self, metrics: StepMetrics) -> None:
+        record = asdict(metrics)
+        values = [
+            self._summary_type.Value(tag=tag, simple_value=record[key])
+            for key, tag in _TAGS.items()
+            if record[key] is not None
+        ]
+        self._add(step=metrics.step, wall_time=metrics.time, summary=self._summary_type(value=values))
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, **event: Any) -> None:
+        self._writer.add_event(self._event_type(**event))
+        self._writer.flush()

@@ -1,0 +1,90 @@
+"""A trace of a few steps, and what memory was allocated for: `[profile]`.
+
+Each rank writes into the run folder's `profile/` a Chrome trace (open it in https://ui.perfetto.dev) and, on CUDA and
+if asked, a snapshot of the allocator (open it in https://pytorch.org/memory_viz). Profiling slows its steps down, so
+their speed in the metrics is not that of the run. The first steps compile and warm up: start a trace after them.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from configs.errors import ConfigError
+from configs.schema import Config
+
+_SNAPSHOT_EVENTS = 200_000  # allocations and frees kept, with their stacks: some 100 MiB on the host, several steps
+
+
+class StepProfiler:
+    """Profiles the steps `start_step` to `start_step + steps - 1`, counted from one; the loop calls it around each."""
+
+    def __init__(self, config: Config, run_folder: Path, rank: int, device_type: str, resumed_step: int = 0) -> None:
+        """
+        Args:
+            config: with `profile.start_step = 0` nothing is ever done.
+            run_folder: its `profile/` is made when the trace is written.
+            rank: part of the file names.
+            device_type: "cpu" or "cuda".
+            resumed_step: steps completed before this launch.
+
+        Raises:
+            ConfigError: the steps do not come, or a memory snapshot is asked for that cannot be made.
+        """
+        self._config, self._rank = config.profile, rank
+        self._folder = run_folder / "profile"
+        self._cuda = device_type == "cuda"
+        self._profiler: profile | None = None
+        _check(config, device_type)
+        if rank == 0 and 0 < self._config.start_step <= resumed_step:
+            logging.getLogger(__name__).warning(
+                f"no trace is made: profile.start_step = {self._config.start_step}, but this run goes on from step "
+                f"{resumed_step}"
+            )
+
+    def before_step(self, step: int) -> None:
+        """Start recording if `step` (counted from one) is the first to be profiled."""
+        if step != self._config.start_step:
+            return
+        if self._config.memory_snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS)
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._cuda
+        self._profiler = profile(activities=activities, record_shapes=True)
+        self._profiler.start()
+
+    def after_step(self, step: int) -> Path | None:
+        """Write the trace if `step` was the last to be profiled; returns where it is."""
+        is_last = step == self._config.start_step + self._config.steps - 1
+        return self.finish() if is_last else None
+
+    def finish(self) -> Path | None:
+        """Write what has been recorded, if anything: also called when a run ends before its last profiled step."""
+        if self._profiler is None:
+            return None
+        if self._cuda:
+            torch.cuda.synchronize()
+        self._profiler.stop()
+        self._folder.mkdir(exist_ok=True)
+        trace = self._folder / f"step-{self._config.start_step:08d}-rank-{self._rank}.json.gz"
+        self._profiler.export_chrome_trace(str(trace))
+        self._profiler = None
+        if self._config.memory_snapshot:
+            torch.cuda.memory._dump_snapshot(str(trace.with_name(trace.name.replace(".json.gz", ".memory.pickle"))))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        return trace
+
+
+def _check(config: Config, device_type: str) -> None:
+    wanted, steps = config.profile, config.training.steps
+    if wanted.start_step > steps:
+        raise ConfigError(
+            f"profile.start_step = {wanted.start_step} never comes: the run ends at training.steps = {steps}; set a "
+            "smaller one, or 0 for no trace"
+        )
+    if wanted.memory_snapshot and device_type != "cuda":
+        raise ConfigError(
+            "profile.memory_snapshot = true needs a CUDA device, and this job runs on the CPU; set it to false"
+        )
+    if wanted.memory_snapshot and wanted.start_step == 0:
+        raise ConfigError("profile.memory_snapshot = true does nothing without profile.start_step: set that, too")

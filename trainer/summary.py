@@ -1,0 +1,232 @@
+"""What is said before the first step and after the last: a job in rows of words, for `Console.table`."""
+
+import os
+import shlex
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from configs.layout import MeshSizes, accumulation_steps, head_dim, n_kv_heads, parameter_count
+from configs.schema import Config
+from trainer.console import Row, count, duration, size
+from trainer.flops import flops_per_token
+from trainer.lifecycle import State
+from trainer.memory import estimate_memory
+from trainer.metrics import Kind
+
+_WIDTH = 85  # of a text that can be broken; with its label it fits a terminal of 100 columns
+
+# --------------------------------------------------------------------------- before
+
+
+def startup_rows(
+    config: Config,
+    sizes: MeshSizes,
+    device_name: str,
+    peak: float | None,
+    data: Sequence[str],
+    run_folder: Path,
+    resumed_step: int = 0,
+) -> list[Row]:
+    """What will be trained, how it is computed and where it goes.
+
+    Args:
+        config, sizes: the job and its mesh.
+        device_name: of `torch.cuda.get_device_name()`, or "cpu".
+        peak: `flops.peak_flops` of that device.
+        data: a line on each source, such as "python_stdlib: 3.5 M tokens".
+        run_folder: where everything is written.
+        resumed_step: steps already completed; 0: a new run.
+    """
+    rows = [
+        ("model", _model(config)),
+        ("precision", _precision(config)),
+        ("ranks", _ranks(sizes, device_name)),
+        ("technique", _techniques(config)),
+        ("batch", _batch(config, sizes)),
+        ("steps", _steps(config, resumed_step)),
+        ("FLOPs", _flops(config, peak)),
+        ("memory", _memory(config, sizes, "cpu" if device_name == "cpu" else "cuda")),
+        ("data", "\n".join(data)),
+        ("written to", f"{run_folder}/: {_files(config)}"),
+    ]
+    return [row for row in rows if row[1]]
+
+
+def _model(config: Config) -> str:
+    model = config.model
+    heads = f"{model.n_heads} heads of {head_dim(model)}"
+    if n_kv_heads(model) != model.n_heads:
+        heads += f", {n_kv_heads(model)} of keys and values"
+    tied = ", tied" if model.tie_embeddings else ""
+    return (
+        f"{model.architecture}, {count(parameter_count(model))} parameters ({parameter_count(model):,})\n"
+        f"{model.n_layers} layers, dim {model.dim}, {heads}, ffn_dim {model.ffn_dim}, "
+        f"vocabulary {model.vocab_size:,}{tied}"
+    )
+
+
+def _precision(config: Config) -> str:
+    kept, compute, reduce = (getattr(config.training, key) for key in ("dtype", "compute_dtype", "reduce_dtype"))
+    if kept == compute == reduce:
+        return kept
+    return f"{kept} parameters and optimizer, {compute} forward and backward, {reduce} reduction"
+
+
+def _ranks(sizes: MeshSizes, device_name: str) -> str:
+    axes = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp}
+    mesh = " x ".join(f"{name} {ranks}" for name, ranks in axes.items() if ranks > 1)
+    return f"{sizes.world_size} on {device_name}" + (f": {mesh}" if mesh else "")
+
+
+def _techniques(config: Config) -> str:
+    """What differs from plain eager training."""
+    used = [
+        "torch.compile" if config.compile.enable else "",
+        f"activation checkpointing {config.activation_checkpoint.mode}"
+        if config.activation_checkpoint.mode != "none"
+        else "",
+        "states offloaded to the CPU" if config.fsdp.cpu_offload else "",
+    ]
+    return ", ".join(filter(None, used))
+
+
+def _batch(config: Config, sizes: MeshSizes) -> str:
+    training = config.training
+    micro_batches = accumulation_steps(config, sizes)
+    cut = f"{training.micro_batch_size} at once" + (f", {micro_batches} times" if micro_batches > 1 else "")
+    ranks = f" on each of {sizes.dp} data-parallel ranks" if sizes.dp > 1 else ""
+    return (
+        f"{training.global_batch_size:,} sequences of {training.seq_len:,} = {_tokens_per_step(config):,} tokens "
+        f"a step ({cut}{ranks})"
+    )
+
+
+def _steps(config: Config, resumed_step: int) -> str:
+    steps = config.training.steps
+    total = f"{steps:,} = {count(steps * _tokens_per_step(config))} tokens"
+    return f"{total}; going on from step {resumed_step:,}" if resumed_step else total
+
+
+def _flops(config: Config, peak: float | None) -> str:
+    flops = flops_per_token(config.model, config.training.seq_len)
+    of_peak = "no MFU: Keel's table has no peak of this device" if peak is None else f"MFU of {peak / 1e12:g} TFLOP/s"
+    return f"{count(flops.causal)} a token, {count(flops.full)} with the masked half of attention\n{of_peak}"
+
+
+def _memory(config: Config, sizes: MeshSizes, device_type: str) -> str:
+    estimate = estimate_memory(config, sizes, device_type)
+    states = {
+        "parameters": estimate.parameters,
+        "gradients": estimate.gradients,
+        "optimizer": estimate.optimizer,
+    }
+    transient = {"gathered": estimate.gathered, "activations": estimate.activations, "loss": estimate.loss}
+    where = f", and {size(estimate.states)} of the host's memory" if estimate.offloaded else ""
+    lines = [f"about {size(estimate.device)} a rank{where} (estimate)"]
+    lines += [", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in part.items()) for part in (states, transient)]
+    return "\n".join(lines)
+
+
+def _files(config: Config) -> str:
+    return "run.log, metrics.jsonl, checkpoints/" + (", tensorboard/" if config.metrics.tensorboard else "")
+
+
+def _tokens_per_step(config: Config) -> int:
+    return config.training.global_batch_size * config.training.seq_len
+
+
+# --------------------------------------------------------------------------- after
+
+
+def closing_title(state: State, step: int, reason: str = "") -> str:
+    """The run's last heading."""
+    if state == "done":
+        return f"Done: step {step:,} reached."
+    if state == "preempted":
+        return f"Stopped by {reason} after step {step:,}, with everything saved."
+    return f"Failed after step {step:,}: {reason}"
+
+
+def closing_rows(
+    config: Config,
+    run_folder: Path,
+    seconds: Mapping[Kind, float],
+    losses: tuple[float, float] | None,
+    memory_peak_bytes: int,
+    checkpoint: Path | None,
+) -> list[Row]:
+    """How it went, and where everything is.
+
+    Args:
+        config: the job.
+        run_folder: of this run.
+        seconds: `TimeLedger.seconds()`.
+        losses: the first and the last that this launch has seen; None if it made no step.
+        memory_peak_bytes: the most that a rank has held.
+        checkpoint: the newest; None if there is none.
+    """
+    spent = sorted(((value, kind) for kind, value in seconds.items() if value >= 0.05), reverse=True)
+    by_kind = ", ".join(f"{kind} {duration(value)}" for value, kind in spent)
+    rows = [
+        ("loss", f"{losses[0]:.4f} at first, {losses[1]:.4f} at last" if losses else ""),
+        ("time", "\n".join([duration(sum(seconds.values())), *textwrap.wrap(by_kind, _WIDTH)])),
+        ("memory", f"{size(memory_peak_bytes)} at the peak"),
+        ("checkpoint", str(checkpoint) if checkpoint else "none"),
+        ("metrics", str(run_folder / "metrics.jsonl")),
+        ("curves", f"tensorboard --logdir {run_folder / 'tensorboard'}" if config.metrics.tensorboard else ""),
+        ("log", str(run_folder / "run.log")),
+    ]
+    return [row for row in rows if row[1]]
+
+
+def next_rows(config: Config, state: State) -> list[Row]:
+    """What to try next: variations of the command that started this process."""
+    if state != "done":
+        return [("go on from the newest checkpoint", _with(_this_command(), {}))]
+    longer = {"training.steps": str(2 * config.training.steps)}
+    rows = [
+        ("go on to twice the steps", _with(_this_command(), longer)),
+        (
+            "another seed, as a run of its own",
+            _with(_this_command(), _new_run(config, "seed-1") | {"training.seed": "1"}),
+        ),
+    ]
+    if _would_run_on_two_ranks(config):
+        rows.append(("the same curve from two ranks", _with(_this_command(ranks=2), _new_run(config, "2-ranks"))))
+    return [*rows, ("every key and its meaning", "python train.py --help")]
+
+
+def _this_command(ranks: int | None = None) -> list[str]:
+    """The command line that started this process, as a person would type it; or the same for so many ranks."""
+    launched = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks is None and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ["python", *sys.argv]
+    wanted = ranks or launched
+    return ["torchrun", *(["--nproc-per-node", str(wanted)] if wanted > 1 else []), *sys.argv]
+
+
+def _would_run_on_two_ranks(config: Config) -> bool:
+    """Whether this run had one rank, and two could share its batch without another change."""
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    divides = config.training.global_batch_size % (2 * config.training.micro_batch_size) == 0
+    return alone and divides and config.mesh.dp_shard == -1
+
+
+def _new_run(config: Config, suffix: str) -> dict[str, str]:
+    """The key that gives a run a folder of its own."""
+    if config.job.output_dir:
+        return {"job.output_dir": f"{config.job.output_dir.rstrip('/')}-{suffix}"}
+    return {"job.name": f"{config.job.name}-{suffix}"}
+
+
+def _with(command: Sequence[str], changes: Mapping[str, str]) -> str:
+    """The command with some keys set, each once."""
+    words = list(command)
+    for key, value in changes.items():
+        flag = f"--{key}"
+        if flag in words:
+            del words[words.index(flag) : words.index(flag) + 2]
+        words = [word for word in words if not word.startswith(f"{flag}=")] + [flag, value]
+    return shlex.join(words)

@@ -1,0 +1,42 @@
+"""Loss on text that is not trained on."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from trainer.data.loader import IGNORED, MicroBatch
+from trainer.step import Learner
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """What a validation found; the same on all ranks."""
+
+    loss: float
+    """Mean cross-entropy over the valid target tokens, in nats."""
+    bits_per_byte: float | None
+    """Cross-entropy per byte of text, which tokenizers do not change; None without a tokenizer."""
+
+
+def validate(
+    learner: Learner, steps: Iterable[list[MicroBatch]], token_bytes: torch.Tensor | None
+) -> ValidationResult:
+    """Evaluate the model on this rank's share of the validation samples; all ranks must call it.
+
+    Args:
+        learner: its model is left as it is.
+        steps: as many micro-batches on every rank.
+        token_bytes: (vocab,) bytes of text that each token stands for.
+    """
+    total = torch.zeros(3, dtype=torch.float64, device=learner.mesh.device)  # loss sum, valid tokens, their bytes
+    for micro_batches in steps:
+        total[:2] += learner.evaluate(micro_batches)
+        if token_bytes is not None:
+            total[2] += sum(int(token_bytes[b.targets[b.targets != IGNORED]].sum()) for b in micro_batches)
+    loss_sum, tokens, n_bytes = learner.mesh.sum_over_dp(total).tolist()
+    return ValidationResult(
+        loss=loss_sum / tokens if tokens else math.nan,
+        bits_per_byte=loss_sum / math.log(2) / n_bytes if n_bytes else None,
+    )
