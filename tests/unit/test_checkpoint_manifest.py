@@ -1,0 +1,113 @@
+"""MANIFEST.json: what is accepted as a checkpoint, and how a folder becomes one."""
+
+import json
+
+import pytest
+
+from checkpoint.manifest import (
+    FORMAT_VERSION,
+    Manifest,
+    Origin,
+    RunChange,
+    begin,
+    commit,
+    config_hash,
+    read_manifest,
+    remove_unfinished,
+    step_folder,
+    steps_in,
+)
+from configs.errors import UserError
+
+DRAFT = Manifest(
+    step=100,
+    tokens=4096,
+    config={"training": {"seed": 1}},
+    config_hash=config_hash({"training": {"seed": 1}}),
+    mesh={"tp": 2},
+    torch_version="2.13.0",
+    run_id="run",
+    parent=Origin("run", 50),
+    run_changes=[RunChange(50, ["training.seed: 0 -> 1"])],
+    files={},
+)
+
+
+def committed(root):
+    unfinished = begin(step_folder(root, 100))
+    assert unfinished.name == "step-00000100.tmp"
+    (unfinished / "data").write_bytes(b"12345")
+    commit(unfinished, DRAFT, ["data"], '{"step": 100}')
+    return step_folder(root, 100)
+
+
+def edit(folder, **changes):
+    path = folder / "MANIFEST.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_what_is_committed_is_read_back(tmp_path):
+    folder = committed(tmp_path)
+    manifest = read_manifest(folder)
+    assert {name: entry.size for name, entry in manifest.files.items()} == {"data": 5, "trainer.json": 13}
+    assert manifest.parent == DRAFT.parent
+    assert manifest.run_changes == DRAFT.run_changes
+    assert manifest.config == DRAFT.config
+    assert manifest.format_version == FORMAT_VERSION
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000100"]
+    assert steps_in(tmp_path) == [100]
+
+
+def test_a_file_that_rank_0_cannot_see(tmp_path):
+    unfinished = begin(step_folder(tmp_path, 100))
+    with pytest.raises(UserError, match=r"data was written by another rank, .*all nodes share"):
+        commit(unfinished, DRAFT, ["data"], "{}")
+    assert steps_in(tmp_path) == []
+
+
+def test_leftovers_are_removed_and_reported(tmp_path):
+    committed(tmp_path)
+    (begin(step_folder(tmp_path, 7)) / "data").write_bytes(b"1")
+    assert remove_unfinished(tmp_path) == ["step-00000007.tmp"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000100"]
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
+    folder = committed(tmp_path)
+    (folder / "MANIFEST.json").unlink()
+    with pytest.raises(UserError, match="is no checkpoint: it has no MANIFEST"):
+        read_manifest(folder)
+
+
+def test_newer_format(tmp_path):
+    folder = committed(tmp_path)
+    edit(folder, format_version=FORMAT_VERSION + 1, files="unheard of")
+    with pytest.raises(UserError, match=f"has format {FORMAT_VERSION + 1}; this Keel reads up to {FORMAT_VERSION}"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null", '{"format_version": 1}', "\x00", '"text"'])
+def test_unreadable_manifest(tmp_path, text):
+    folder = committed(tmp_path)
+    (folder / "MANIFEST.json").write_text(text)
+    with pytest.raises(UserError, match=r"step-00000100 is damaged: MANIFEST\.json .*move it away"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("field", ["files", "parent", "run_changes", "config"])
+@pytest.mark.parametrize("value", [7, "text", [7], {"data": 7}])
+def test_fields_of_another_form(tmp_path, field, value):
+    folder = committed(tmp_path)
+    edit(folder, **{field: value})
+    if field == "config" and isinstance(value, dict):
+        return
+    with pytest.raises(UserError, match="is damaged"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("name", ["../data", "/etc/passwd", "a/b", ".."])
+def test_files_outside_of_the_folder(tmp_path, name):
+    folder = committed(tmp_path)
+    edit(folder, files={name: {"size": 5}})
+    with pytest.raises(UserError, match="outside of the folder"):
+        read_manifest(folder)

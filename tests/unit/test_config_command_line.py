@@ -1,0 +1,145 @@
+"""The command line, and that its three questions are answered fast and without torch."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.command_line import CommandLine, answer, load_for_run, parse_command_line
+from configs.errors import ConfigError
+from configs.keys import schema_keys
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_run():
+    command = parse_command_line(["--training.steps", "5", "--config", "debug.toml", "--job.name=x=y"])
+    assert command == CommandLine("debug.toml", ("--training.steps=5", "--job.name=x=y"), "run")
+    assert not answer(command, {})
+    assert load_for_run(command, {}).config.job.name == "x=y"
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_question_may_stand_anywhere(place):
+    words = ["--config=debug", "--training.steps=5"]
+    words.insert(place, "--validate")
+    assert parse_command_line(words) == CommandLine("debug", ("--training.steps=5",), "validate")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--config", "nope", "--help"], ["--nonsense", "--help"]])
+def test_help_needs_nothing(words):
+    assert parse_command_line(words).action == "help"
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        ([], ["--config NAME_OR_PATH is missing; to begin with, --config debug.toml"]),
+        (["--config"], ["--config: needs a value: --config NAME_OR_PATH"]),
+        (["--config", "a", "--config=b"], ["--config: given 2 times: a, b"]),
+        (["--config", "a", "b.toml"], ["b.toml: unexpected; is it the value of a flag, as in --config b.toml?"]),
+        (["--config", "a", "--steps", "5"], ["--steps: unknown flag; did you mean --training.steps?"]),
+        (["--config", "a", "--lr=1"], ["--lr: unknown flag; did you mean --optimizer.lr?"]),
+        (["--config", "a", "--valdate"], ["--valdate: unknown flag; did you mean --validate?"]),
+        (["--config", "a", "--qqq"], ["--qqq: unknown flag; --help lists all there are"]),
+        (["--config", "a", "--mesh", "2"], ["--mesh: is a table; its keys are set one by one: --mesh.KEY VALUE"]),
+        (["--config", "a", "--validate", "--print-config"], ["--print-config and --validate: choose one"]),
+        (
+            ["--nproc-per-node", "4", "--config", "a"],
+            ["--nproc-per-node: this belongs to torchrun, before train.py: torchrun --nproc-per-node 4 train.py ..."],
+        ),
+        (
+            ["--cofig", "a", "--training.steps", "--job.name"],
+            [
+                "--cofig: unknown flag; did you mean --config?",
+                "--training.steps: needs a value: --training.steps VALUE",
+                "--job.name: needs a value: --job.name VALUE",
+                "--config NAME_OR_PATH is missing; to begin with, --config debug.toml",
+            ],
+        ),
+    ],
+)
+def test_mistakes_come_all_at_once(words, messages):
+    with pytest.raises(ConfigError) as caught:
+        parse_command_line(words)
+    assert str(caught.value).split("\n") == messages
+
+
+def test_help_lists_every_key_with_type_default_and_sentence(capsys):
+    answer(parse_command_line(["--help"]), {})
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 120
+    for key in schema_keys().values():
+        assert key.doc.strip(), f"{key.name} has no docstring"
+        if not key.is_table:
+            (at,) = (i for i, line in enumerate(lines) if line.startswith(f"  --{key.name}  "))
+            assert key.type in lines[at]
+            assert key.doc.split()[0] in lines[at + 1]
+    assert '  --lr_schedule.name  "cosine" | "linear" | "warmup_stable_decay"; default "cosine"' in lines
+    assert "  --training.seq_len  integer > 0; required" in lines
+    assert "  --model.head_dim  integer > 0; optional" in lines
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        ({}, "1 to 4 ranks"),
+        ({"WORLD_SIZE": "1"}, "1 rank: dp_replicate 1 x dp_shard 1 x tp 1, 4 micro-batches a step"),
+        ({"WORLD_SIZE": "4"}, "4 ranks: dp_replicate 1 x dp_shard 4 x tp 1, 1 micro-batch a step"),
+    ],
+)
+def test_validate_says_what_the_job_is(tmp_path, monkeypatch, capsys, environment, ranks):
+    monkeypatch.chdir(ROOT)
+    words = ["--training.global_batch_size=16", "--training.micro_batch_size=4", "--training.steps=150"]
+    answer(parse_command_line(["--config", "debug.toml", "--validate", *words]), environment)
+    line = capsys.readouterr().out
+    assert line.startswith("configs/debug.toml is valid (3.")
+    assert line.endswith(f"global batch 16 sequences = 4,096 tokens, 150 steps = 614,400 tokens, {ranks})\n")
+
+
+def test_only_the_first_rank_answers(capsys):
+    answer(parse_command_line(["--help"]), {"RANK": "1"})
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_without_torchrun_has_one_rank():
+    command = parse_command_line(["--config", "debug", "--mesh.tp=2"])
+    with pytest.raises(ConfigError, match="1 rank cannot form the mesh"):
+        load_for_run(command, {})
+    assert load_for_run(command, {"WORLD_SIZE": "2"}).config.mesh.tp == 2
+    with pytest.raises(ConfigError, match="WORLD_SIZE must be a number"):
+        load_for_run(command, {"WORLD_SIZE": "two"})
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--config=debug", "--validate"], ["--config=debug", "--print-config"]])
+def test_answers_come_without_torch_and_within_a_second(words):
+    program = (
+        "import sys; from configs.command_line import answer, parse_command_line; "
+        "answer(parse_command_line(sys.argv[1:])); "
+        "assert not {'torch', 'numpy', 'models', 'trainer'} & sys.modules.keys()"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    process = subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)  # CPU time, which says the same on a busy machine
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+
+
+def test_a_closed_pipe_is_no_error():
+    program = "from configs.command_line import answer, parse_command_line as p; answer(p(['--help']))"
+    process = subprocess.run(
+        ["bash", "-c", f'{sys.executable} -c "{program}" | head -n 1; exit ${{PIPESTATUS[0]}}'],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (process.returncode, process.stderr) == (0, "")

@@ -1,0 +1,267 @@
+"""What a user reads who made a mistake: each with its file and line, all at once."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import tomli
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from configs.errors import ConfigError
+from configs.load import load
+from configs.toml_text import table_text
+
+VALID = """
+[job]
+name = "trial"
+[model]
+dim = 64
+n_layers = 4
+n_heads = 4
+ffn_dim = 128
+vocab_size = 512
+[[data.sources]]
+name = "random"
+kind = "synthetic"
+[training]
+steps = 10
+seq_len = 32
+global_batch_size = 8
+[optimizer]
+lr = 1e-3
+[lr_schedule]
+total_steps = 10
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "valid.toml").write_text(VALID)
+
+
+def mistakes(text, *overrides, world_size=None):
+    """The messages for a file that begins with `base = "valid.toml"` (line 1)."""
+    with open("job.toml", "w", encoding="utf-8") as file:
+        file.write('base = "valid.toml"\n' + text)
+    with pytest.raises(ConfigError) as caught:
+        load("job.toml", overrides, world_size)
+    assert caught.value.exit_code == 78
+    return str(caught.value).split("\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[training]\nstepz = 1", "job.toml:3: unknown key training.stepz; did you mean training.steps?"),
+        ("[training]\nlr = 1", "job.toml:3: unknown key training.lr; did you mean optimizer.lr?"),
+        ("training.warmup = 1", "job.toml:2: unknown key training.warmup; did you mean lr_schedule.warmup_steps?"),
+        ("[model]\nhidden_size = 1", "job.toml:3: unknown key model.hidden_size; did you mean model.dim?"),
+        ("steps = 1", "job.toml:2: unknown key steps; did you mean training.steps?"),
+        ("[mesh]\nqq = 1", "job.toml:3: unknown key mesh.qq; [mesh] has dp_replicate, dp_shard, tp"),
+        ("[trainning]\nx = 1", "job.toml:2: unknown table [trainning]; did you mean [training]?"),
+        ("[training]\nmesh.tp = 1", "job.toml:3: unknown table [training.mesh]; did you mean [mesh]?"),
+        (
+            "model = {rope_scaling = {factor = 8.0,\nlo_freq = 1}}",
+            "job.toml:3: unknown key model.rope_scaling.lo_freq; did you mean model.rope_scaling.low_freq_factor?",
+        ),
+        (
+            '[[validation.sources]]\nname = "a"\nkind = "synthetic"\n\n[[validation.sources]]\n"knd" = ""\nname = "b"',
+            "job.toml:7: unknown key validation.sources.1.knd; did you mean validation.sources.1.kind?",
+        ),
+    ],
+)
+def test_unknown_keys_name_the_nearest(text, message):
+    assert mistakes(text) == [message]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[training]\nsteps = "100"', 'training.steps must be an integer > 0, got "100"; write it without the quotes'),
+        ("[training]\nsteps = 100.0", "training.steps must be an integer > 0, got 100.0; write 100"),
+        ("[training]\nsteps = 0", "training.steps must be an integer > 0, got 0"),
+        ("[training]\nseed = -1", "training.seed must be an integer >= 0 and < 2**63, got -1"),
+        ("[optimizer]\nlr = true", "optimizer.lr must be a number > 0, got true"),
+        ("[optimizer]\nlr = nan", "optimizer.lr must be a number > 0, got nan"),
+        ("[job]\nname = 2024", 'job.name must be a string, got 2024; write "2024"'),
+        ('[compile]\nenable = "True"', 'compile.enable must be true or false, got "True"; write true'),
+        (
+            '[training]\ndtype = "fp32"',
+            'training.dtype must be one of "float32" | "bfloat16" | "float64", got "fp32"; did you mean "float32"?',
+        ),
+        ("[data]\nsources = [3]", "data.sources.0 must be a table, got 3"),
+        ("[tokenizer]\ntrain_on = [1]", "tokenizer.train_on must be a list of strings, got [1]"),
+        ("[checkpoint]\nload = 1.5", "checkpoint.load must be a string or integer, got 1.5"),
+    ],
+)
+def test_wrong_types_say_what_was_expected_and_what_was_got(text, message):
+    assert mistakes(text) == [f"job.toml:3: {message}"]
+
+
+def test_a_list_of_several_lines_is_blamed_at_its_item():
+    text = "[optimizer]\nbetas = [\n  0.9,\n  1.5,\n]"
+    assert mistakes(text) == [
+        "job.toml:5: optimizer.betas must be a list of 2 numbers, each >= 0 and < 1, got [0.9, 1.5]"
+    ]
+
+
+def test_a_value_instead_of_a_table_and_the_reverse():
+    assert mistakes("model = 3\njob.name.x = 1") == [
+        "job.toml:2: model must be a table, got 3",
+        "job.toml:3: job.name must be a string, got {x = 1}",
+    ]
+
+
+def test_missing_keys_name_table_and_file():
+    with open("short.toml", "w", encoding="utf-8") as file:
+        file.write(
+            VALID.replace("seq_len = 32\n", "").replace("[optimizer]\nlr = 1e-3\n", "").replace('name = "random"', "")
+        )
+    with pytest.raises(ConfigError) as caught:
+        load("short.toml")
+    assert str(caught.value).split("\n") == [
+        "short.toml: the table [optimizer] is missing; it needs lr",
+        "short.toml:10: [[data.sources]] lacks name (string): Name of the source; "
+        "the order of its samples is keyed by it.",
+        "short.toml:13: [training] lacks seq_len (integer > 0): Sequence length in tokens.",
+    ]
+
+
+def test_a_misspelled_required_key_is_one_mistake():
+    with open("short.toml", "w", encoding="utf-8") as file:
+        file.write(VALID.replace("seq_len", "seqlen"))
+    with pytest.raises(ConfigError, match=r"did you mean training\.seq_len") as caught:
+        load("short.toml")
+    assert len(str(caught.value).split("\n")) == 1
+
+
+def test_everything_at_once_and_each_at_its_own_place():
+    """Mistakes of the file, of its base, between keys, and of the command line."""
+    with open("middle.toml", "w", encoding="utf-8") as file:
+        file.write('base = "valid.toml"\n[fsdp]\nprefetch_depth = 0\n[model]\nn_kv_heads = 3\n')
+    with open("top.toml", "w", encoding="utf-8") as file:
+        file.write('base = "middle.toml"\n[training]\ndtype = 1\n[lr_schedule]\nwarmup_steps = 11\n')
+    with pytest.raises(ConfigError) as caught:
+        load("top.toml", ["--training.stepz=5", "--job.device", "gpu"])
+    assert str(caught.value).split("\n") == [
+        "middle.toml:3: fsdp.prefetch_depth must be an integer > 0, got 0",
+        "middle.toml:5: n_heads 4 is not divisible by n_kv_heads 3 (4 / 3 = 1.33): "
+        "every key head serves as many query heads",
+        'top.toml:3: training.dtype must be one of "float32" | "bfloat16" | "float64", got 1',
+        "top.toml:5: warmup_steps 11 is above total_steps 10",
+        '--job.device: job.device must be one of "auto" | "cpu" | "cuda", got "gpu"; did you mean "cpu"?',
+        "--training.stepz: unknown key training.stepz; did you mean training.steps?",
+    ]
+
+
+def test_a_check_that_needs_a_wrong_key_keeps_quiet():
+    """dim is no number, so nothing can be said of dim / n_heads; all else is checked."""
+    found = mistakes('[model]\ndim = "x"\nn_kv_heads = 3\n[tokenizer]\ntrain_on = ["a"]')
+    assert [line.split(" ")[:2] for line in found] == [
+        ["job.toml:3:", "model.dim"],
+        ["job.toml:4:", "n_heads"],
+        ["job.toml:6:", "train_on"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[job]\nname = b", "job.toml:3: not valid TOML: Invalid value (strings stand in quotes"),
+        ('[job]\nname = "b', "job.toml:3: not valid TOML"),
+        (
+            '[job]\nname = "b"\nname = "c"\n[x]\n',
+            "job.toml:4: not valid TOML: Cannot overwrite a value (the key is set",
+        ),
+    ],
+)
+def test_no_toml(text, message):
+    lines = mistakes(text)
+    assert lines[0].startswith(message)
+    assert lines[1].strip() in text
+    assert lines[2].strip() == "^"
+
+
+def test_bases_that_lead_nowhere_or_back():
+    for name, base in (("a", '"b.toml"'), ("b", '"a.toml"'), ("c", '"nope.toml"'), ("d", "3")):
+        with open(f"{name}.toml", "w", encoding="utf-8") as file:
+            file.write(f"\nbase = {base}\n")
+    for name, message in {
+        "a": "b.toml:2: the bases go in a circle: a.toml -> b.toml -> a.toml",
+        "c": 'c.toml:2: base = "nope.toml": there is no file nope.toml',
+        "d": "d.toml:2: base must be the path of another job file, got 3",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            load(f"{name}.toml")
+        assert str(caught.value) == message
+
+
+def test_a_file_that_is_not_utf8(tmp_path):
+    (tmp_path / "latin.toml").write_bytes(b'[job]\nname = "\xe9"')
+    with pytest.raises(ConfigError, match=r"latin\.toml:2: byte 0xe9 is not UTF-8"):
+        load("latin.toml")
+
+
+def test_a_name_that_is_no_file():
+    with pytest.raises(ConfigError, match=r"--config debugg: there is no job file .* did you mean debug.toml\?"):
+        load("debugg")
+    with pytest.raises(ConfigError, match=r"of that path; in .*configs there are debug, llama_1b"):
+        load("some/where.toml")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--data.sources.3.name", "x"],
+            "--data.sources.3.name: data.sources is a list of 1, counted from 0, and has no item 3",
+        ),
+        (["--model.dim.x", "3"], "--model.dim.x: model.dim is no table, so it has no key x"),
+        (["--job.name", "2024"], "--job.name: job.name must be a string, got 2024; write --job.name '\"2024\"'"),
+        (["--training.steps"], "--training.steps: needs a value: --training.steps VALUE"),
+        (["--data.sources", "[{name=}]"], "--data.sources: [{name=}] is not valid TOML: Invalid value"),
+        (["--job.name", "a", "--job.name=b"], "--job.name: given twice"),
+        (["--job.name", "a\udcff"], "--job.name: the value is not UTF-8"),
+        (["job.name=a"], "job.name=a: unexpected on the command line; keys are set as --table.key VALUE"),
+    ],
+)
+def test_overrides(words, message):
+    assert mistakes("", *words) == [message]
+
+
+NONSENSE = st.sampled_from(
+    [0, -1, 3, 1.5, float("nan"), True, "", "x", [], {}, [3], [[]], [{}], {"x": 1}, [{"x": 1}, {"name": "a"}], "0-2"]
+)
+JOB_FILES = [tomli.loads(VALID), tomli.loads((Path(__file__).parents[2] / "configs" / "debug.toml").read_text())]
+
+
+def _tables(value):
+    if isinstance(value, dict):
+        yield value
+        for item in value.values():
+            yield from _tables(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _tables(item)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_no_nonsense_ends_in_anything_but_a_message(data):
+    """Any keys deleted, added or set to anything: every line of the message says where."""
+    values = copy.deepcopy(data.draw(st.sampled_from(JOB_FILES)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        table = data.draw(st.sampled_from(list(_tables(values))))
+        key = data.draw(st.sampled_from([*table, "layers", "tp", "sources", "rope_scaling", "groups", "new"]))
+        if key in table and data.draw(st.booleans()):
+            del table[key]
+        else:
+            table[key] = copy.deepcopy(data.draw(NONSENSE))
+    Path("job.toml").write_text(table_text(values), encoding="utf-8")
+    try:
+        load("job.toml", world_size=data.draw(st.sampled_from([None, 1, 2])))
+    except ConfigError as error:
+        for line in str(error).split("\n"):
+            assert line.startswith("job.toml:")

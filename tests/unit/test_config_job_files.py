@@ -1,0 +1,67 @@
+"""The job files in configs/: valid, of the published sizes, and their comments true."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from configs.layout import parameter_count, smallest_world_size
+from configs.load import JOB_FILES, load
+from scripts.config_schema import SCHEMA_FILE, schema_text
+from trainer.flops import parameter_shapes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Sizes of the checkpoints that Meta published, as their safetensors indices count them.
+PUBLISHED = {
+    "llama_1b": 1_235_814_400,
+    "llama_3b": 3_212_749_824,
+    "llama_7b": 6_738_415_616,
+    "llama_8b": 8_030_261_248,
+    "llama_70b": 70_553_706_496,
+    "llama_405b": 405_853_388_800,
+}
+HARDWARE = {"debug": 1, "llama_1b": 1, "llama_3b": 8, "llama_7b": 8, "llama_8b": 8, "llama_70b": 256, "llama_405b": 512}
+
+
+@pytest.mark.parametrize("file", sorted(JOB_FILES.glob("*.toml")), ids=lambda file: file.stem)
+def test_every_job_file_is_valid(file):
+    config = load(str(file)).config
+    load(str(file), world_size=smallest_world_size(config.mesh))
+    assert config.job.name == file.stem
+    assert file.read_text().startswith("#:schema ./schema.json\n")
+
+
+@pytest.mark.parametrize(("name", "ranks"), HARDWARE.items())
+def test_every_job_runs_on_the_hardware_it_names(name, ranks):
+    load(name, world_size=ranks)
+
+
+@pytest.mark.parametrize(("ranks", "words"), [(1, []), (2, []), (2, ["--mesh.tp=2"]), (4, ["--mesh.tp=2"])])
+def test_the_debug_job_runs_on_small_meshes(ranks, words):
+    load("debug", words, ranks)
+
+
+@pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
+def test_sizes_are_the_published_ones(name, count):
+    assert parameter_count(load(name).config.model) == count
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_the_formula_counts_what_the_shapes_hold(name):
+    model = load(name).config.model
+    shapes = parameter_shapes(model).values()
+    assert parameter_count(model) == sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes)
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_comments_state_parameters_batch_and_hardware(name):
+    config = load(name).config
+    comment = re.match(r"(#.*\n|\n)+", (JOB_FILES / f"{name}.toml").read_text())[0]
+    assert f"{parameter_count(config.model):,}" in comment
+    assert f"{config.training.global_batch_size * config.training.seq_len:,} tokens" in comment
+    assert "Hardware:" in comment
+
+
+def test_the_schema_for_editors_is_current():
+    assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_text(), "run python scripts/config_schema.py"

@@ -1,0 +1,255 @@
+"""Layers of a job, origins, and the resolved config that loads back to an equal one."""
+
+import string
+
+import pytest
+import tomli
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from configs.errors import ConfigError
+from configs.keys import dotted
+from configs.load import leaves, load
+from configs.run_change import run_key_diff
+from configs.toml_text import table_text
+
+BASE = """[job]
+name = "base"
+[model]
+dim = 64
+n_layers = 4
+n_heads = 4
+ffn_dim = 128
+vocab_size = 512
+rope_scaling = {factor = 8.0, low_freq_factor = 2.0}
+[[data.sources]]
+name = "one"
+kind = "synthetic"
+[[data.sources]]
+name = "two"
+kind = "synthetic"
+[training]
+steps = 10
+seq_len = 32
+global_batch_size = 8
+[optimizer]
+lr = 1e-3
+[lr_schedule]
+total_steps = 10
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "base.toml").write_text(BASE)
+    (tmp_path / "job.toml").write_text(
+        'base = "shared/base.toml"\n[model.rope_scaling]\nfactor = 4.0\n'
+        '[[data.sources]]\nname = "only"\nkind = "synthetic"\n'
+    )
+    return tmp_path
+
+
+def test_tables_of_a_base_are_merged_and_lists_replaced(folder):
+    loaded = load("job.toml")
+    assert loaded.config.model.rope_scaling.factor == 4.0
+    assert loaded.config.model.rope_scaling.low_freq_factor == 2.0
+    assert [source.name for source in loaded.config.data.sources] == ["only"]
+    assert {key: loaded.origins[key] for key in ("job.name", "model.rope_scaling.factor", "data.sources.0.name")} == {
+        "job.name": "shared/base.toml:2",
+        "model.rope_scaling.factor": "job.toml:3",
+        "data.sources.0.name": "job.toml:5",
+    }
+    assert loaded.origins["model.rope_scaling.low_freq_factor"] == "shared/base.toml:9"
+    assert loaded.origins["training.seed"] == "default"
+    assert "data.sources.1.name" not in loaded.origins
+
+
+def test_overrides_are_toml_and_bare_words_strings(folder):
+    words = [
+        "--training.steps",
+        "1_000",
+        "--optimizer.lr=1e-4",
+        "--training.max_norm",
+        "inf",
+        "--compile.enable",
+        "true",
+    ]
+    words += [
+        "--job.name",
+        "a b",
+        "--job.output_dir",
+        "/x/00=1",
+        "--checkpoint.load",
+        "00000100",
+        "--mesh.dp_shard",
+        "-1",
+    ]
+    words += [
+        "--model.rope_scaling",
+        "{factor = 2.0}",
+        "--data.sources.0.weight",
+        "3.0",
+        "--optimizer.betas=[0.8, 0.9]",
+    ]
+    loaded = load("job.toml", words)
+    config = loaded.config
+    assert (config.training.steps, config.optimizer.lr, config.training.max_norm) == (1000, 1e-4, float("inf"))
+    assert (config.compile.enable, config.job.name, config.job.output_dir) == (True, "a b", "/x/00=1")
+    assert (config.checkpoint.load, config.mesh.dp_shard, config.optimizer.betas) == ("00000100", -1, [0.8, 0.9])
+    assert (config.model.rope_scaling.factor, config.model.rope_scaling.low_freq_factor) == (2.0, 2.0)
+    assert (config.data.sources[0].weight, config.data.sources[0].name) == (3.0, "only")
+    assert loaded.origins["training.steps"] == "--training.steps"
+    assert loaded.origins["data.sources.0.weight"] == "--data.sources.0.weight"
+    assert loaded.origins["data.sources.0.name"] == "job.toml:5"
+    assert loaded.origins["optimizer.betas"] == "--optimizer.betas"
+
+
+def test_a_whole_list_of_tables_from_the_command_line(folder):
+    loaded = load("shared/base.toml", ["--data.sources", '[{name = "x", kind = "synthetic"}]'])
+    assert [source.name for source in loaded.config.data.sources] == ["x"]
+    assert loaded.origins["data.sources.0.name"] == "--data.sources"
+    assert "data.sources.1.name" not in loaded.origins
+
+
+def test_a_bare_name_is_looked_up_here_then_in_configs(folder):
+    assert load("llama_7b").config.model.ffn_dim == load("llama_7b.toml").config.model.ffn_dim == 11008
+    (folder / "llama_7b.toml").write_text(BASE)
+    assert load("llama_7b.toml").config.model.ffn_dim == 128
+
+
+def test_an_error_starts_with_where_the_key_was_set(folder):
+    loaded = load("job.toml", ["--training.steps=5"])
+    assert str(loaded.error("job.name", "no")) == "shared/base.toml:2: no"
+    assert str(loaded.error("data.sources.0.name", "no")) == "job.toml:5: no"
+    assert str(loaded.error("training.steps", "no")) == "--training.steps: no"
+    assert str(loaded.error("training.seed", "no")) == "shared/base.toml:16: no"  # not set: where its table begins
+    assert str(loaded.error("mesh.tp", "no")) == "job.toml: no"
+    assert isinstance(loaded.error("mesh.tp", "no"), ConfigError)
+
+
+def test_a_config_is_frozen(folder):
+    with pytest.raises(ValueError, match="frozen"):
+        load("job.toml").config.training.steps = 5
+
+
+TEXT = st.text(max_size=12)
+POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
+SOURCES = st.lists(TEXT, min_size=1, max_size=3, unique=True).map(
+    lambda names: [
+        {"name": name, "kind": "text", "path": name + "x", "text_key": name, "weight": 0.5} for name in names
+    ]
+)
+JOBS = st.fixed_dictionaries(
+    {
+        "job": st.fixed_dictionaries({"name": TEXT, "output_dir": TEXT}),
+        "model": st.fixed_dictionaries(
+            {
+                "dim": st.integers(1, 10**6).map(lambda n: 8 * n),
+                "n_layers": st.integers(1, 10**20),
+                "n_heads": st.just(4),
+                "ffn_dim": st.just(3),
+                "vocab_size": st.just(5),
+                "rope_theta": POSITIVE,
+            },
+            optional={
+                "n_kv_heads": st.just(2),
+                "rope_scaling": st.just({"factor": 3.0}),
+                "tie_embeddings": st.booleans(),
+            },
+        ),
+        "tokenizer": st.fixed_dictionaries({"path": TEXT.map(lambda t: t + ".model"), "train_on": st.lists(TEXT)}),
+        "data": st.fixed_dictionaries(
+            {"sources": SOURCES}, optional={"prepare": st.fixed_dictionaries({"input": st.just(["a"]), "output": TEXT})}
+        ),
+        "training": st.fixed_dictionaries(
+            {"steps": st.just(9), "seq_len": st.just(8), "global_batch_size": st.just(4)},
+            optional={"max_norm": POSITIVE | st.just(float("inf")), "seed": st.integers(0, 2**63 - 1)},
+        ),
+        "optimizer": st.fixed_dictionaries(
+            {"lr": POSITIVE | st.integers(1, 9)},
+            optional={"groups": st.lists(TEXT, unique=True, max_size=2).map(lambda ts: [{"pattern": t} for t in ts])},
+        ),
+        "lr_schedule": st.just({"total_steps": 9}),
+    },
+    optional={"checkpoint": st.fixed_dictionaries({"load": TEXT | st.integers(0, 10**9)})},
+)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(JOBS, st.booleans())
+def test_the_resolved_config_loads_back_equal(tmp_path, values, with_origins):
+    file, again = tmp_path / "job.toml", tmp_path / "again.toml"
+    file.write_text(table_text(values), encoding="utf-8", newline="")
+    loaded = load(str(file))
+    given_values = {dotted(path): _at(values, path) for path in leaves(values)}
+    resolved = {dotted(path): _at(loaded.config.model_dump(), path) for path in leaves(loaded.config.model_dump())}
+    assert given_values.items() <= resolved.items()
+    again.write_text(loaded.to_toml(with_origins), encoding="utf-8", newline="")
+    assert load(str(again)).config == loaded.config
+
+
+def _at(value, path):
+    for part in path:
+        value = value[part]
+    return value
+
+
+NESTED = st.recursive(
+    st.integers() | st.floats(allow_nan=False) | st.booleans() | TEXT | st.lists(st.integers() | TEXT, max_size=3),
+    lambda inner: st.dictionaries(TEXT, inner, max_size=3),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.dictionaries(st.text(string.printable, max_size=5), NESTED | st.lists(st.dictionaries(TEXT, NESTED, max_size=2)))
+)
+def test_any_table_is_read_back_equal(values):
+    assert tomli.loads(table_text(values)) == values
+
+
+def test_origins_stand_in_comments(folder):
+    lines = load("job.toml", ["--training.steps=5"]).to_toml(with_origins=True).splitlines()
+    assert "steps = 5                                 # --training.steps" in lines
+    assert 'name = "only"                             # job.toml:5' in lines
+    assert "seed = 0                                  # default" in lines
+    assert "# head_dim is not set" in lines
+
+
+def test_run_keys_that_differ(folder):
+    old = load("shared/base.toml").config.model_dump()
+    new = load("shared/base.toml", ["--training.seed=1", "--data.sources.1.weight=2.0", "--model.n_kv_heads=2"]).config
+    assert run_key_diff(old, new.model_dump()) == [
+        "data.sources.1.weight: 1.0 -> 2.0",
+        "model.n_kv_heads: (not set) -> 2",
+        "training.seed: 0 -> 1",
+    ]
+
+
+def test_machine_keys_are_free_to_change(folder):
+    old = load("shared/base.toml").config.model_dump()
+    words = ["--training.steps=99", "--training.micro_batch_size=2", "--mesh.tp=2", "--compile.enable=true"]
+    assert run_key_diff(old, load("shared/base.toml", words).config.model_dump()) == []
+
+
+def test_a_config_that_went_through_toml_has_not_changed(folder):
+    loaded = load("shared/base.toml")
+    assert run_key_diff(tomli.loads(loaded.to_toml()), loaded.config.model_dump()) == []
+
+
+def test_a_key_newer_than_the_checkpoint_counts_as_its_default(folder):
+    config = load("shared/base.toml").config
+    old = config.model_dump()
+    del old["training"]["z_loss_weight"], old["data"]["sources"][0]["weight"], old["optimizer"]["groups"]
+    assert run_key_diff(old, config.model_dump()) == []
+    changed = load("shared/base.toml", ["--training.z_loss_weight=1e-4"]).config
+    assert run_key_diff(old, changed.model_dump()) == ["training.z_loss_weight: 0.0 -> 0.0001"]
+
+
+def test_a_source_more_is_a_change(folder):
+    old = load("job.toml").config.model_dump()
+    lines = run_key_diff(old, load("shared/base.toml").config.model_dump())
+    assert 'data.sources.0.name: "only" -> "one"' in lines
+    assert 'data.sources.1.name: (not set) -> "two"' in lines

@@ -1,0 +1,329 @@
+"""What is printed: to a pipe, to run.log, from other ranks, and on a terminal."""
+
+import io
+import logging
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from configs.layout import MeshSizes
+from configs.schema import Config
+from trainer import console as console_module
+from trainer.console import Console, count, duration, size
+from trainer.metrics import Kind, StepMetrics
+from trainer.summary import closing_rows, closing_title, next_rows, startup_rows
+
+ROOT = Path(__file__).parents[2]
+
+
+def metrics(step, **changes):
+    values = {
+        "step": step,
+        "loss": 8.25,
+        "grad_norm": 1.5,
+        "lr": 3e-4,
+        "tokens": step * 2048,
+        "tokens_per_second": 4400.4,
+        "step_seconds": 2.0,
+        "data_seconds": 0.01,
+        "mfu": None,
+        "tflops": None,
+        "memory_peak_bytes": 2**30,
+        "time": 1.7e9,
+    }
+    return StepMetrics(**(values | changes))
+
+
+def config(**tables):
+    values = {
+        "job": {"name": "toy"},
+        "model": {"dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 176, "vocab_size": 4096},
+        "data": {"sources": [{"name": "s", "kind": "synthetic"}]},
+        "training": {"steps": 300, "seq_len": 256, "global_batch_size": 8, "micro_batch_size": 4},
+        "optimizer": {"lr": 1e-3},
+        "lr_schedule": {"total_steps": 300},
+    }
+    for name, table in tables.items():
+        values[name] = values.get(name, {}) | table
+    return Config(**values)
+
+
+def lines_of(path):
+    return path.read_text().splitlines(keepends=True)
+
+
+@pytest.fixture
+def streams():
+    return io.StringIO(), io.StringIO()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (4.12, "4.1 s"),
+        (59, "59 s"),
+        (151, "2 min 31 s"),
+        (3599.6, "1 h 00 min"),
+        (18240, "5 h 04 min"),
+        (266_400, "3 d 02 h"),
+    ],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_numbers_have_three_digits():
+    assert [count(n) for n in (950, 9_999, 131_072, 3_341_184, 1.2358e9, 15.6e12)] == [
+        "950",
+        "9,999",
+        "131 K",
+        "3.34 M",
+        "1.24 B",
+        "15.6 T",
+    ]
+    assert [size(n) for n in (1536, 512 * 2**20, 25.61 * 2**30, 3 * 2**40)] == [
+        "1.50 KiB",
+        "512 MiB",
+        "25.6 GiB",
+        "3.00 TiB",
+    ]
+
+
+def test_rank_0_speaks_to_out_and_to_the_log_alike(streams, tmp_path):
+    out, err = streams
+    with Console(0, out, err) as console:
+        console.log_to(tmp_path / "run.log")
+        console.table("Title", [("label", "one\ntwo"), ("longer label", "three")])
+        console.warning("careful")
+    assert out.getvalue() == "\nTitle\n\n  label          one\n                 two\n  longer label   three\n"
+    assert err.getvalue() == "warning: careful\n"
+    logged = [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ? ?", "", line) for line in lines_of(tmp_path / "run.log")]
+    assert "".join(logged) == out.getvalue() + err.getvalue()
+
+
+def test_a_second_launch_appends_to_the_log(tmp_path, streams):
+    for text in ("first", "second"):
+        with Console(0, *streams) as console:
+            console.log_to(tmp_path / "run.log")
+            console.line(text)
+    assert [line.split("  ")[1] for line in lines_of(tmp_path / "run.log")] == ["first\n", "second\n"]
+
+
+def test_other_ranks_only_warn_and_say_who_they_are(streams, tmp_path):
+    out, err = streams
+    with Console(3, out, err) as console:
+        console.log_to(tmp_path / "run.log")
+        console.line("hello")
+        with console.progress("Reading") as report:
+            report(1, 2)
+        with console.training(0, 10, show_mfu=False):
+            console.step(metrics(10, validation_loss=4.0))
+        console.error("broken")
+    assert out.getvalue() == ""
+    assert err.getvalue() == "[rank 3] error: broken\n"
+    assert not (tmp_path / "run.log").exists()
+
+
+def test_warnings_of_python_and_of_libraries_come_through_and_are_handed_back(streams):
+    before = warnings.showwarning
+    with Console(1, *streams), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("odd", UserWarning, stacklevel=1)
+        logging.getLogger("some.library").warning("odd %s", "too")
+        logging.getLogger("some.library").info("not this")
+    lines = streams[1].getvalue().splitlines()
+    assert lines[0].startswith("[rank 1] warning: odd (UserWarning, ")
+    assert lines[1:] == ["[rank 1] warning: odd too"]
+    assert warnings.showwarning is before
+    assert not any("Console" in repr(handler) for handler in logging.getLogger().handlers)
+
+
+def rows_of(out):
+    return [line for line in out.getvalue().splitlines() if line.strip()]
+
+
+def test_a_logged_step_is_one_row_under_its_header(streams):
+    console = Console(0, *streams)
+    with console.training(0, 100, show_mfu=True):
+        console.step(metrics(10, mfu=0.4123))
+        console.step(metrics(20, tokens_per_second=None, step_seconds=None))
+    header, first, second = rows_of(streams[0])
+    assert header.split() == ["step", "loss", "grad", "norm", "lr", "tokens/s", "mfu", "time", "left"]
+    assert first.split() == ["10", "8.2500", "1.5000", "3.00e-04", "4,400", "41.2%", "3", "min", "00", "s"]
+    assert second.split() == ["20", "8.2500", "1.5000", "3.00e-04", "-", "-", "2", "min", "40", "s"]
+    assert len({len(row) for row in (header, first, second)}) == 1
+
+
+def test_an_unknown_device_has_no_mfu_column(streams):
+    console = Console(0, *streams)
+    with console.training(0, 100, show_mfu=False):
+        console.step(metrics(100))
+    assert "mfu" not in streams[0].getvalue()
+
+
+def test_the_header_comes_again(streams):
+    console = Console(0, *streams)
+    with console.training(0, 100, show_mfu=False):
+        for step in range(1, 42):
+            console.step(metrics(step))
+    assert [i for i, line in enumerate(rows_of(streams[0])) if "loss" in line] == [0, 21, 42]
+
+
+def test_a_validation_is_said_below_the_row(streams):
+    console = Console(0, *streams)
+    with console.training(0, 100, show_mfu=False):
+        console.step(metrics(10, loss=math.nan, validation_loss=4.5, validation_bits_per_byte=1.93))
+    _, row, validation = rows_of(streams[0])
+    assert row.split()[:2] == ["10", "nan"]
+    assert validation.strip() == "validation loss 4.5000, 1.9300 bits per byte"
+
+
+def test_progress_in_a_pipe_is_a_line_now_and_then(streams, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: now[0])
+    console = Console(0, *streams)
+    with console.progress("Encoding text") as report:
+        for done in range(1, 101):
+            now[0] += 0.25
+            report(done, 100, f"file {done}")
+    assert streams[0].getvalue().splitlines() == [
+        "Encoding text ...",
+        "Encoding text: 40%, 40 of 100, file 40",
+        "Encoding text: 80%, 80 of 100, file 80",
+        "Encoding text: done in 25 s",
+    ]
+
+
+def test_progress_in_bytes(streams, monkeypatch):
+    monkeypatch.setattr(console_module, "_PLAIN_PROGRESS_SECONDS", 0.0)
+    with Console(0, *streams).progress("Encoding", in_bytes=True) as report:
+        report(3 * 2**20, 12 * 2**20)
+    assert "Encoding: 25%, 3.00 MiB of 12.0 MiB\n" in streams[0].getvalue()
+
+
+def test_failed_work_is_not_said_to_be_done(streams):
+    with pytest.raises(OSError, match="gone"), Console(0, *streams).progress("Reading"):
+        raise OSError("gone")
+    assert "done" not in streams[0].getvalue()
+
+
+def test_a_terminal_shows_a_bar_and_ends_with_the_plain_rows():
+    program = (
+        "from tests.unit.test_console import metrics\n"
+        "from trainer.console import Console\n"
+        "with Console() as console:\n"
+        "    with console.training(0, 20, show_mfu=False):\n"
+        "        for step in range(1, 21):\n"
+        "            console.step(metrics(step)) if step % 10 == 0 else console.advance(step)\n"
+        "    console.line('the end')\n"
+    )
+    output = in_terminal(program)
+    assert "Training" in output
+    assert "━" in output
+    assert re.search(r"20 +8\.2500 +1\.5000 +3\.00e-04 +4,400", output)
+    assert output.index("4,400") < output.index("the end")
+
+
+def in_terminal(program):
+    """Run a program on a terminal of its own and return what came out."""
+    terminal, child_side = pty.openpty()
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, stdin=child_side, stdout=child_side
+    )
+    os.close(child_side)
+    output = b""
+    try:
+        while chunk := os.read(terminal, 65536):
+            output += chunk
+    except OSError:  # how a terminal reports its end on Linux
+        pass
+    assert process.wait() == 0
+    os.close(terminal)
+    return output.decode()
+
+
+# --------------------------------------------------------------------------- before and after
+
+
+def summary(config, **changes):
+    values = {
+        "sizes": MeshSizes(1, 1, 1),
+        "device_name": "cpu",
+        "peak": None,
+        "data": ["python_stdlib: 3.5 M tokens"],
+        "run_folder": Path("runs/toy"),
+    }
+    return dict(startup_rows(config, **(values | changes)))
+
+
+def test_the_summary_shows_the_arithmetic():
+    rows = summary(config(), sizes=MeshSizes(1, 2, 1))
+    assert rows["ranks"] == "2 on cpu: dp_shard 2"
+    assert rows["batch"] == "8 sequences of 256 = 2,048 tokens a step (4 at once on each of 2 data-parallel ranks)"
+    assert rows["steps"] == "300 = 614 K tokens"
+    assert "no MFU" in rows["FLOPs"]
+    assert "709,184" in rows["model"]
+    assert "technique" not in rows
+
+
+def test_the_summary_names_what_differs():
+    changed = config(
+        training={"compute_dtype": "bfloat16"},
+        compile={"enable": True},
+        activation_checkpoint={"mode": "full"},
+        fsdp={"cpu_offload": True},
+        metrics={"tensorboard": False},
+    )
+    rows = summary(changed, device_name="NVIDIA H200", peak=989.5e12, resumed_step=120)
+    assert rows["technique"] == "torch.compile, activation checkpointing full, states offloaded to the CPU"
+    assert rows["precision"].startswith("float32 parameters and optimizer, bfloat16 forward")
+    assert "989.5 TFLOP/s" in rows["FLOPs"]
+    assert "of the host's memory" in rows["memory"]
+    assert rows["steps"].endswith("going on from step 120")
+    assert "tensorboard" not in rows["written to"]
+
+
+def test_the_closing_says_where_everything_is_and_what_took_the_time():
+    seconds = dict.fromkeys(Kind, 0.0) | {Kind.TRAINING: 120.0, Kind.CHECKPOINT: 2.5}
+    rows = dict(closing_rows(config(), Path("runs/toy"), seconds, (8.3, 4.4), 2**29, Path("runs/toy/checkpoints/x")))
+    assert rows["time"] == "2 min 02 s\ntraining 2 min 00 s, checkpoint 2.5 s"
+    assert rows["loss"] == "8.3000 at first, 4.4000 at last"
+    assert rows["curves"] == "tensorboard --logdir runs/toy/tensorboard"
+    assert rows["checkpoint"] == "runs/toy/checkpoints/x"
+    assert closing_title("preempted", 120, "SIGTERM").startswith("Stopped by SIGTERM after step 120")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """By torchrun, on one rank."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "debug.toml", "--training.steps", "300"])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+
+
+@pytest.mark.usefixtures("launched")
+def test_what_to_try_next_can_be_pasted():
+    rows = dict(next_rows(config(), "done"))
+    assert rows["go on to twice the steps"] == "torchrun train.py --config debug.toml --training.steps 600"
+    assert rows["the same curve from two ranks"] == (
+        "torchrun --nproc-per-node 2 train.py --config debug.toml --training.steps 300 --job.name toy-2-ranks"
+    )
+    assert "the same curve from two ranks" not in dict(next_rows(config(training={"micro_batch_size": 8}), "done"))
+    own_folder = dict(next_rows(config(job={"output_dir": "out/"}), "done"))
+    assert "--job.output_dir out-seed-1" in own_folder["another seed, as a run of its own"]
+
+
+@pytest.mark.usefixtures("launched")
+def test_after_a_stop_the_same_command_goes_on():
+    assert next_rows(config(), "preempted") == [
+        ("go on from the newest checkpoint", "torchrun train.py --config debug.toml --training.steps 300")
+    ]

@@ -1,0 +1,92 @@
+"""FLOPs and parameters by formula against torch's own count, published figures, and devices that must stay unknown."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from configs.schema import Model
+from models import build_model
+from trainer.flops import flops_per_token, mfu, parameter_shapes, peak_flops, tflops_per_device
+
+TOY = {"dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": 80}
+SHAPES = [
+    TOY,
+    TOY | {"n_kv_heads": None, "head_dim": 16},
+    TOY | {"tie_embeddings": True, "n_layers": 1},
+]
+LLAMA_7B = Model(dim=4096, n_layers=32, n_heads=32, ffn_dim=11008, vocab_size=32000)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parameters_are_those_of_the_model(shape):
+    with torch.device("meta"):
+        model = build_model(Model(**shape))
+    assert parameter_shapes(Model(**shape)) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seq_len", [8, 24])
+def test_the_full_formula_is_what_torch_counts(shape, seq_len):
+    """The math backend does all of the scores in plain products, which the counter sees one by one."""
+    config, batch = Model(**shape), 2
+    model = build_model(config)
+    tokens = torch.zeros(batch, seq_len, dtype=torch.long)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    assert counter.get_total_flops() == flops_per_token(config, seq_len).full * batch * seq_len
+
+
+def test_the_causal_formula_halves_attention_alone():
+    short, long = flops_per_token(LLAMA_7B, 2048), flops_per_token(LLAMA_7B, 4096)
+    assert long.full - short.full == 12 * 32 * 4096 * 2048
+    assert long.causal - short.causal == 6 * 32 * 4096 * 2048
+    assert short.full - short.causal == 6 * 32 * 4096 * 2048
+
+
+def test_published_utilization():
+    """torchtrain PR 165: Llama 7B, 9,400 tokens/s an H100 at 2048 are 41.5%, full, with the embedding counted."""
+    peak = peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
+    flops = flops_per_token(LLAMA_7B, 2048).full + 6 * LLAMA_7B.vocab_size * LLAMA_7B.dim
+    assert mfu(tflops_per_device(8 * 9400, flops, world_size=8), peak) == pytest.approx(0.415, abs=0.0005)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tf32", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", False, 989.5),
+        ("NVIDIA H100 PCIe", "bfloat16", False, 756.5),
+        ("NVIDIA H200", "bfloat16", False, 989.5),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", False, 312),
+        ("NVIDIA A100-SXM4-80GB", "float32", True, 156),
+        ("NVIDIA A100-SXM4-80GB", "float32", False, 19.5),
+        ("NVIDIA B200", "bfloat16", False, 2250),
+    ],
+)
+def test_peaks_are_the_data_sheets_dense_ones(name, dtype, tf32, tflops):
+    assert peak_flops(name, dtype, tf32) == tflops * 1e12
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cpu",
+        "NVIDIA GH200 480GB",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GB200",
+        "NVIDIA A100-SXM-64GB",
+        "Tesla T4",
+    ],
+)
+def test_an_unknown_device_has_no_peak_and_no_mfu(name):
+    assert peak_flops(name, "bfloat16") is None
+    assert mfu(100.0, peak_flops(name, "bfloat16")) is None
+
+
+def test_float64_has_no_peak():
+    assert peak_flops("NVIDIA H100 80GB HBM3", "float64") is None
+
+
+def test_no_speed_no_figures():
+    assert tflops_per_device(None, 10, 1) is None
+    assert mfu(None, 1e12) is None

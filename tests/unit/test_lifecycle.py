@@ -1,0 +1,149 @@
+"""Signals, exit codes, the status file and the watchdog, as the contract words them."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from configs.errors import ConfigError, UserError
+from trainer import lifecycle
+from trainer.lifecycle import StopRequest, Watchdog, exit_code, install_signal_handlers, write_atomically, write_status
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def request_():
+    before = {number: signal.getsignal(number) for number in lifecycle.STOP_SIGNALS}
+    yield install_signal_handlers()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_is_recorded_and_nothing_else_happens(request_, number):
+    assert not request_
+    signal.raise_signal(number)
+    assert request_
+    assert request_.reason == number.name
+
+
+def test_the_first_signal_is_the_reason(request_):
+    signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGTERM)
+    assert request_.reason == "SIGUSR1"
+
+
+@pytest.mark.parametrize(
+    ("at_terminal", "seconds_apart", "second", "raises"),
+    [
+        (True, 2.0, signal.SIGINT, True),
+        (False, 2.0, signal.SIGINT, False),  # torchrun forwards each Ctrl-C
+        (True, 0.01, signal.SIGINT, False),  # one keystroke that arrives twice
+        (True, 2.0, signal.SIGTERM, False),
+    ],
+)
+def test_only_a_persons_second_interrupt_raises(monkeypatch, at_terminal, seconds_apart, second, raises):
+    monkeypatch.setattr(lifecycle, "_at_terminal", lambda: at_terminal)
+    request = StopRequest()
+    request.record(signal.SIGINT, None)
+    request.received_at -= seconds_apart
+    if raises:
+        with pytest.raises(KeyboardInterrupt):
+            request.record(second, None)
+    else:
+        request.record(second, None)
+    assert request.reason == "SIGINT"
+
+
+def test_a_process_under_a_terminal_survives_one_interrupt_and_not_two():
+    program = (
+        "import time; from trainer.lifecycle import install_signal_handlers; r = install_signal_handlers();"
+        "print('ready', flush=True)\n"
+        "while not r: time.sleep(0.01)\n"
+        "print(r.reason, flush=True); time.sleep(30)"
+    )
+    terminal, child_side = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdin=child_side, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == b"SIGINT\n"
+        time.sleep(0.6)
+        process.send_signal(signal.SIGINT)
+        assert b"KeyboardInterrupt" in process.communicate(timeout=10)[1]
+    finally:
+        process.kill()
+        os.close(terminal)
+        os.close(child_side)
+
+
+def test_what_is_needed_before_torch_does_not_import_it():
+    program = "import sys, trainer.lifecycle, trainer.console; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+def test_exit_codes_are_the_contracts():
+    assert [exit_code(state) for state in ("done", "preempted", "failed", "running")] == [0, 75, 1, 1]
+    assert exit_code("failed", ConfigError("x")) == 78
+    assert exit_code("failed", UserError("x")) == 1
+    assert exit_code("failed", ZeroDivisionError()) == 1
+    assert exit_code("failed", KeyboardInterrupt()) == 1
+
+
+def test_status_holds_the_contracts_keys(tmp_path):
+    write_status(tmp_path, "running", 0)
+    write_status(tmp_path, "preempted", 120, "SIGTERM", checkpoint="step-00000120")
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["state"] == "preempted"
+    assert (status["step"], status["reason"], status["checkpoint"]) == (120, "SIGTERM", "step-00000120")
+    assert abs(status["time"] - time.time()) < 60
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]  # no temporary file stays behind
+
+
+def test_an_interrupted_write_leaves_the_old_file_whole(tmp_path):
+    path = tmp_path / "status.json"
+    path.write_text("old")
+
+    def texts():
+        yield "half of the n"
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, texts())
+    assert path.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_the_watchdog_names_the_rank_the_step_and_the_place(tmp_path, capfd):
+    log = tmp_path / "run.log"
+    with Watchdog(timeout_seconds=0.4, rank=3, log=log) as watchdog:
+        watchdog.step(120)
+        _a_place_that_hangs()
+    for text in (log.read_text(), capfd.readouterr().err):
+        assert "[rank 3] step 120 (training)" in text
+        assert "_a_place_that_hangs" in text
+        assert text.count("[rank 3]") == 1
+
+
+def _a_place_that_hangs():
+    threading.Event().wait(0.8)
+
+
+def test_the_watchdog_is_silent_while_steps_end_in_time(tmp_path, capfd):
+    log = tmp_path / "run.log"
+    with Watchdog(timeout_seconds=0.6, rank=0, log=log) as watchdog:
+        for step in range(12):
+            watchdog.step(step)
+            time.sleep(0.05)
+    assert not log.exists()
+    assert "rank 0" not in capfd.readouterr().err

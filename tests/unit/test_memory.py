@@ -1,0 +1,131 @@
+"""The memory estimate: states against the bytes of real tensors, activations against what autograd keeps."""
+
+import pytest
+import torch
+
+from configs.layout import MeshSizes
+from configs.schema import Config
+from models import build_model
+from trainer.memory import estimate_memory
+
+GIB = 2**30
+ONE = MeshSizes(1, 1, 1)
+
+
+def config(**tables):
+    values = {
+        "job": {"name": "toy"},
+        "model": {"dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 176, "vocab_size": 100},
+        "data": {"sources": [{"name": "s", "kind": "synthetic"}]},
+        "training": {"steps": 1, "seq_len": 128, "global_batch_size": 4, "micro_batch_size": 4},
+        "optimizer": {"lr": 1e-3},
+        "lr_schedule": {"total_steps": 1},
+    }
+    for name, table in tables.items():
+        values[name] = values.get(name, {}) | table
+    return Config(**values)
+
+
+def bytes_of(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_states_are_the_bytes_of_model_gradients_and_adamw(tied, dtype):
+    settings = config(model={"tie_embeddings": tied}, training={"dtype": dtype})
+    model = build_model(settings.model).to(getattr(torch, dtype))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    optimizer.step()
+    estimate = estimate_memory(settings, ONE, "cpu")
+    assert estimate.parameters == bytes_of(model.parameters())
+    assert estimate.gradients == bytes_of(p.grad for p in model.parameters())
+    assert estimate.optimizer == bytes_of(t for state in optimizer.state.values() for t in state.values())
+
+
+def test_a_shard_is_fsdps_largest():
+    """Rows are cut as torch.chunk cuts them: 100 rows of vocabulary over 3 ranks are 34, 34 and 32."""
+    settings = config()
+    model = build_model(settings.model)
+    largest = sum(bytes_of([p.chunk(3, dim=0)[0]]) for p in model.parameters())
+    assert estimate_memory(settings, MeshSizes(2, 3, 1), "cpu").parameters == largest
+
+
+def test_tensor_parallel_ranks_hold_half_of_each_matrix_and_whole_norms():
+    settings = config()
+    model = build_model(settings.model)
+    halves = sum(bytes_of([p]) // (2 if p.dim() == 2 else 1) for p in model.parameters())
+    assert estimate_memory(settings, MeshSizes(1, 1, 2), "cpu").parameters == halves
+
+
+def test_unreduced_gradients_are_whole_and_only_where_there_is_accumulation():
+    whole = sum(p.numel() for p in build_model(config().model).parameters()) * 4
+    sharded = estimate_memory(config(), MeshSizes(1, 2, 1), "cpu").gradients
+    for micro, extra in ((2, 0), (1, whole)):
+        settings = config(training={"micro_batch_size": micro}, fsdp={"accumulate": "reduce_last"})
+        assert estimate_memory(settings, MeshSizes(1, 2, 1), "cpu").gradients == sharded + extra
+
+
+def test_offloaded_states_are_not_the_devices():
+    kept, offloaded = (estimate_memory(config(fsdp={"cpu_offload": off}), ONE, "cuda") for off in (False, True))
+    assert kept.device - offloaded.device == kept.states
+
+
+def test_gathered_parameters_follow_reshard_after_forward():
+    settings = {how: config(fsdp={"reshard_after_forward": how}) for how in ("never", "default", "always")}
+    never, default, always = (estimate_memory(s, MeshSizes(1, 2, 1), "cpu").gathered for s in settings.values())
+    assert never > default > always
+    parameters = sum(p.numel() for p in build_model(config().model).parameters())
+    block = sum(p.numel() for p in build_model(config().model).layers["0"].parameters())
+    assert never == 4 * parameters + 8 * block  # all of them gathered, one block's gradients twice
+
+
+def test_activations_are_about_what_autograd_keeps():
+    settings = config()
+    model = build_model(settings.model)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = model(torch.zeros(4, 128, dtype=torch.long), loss=lambda hidden, weight: hidden)
+    assert hidden.requires_grad
+    measured = sum(size for storage, size in kept.items() if storage not in parameters)
+    assert estimate_memory(settings, ONE, "cpu").activations == pytest.approx(measured, rel=0.25)
+
+
+def test_the_more_is_recomputed_the_less_is_kept():
+    modes = [
+        {"mode": "full"},
+        {"mode": "selective", "save_ops": ["aten._scaled_dot_product_*attention*"]},
+        {"mode": "selective", "save_every_nth_matmul": 2},
+        {"mode": "selective"},
+        {"mode": "full", "layers": "0-7", "every_nth_layer": 2},
+        {"mode": "none"},
+    ]
+    deep = {"n_layers": 16}
+    sizes = [estimate_memory(config(model=deep, activation_checkpoint=mode), ONE, "cuda").activations for mode in modes]
+    assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize(
+    ("mode", "batch", "published"),
+    [("full", 8, 0.2392 * 95), ("selective", 8, 0.5213 * 95)],
+)
+def test_llama_7b_is_near_the_published_peak(mode, batch, published):
+    """torchtrain PR 165: peak active memory on 8 H100 of 95 GiB, FSDP 8, sequence 2048, bf16; eager, no loss chunks."""
+    settings = config(
+        model={"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": None, "ffn_dim": 11008, "vocab_size": 32000},
+        training={
+            "seq_len": 2048,
+            "micro_batch_size": batch,
+            "global_batch_size": 8 * batch,
+            "compute_dtype": "bfloat16",
+        },
+        activation_checkpoint={"mode": mode, "save_every_nth_matmul": 2 if mode == "selective" else 1},
+    )
+    assert estimate_memory(settings, MeshSizes(1, 8, 1), "cuda").device / GIB == pytest.approx(published, rel=0.3)

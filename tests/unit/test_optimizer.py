@@ -1,0 +1,143 @@
+"""AdamW against its formula written out, the parameter groups, and the state that a checkpoint takes."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from configs.errors import ConfigError
+from configs.schema import Optimizer, ParameterGroup
+from trainer.optimizer import build_optimizer, optimizer_state, set_lr
+
+SHAPES = {
+    "embed_tokens.weight": (7, 4),
+    "layers.0.input_layernorm.weight": (4,),
+    "layers.0.mlp.up_proj.weight": (6, 4),
+    "norm.weight": (4,),
+}
+
+
+def _parameters(dtype: torch.dtype = torch.float64) -> dict[str, Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for name, shape in SHAPES.items()}
+
+
+def _set_gradients(parameters: dict[str, Parameter], step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    gradients = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in parameters.values()]
+    for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+        parameter.grad = gradient
+    return gradients
+
+
+def _adamw(weight: Tensor, gradients: list[Tensor], lrs: list[float], decay: float, config: Optimizer) -> Tensor:
+    """Loshchilov and Hutter 2019, algorithm 2, line by line."""
+    beta1, beta2 = config.betas
+    m = v = torch.zeros_like(weight)
+    for t, (g, lr) in enumerate(zip(gradients, lrs, strict=True), start=1):
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+        weight = weight - lr * (m_hat / (v_hat.sqrt() + config.eps) + decay * weight)
+    return weight
+
+
+def test_follows_the_formula_with_groups():
+    groups = [ParameterGroup(pattern="embed*", lr_scale=0.5), ParameterGroup(pattern="norm.weight", weight_decay=0.3)]
+    config = Optimizer(lr=1e-2, betas=[0.8, 0.9], eps=1e-6, weight_decay=0.2, groups=groups)
+    parameters = _parameters()
+    start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    optimizer = build_optimizer(config, list(parameters.items()))
+    gradients: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    lrs = [1e-2, 3e-2, 2e-2, 5e-3]
+    for step, lr in enumerate(lrs):
+        for name, gradient in zip(parameters, _set_gradients(parameters, step), strict=True):
+            gradients[name].append(gradient.clone())
+        set_lr(optimizer, lr)
+        optimizer.step()
+    settings = {  # learning rate factor, weight decay
+        "embed_tokens.weight": (0.5, 0.2),
+        "layers.0.input_layernorm.weight": (1.0, 0.0),
+        "layers.0.mlp.up_proj.weight": (1.0, 0.2),
+        "norm.weight": (1.0, 0.3),
+    }
+    for name, (scale, decay) in settings.items():
+        expected = _adamw(start[name], gradients[name], [lr * scale for lr in lrs], decay, config)
+        torch.testing.assert_close(parameters[name].detach(), expected, rtol=1e-13, atol=1e-13)
+
+
+def test_first_matching_group_wins():
+    groups = [ParameterGroup(pattern="layers.*norm*", lr_scale=2.0), ParameterGroup(pattern="*norm*", lr_scale=3.0)]
+    parameters = _parameters()
+    optimizer = build_optimizer(Optimizer(lr=1.0, groups=groups), list(parameters.items()))
+    lr = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert [lr[id(parameter)] for parameter in parameters.values()] == [1.0, 2.0, 1.0, 3.0]
+
+
+def test_a_pattern_that_matches_nothing_is_an_error():
+    groups = [ParameterGroup(pattern="*"), ParameterGroup(pattern="layers.*.mlp.upproj.weight")]
+    with pytest.raises(ConfigError, match=r"groups\[1\].*upproj.*matches no.*nearest.*layers\.0\.mlp\.up_proj\.weight"):
+        build_optimizer(Optimizer(lr=1.0, groups=groups), list(_parameters().items()))
+
+
+def test_a_pattern_shadowed_by_earlier_ones_is_an_error():
+    groups = [ParameterGroup(pattern="*"), ParameterGroup(pattern="norm.weight")]
+    with pytest.raises(ConfigError, match=r"groups\[1\].*earlier patterns"):
+        build_optimizer(Optimizer(lr=1.0, groups=groups), list(_parameters().items()))
+
+
+def test_the_state_is_there_from_the_start_and_as_torch_makes_it():
+    parameters, by_torch = _parameters(torch.float32), _parameters(torch.float32)
+    optimizer = build_optimizer(Optimizer(lr=1e-2), list(parameters.items()))
+    reference = torch.optim.AdamW(by_torch.values(), lr=1e-2, fused=True)
+    before = optimizer_state(optimizer, parameters)
+    assert set(before) == {f"optimizer.{name}.{key}" for name in SHAPES for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert all(not tensor.any() for tensor in before.values())
+    assert all(torch.equal(a, b) for a, b in zip(parameters.values(), by_torch.values(), strict=True))
+    _set_gradients(by_torch, 0)
+    reference.step()
+    for name, parameter in by_torch.items():
+        for key, made_by_torch in reference.state[parameter].items():
+            ours = before[f"optimizer.{name}.{key}"]
+            assert (ours.shape, ours.dtype, ours.device) == (
+                made_by_torch.shape,
+                made_by_torch.dtype,
+                made_by_torch.device,
+            )
+
+
+def test_a_state_read_in_place_continues_bit_for_bit():
+    config = Optimizer(lr=1e-2)
+    straight, resumed = _parameters(torch.float32), _parameters(torch.float32)
+    first = build_optimizer(config, list(straight.items()))
+    for step in range(3):
+        _set_gradients(straight, step)
+        first.step()
+    saved = {key: tensor.clone() for key, tensor in optimizer_state(first, straight).items()}
+    second = build_optimizer(config, list(resumed.items()))
+    for name, parameter in straight.items():
+        resumed[name].data.copy_(parameter.detach())
+    for key, tensor in optimizer_state(second, resumed).items():
+        tensor.copy_(saved[key])
+    for parameters, optimizer in ((straight, first), (resumed, second)):
+        _set_gradients(parameters, 3)
+        optimizer.step()
+    assert all(torch.equal(straight[name], resumed[name]) for name in SHAPES)
+    assert optimizer_state(second, resumed)["optimizer.norm.weight.step"] == 4
+
+
+def test_lr_scale_stays_with_the_group():
+    groups = [ParameterGroup(pattern="norm.weight", lr_scale=0.1)]
+    optimizer = build_optimizer(Optimizer(lr=1.0, groups=groups), list(_parameters().items()))
+    for lr in (2.0, 4.0):
+        set_lr(optimizer, lr)
+        assert math.isclose(min(group["lr"] for group in optimizer.param_groups), 0.1 * lr)
+        assert max(group["lr"] for group in optimizer.param_groups) == lr
+
+
+def test_meta_parameters_are_planned_without_memory():
+    parameters = {name: Parameter(torch.empty(shape, device="meta")) for name, shape in SHAPES.items()}
+    optimizer = build_optimizer(Optimizer(lr=1.0), list(parameters.items()))
+    assert optimizer_state(optimizer, parameters)["optimizer.norm.weight.exp_avg"].is_meta

@@ -1,0 +1,81 @@
+"""Windows of token folders and of random tokens."""
+
+import numpy as np
+import pytest
+
+from configs.errors import UserError
+from trainer.data.sources import SyntheticSource, TokenSource
+from trainer.data.token_file import TokenFileWriter, TokenFolder
+
+SEQ_LEN = 8
+DOCUMENTS = [list(range(start, start + length)) for start, length in [(0, 5), (5, 1), (6, 20), (26, 9), (35, 15)]]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Tokens 0, 1, ..., 49 in five documents over two files."""
+    for name, documents in (("a", DOCUMENTS[:3]), ("b", DOCUMENTS[3:])):
+        with TokenFileWriter(tmp_path / f"{name}.tokens", 100, "ab" * 16) as writer:
+            for document in documents:
+                writer.append(document)
+    return TokenFolder(tmp_path, 100)
+
+
+def read(source, ordinal, seq_len=SEQ_LEN):
+    """The window and the document starts of the `ordinal`-th sample."""
+    tokens, starts = np.zeros(seq_len + 1, dtype=np.int64), np.zeros(seq_len + 1, dtype=bool)
+    source.read(int(source.addresses(np.array([ordinal]))[0]), tokens, starts)
+    return tokens.tolist(), np.flatnonzero(starts).tolist()
+
+
+def test_windows_in_order_are_slices_that_share_one_token(folder):
+    source = TokenSource("web", folder, SEQ_LEN, seed=0, ordered=True)
+    assert source.n_windows == (50 - 1) // SEQ_LEN
+    for i in range(6):
+        tokens, _ = read(source, i)
+        assert tokens == list(range(i * SEQ_LEN, (i + 1) * SEQ_LEN + 1))
+
+
+def test_document_starts_are_marked(folder):
+    source = TokenSource("web", folder, SEQ_LEN, seed=0, ordered=True)
+    begins = {document[0] for document in DOCUMENTS}
+    for i in range(6):
+        tokens, starts = read(source, i)
+        assert starts == [j for j, token in enumerate(tokens) if token in begins]
+
+
+def test_every_epoch_reads_every_window_once(folder):
+    source = TokenSource("web", folder, SEQ_LEN, seed=0)
+    epochs = [[read(source, epoch * 6 + i)[0][0] for i in range(6)] for epoch in range(5)]
+    assert all(sorted(epoch) == [SEQ_LEN * i for i in range(6)] for epoch in epochs)
+    assert len(set(map(tuple, epochs))) > 1
+
+
+def test_a_window_may_take_all_tokens(folder):
+    assert read(TokenSource("web", folder, 49, seed=0), 0, 49)[0] == list(range(50))
+
+
+def test_a_corpus_too_short_for_a_window_shows_the_arithmetic(folder):
+    with pytest.raises(UserError, match=r"it has 50 tokens, and training.seq_len = 50 needs 50 \+ 1"):
+        TokenSource("web", folder, 50, seed=0)
+
+
+def test_validation_does_not_begin_anew_silently(folder):
+    source = TokenSource("web", folder, SEQ_LEN, seed=0, ordered=True)
+    with pytest.raises(UserError, match="7 windows are asked of it, but its 50 tokens make 6"):
+        source.addresses(np.arange(7))
+
+
+def test_random_tokens_are_keyed_by_seed_name_and_ordinal():
+    def draw(seed=1, name="random", ordinal=5):
+        return tuple(read(SyntheticSource(name, 1000, seed), ordinal, 64)[0])
+
+    assert draw() == draw()
+    assert len({draw(), draw(seed=2), draw(name="other"), *(draw(ordinal=i) for i in range(5))}) == 8
+
+
+def test_random_tokens_cover_the_vocabulary_evenly():
+    source = SyntheticSource("random", 10, 0)
+    counts = np.bincount(np.concatenate([read(source, i, 999)[0] for i in range(100)]), minlength=10)
+    assert len(counts) == 10
+    assert np.abs(counts - 10_000).max() < 500  # five standard deviations

@@ -1,0 +1,180 @@
+"""Text tokenised while training: the same samples whatever was read before, where it resumes, and by whom."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.errors import UserError
+from trainer.data.streaming import Rows, TextSource, merge_states
+
+SEQ_LEN = 7
+N_SHARDS = 4
+
+
+class Letters:
+    """A tokenizer of one token a letter, which counts what it is asked to do."""
+
+    vocab_size, bos_id, eos_id, hash = 200, 1, 2, "letters"
+
+    def __init__(self):
+        self.encoded = []
+
+    def encode(self, text):
+        self.encoded.append(text)
+        return [ord(letter) for letter in text]
+
+
+def texts(n):
+    """Documents of very different lengths, each recognisable."""
+    return [chr(48 + i % 70) * (i * 7 % 23) for i in range(n)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Thirteen documents in two .jsonl files and a text file."""
+    path = tmp_path_factory.mktemp("text")
+    rows = texts(13)
+    for name, part in (("a.jsonl", rows[:6]), ("b.jsonl", rows[6:12])):
+        (path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+    (path / "c.txt").write_text(rows[12])
+    return path
+
+
+def source(folder, state=None, n_shards=N_SHARDS, repeat=True, tokenizer=None):
+    reader: Any = tokenizer or Letters()
+    return TextSource(str(folder), "text", reader, SEQ_LEN, n_shards, repeat, state)
+
+
+def window(source, ordinal):
+    """The tokens of a sample, negative where a document begins."""
+    tokens, starts = np.zeros(SEQ_LEN + 1, dtype=np.int64), np.zeros(SEQ_LEN + 1, dtype=bool)
+    source.read(ordinal, tokens, starts)
+    return np.where(starts, -tokens, tokens).tolist()
+
+
+def reference(n_samples, n_shards=N_SHARDS):
+    """The samples by the definition: rows j, j + V, ... of the text without end, put together and cut up."""
+    rows = texts(13) * (1 + n_samples)
+    samples = []
+    for i in range(n_samples):
+        shard = [t for text in rows[i % n_shards :: n_shards] for t in [-1, *map(ord, text), 2]]
+        start = i // n_shards * SEQ_LEN
+        samples.append(shard[start : start + SEQ_LEN + 1])
+    return samples
+
+
+N_SAMPLES = 150  # some five epochs
+EXPECTED = reference(N_SAMPLES)
+
+
+def test_samples_are_those_of_the_definition(folder):
+    text = source(folder)
+    assert [window(text, i) for i in range(N_SAMPLES)] == EXPECTED
+
+
+@given(st.lists(st.integers(0, N_SAMPLES - 1), min_size=1, max_size=30))
+@settings(max_examples=40, deadline=None)
+def test_samples_do_not_depend_on_what_was_read_before(folder, ordinals):
+    text = source(folder)
+    assert [window(text, i) for i in ordinals] == [EXPECTED[i] for i in ordinals]
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(1, 6), min_size=1, max_size=4), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_a_resume_goes_on_exactly_at_any_number_of_ranks(folder, n_ranks, per_rank, rounds, keep_cursors):
+    """Several launches, each at another number of ranks, with and without cursors."""
+    done, state = 0, None
+    for launch, n_rounds in enumerate(rounds):
+        size = n_ranks + launch
+        ranks = [source(folder, state) for _ in range(size)]
+        for _ in range(n_rounds):
+            for rank in ranks:
+                mine = np.arange(done, min(done + per_rank, N_SAMPLES))
+                rank.addresses(mine)
+                assert [window(rank, i) for i in mine.tolist()] == [EXPECTED[i] for i in mine.tolist()]
+                done = min(done + per_rank, N_SAMPLES)
+        merged = merge_states([rank.state() for rank in ranks])
+        state = json.loads(json.dumps(merged)) if keep_cursors else None
+
+
+def test_a_rank_tokenises_only_its_shards(folder):
+    ranks = [source(folder, tokenizer=Letters()) for _ in range(2)]
+    for first in range(0, 40, 4):
+        for rank, text in enumerate(ranks):
+            mine = np.arange(first + 2 * rank, first + 2 * rank + 2)
+            text.addresses(mine)
+            assert [window(text, i) for i in mine.tolist()] == [EXPECTED[i] for i in mine.tolist()]
+    encoded = [text._tokenizer.encoded for text in ranks]
+    total = source(folder)
+    for i in range(40):
+        window(total, i)
+    assert len(encoded[0]) + len(encoded[1]) == len(total._tokenizer.encoded)
+
+
+def test_cursors_save_tokenising_again(folder):
+    first = source(folder)
+    for i in range(100):
+        window(first, i)
+    resumed = source(folder, first.state())
+    assert [window(resumed, i) for i in range(100, 104)] == EXPECTED[100:104]
+    assert len(resumed._tokenizer.encoded) < len(first._tokenizer.encoded) / 5
+
+
+def test_a_resume_reads_the_rows_once(folder, monkeypatch):
+    first = source(folder)
+    for i in range(50):
+        window(first, i)
+    begun = []
+    from_row = Rows.from_row
+
+    def noted(rows, row):
+        begun.append(row)
+        return from_row(rows, row)
+
+    monkeypatch.setattr(Rows, "from_row", noted)
+    resumed = source(folder, first.state())
+    resumed.addresses(np.arange(50, 54))
+    assert [window(resumed, i) for i in (53, 52, 51, 50)] == EXPECTED[53:49:-1]
+    assert len(begun) == 1
+
+
+def test_cursors_beyond_the_sample_are_not_used(folder):
+    first = source(folder)
+    for i in range(100):
+        window(first, i)
+    resumed = source(folder, first.state())
+    assert [window(resumed, i) for i in range(40, 60)] == EXPECTED[40:60]
+
+
+def test_cursors_of_another_text_are_not_used(folder, tmp_path):
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": "other" * 9}) + "\n" for _ in range(20)))
+    other = source(tmp_path)
+    for i in range(40):
+        window(other, i)
+    text = source(folder, other.state())
+    assert text.state()["fingerprint"] != other.state()["fingerprint"]
+    assert [window(text, i) for i in range(40, 60)] == EXPECTED[40:60]
+
+
+def test_fewer_documents_than_shards_are_an_error(folder):
+    with pytest.raises(UserError, match="13 documents are too few to be dealt out to 14 virtual shards"):
+        window(source(folder, n_shards=14), 13)
+
+
+def test_validation_reads_in_order_and_never_twice(folder):
+    text = source(folder, n_shards=1, repeat=False)
+    expected = reference(5, n_shards=1)
+    for _ in range(2):
+        assert [window(text, i) for i in range(5)] == expected
+    with pytest.raises(UserError, match="its 13 documents are used up"):
+        text.addresses(np.arange(100))
+
+
+def test_a_bad_line_is_named(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "good"}\n{"text": \n')
+    with pytest.raises(UserError, match=r"x\.jsonl:2"):
+        window(source(tmp_path, n_shards=1), 3)
