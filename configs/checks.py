@@ -139,16 +139,16 @@ def _checkpointed_layers(config: Config, _: int | None) -> Iterator[Problem]:
     table, n_layers = config.activation_checkpoint, config.model.n_layers
     if table.mode not in ("full", "selective"):
         return
-    if table.every_nth_layer > n_layers:
+    try:
+        layers = layer_numbers(table.layers, n_layers) if table.layers is not None else range(n_layers)
+    except ConfigError as error:
+        yield "activation_checkpoint.layers", str(error)
+        return
+    if table.every_nth_layer > len(layers):
         yield (
             "activation_checkpoint.every_nth_layer",
-            f"every_nth_layer {table.every_nth_layer} is beyond the model's {n_layers} layers",
+            f"every_nth_layer {table.every_nth_layer} selects none of {len(layers)} layers",
         )
-    if table.layers is not None:
-        try:
-            layer_numbers(table.layers, n_layers)
-        except ConfigError as error:
-            yield "activation_checkpoint.layers", str(error)
 
 
 def _device(config: Config, _: int | None) -> Iterator[Problem]:

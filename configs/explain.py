@@ -94,13 +94,13 @@ def _missing(path: KeyPath, layers: Layers) -> Mistake:
 
 
 def _wrong(path: KeyPath, layers: Layers) -> Mistake:
-    key = find(_known(path))
-    assert key is not None
-    value = _value(layers, _known(path))
-    where = layers.where(path)
+    known, where = _known(path), layers.where(path)
+    value, key = _value(layers, known), find(known)
+    if key is None:  # an item of a list of tables
+        return Mistake(known, where, f"{dotted(known)} must be a table, got {_short(value)}")
     one_of = "one of " if len(key.choices) > 1 else _article(key.type)
-    message = f"{dotted(_known(path))} must be {one_of}{key.type}, got {_short(value)}{_hint(key, value, where)}"
-    return Mistake(_known(path), where, message)
+    hint = _hint(key, value, where)
+    return Mistake(known, where, f"{dotted(known)} must be {one_of}{key.type}, got {_short(value)}{hint}")
 
 
 def _hint(key: Key, value: Any, where: str) -> str:

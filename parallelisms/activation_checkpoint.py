@@ -2,8 +2,8 @@
 
 Each of the plan's blocks is a unit. `full` keeps a block's inputs and runs its forward pass again in backward;
 `selective` keeps, besides, the outputs of chosen ops, by default the costly ones (Korthikanti et al. 2022, section 5);
-`budget` leaves the choice to torch.compile's partitioner. Whatever is chosen, values and gradients stay the same bit
-for bit: the same kernels run on the same inputs, only twice.
+`budget` leaves the choice to torch.compile's partitioner. In eager mode values and gradients stay the same bit for
+bit, since the same kernels run on the same inputs, only twice.
 
 Which matrix a matmul multiplies is known in eager and in compiled code alike by an annotation: a matrix's forward pass
 runs under `torch.fx.traceback.annotate`. In eager mode that is an entry in a plain dictionary which the policy can
@@ -26,14 +26,10 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from torch.fx import traceback
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from configs.errors import ConfigError
+from configs.layout import layer_numbers
 from configs.schema import ActivationCheckpoint
 
 _MATRIX = "keel_matrix"
@@ -79,13 +75,15 @@ def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) 
         for block in blocks:
             _compile_within_budget(block, config.memory_budget)
     elif config.mode != "none":
+        _declare_attention_deterministic()
         for layer in selected_layers(config, len(blocks)):
             _checkpoint(blocks[layer], config, plan.save_ops)
 
 
 def _checkpoint(block: nn.Module, config: ActivationCheckpoint, default_ops: Sequence[str]) -> None:
     """Recompute the block in backward, except for what `config` keeps of it."""
-    contexts: Callable = noop_context_fn
+    # There is no dropout: the random state need not be kept.
+    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if config.mode == "selective":
         selection = select(block, config, default_ops)
         if selection.recomputed:
@@ -93,11 +91,11 @@ def _checkpoint(block: nn.Module, config: ActivationCheckpoint, default_ops: Seq
         contexts = partial(_contexts, *selection)
         # Without a hash of the policy the compiler's on-disk cache is bypassed: every start would compile anew.
         contexts.cache_hash = repr(selection)  # type: ignore[attr-defined]
+        run = partial(run, context_fn=contexts)
     forward = block.forward
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        # There is no dropout: the random state need not be kept.
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+        return run(forward, *args, **kwargs)
 
     block.forward = recomputed
 
@@ -112,63 +110,52 @@ def _contexts(ops: tuple[str, ...], recomputed: tuple[str, ...]) -> tuple[Abstra
     return create_selective_checkpoint_contexts(policy)
 
 
+def _declare_attention_deterministic() -> None:
+    """Take the tag of randomness from the attention ops: there is no dropout.
+
+    For a tagged op that it recomputes, the compiler would carry the random generator's state from forward to backward,
+    and together with a tensor-parallel mesh torch 2.13 mixes the two up and fails.
+    """
+    for name in resolve_ops(("aten._scaled_dot_product_*attention*",)):
+        op, _, overload = name.removeprefix("aten::").partition(".")
+        tags = getattr(getattr(torch.ops.aten, op), overload or "default").tags
+        if torch.Tag.nondeterministic_seeded in tags:
+            tags.remove(torch.Tag.nondeterministic_seeded)
+
+
 def _compile_within_budget(block: nn.Module, budget: float) -> None:
     """Set the partitioner's memory budget while the block runs, and so whenever it is compiled.
 
     Set for the whole process it would hold for the compiled loss as well, and recompute the logits.
     """
-    budgets: list[float] = []
+    settings: dict[str, Any] = {"activation_memory_budget": budget}
+    if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
+        # Torch 2.13 asks for it where tensor parallelism brings a mesh into the graph: it holds no activations.
+        settings["unsafe_treat_script_objects_as_zero_size"] = True
+    patches: list[AbstractContextManager] = []
 
     def enter(*_: object) -> None:
-        budgets.append(functorch_config.activation_memory_budget)
-        functorch_config.activation_memory_budget = budget
+        patches.append(functorch_config.patch(settings))
+        patches[-1].__enter__()
 
     def leave(*_: object) -> None:
-        functorch_config.activation_memory_budget = budgets.pop()
+        patches.pop().__exit__(None, None, None)
 
     block.register_forward_pre_hook(enter)
     block.register_forward_hook(leave, always_call=True)
 
 
-# --------------------------------------------------------------------------- which layers
+# --------------------------------------------------------------------------- which layers, ops and matrices
 
 
 def selected_layers(config: ActivationCheckpoint, n_layers: int) -> list[int]:
-    """Layers that are checkpointed: of those in `layers` (default: all) every n-th, in order.
+    """Layers that are checkpointed: of those in `layers` (default: all) every n-th, which is the last of n.
 
     Raises:
-        ConfigError: `layers` cannot be read or names a layer that the model lacks; n is larger than their number.
+        ConfigError: `layers` cannot be read or names a layer that the model lacks.
     """
-    layers = list(range(n_layers)) if config.layers is None else _parse_layers(config.layers, n_layers)
-    nth = config.every_nth_layer
-    if nth > len(layers):
-        raise ConfigError(
-            f"activation_checkpoint.every_nth_layer = {nth} selects nothing of {len(layers)} layers: "
-            f'set it to {len(layers)} or less, or mode = "none"'
-        )
-    return layers[nth - 1 :: nth]
-
-
-def _parse_layers(text: str, n_layers: int) -> list[int]:
-    layers: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = (bound.strip() for bound in part.partition("-"))
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ConfigError(
-                f'activation_checkpoint.layers = "{text}": cannot read "{part}"; '
-                'write layers and ranges of layers, e.g. "0-3,8"'
-            )
-        start, end = int(first), int(last or first)
-        if not start <= end < n_layers:
-            raise ConfigError(
-                f'activation_checkpoint.layers = "{text}": "{part}" is no range of layers; '
-                f"the model's are 0-{n_layers - 1}"
-            )
-        layers.update(range(start, end + 1))
-    return sorted(layers)
-
-
-# --------------------------------------------------------------------------- which ops and matrices
+    layers = list(range(n_layers)) if config.layers is None else layer_numbers(config.layers, n_layers)
+    return layers[config.every_nth_layer - 1 :: config.every_nth_layer]
 
 
 def select(block: nn.Module, config: ActivationCheckpoint, default_ops: Sequence[str]) -> Selection:
@@ -208,7 +195,8 @@ def resolve_ops(patterns: tuple[str, ...]) -> tuple[str, ...]:
     for pattern in patterns:
         matches = {name for name, names in shown.items() if any(fnmatchcase(n, pattern) for n in names)}
         if not matches:
-            near = get_close_matches(pattern, {short for short, _ in shown.values()}, cutoff=0.5)
+            guess = pattern if "." in pattern else f"aten.{pattern}"
+            near = get_close_matches(guess, {short for short, _ in shown.values()}, cutoff=0.5)
             hint = f"; nearest: {', '.join(near)}" if near else ""
             raise ConfigError(f'activation_checkpoint.save_ops: no op is named "{pattern}"{hint}')
         resolved |= matches

@@ -48,6 +48,8 @@ class ActivationTable:
     n_checkpointed: int
     plain_bytes_per_token: float
     """Bytes a token that a block keeps where nothing is checkpointed."""
+    memory_budget: float | None = None
+    """Share of the latter that mode `budget` lets the compiler keep; its choice is not known before it compiles."""
 
     @property
     def saved_bytes_per_token(self) -> float:
@@ -68,6 +70,8 @@ class ActivationTable:
         lines.append(f"{'kept by such a block':54}{self.saved_bytes_per_token:13,.0f}")
         lines.append(f"{'kept by a block without checkpointing':54}{self.plain_bytes_per_token:13,.0f}")
         lines.append(f"{f'kept by all {self.n_layers} blocks':54}{self.model_bytes_per_token:13,.0f}")
+        if self.memory_budget is not None:
+            lines.append(f"of which the compiler keeps about {self.memory_budget:.0%}, the inputs apart")
         return "\n".join(lines)
 
 
@@ -144,7 +148,8 @@ def activation_table(
         if config.mode == "selective":
             selection = select(model.get_submodule(name), config, plan.save_ops)
         rows = _rows(input_bytes, seq_len, _checkpointed_fates(recorder, selection))
-    return ActivationTable(rows, len(plan.blocks), len(layers), _saved(plain))
+    budget = config.memory_budget if config.mode == "budget" else None
+    return ActivationTable(rows, len(plan.blocks), len(layers), _saved(plain), budget)
 
 
 def _record(

@@ -57,3 +57,10 @@ def prepare_backward(model: nn.Module, config: Fsdp, is_last_micro_batch: bool) 
     model.set_is_last_backward(is_last_micro_batch)
     if config.accumulate == "reduce_last":
         model.set_requires_gradient_sync(is_last_micro_batch)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the parameters that a forward pass without a backward has left gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -8,7 +8,8 @@ same text never stands in both.
 All work is done in a hidden folder beside OUTPUT that is renamed when it is whole: OUTPUT is there and finished, or it
 is not there. A finished shard leaves a report in the hidden folder; the next call, after a kill, does the shards that
 have none, and those whose files have changed since. A lock keeps several launches apart: the first prepares, the others
-wait and find it done.
+wait and find it done. Worker processes write to a folder of their launch, and only the holder of the lock moves what is
+finished: a worker that outlives its killed launch for a moment writes nowhere that matters.
 """
 
 import fcntl
@@ -83,6 +84,8 @@ class Shard:
     pieces: list[Piece]
     working: Path
     """The hidden folder beside OUTPUT."""
+    launch: int
+    """Process id of the launch, which names the folder for unfinished work."""
     tokenizer_path: Path
     settings: Settings
     max_bad_files: int
@@ -96,6 +99,11 @@ class Shard:
     def n_bytes(self) -> int:
         """Bytes of text, for the progress."""
         return sum(piece.n_bytes for piece in self.pieces)
+
+    @property
+    def unfinished(self) -> Path:
+        """Where its token files are written."""
+        return self.working / f"unfinished.{self.launch}"
 
     @property
     def report_path(self) -> Path:
@@ -143,7 +151,10 @@ def prepare(
         if not _is_finished(output, settings):
             progress(0, None, f"listing the files of {', '.join(inputs)}")
             portions = divide([piece for name in inputs for piece in pieces(name)])
-            shards = [Shard(i, p, working, tokenizer_path, settings, max_bad_files) for i, p in enumerate(portions)]
+            shards = [
+                Shard(i, portion, working, os.getpid(), tokenizer_path, settings, max_bad_files)
+                for i, portion in enumerate(portions)
+            ]
             with _lock(working, progress):
                 if not _is_finished(output, settings):  # another launch may have finished it while this one waited
                     _prepare_all(shards, settings, working, processes, BadFiles(max_bad_files), progress)
@@ -179,7 +190,7 @@ def is_validation(text: bytes, fraction: float) -> bool:
 
 
 def write_shard(shard: Shard) -> dict[str, Any]:
-    """Write the token files of a shard and, last, its report, which it returns."""
+    """Write the token files of a shard, in the folder for unfinished work; returns its report."""
     tokenizer = _load_once(shard.tokenizer_path)
     settings = shard.settings
     bad = BadFiles(shard.max_bad_files)
@@ -197,9 +208,7 @@ def write_shard(shard: Shard) -> dict[str, Any]:
             writers[name].append(tokens)
             splits[name].add(1, len(tokens), len(raw))
     counts = {name: asdict(split) for name, split in splits.items()}
-    report = {**counts, "empty_documents": empty, "bad_files": bad.messages, "inputs_hash": shard.inputs_hash}
-    _write_json(shard.report_path, report)
-    return report
+    return {**counts, "empty_documents": empty, "bad_files": bad.messages, "inputs_hash": shard.inputs_hash}
 
 
 @cache
@@ -208,7 +217,7 @@ def _load_once(path: Path) -> Tokenizer:
 
 
 def _writer(shard: Shard, split: str) -> TokenFileWriter:
-    path = shard.working / "output" / split / (shard.name + SUFFIX)
+    path = shard.unfinished / split / (shard.name + SUFFIX)
     return TokenFileWriter(path, shard.settings.vocab_size, shard.settings.tokenizer_hash)
 
 
@@ -229,6 +238,7 @@ def _prepare_all(
     progress(done, total, f"tokenizing in {processes} process(es), {len(reports)} of {len(shards)} shards done before")
     with _written([shard for shard in shards if shard.index not in reports], processes) as results:
         for shard, report in results:
+            _keep(shard, report)
             bad.extend(report["bad_files"])
             reports[shard.index] = report
             done += shard.n_bytes
@@ -239,6 +249,14 @@ def _prepare_all(
         _discard(working)  # the same inputs would end in the same error
         raise
     _write_json(working / "output" / RECORD, record)
+
+
+def _keep(shard: Shard, report: dict[str, Any]) -> None:
+    """Move the token files of a written shard to where they belong, and note that they are finished."""
+    for split in shard.settings.splits:
+        name = Path(split, shard.name + SUFFIX)
+        os.replace(shard.unfinished / name, shard.working / "output" / name)
+    _write_json(shard.report_path, report)
 
 
 @contextmanager
@@ -329,16 +347,18 @@ def _enter(working: Path, settings: Settings) -> None:
     state = working / "settings.json"
     if state.exists():
         _check_same(working, json.loads(state.read_text()), settings)
-    for folder in ("reports", *(f"output/{split}" for split in settings.splits)):
-        (working / folder).mkdir(parents=True, exist_ok=True)
+    for left in working.glob("unfinished.*"):
+        _discard(left)
+    (working / "reports").mkdir(exist_ok=True)
+    for folder in ("output", f"unfinished.{os.getpid()}"):
+        for split in settings.splits:
+            (working / folder / split).mkdir(parents=True, exist_ok=True)
     _write_json(state, asdict(settings))
 
 
 def _remove_leftovers(working: Path, finished: set[str]) -> None:
     """Remove what unfinished shards have left: temporary files, and those of a different division of the inputs."""
-    for path in working.rglob(".*.tmp"):
-        path.unlink()
-    for path in [*working.glob("reports/*"), *working.glob("output/*/*")]:
+    for path in [*working.glob("reports/*"), *working.glob("output/*/*"), *working.glob("output/.*.tmp")]:
         if path.stem not in finished:
             path.unlink()
 
@@ -372,11 +392,11 @@ def _lock(working: Path, progress: Progress) -> IO[bytes]:
         file.close()  # the lock of a folder that was removed meanwhile
 
 
-def _discard(working: Path) -> None:
-    """Remove the working folder; renamed first, so that no waiting process makes a file in it meanwhile."""
-    if working.exists():
-        trash = working.with_name(f"{working.name}.{os.getpid()}")
-        os.rename(working, trash)
+def _discard(folder: Path) -> None:
+    """Remove a folder that other processes may know; renamed first, so that they make no file in it meanwhile."""
+    if folder.exists():
+        trash = folder.with_name(f"{folder.name}.{os.getpid()}")
+        os.rename(folder, trash)
         shutil.rmtree(trash)
 
 

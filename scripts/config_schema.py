@@ -1,0 +1,45 @@
+"""Write configs/schema.json, by which editors complete and check job files: python scripts/config_schema.py
+
+Editors that know TOML schemas (taplo, VS Code's Even Better TOML) find it by the first line of a job file,
+`#:schema ./schema.json`. Required keys are left out of it, since a job may take them from its `base`; what a whole job
+lacks is said by `train.py --validate`.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
+
+from configs.schema import Config
+
+SCHEMA_FILE = Path(__file__).resolve().parents[1] / "configs" / "schema.json"
+_BASE = {
+    "type": "string",
+    "description": "Another job file, relative to this one: what is not set here is taken from it.",
+}
+
+
+def schema_text() -> str:
+    """The JSON schema of a job file."""
+    schema = _plain(Config.model_json_schema())
+    schema["title"] = "Keel job file"
+    schema["properties"] = {"base": _BASE, **schema["properties"]}
+    return json.dumps(schema, indent=2) + "\n"
+
+
+def _plain(node: Any) -> Any:
+    """Without what only says again what stands there (titles) or what a base may supply (required)."""
+    if isinstance(node, list):
+        return [_plain(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: _plain(value) for key, value in node.items() if key not in ("title", "required") or isinstance(value, dict)
+    }
+
+
+if __name__ == "__main__":
+    SCHEMA_FILE.write_text(schema_text(), encoding="utf-8")
+    print(f"wrote {SCHEMA_FILE}")

@@ -1,0 +1,86 @@
+"""Turn text into token files: scripts/prepare_data.py INPUT... --output FOLDER --tokenizer FILE
+
+Writes OUTPUT/train and, with --validation-fraction, OUTPUT/validation: the folders that a job file's
+`[[data.sources]]` and `[[validation.sources]]` name. Run the same command again after a stop: it goes on where it was.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
+
+from configs.errors import KeelError
+from trainer.console import Console
+from trainer.data.prepare import TRAIN, VALIDATION, Split, prepare
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prepare what the command line says; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    with Console() as console:
+        try:
+            with console.progress(f"Writing token files to {options.output}") as progress:
+                record = prepare(
+                    options.inputs,
+                    options.output,
+                    options.tokenizer,
+                    processes=options.processes,
+                    validation_fraction=options.validation_fraction,
+                    max_bad_files=options.max_bad_files,
+                    progress=progress,
+                    text_key=options.text_key,
+                )
+        except KeelError as error:
+            console.error(str(error))
+            return error.exit_code
+        except KeyboardInterrupt:
+            console.error("stopped; the same command goes on from there")
+            return 130
+        _say(console, record, options.output)
+    return 0
+
+
+def _say(console: Console, record: dict[str, Any], output: Path) -> None:
+    for message in record["bad_files"]:
+        console.warning(f"left out: {message}")
+    if record["empty_documents"]:
+        console.line(f"empty documents, left out: {record['empty_documents']:,}")
+    for name in (TRAIN, VALIDATION):
+        if name in record:
+            split = Split(**record[name])
+            counts = f"{split.documents:,} documents, {split.tokens:,} tokens, {split.text_bytes:,} bytes of text"
+            console.line(f"{output / name}: {counts}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(description=summary.partition(":")[0] + ".", epilog=details)
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="INPUT", help="file, folder, hub:NAME[:CONFIG], or python_stdlib")
+    add("--output", type=Path, required=True, metavar="FOLDER", help="folder to make, with train/ and validation/")
+    add("--tokenizer", type=Path, required=True, metavar="FILE", help="SentencePiece .model, or a tokenizer.json")
+    add("--processes", type=_positive, default=os.cpu_count() or 1, metavar="N", help="default: %(default)s")
+    add("--validation-fraction", type=_fraction, default=0.0, metavar="F", help="share of the documents held out")
+    add("--max-bad-files", type=int, default=0, metavar="N", help="unreadable inputs that may be left out (default: 0)")
+    add("--text-key", default="text", metavar="K", help="field that holds the text in .jsonl, .parquet and hub rows")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _fraction(text: str) -> float:
+    if not 0 <= (value := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not in [0, 1)")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

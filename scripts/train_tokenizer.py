@@ -1,0 +1,51 @@
+"""Train a SentencePiece BPE tokenizer: scripts/train_tokenizer.py INPUT... --output FILE --vocab-size N
+
+Decoding gives back exactly what was encoded: nothing is normalized, and every character can be written as bytes. The
+same text gives the same file. All of the text is held in memory: of a large corpus, take a sample of some gigabytes.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
+
+from configs.errors import KeelError
+from trainer.console import Console
+from trainer.data.text import BadFiles, documents
+from trainer.data.tokenizer import train_sentencepiece
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train what the command line says; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    bad = BadFiles(options.max_bad_files)
+    texts = (text for name in options.inputs for text in documents(name, options.text_key, bad))
+    with Console() as console:
+        try:
+            with console.progress(f"Training a tokenizer of {options.vocab_size:,} pieces"):
+                train_sentencepiece(texts, options.output, options.vocab_size)
+        except KeelError as error:
+            console.error(str(error))
+            return error.exit_code
+        for message in bad.messages:
+            console.warning(f"left out: {message}")
+        console.line(f"{options.output}: {options.vocab_size:,} pieces")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(description=summary.partition(":")[0] + ".", epilog=details)
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="INPUT", help="file, folder, hub:NAME[:CONFIG], or python_stdlib")
+    add("--output", type=Path, required=True, metavar="FILE", help="the .model file to write")
+    add("--vocab-size", type=int, required=True, metavar="N", help="pieces, the marks and bytes (259) included")
+    add("--max-bad-files", type=int, default=0, metavar="N", help="unreadable inputs that may be left out (default: 0)")
+    add("--text-key", default="text", metavar="K", help="field that holds the text in .jsonl, .parquet and hub rows")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Compiled blocks: one graph for all of them, no graph break, nothing compiled after the second step."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+from configs.layout import mesh_sizes
+from configs.load import load
+from parallelisms.mesh import build_mesh
+from trainer.data.loader import build_loader
+from trainer.step import build_learner
+
+CASES = {
+    "plain": (1, ()),
+    "FSDP, full": (2, ("--activation_checkpoint.mode", "full")),
+    "FSDP, selective": (2, ("--activation_checkpoint.mode", "selective")),
+    "FSDP, every second matmul": (
+        2,
+        ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.save_every_nth_matmul", "2"),
+    ),
+    "FSDP, budget": (2, ("--activation_checkpoint.mode", "budget")),
+    "HSDP, bfloat16": (
+        4,
+        (
+            "--mesh.dp_replicate",
+            "2",
+            "--training.dtype",
+            "float32",
+            "--training.compute_dtype",
+            "bfloat16",
+            "--training.reduce_dtype",
+            "float32",
+        ),
+    ),
+    "TP, selective": (2, ("--mesh.tp", "2", "--activation_checkpoint.mode", "selective")),
+    "FSDP x TP": (4, ("--mesh.tp", "2")),
+}
+
+
+def compile_counts(overrides: tuple[str, ...]) -> tuple[int, int, int]:
+    """(graph breaks, graphs after two steps, graphs after four steps) of this rank."""
+    torch._dynamo.reset()
+    counters.clear()
+    config = load("parity.toml", ("--compile.enable", "true", *overrides), dist.get_world_size()).config
+    mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), torch.device("cpu"))
+    learner = build_learner(config, mesh)
+    loader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
+    graphs = []
+    for _, micro_batches in zip(range(4), loader, strict=False):
+        learner.step(micro_batches, lr=1e-3)
+        graphs.append(counters["stats"]["unique_graphs"])
+    loader.close()
+    return sum(counters["graph_break"].values()), graphs[1], graphs[3]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_graph_break_and_no_recompile(ranks, name):
+    n_ranks, overrides = CASES[name]
+    for breaks, after_two, after_four in ranks(n_ranks, compile_counts, overrides):
+        assert breaks == 0
+        assert after_four == after_two
+        assert 1 <= after_two <= 3  # one graph serves all blocks; the loss has two
