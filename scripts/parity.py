@@ -131,7 +131,9 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
         targets = torch.cat([batch.targets for batch in micro_batches])
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(
+            model.parameters(), config.training.max_norm, config.training.norm_type
+        )
         if step == 0:
             found.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         for group in optimizer.param_groups:

@@ -8,19 +8,22 @@ import os
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from checkpoint.store import on_rank_zero
 from configs.errors import KeelError, UserError
 from configs.load import LoadedConfig
+from parallelisms.mesh import start_process_group
 from trainer.console import Console
 from trainer.lifecycle import EXIT_PREEMPTED, StopRequest, exit_code, write_status
 from trainer.metrics import TimeLedger
 from trainer.summary import closing_rows, closing_title, next_rows, startup_rows
-from trainer.trainer import Trainer, device_name, run_folder
+from trainer.trainer import Trainer, device_name, device_type, run_folder
 
-# When all ranks fail alike, the first one's message is enough: torchrun stops the others while they wait.
-_PATIENCE_SECONDS = 2.0
+# Where all ranks fail alike, rank 0 says why; where another fails alone, it has to say so itself, a little later.
+_PATIENCE_SECONDS = 5.0
 
 
 def run(job: LoadedConfig, stop: StopRequest) -> int:
@@ -29,9 +32,9 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
     trainer = None
     with Console(rank) as console:
         try:
-            if rank == 0:
-                _open_folder(folder, console)
-            trainer = Trainer(job, console, stop, ledger)
+            device = start_process_group(device_type(job.config), job.config.job.timeout_seconds)
+            on_rank_zero(dist.group.WORLD, lambda: _open_folder(folder, console))
+            trainer = Trainer(job, device, console, stop, ledger)
             if rank == 0:
                 (folder / "config.toml").write_text(job.to_toml(), encoding="utf-8")
             _say_hello(trainer)
@@ -40,14 +43,14 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
             dist.destroy_process_group()
             return exit_code(state)
         except BaseException as error:  # torch's CheckpointException is no Exception
-            return _end_badly(error, rank, folder, console, stop, trainer.run.step if trainer else 0)
+            return _end_badly(error, rank, folder, console, stop, trainer.run.step if trainer else None)
 
 
 def _open_folder(folder: Path, console: Console) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         console.log_to(folder / "run.log")
-        write_status(folder, "running", step=0, reason="starting")
+        write_status(folder, "running", step=_status(folder).get("step", 0), reason="starting")
     except OSError as error:
         raise UserError(f"the run folder {folder} can't be written: {error}; set job.output_dir to another") from None
 
@@ -78,24 +81,35 @@ def _say_goodbye(trainer: Trainer, state: str) -> None:
 
 
 def _end_badly(
-    error: BaseException, rank: int, folder: Path, console: Console, stop: StopRequest, step: int
+    error: BaseException, rank: int, folder: Path, console: Console, stop: StopRequest, step: int | None
 ) -> int:
     """Say why, once for all ranks, and leave it in status.json; returns the exit code."""
     code = exit_code("failed", error)
-    text = str(error) if isinstance(error, KeelError) else "".join(traceback.format_exception(error))
     if rank > 0:
-        time.sleep(_PATIENCE_SECONDS)
-        if stop or _state(folder) == "failed":
+        _wait_for_first_rank(folder, stop)
+        if stop:
             return code
-    console.error(text)
+    status = _status(folder)
+    if status.get("state") == "failed" and status.get("pid") != os.getpid():
+        return code
+    console.error(str(error) if isinstance(error, KeelError) else "".join(traceback.format_exception(error)))
     if folder.is_dir():
         state = "preempted" if code == EXIT_PREEMPTED else "failed"
+        step = status.get("step", 0) if step is None else step
         write_status(folder, state, step, str(error) or type(error).__name__)
     return code
 
 
-def _state(folder: Path) -> str:
+def _wait_for_first_rank(folder: Path, stop: StopRequest) -> None:
+    """Until it has said why the run fails, or has ended, whereupon torchrun stops this rank; not for long."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while time.monotonic() < deadline and not stop and _status(folder).get("state") != "failed":
+        time.sleep(0.05)
+
+
+def _status(folder: Path) -> dict[str, Any]:
+    """What status.json says; empty if there is none."""
     try:
-        return json.loads((folder / "status.json").read_text())["state"]
-    except (OSError, ValueError, KeyError):
-        return ""
+        return json.loads((folder / "status.json").read_text())
+    except (OSError, ValueError):
+        return {}

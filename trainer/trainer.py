@@ -1,6 +1,6 @@
 """A job from its config to its last checkpoint: everything is built once, then the loop runs.
 
-    trainer = Trainer(job, console, stop, ledger)
+    trainer = Trainer(job, device, console, stop, ledger)
     state = trainer.train()         # "done", or "preempted" after a signal
 
 Each part knows one thing: the loader which samples come next, the learner how to make a step of them, the checkpoint
@@ -24,7 +24,7 @@ from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
 from configs.run_change import run_key_diff
 from configs.schema import Config
-from parallelisms.mesh import build_mesh, start_process_group
+from parallelisms.mesh import build_mesh
 from trainer.console import Console
 from trainer.data.loader import MicroBatch, build_loader, merge_state_dicts
 from trainer.data.tokenizer import load_tokenizer
@@ -56,8 +56,12 @@ class RunState:
 class Trainer:
     """One rank's part in one job."""
 
-    def __init__(self, job: LoadedConfig, console: Console, stop: StopRequest, ledger: TimeLedger) -> None:
-        """Build everything, and take up the run where `checkpoint.load` says.
+    def __init__(
+        self, job: LoadedConfig, device: torch.device, console: Console, stop: StopRequest, ledger: TimeLedger
+    ) -> None:
+        """Build everything on this rank's device, and take up the run where `checkpoint.load` says.
+
+        The process group exists already, and so does the run folder.
 
         Raises:
             KeelError: the job, its data or its checkpoint do not allow it; the same on all ranks.
@@ -65,7 +69,7 @@ class Trainer:
         self.config = config = job.config
         self.console, self.stop, self.ledger = console, stop, ledger
         self.folder = run_folder(config)
-        self.device = start_process_group(device_type(config), config.job.timeout_seconds)
+        self.device = device
         self.rank = dist.get_rank()
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), self.device)
         with ledger.measure(Kind.PREPARATION):
