@@ -30,4 +30,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Past the interpreter's own end: process groups that an error has left open may abort it, and with it the code.
+    os._exit(code)

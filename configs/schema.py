@@ -184,7 +184,7 @@ class LrSchedule(Table):
     name: Literal["cosine", "linear", "warmup_stable_decay"] = "cosine"
     """Shape after the warm-up."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up to the peak."""
     total_steps: PositiveInt
     """Steps after which the learning rate has reached its minimum; later steps keep it."""
     decay_steps: PositiveInt | None = None
@@ -245,7 +245,7 @@ class ActivationCheckpoint(Table):
     save_every_nth_matmul: PositiveInt = 1
     """selective: of the block's matrices, in the order of their names' definition, keep the output of every n-th."""
     every_nth_layer: PositiveInt = 1
-    """full, selective: checkpoint only every n-th layer."""
+    """full, selective: checkpoint only every n-th of the layers selected."""
     layers: str | None = None
     """full, selective: checkpoint only these layers, e.g. "0-15" or "0-3,8-11"."""
     memory_budget: Fraction = 0.5

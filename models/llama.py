@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from configs.layout import head_dim, n_kv_heads
 from configs.schema import Model, RopeScaling
 from models.plan import Plan
 
@@ -212,13 +213,3 @@ def document_mask(document_ids: Tensor) -> Tensor:
     """document_ids: (batch, seq) -> (batch, 1, seq, seq), true where a query (row) may see a key (column)."""
     same = document_ids[:, :, None] == document_ids[:, None, :]
     return same.tril()[:, None]
-
-
-def head_dim(config: Model) -> int:
-    """Width of one attention head."""
-    return config.head_dim or config.dim // config.n_heads
-
-
-def n_kv_heads(config: Model) -> int:
-    """Number of key and value heads."""
-    return config.n_kv_heads or config.n_heads

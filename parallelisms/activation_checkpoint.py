@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config as functorch_config
@@ -31,21 +31,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from configs.errors import ConfigError
 from configs.layout import layer_numbers
 from configs.schema import ActivationCheckpoint
+from parallelisms.plan import plan_of
 
 _MATRIX = "keel_matrix"
 _MATMULS = {"aten::mm", "aten::addmm", "aten::bmm"}
-
-
-class CheckpointPlan(Protocol):
-    """The part of a model's plan that is needed here."""
-
-    @property
-    def blocks(self) -> tuple[str, ...]:
-        """Names of the repeated blocks, in forward order."""
-
-    @property
-    def save_ops(self) -> tuple[str, ...]:
-        """Patterns of the ops worth keeping."""
 
 
 class Selection(NamedTuple):
@@ -69,7 +58,7 @@ def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) 
     Raises:
         ConfigError: an op, a layer or an n-th matrix is asked for that is not there.
     """
-    plan = cast(CheckpointPlan, model.plan)
+    plan = plan_of(model)
     blocks = [model.get_submodule(name) for name in plan.blocks]
     if config.mode == "budget":
         for block in blocks:

@@ -8,7 +8,7 @@ fuses ops and keeps at most as much, and tensor parallelism divides most rows.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from configs.schema import ActivationCheckpoint
-from parallelisms.activation_checkpoint import CheckpointPlan, Selection, matrices, select, selected_layers
+from parallelisms.activation_checkpoint import Selection, matrices, select, selected_layers
+from parallelisms.plan import plan_of
 
 Fate = Literal["saved", "recomputed", "not needed"]
 
@@ -138,7 +139,7 @@ def activation_table(
     Raises:
         ConfigError: as `apply_activation_checkpoint`.
     """
-    plan = cast(CheckpointPlan, model.plan)
+    plan = plan_of(model)
     layers = selected_layers(config, len(plan.blocks)) if config.mode in ("full", "selective") else []
     name = plan.blocks[layers[0] if layers else 0]
     recorder, input_bytes = _record(model, name, seq_len, compute_dtype, device)

@@ -8,9 +8,11 @@ other costly part, compiles its own kernels (`trainer/loss.py`).
 import torch
 from torch import nn
 
+from parallelisms.plan import plan_of
+
 
 def apply_compile(model: nn.Module) -> None:
     """Compile each of the plan's blocks; a graph break is an error, since it would lose speed silently."""
-    for name in model.plan.blocks:
+    for name in plan_of(model).blocks:
         block = model.get_submodule(name)
         block.forward = torch.compile(block.forward, fullgraph=True)

@@ -5,12 +5,15 @@ group's parameters are gathered before it computes. DDP is the case `dp_shard = 
 included: that is where compute_dtype and reduce_dtype come from, so that they mean the same everywhere.
 """
 
+from typing import cast
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from configs.schema import Fsdp, Training
+from parallelisms.plan import plan_of
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Training) -> None:
@@ -22,7 +25,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Train
         cast_forward_inputs=False,
     )
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.cpu_offload else OffloadPolicy()
-    groups = [[model.get_submodule(name) for name in names] for names in model.plan.fsdp_groups]
+    groups = [[model.get_submodule(name) for name in names] for names in plan_of(model).fsdp_groups]
     for modules in groups:
         # The last group's backward follows its forward at once: resharding between them would only gather it twice.
         is_last = modules is groups[-1]
@@ -35,7 +38,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Train
             reshard_after_forward=reshard,
         )
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
-    _prefetch([modules[0] for modules in groups], config.prefetch_depth)
+    _prefetch([cast(FSDPModule, modules[0]) for modules in groups], config.prefetch_depth)
 
 
 def _prefetch(groups: list[FSDPModule], depth: int) -> None:

@@ -8,8 +8,9 @@ proof and a bfloat16 run start at the same point.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -40,11 +41,12 @@ def materialize(model: nn.Module, device: torch.device, seed: int, offload: bool
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, _unset(buffer.to(device)), persistent=False)
         if hasattr(module, "init_buffers"):
-            module.init_buffers()
+            cast(Callable[[], None], module.init_buffers)()
+    init_std = cast(Callable[[str], float | None], model.init_std)
     with ThreadPoolExecutor(_threads()) as pool:
         for name, parameter in model.named_parameters():
             _unset(parameter)
-            _initialize(parameter, model.init_std(name), f"{seed}/{name}", pool)
+            _initialize(parameter, init_std(name), f"{seed}/{name}", pool)
     check_initialized(model)
 
 
@@ -89,8 +91,9 @@ def local_indices(parameter: Tensor) -> list[Tensor]:
     indices = [torch.arange(size) for size in parameter.shape]
     if isinstance(parameter, DTensor):
         coordinates = parameter.device_mesh.get_coordinate()
+        assert coordinates is not None
         for axis in reversed(range(parameter.device_mesh.ndim)):
-            placement = parameter.placements[axis]
+            placement: Any = parameter.placements[axis]
             if not placement.is_replicate():
                 chunks = indices[placement.dim].chunk(parameter.device_mesh.size(axis))
                 mine = coordinates[axis]

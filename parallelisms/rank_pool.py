@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,8 @@ class RankPool:
         results: dict[int, Any] = {}
         pending = {connection: rank for rank, (_, connection) in enumerate(workers)}
         while pending:
-            for connection in wait(list(pending)):
+            for ready in wait(list(pending)):
+                connection = cast(Connection, ready)
                 rank = pending.pop(connection)
                 try:
                     is_error, results[rank] = connection.recv()

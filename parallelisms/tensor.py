@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from parallelisms.plan import plan_of
 from parallelisms.ties import ties_kept
 
 SEQUENCE = Shard(1)
@@ -56,7 +57,7 @@ class _Head(ParallelStyle):
     """Rows of the vocabulary, and the loss on them: it is called with this rank's rows and the group to reduce over."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)]))
+        module.weight = nn.Parameter(distribute_tensor(module.get_parameter("weight"), device_mesh, [Shard(0)]))
         module.register_forward_pre_hook(lambda _module, inputs: self._prepare(device_mesh, *inputs))
         return module
 
@@ -93,7 +94,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     names = [name for name, _ in model.named_modules()]
     with ties_kept(model):
-        for pattern, role in model.plan.tensor_parallel.items():
+        for pattern, role in plan_of(model).tensor_parallel.items():
             matches = [name for name in names if fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")]
             if not matches:
                 raise ValueError(f"the tensor-parallel plan names {pattern!r}, which matches no module")

@@ -123,7 +123,11 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
         {"params": vectors, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
-        groups, betas=tuple(config.optimizer.betas), eps=config.optimizer.eps, fused=False, foreach=False
+        groups,
+        betas=(config.optimizer.betas[0], config.optimizer.betas[1]),
+        eps=config.optimizer.eps,
+        fused=False,
+        foreach=False,
     )
     found = Trajectory()
     for step, micro_batches in enumerate(_batches(config, 0, 1)):
@@ -131,11 +135,9 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
         targets = torch.cat([batch.targets for batch in micro_batches])
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(
-            model.parameters(), config.training.max_norm, config.training.norm_type
-        )
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm, config.training.norm_type)
         if step == 0:
-            found.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            found.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config.lr_schedule, config.optimizer.lr, step)
         optimizer.step()
@@ -168,7 +170,9 @@ def _train(config: Config) -> Trajectory:
 
     def keep_first_gradients(*_: object) -> None:
         if not found.gradients:
-            found.gradients = {name: _whole(p.grad) for name, p in learner.model.named_parameters()}
+            found.gradients = {
+                name: _whole(p.grad) for name, p in learner.model.named_parameters() if p.grad is not None
+            }
 
     learner.optimizer.register_step_pre_hook(keep_first_gradients)
     for step, micro_batches in enumerate(_batches(config, mesh.dp_rank, mesh.sizes.dp)):

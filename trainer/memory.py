@@ -184,7 +184,7 @@ def _checkpointed_layers(config: ActivationCheckpoint, n_layers: int) -> int:
     if config.mode == "budget":
         return n_layers
     layers = layer_numbers(config.layers, n_layers) if config.layers else range(n_layers)
-    return len(layers[:: config.every_nth_layer])
+    return len(layers) // config.every_nth_layer
 
 
 def _loss(config: Config, tp: int, device_type: str) -> int:

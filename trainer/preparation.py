@@ -2,18 +2,19 @@
 
 import os
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from configs.errors import KeelError
 from configs.schema import Config
 from trainer.console import Console
 from trainer.data.prepare import prepare
-from trainer.data.text import documents
+from trainer.data.text import BadFiles, documents
 from trainer.data.tokenizer import train_sentencepiece
 from trainer.lifecycle import EXIT_PREEMPTED, StopRequest
 
 
-class PreparationStopped(KeelError):
+class PreparationStoppedError(KeelError):
     """A signal came while data was prepared; what is finished is kept."""
 
     exit_code = EXIT_PREEMPTED
@@ -25,25 +26,35 @@ def prepare_data(config: Config, console: Console, stop: StopRequest) -> None:
     To be called on one rank.
 
     Raises:
-        PreparationStopped: at a signal.
+        PreparationStoppedError: at a signal.
         UserError: the text, or the folder to write to, does not allow it.
     """
     tokenizer, wanted = config.tokenizer, config.data.prepare
     if tokenizer.path and tokenizer.train_on and not Path(tokenizer.path).exists():
         with console.progress(f"Training a tokenizer of {config.model.vocab_size:,} pieces"):
-            texts = (text for source in tokenizer.train_on for text in documents(source))
+            bad = BadFiles(wanted.max_bad_files if wanted else 0)
+            texts = (text for source in tokenizer.train_on for text in documents(source, bad=bad))
             train_sentencepiece(_until(stop, texts), Path(tokenizer.path), config.model.vocab_size)
-    if wanted and tokenizer.path and not Path(wanted.output).exists():
+    if wanted and tokenizer.path:
+        write = partial(
+            prepare,
+            wanted.input,
+            Path(wanted.output),
+            Path(tokenizer.path),
+            processes=os.cpu_count() or 1,
+            validation_fraction=wanted.validation_fraction,
+            max_bad_files=wanted.max_bad_files,
+        )
+        if Path(wanted.output).exists():
+            write()  # checks that they were made with the same settings
+            return
         with console.progress(f"Writing token files to {wanted.output}", in_bytes=True) as report:
-            prepare(
-                wanted.input,
-                Path(wanted.output),
-                Path(tokenizer.path),
-                processes=os.cpu_count() or 1,
-                validation_fraction=wanted.validation_fraction,
-                max_bad_files=wanted.max_bad_files,
-                progress=lambda *done: _check(stop) or report(*done),
-            )
+
+            def follow(done: int, total: int | None, message: str) -> None:
+                _check(stop)
+                report(done, total, message)
+
+            write(progress=follow)
 
 
 def _until(stop: StopRequest, texts: Iterable[str]) -> Iterator[str]:
@@ -54,5 +65,4 @@ def _until(stop: StopRequest, texts: Iterable[str]) -> Iterator[str]:
 
 def _check(stop: StopRequest) -> None:
     if stop:
-        raise PreparationStopped(f"stopped by {stop.reason} while preparing data; the same command goes on from there")
-
+        raise PreparationStoppedError(f"stopped by {stop.reason} while preparing data; the same command goes on from there")

@@ -7,17 +7,22 @@ import json
 import os
 import time
 import traceback
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from checkpoint.store import on_rank_zero
-from configs.errors import KeelError, UserError
+from configs.errors import ConfigError, KeelError, UserError
 from configs.load import LoadedConfig
+from models import build_model
+from parallelisms.activation_table import activation_table
 from parallelisms.mesh import start_process_group
-from trainer.console import Console
-from trainer.lifecycle import EXIT_PREEMPTED, StopRequest, exit_code, write_status
+from trainer.console import Console, Row
+from trainer.lifecycle import EXIT_PREEMPTED, State, StopRequest, exit_code, write_status
 from trainer.metrics import TimeLedger
 from trainer.summary import closing_rows, closing_title, next_rows, startup_rows
 from trainer.trainer import Trainer, device_name, device_type, run_folder
@@ -26,13 +31,26 @@ from trainer.trainer import Trainer, device_name, device_type, run_folder
 _PATIENCE_SECONDS = 5.0
 
 
+@dataclass(frozen=True)
+class _Launch:
+    """This process's part in the job, as its ending needs it."""
+
+    rank: int
+    folder: Path
+    console: Console
+    stop: StopRequest
+    started: float
+    """Seconds since the epoch: what status.json says from before is about another launch."""
+
+
 def run(job: LoadedConfig, stop: StopRequest) -> int:
     """Run a job on this rank, to its end; returns the process's exit code."""
     rank, folder, ledger = int(os.environ.get("RANK", "0")), run_folder(job.config), TimeLedger()
     trainer = None
     with Console(rank) as console:
+        launch = _Launch(rank, folder, console, stop, started=time.time())
         try:
-            device = start_process_group(device_type(job.config), job.config.job.timeout_seconds)
+            device = start_process_group(device_type(job), job.config.job.timeout_seconds)
             on_rank_zero(dist.group.WORLD, lambda: _open_folder(folder, console))
             trainer = Trainer(job, device, console, stop, ledger)
             if rank == 0:
@@ -43,7 +61,7 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
             dist.destroy_process_group()
             return exit_code(state)
         except BaseException as error:  # torch's CheckpointException is no Exception
-            return _end_badly(error, rank, folder, console, stop, trainer.run.step if trainer else None)
+            return _end_badly(error, launch, trainer.run.step if trainer else None)
 
 
 def _open_folder(folder: Path, console: Console) -> None:
@@ -62,6 +80,22 @@ def _say_hello(trainer: Trainer) -> None:
         config, mesh.sizes, device_name(mesh.device), trainer.peak, data, trainer.folder, trainer.first_step
     )
     trainer.console.table(f"Keel trains {config.job.name}", rows)
+    if trainer.rank == 0 and config.activation_checkpoint.mode != "none":
+        trainer.console.table("What a checkpointed block keeps for its backward pass", _activation_rows(trainer))
+
+
+def _activation_rows(trainer: Trainer) -> list[Row]:
+    config = trainer.config
+    with torch.device("meta"):
+        model = build_model(config.model)
+    table = activation_table(
+        model,
+        config.activation_checkpoint,
+        config.training.seq_len,
+        getattr(torch, config.training.compute_dtype),
+        trainer.device,
+    )
+    return [("", line) for line in str(table).split("\n")]
 
 
 def _say_goodbye(trainer: Trainer, state: str) -> None:
@@ -80,31 +114,33 @@ def _say_goodbye(trainer: Trainer, state: str) -> None:
     write_status(trainer.folder, state, step, "" if state == "done" else reason, checkpoint=str(newest))
 
 
-def _end_badly(
-    error: BaseException, rank: int, folder: Path, console: Console, stop: StopRequest, step: int | None
-) -> int:
+def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
     """Say why, once for all ranks, and leave it in status.json; returns the exit code."""
     code = exit_code("failed", error)
-    if rank > 0:
-        _wait_for_first_rank(folder, stop)
-        if stop:
-            return code
-    status = _status(folder)
-    if status.get("state") == "failed" and status.get("pid") != os.getpid():
+    if launch.rank > 0 and (isinstance(error, ConfigError) or _others_end(launch)):
         return code
-    console.error(str(error) if isinstance(error, KeelError) else "".join(traceback.format_exception(error)))
-    if folder.is_dir():
-        state = "preempted" if code == EXIT_PREEMPTED else "failed"
-        step = status.get("step", 0) if step is None else step
-        write_status(folder, state, step, str(error) or type(error).__name__)
+    launch.console.error(str(error) if isinstance(error, KeelError) else "".join(traceback.format_exception(error)))
+    if launch.folder.is_dir() and not _has_ended(launch):  # the first error of a launch is the cause
+        step = _status(launch.folder).get("step", 0) if step is None else step
+        state: State = "preempted" if code == EXIT_PREEMPTED else "failed"
+        with suppress(OSError):  # it may be why the run fails
+            write_status(launch.folder, state, step, str(error) or type(error).__name__)
     return code
 
 
-def _wait_for_first_rank(folder: Path, stop: StopRequest) -> None:
-    """Until it has said why the run fails, or has ended, whereupon torchrun stops this rank; not for long."""
+def _others_end(launch: _Launch) -> bool:
+    """Whether rank 0 says, in a moment, why the run fails, or has ended, whereupon torchrun stops this rank."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while time.monotonic() < deadline and not stop and _status(folder).get("state") != "failed":
+    while time.monotonic() < deadline:
+        if launch.stop or _has_ended(launch):
+            return True
         time.sleep(0.05)
+    return False
+
+
+def _has_ended(launch: _Launch) -> bool:
+    status = _status(launch.folder)
+    return status.get("state") in ("failed", "preempted") and status.get("time", 0) >= launch.started
 
 
 def _status(folder: Path) -> dict[str, Any]:

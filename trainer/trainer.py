@@ -256,16 +256,16 @@ def run_folder(config: Config) -> Path:
     return Path(config.job.output_dir or f"runs/{config.job.name}")
 
 
-def device_type(config: Config) -> str:
+def device_type(job: LoadedConfig) -> str:
     """ "cpu" or "cuda".
 
     Raises:
-        UserError: cuda is asked for, and there is none.
+        ConfigError: cuda is asked for, and there is none.
     """
-    available = torch.cuda.is_available()
-    if config.job.device == "cuda" and not available:
-        raise UserError('job.device = "cuda", but torch sees no CUDA device here; use "auto" or "cpu"')
-    return "cpu" if config.job.device == "cpu" or not available else "cuda"
+    wanted, available = job.config.job.device, torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise job.error("job.device", 'device is "cuda", but torch sees no CUDA device here; use "auto" or "cpu"')
+    return "cpu" if wanted == "cpu" or not available else "cuda"
 
 
 def device_name(device: torch.device) -> str:

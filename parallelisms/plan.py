@@ -1,0 +1,31 @@
+"""What the techniques ask a model: its plan, in names of its modules (`models/plan.py` says what each part means)."""
+
+from collections.abc import Mapping
+from typing import Protocol, cast
+
+from torch import nn
+
+
+class Plan(Protocol):
+    """The plan as the techniques see it; they know no model, and import none."""
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of the repeated blocks, in forward order."""
+
+    @property
+    def fsdp_groups(self) -> tuple[tuple[str, ...], ...]:
+        """Modules gathered together, in forward order."""
+
+    @property
+    def tensor_parallel(self) -> Mapping[str, str]:
+        """Pattern of module names -> role."""
+
+    @property
+    def save_ops(self) -> tuple[str, ...]:
+        """Patterns of the ops worth keeping for backward."""
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The model's plan."""
+    return cast(Plan, model.plan)
