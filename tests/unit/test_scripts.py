@@ -1,0 +1,55 @@
+"""The scripts that plan and measure, through their command line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+TINY = ["--model.dim", "32", "--model.n_layers", "2", "--model.ffn_dim", "64", "--model.vocab_size", "256"]
+TINY += ["--training.seq_len", "32"]
+
+
+def run_script(name, *words):
+    return subprocess.run(
+        [sys.executable, f"scripts/{name}", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_plan_of_7b_over_8_ranks_takes_no_memory_for_it():
+    done = run_script("plan.py", "--config", "llama_7b.toml", "--ranks", "8")
+    assert done.returncode == 0, done.stderr
+    assert "6.74 B parameters" in done.stdout
+    assert "3.14 GiB of parameters" in done.stdout  # 6,738,415,616 x 4 bytes / 8
+    peak = done.stdout.split("this process")[1].split()
+    assert peak[1] == "MiB"  # and not GiB
+    assert float(peak[0]) < 1000
+
+
+def test_a_plan_that_no_mesh_fits_is_refused():
+    done = run_script("plan.py", "--config", "llama_70b.toml", "--ranks", "7")
+    assert done.returncode == 78
+    assert "does not divide 7" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_benchmark_measures_what_it_says(tmp_path):
+    path = tmp_path / "speed.json"
+    variants = ["--variants", "bare-eager,keel-eager", "--rounds", "2", "--steps", "1"]
+    done = run_script("benchmark.py", "--config", "benchmark_10m.toml", "--json", str(path), *variants, *TINY)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(path.read_text())
+    for row in figures["variants"].values():
+        assert row["tokens_per_second"] == pytest.approx(4 * 32 / (sum(row["seconds"]) / 2))
+        assert row["mfu"] is None  # no peak is known of a CPU
+    ratios = [b / k for b, k in zip(*(figures["variants"][f"{n}-eager"]["seconds"] for n in ("bare", "keel")), strict=True)]
+    assert figures["keel_over_bare"] == {"eager": pytest.approx(sum(ratios) / 2)}
+
+
+def test_the_parity_script_lists_its_rows():
+    done = run_script("parity.py", "--list")
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) == 84
+    assert run_script("parity.py", "--rows", "nothing like it").returncode == 1
