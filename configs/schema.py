@@ -278,7 +278,7 @@ class Validation(Table):
     sequences: PositiveInt = 64
     """Sequences a validation."""
     sources: list[Source] = []
-    """The validation sources; read in order, from their start."""
+    """What is read; of token files a fair sample, the same at every validation and under every seed."""
 
 
 class Metrics(Table):

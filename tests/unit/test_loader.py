@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from configs.errors import UserError
 from configs.schema import Config
 from trainer.data.loader import IGNORED, build_loader, merge_state_dicts
-from trainer.data.order import Mixture, derive_key, permute
+from trainer.data.order import Epochs, Mixture, derive_key, permute
 from trainer.data.prefetch import Prefetcher
 from trainer.data.token_file import TokenFileWriter
 from trainer.data.tokenizer import load_tokenizer, train_sentencepiece
@@ -230,7 +230,8 @@ def test_validation_is_every_sequence_once_and_every_pass_the_same(corpus, dp_si
         assert all(batch.tokens.shape == (micro_batch, SEQ_LEN) for batch in batches)
         assert sum(int((batch.targets != IGNORED).sum()) for batch in batches) == 5 * SEQ_LEN
         seen = {s: batch.targets[row].tolist() for batch in batches for row, s in enumerate(batch.samples)}
-        assert seen == {i: tokens[i * SEQ_LEN + 1 : (i + 1) * SEQ_LEN + 1].tolist() for i in range(5)}
+        starts = Epochs("code", (len(tokens) - 1) // SEQ_LEN, seed=0).window(np.arange(5)) * SEQ_LEN
+        assert seen == {i: tokens[start + 1 : start + SEQ_LEN + 1].tolist() for i, start in enumerate(starts)}
     for loader in loaders:
         loader.close()
 

@@ -28,16 +28,21 @@ def read(source, ordinal, seq_len=SEQ_LEN):
     return tokens.tolist(), np.flatnonzero(starts).tolist()
 
 
-def test_windows_in_order_are_slices_that_share_one_token(folder):
-    source = TokenSource("web", folder, SEQ_LEN, seed=0, ordered=True)
+def test_windows_are_slices_that_share_one_token(folder):
+    source = TokenSource("web", folder, SEQ_LEN, seed=0)
     assert source.n_windows == (50 - 1) // SEQ_LEN
-    for i in range(6):
-        tokens, _ = read(source, i)
-        assert tokens == list(range(i * SEQ_LEN, (i + 1) * SEQ_LEN + 1))
+    windows = sorted(read(source, i)[0] for i in range(6))
+    assert windows == [list(range(i * SEQ_LEN, (i + 1) * SEQ_LEN + 1)) for i in range(6)]
+
+
+def test_what_is_read_once_is_a_fair_sample_that_no_seed_changes(folder):
+    orders = [[read(TokenSource("web", folder, SEQ_LEN, seed, once=True), i)[0] for i in range(6)] for seed in (0, 1)]
+    assert orders[0] == orders[1]
+    assert orders[0] != sorted(orders[0])
 
 
 def test_document_starts_are_marked(folder):
-    source = TokenSource("web", folder, SEQ_LEN, seed=0, ordered=True)
+    source = TokenSource("web", folder, SEQ_LEN, seed=0)
     begins = {document[0] for document in DOCUMENTS}
     for i in range(6):
         tokens, starts = read(source, i)
@@ -61,7 +66,7 @@ def test_a_corpus_too_short_for_a_window_shows_the_arithmetic(folder):
 
 
 def test_validation_does_not_begin_anew_silently(folder):
-    source = TokenSource("web", folder, SEQ_LEN, seed=0, ordered=True)
+    source = TokenSource("web", folder, SEQ_LEN, seed=0, once=True)
     with pytest.raises(UserError, match="7 windows are asked of it, but its 50 tokens make 6"):
         source.addresses(np.arange(7))
 

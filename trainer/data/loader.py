@@ -186,8 +186,7 @@ def build_loader(
 
     Args:
         start_sample: where training goes on; a step's end.
-        validation: read validation.sequences samples of validation.sources instead, from their start and in order,
-            each pass the same and in the same number of micro-batches on all ranks (the last may be padded).
+        validation: read validation.sequences samples of validation.sources instead, each pass the same and in the same number of micro-batches on all ranks (the last may be padded).
         states: `sources` of the merged state dict of the run that goes on here.
 
     Raises:
@@ -264,7 +263,7 @@ def _build_source(
     assert source.path is not None  # that, and text's tokenizer, configs.checks has seen to
     if source.kind == "tokens":
         folder = TokenFolder(source.path, vocab_size, tokenizer.hash if tokenizer else None)
-        return TokenSource(source.name, folder, seq_len, seed, ordered=validation)
+        return TokenSource(source.name, folder, seq_len, seed, once=validation)
     assert tokenizer is not None
     n_shards = 1 if validation else source.virtual_shards  # validation reads from the start, in order
     return TextSource(source.path, source.text_key, tokenizer, seq_len, n_shards, repeat=not validation, state=state)

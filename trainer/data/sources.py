@@ -40,8 +40,11 @@ class TokenSource:
     predicted once an epoch. The up to seq_len - 1 tokens after the last whole window are left out.
     """
 
-    def __init__(self, name: str, folder: TokenFolder, seq_len: int, seed: int, ordered: bool = False) -> None:
-        """Read `folder` in epochs keyed by (seed, name) or, if `ordered`, once from its start.
+    def __init__(self, name: str, folder: TokenFolder, seq_len: int, seed: int, once: bool = False) -> None:
+        """Read `folder` in epochs keyed by (seed, name); `once`: a single epoch, in the same order under every seed.
+
+        Validation reads once, and in an order of its own even so: the first windows of a folder are neighbors, and
+        no fair sample of it.
 
         Raises UserError if the folder is too short for one window.
         """
@@ -52,19 +55,18 @@ class TokenSource:
                 f"{seq_len} needs {seq_len} + 1 (the last target). Prepare more text, or lower training.seq_len."
             )
         self._folder, self._seq_len = folder, seq_len
-        self._epochs = None if ordered else Epochs(name, self.n_windows, seed)
+        self._once = once
+        self._epochs = Epochs(name, self.n_windows, seed=0 if once else seed)
 
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:
         """The first token of each window; see `SampleSource`."""
-        if self._epochs is not None:
-            return self._epochs.window(ordinals) * self._seq_len
-        if ordinals.size and ordinals.max() >= self.n_windows:
+        if self._once and ordinals.size and ordinals.max() >= self.n_windows:
             raise UserError(
                 f"{self._folder.path}: {int(ordinals.max()) + 1} windows are asked of it, but its "
                 f"{self._folder.n_tokens} tokens make {self.n_windows} of training.seq_len = {self._seq_len}. "
                 "Lower validation.sequences, or prepare more text."
             )
-        return ordinals * self._seq_len
+        return self._epochs.window(ordinals) * self._seq_len
 
     def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
         """Fetch the window whose first token is `address`; see `SampleSource`."""

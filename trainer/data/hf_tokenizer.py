@@ -1,0 +1,165 @@
+"""Keel's tokenizers as Hugging Face's: the files that `transformers` and what builds on it read.
+
+A `tokenizer.json` goes as it is. A SentencePiece model goes as it is, too, and beside it as the `tokenizer.json` that
+gives the same ids, so that no reader has to guess at its settings (`LlamaTokenizer`, for one, puts a space before the
+text unless it is told not to). Two differences remain, both in what `transformers` takes for text: it reads "<s>" as the
+mark (with `split_special_tokens = True` it doesn't), and the character U+2581 as a space.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from checkpoint.hf import TokenizerFiles
+from configs.errors import KeelError, UserError
+from trainer.data.tokenizer import SPACE, load_tokenizer
+
+SENTENCEPIECE_NAME = "tokenizer.model"
+JSON_NAME = "tokenizer.json"
+
+_BPE = 2
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+"""Numbers of sentencepiece_model.proto: TrainerSpec.ModelType and SentencePiece.Type."""
+
+
+def tokenizer_files(path: str | Path | None) -> TokenizerFiles:
+    """The files for a Hugging Face folder of the tokenizer at `path`; none if there is no tokenizer.
+
+    Raises: UserError if it can't be read, or has no exact counterpart.
+    """
+    if path is None:
+        return TokenizerFiles()
+    path = Path(path)
+    tokenizer, content = load_tokenizer(path), path.read_bytes()
+    if path.suffix == ".json":
+        files, tokens = {JSON_NAME: content}, _tokens_of_json(json.loads(content))
+    else:
+        model = _parse(path, content)
+        tokens = {i: piece.piece for i, piece in enumerate(model.pieces)}
+        files = {SENTENCEPIECE_NAME: content, JSON_NAME: _json_bytes(_to_json(model, tokenizer.bos_id))}
+    marks = {"bos_token": tokens.get(tokenizer.bos_id), "eos_token": tokens.get(tokenizer.eos_id)}
+    files["tokenizer_config.json"] = _json_bytes(
+        # The class that takes tokenizer.json as it is, in all versions.
+        {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        | {name: token for name, token in marks.items() if token is not None}
+    )
+    return TokenizerFiles(files, tokenizer.bos_id, tokenizer.eos_id)
+
+
+def find_tokenizer(folder: Path) -> Path | None:
+    """The tokenizer in a Hugging Face folder that Keel reads, or None.
+
+    SentencePiece first, where it is one: it is the original, and Keel's own when Keel has made the folder. (Llama 3's
+    `tokenizer.model` is of another kind.)
+    """
+    for name in (SENTENCEPIECE_NAME, JSON_NAME):
+        try:
+            load_tokenizer(folder / name)
+        except KeelError:
+            continue
+        return folder / name
+    return None
+
+
+def _tokens_of_json(content: dict[str, Any]) -> dict[int, str]:
+    tokens = {i: token for token, i in content["model"]["vocab"].items()} if _has_ids(content) else {}
+    return tokens | {added["id"]: added["content"] for added in content.get("added_tokens", [])}
+
+
+def _has_ids(content: dict[str, Any]) -> bool:
+    return isinstance(content["model"].get("vocab"), dict)
+
+
+def _parse(path: Path, content: bytes) -> Any:
+    """The model's description. Raises: UserError if tokenizer.json can't express it exactly."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto.FromString(content)
+    normalizer = model.normalizer_spec
+    unlike = {
+        "it is no BPE model": model.trainer_spec.model_type != _BPE,
+        "it normalizes text": bool(normalizer.precompiled_charsmap) or normalizer.remove_extra_whitespaces,
+        "it does not mark spaces": not normalizer.escape_whitespaces,
+        "it puts spaces at the end of words": model.trainer_spec.treat_whitespace_as_suffix,
+        "it has no byte pieces": not model.trainer_spec.byte_fallback,
+        "it has user-defined pieces": any(piece.type == _USER_DEFINED for piece in model.pieces),
+    }
+    reasons = [reason for reason, holds in unlike.items() if holds]
+    if reasons:
+        raise UserError(f"{path} has no exact counterpart as a {JSON_NAME}: {'; '.join(reasons)}")
+    return model
+
+
+def _to_json(model: Any, bos_id: int | None) -> dict[str, Any]:
+    """The tokenizer.json of a SentencePiece BPE model: its pieces, and the merges that its scores stand for."""
+    pieces = {piece.piece: i for i, piece in enumerate(model.pieces)}
+    unknown = model.trainer_spec.unk_id
+    marks = [i for i, piece in enumerate(model.pieces) if piece.type in (_UNKNOWN, _CONTROL)]
+    prefix = [{"type": "Prepend", "prepend": SPACE}] if model.normalizer_spec.add_dummy_prefix else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    space = {"pattern": {"String": " "}, "content": SPACE}
+    back = {"pattern": {"String": SPACE}, "content": " "}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_mark(i, model.pieces[i].piece) for i in marks],
+        "normalizer": {"type": "Sequence", "normalizers": [*prefix, {"type": "Replace", **space}]},
+        "pre_tokenizer": None,
+        "post_processor": None if bos_id is None else _bos_first(bos_id, model.pieces[bos_id].piece),
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [{"type": "Replace", **back}, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": model.pieces[unknown].piece,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": pieces,
+            "merges": _merges(model),
+        },
+    }
+
+
+def _merges(model: Any) -> list[list[str]]:
+    """Every pair of pieces that makes a piece, the best score first.
+
+    SentencePiece merges, of all neighbors that make a piece, those with the best score; a tokenizer.json lists the
+    pairs in their order. Pairs that make the same piece are in the order of their halves' ids.
+    """
+    ids = {piece.piece: i for i, piece in enumerate(model.pieces) if piece.type == _NORMAL}
+    merges = []
+    for piece in ids:
+        halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+        pairs = [(ids[left], ids[right]) for left, right in halves if left in ids and right in ids]
+        merges += [(-model.pieces[ids[piece]].score, *pair) for pair in pairs]
+    return [[model.pieces[left].piece, model.pieces[right].piece] for _, left, right in sorted(merges)]
+
+
+def _mark(i: int, content: str) -> dict[str, Any]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {"id": i, "content": content, **flags}
+
+
+def _bos_first(bos_id: int, bos: str) -> dict[str, Any]:
+    """What puts BOS before a text, as Keel puts it before every document."""
+
+    def sequence(name: str, type_id: int) -> list[dict[str, Any]]:
+        mark = {"SpecialToken": {"id": bos, "type_id": type_id}}
+        return [mark, {"Sequence": {"id": name, "type_id": type_id}}]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": sequence("A", 0),
+        "pair": [*sequence("A", 0), *sequence("B", 1)],
+        "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
+    }
+
+
+def _json_bytes(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode()
