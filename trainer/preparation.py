@@ -14,7 +14,7 @@ from trainer.data.tokenizer import train_sentencepiece
 from trainer.lifecycle import EXIT_PREEMPTED, StopRequest
 
 
-class PreparationStoppedError(KeelError):
+class PreparationStopped(KeelError):
     """A signal came while data was prepared; what is finished is kept."""
 
     exit_code = EXIT_PREEMPTED
@@ -26,7 +26,7 @@ def prepare_data(config: Config, console: Console, stop: StopRequest) -> None:
     To be called on one rank.
 
     Raises:
-        PreparationStoppedError: at a signal.
+        PreparationStopped: at a signal.
         UserError: the text, or the folder to write to, does not allow it.
     """
     tokenizer, wanted = config.tokenizer, config.data.prepare
@@ -54,7 +54,9 @@ def prepare_data(config: Config, console: Console, stop: StopRequest) -> None:
                 _check(stop)
                 report(done, total, message)
 
-            write(progress=follow)
+            record = write(progress=follow)
+        for message in record["bad_files"]:
+            console.warning(f"left out, as data.prepare.max_bad_files allows: {message}")
 
 
 def _until(stop: StopRequest, texts: Iterable[str]) -> Iterator[str]:
@@ -65,4 +67,4 @@ def _until(stop: StopRequest, texts: Iterable[str]) -> Iterator[str]:
 
 def _check(stop: StopRequest) -> None:
     if stop:
-        raise PreparationStoppedError(f"stopped by {stop.reason} while preparing data; the same command goes on from there")
+        raise PreparationStopped(f"stopped by {stop.reason} while preparing data; the same command goes on from there")

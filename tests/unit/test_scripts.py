@@ -44,7 +44,8 @@ def test_the_benchmark_measures_what_it_says(tmp_path):
     for row in figures["variants"].values():
         assert row["tokens_per_second"] == pytest.approx(4 * 32 / (sum(row["seconds"]) / 2))
         assert row["mfu"] is None  # no peak is known of a CPU
-    ratios = [b / k for b, k in zip(*(figures["variants"][f"{n}-eager"]["seconds"] for n in ("bare", "keel")), strict=True)]
+    bare, keel = (figures["variants"][f"{name}-eager"]["seconds"] for name in ("bare", "keel"))
+    ratios = [b / k for b, k in zip(bare, keel, strict=True)]
     assert figures["keel_over_bare"] == {"eager": pytest.approx(sum(ratios) / 2)}
 
 

@@ -186,7 +186,8 @@ def build_loader(
 
     Args:
         start_sample: where training goes on; a step's end.
-        validation: read validation.sequences samples of validation.sources instead, each pass the same and in the same number of micro-batches on all ranks (the last may be padded).
+        validation: read validation.sequences samples of validation.sources instead, each pass the same and in the same
+            number of micro-batches on all ranks (the last may be padded).
         states: `sources` of the merged state dict of the run that goes on here.
 
     Raises:
