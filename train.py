@@ -23,6 +23,8 @@ def main() -> int:
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
+        else:
+            stop.wait(5.0)  # for torchrun, which ends all ranks with the first: the one that speaks should be that
         return error.exit_code
     from trainer.run import run
 

@@ -1,9 +1,9 @@
 """When a checkpoint is written, and which one a run goes on from.
 
 The manager owns the folder `checkpoints/` of a run. Saving is: snapshot the state (asynchronous: in CPU memory, while
-training goes on), write it under a temporary name, commit. Loading is: choose, check everything that can be checked,
-and only then touch the first tensor. All methods are collective: every rank calls them, at the same step, and where
-one rank fails all of them raise the same error, so that none is left waiting.
+training goes on), write it under a temporary name, commit, then remove what is not kept any more. Loading is: choose,
+check everything that can be checked, and only then touch the first tensor. All methods are collective: every rank calls
+them, at the same step, and where one rank fails all of them raise the same error, so that none is left waiting.
 
 Two process groups of its own keep it out of training's way: one for the writer (a background thread must not share a
 group with the main thread: collectives would pair up wrongly), one on which the ranks agree, in the main thread, that
@@ -11,37 +11,44 @@ a write is over.
 """
 
 import json
+import math
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
+from checkpoint import folder as folders
 from checkpoint import manifest as manifests
 from checkpoint import store
-from checkpoint.manifest import Manifest, Origin, RunChange
+from checkpoint.manifest import Damaged, FileEntry, Manifest, Origin, RunChange, damaged
 from checkpoint.safe_read import read_metadata
-from checkpoint.store import State, on_rank_zero
+from checkpoint.store import SaveFailed, Shard, State, on_rank_zero, save_failed
+from checkpoint.verify import content_damages
 from configs.errors import ConfigError, UserError
 from configs.schema import Checkpoint
 
 TrainerState = dict[str, Any]
 SHOWN_DIFFERENCES = 8
+MODEL, OPTIMIZER = "model.", "optimizer."
 
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoint that a run goes on from."""
+    """A checkpoint that has passed every check but that of its tensors."""
 
     folder: Path
     manifest: Manifest
+    metadata: Metadata
     trainer_state: TrainerState
 
 
@@ -53,7 +60,14 @@ class _Save:
     unfinished: Path
     draft: Manifest
     trainer_text: str
-    result: "Future[Manifest]"
+    result: "Future[_Saved]"
+
+
+@dataclass(frozen=True)
+class _Saved:
+    manifest: Manifest
+    pruned: list[str]
+    """What may be said of the checkpoints that the settings did not keep, a line each."""
 
 
 class CheckpointManager:
@@ -63,8 +77,12 @@ class CheckpointManager:
     resolved: the whole config as JSON-able tables; stored in every checkpoint, and compared on a resume.
     mesh: sizes of the mesh by name; stored for the reader's information.
     run_key_diff: of an old and a new resolved config, the lines that tell which run keys differ (configs.run_change).
-    allow_run_change: go on although run keys have changed; later checkpoints record it.
+    allow_run_change: go on although run keys or the tokenizer have changed; later checkpoints record it.
     log: called on rank 0 with one line for people.
+    warn: the same, for what they must not overlook.
+    tokenizer_hash: of the tokenizer's file; None without a tokenizer.
+
+    The order of calls: `resume`, `begin_line`, then for every step `poll` and perhaps `save`, at last `close`.
     """
 
     def __init__(
@@ -76,6 +94,8 @@ class CheckpointManager:
         run_key_diff: Callable[[dict[str, Any], dict[str, Any]], list[str]],
         allow_run_change: bool,
         log: Callable[[str], None],
+        warn: Callable[[str], None],
+        tokenizer_hash: str | None = None,
     ) -> None:
         self._folder = folder
         self._settings = settings
@@ -85,126 +105,124 @@ class CheckpointManager:
         self._run_key_diff = run_key_diff
         self._allow_run_change = allow_run_change
         self._log = log if dist.get_rank() == 0 else lambda line: None
+        self._warn = warn if dist.get_rank() == 0 else lambda line: None
+        self._tokenizer_hash = tokenizer_hash
         self._writers = dist.new_group(backend="gloo")
         self._voters = dist.new_group(backend="gloo")
         self._stager = store.Stager()
         self._pending: _Save | None = None
         self._vote: _Vote | None = None
+        self._clock = _Clock(settings.interval_minutes, self._voters)
+        self._found: Found | None = None
         self._run_id = ""
         self._last: Origin | None = None
+        self._initialized_from: Origin | None = None
         self._run_changes: list[RunChange] = []
+        self._failures: list[SaveFailed] = []
+        """Of the saves since the last that succeeded."""
 
     def should_save(self, step: int) -> bool:
-        """Whether `checkpoint.interval` asks for a checkpoint after `step` steps."""
-        return self._settings.interval > 0 and step % self._settings.interval == 0
+        """Whether `checkpoint.interval` or `interval_minutes` asks for a checkpoint after `step` steps."""
+        return self._clock.is_due or (self._settings.interval > 0 and step % self._settings.interval == 0)
 
     def latest_step(self) -> int | None:
         """Step of the checkpoint that was last loaded or committed."""
         return self._last.step if self._last else None
 
+    # ------------------------------------------------------------------ loading
+
     def resume(self, state: State) -> TrainerState | None:
         """Load what `checkpoint.load` chooses into `state`, in place, and return the trainer state saved with it.
 
-        To be called once, before the first save. Returns None, with `state` untouched, if the run starts anew.
-        Checkpoints that the run does not go on from (later steps; all of them if it starts anew or from another
-        folder) are moved to `abandoned-001/` and so on: they are kept, but never picked up again or written over.
-        Raises: ConfigError if the choice isn't there, or is of another model or of other run keys; UserError if it is
-        damaged or of a newer format, or the folder can't be written. `state` is untouched by all but a file whose
-        content is damaged.
+        Returns None if the run starts anew; then `state` is untouched, but for the weights that
+        `checkpoint.init_from` names. Nothing on the disk is changed.
+        Raises: ConfigError if the choice isn't there, or is of another model, tokenizer or other run keys; Damaged if
+        it (and with `on_damage = "fall_back"` each one before it) is damaged; UserError if it is of a newer format.
         """
-        found = on_rank_zero(self._writers, self._choose)
-        if found:
-            self._check_run_keys(found)
-            self._load(found, state)
-        self._start_line(found)
-        return found.trainer_state if found else None
+        choice = on_rank_zero(self._writers, lambda: folders.choose(self._folder, self._settings.load))
+        problems: list[str] = []
+        for folder in choice.candidates:
+            try:
+                self._found = self._load(folder, state)
+            except Damaged as error:
+                problems.append(str(error))
+                if self._settings.on_damage == "stop" or folder is choice.candidates[-1]:
+                    raise Damaged("\n".join(problems)) from None
+                self._warn(f"{error}; trying the one before (checkpoint.on_damage)")
+                continue
+            self._log(f"going on from {folder}: {choice.reason}{', all newer ones are damaged' if problems else ''}")
+            return self._found.trainer_state
+        self._initialize(state, choice.reason)
+        return None
 
-    def save(self, step: int, state: State, trainer_state: TrainerState) -> float:
-        """Write a checkpoint of the run after `step` steps; returns the seconds that training stood still.
+    def begin_line(self) -> None:
+        """Make the folder ready for the checkpoints to come. To be called once, when nothing can go wrong any more.
 
-        trainer_state: JSON-able, with the `tokens` trained on so far. Both states are saved as they are now, also when
-        the writing goes on in the background. Waits for a save that is still under way. A step that this run has saved
-        already, or was loaded from, is skipped.
-        Raises: UserError on all ranks if the disk refuses, also for a save that ran in the background until now.
+        Removes what interrupted saves left behind. Checkpoints that the run does not go on from (later steps; all of
+        them if it starts anew or from another folder) are moved aside; see checkpoint.folder.
+        Raises: UserError if the folder can't be written.
         """
-        started = time.perf_counter()
-        self.wait()
-        folder = manifests.step_folder(self._folder, step)
-        unfinished = on_rank_zero(self._writers, lambda: _begin(folder, step == self.latest_step()))
-        if unfinished is None:
-            self._log(f"checkpoint {folder.name} is there already")
-            return time.perf_counter() - started
-        draft = self._draft(step, trainer_state["tokens"])
-        self._pending = _Save(started, unfinished, draft, json.dumps(trainer_state), Future())
-        shards = store.shards_of(state)
-        if self._settings.mode == "async":
-            arguments = (self._pending, self._stager.stage(shards))
-            # A daemon: if training dies, the process must not linger until a collective times out.
-            threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True).start()
+        on_rank_zero(self._writers, lambda: folders.prepare(self._folder, self._log))
+        found = self._found
+        is_own = found is not None and found.folder.resolve().parent == self._folder.resolve()
+        newest_kept = found.manifest.step if found and is_own else None
+        aside = on_rank_zero(self._writers, lambda: folders.set_aside(self._folder, newest_kept))
+        if aside:
+            self._log(f"checkpoints that this run does not go on from were moved to {aside}")
+        if found and is_own and not aside:
+            self._run_id = found.manifest.run_id
         else:
-            self._write(self._pending, shards)
-            self.wait()
-        stall = time.perf_counter() - started
-        self._log(f"checkpoint {folder.name}: training waited {stall:.3f} s")
-        return stall
+            self._run_id = on_rank_zero(self._writers, lambda: uuid4().hex)
 
-    def poll(self) -> None:
-        """See whether the save in the background is over. To be called by all ranks once a step; never waits for long.
+    def _load(self, folder: Path, state: State) -> Found:
+        found = on_rank_zero(self._writers, lambda: _read(folder))
+        changes = self._changes(found)
+        self._verify(found)
+        self._fill(found, state, _may_resume_from)
+        self._last = Origin(found.manifest.run_id, found.manifest.step)
+        self._initialized_from = found.manifest.initialized_from
+        self._run_changes = [*found.manifest.run_changes, *changes]
+        return found
 
-        The ranks vote, and the result of one poll's vote counts at the next, by when it has long arrived: so all ranks
-        learn at the same step that the save has ended, or why it failed.
-        Raises: UserError on all ranks if the disk refused on one.
-        """
-        if self._pending is None:
+    def _initialize(self, state: State, reason: str) -> None:
+        """Start anew, from the weights that `checkpoint.init_from` names, or from those that are there."""
+        if self._settings.init_from is None:
+            self._log(f"starting from newly drawn weights: {reason}")
             return
-        if self._vote is not None and self._vote.is_unanimous():
-            self.wait()
-        else:
-            self._vote = _Vote(self._pending.result.done(), self._voters)
+        folder = Path(self._settings.init_from)
+        found = on_rank_zero(self._writers, lambda: _read(folder))
+        theirs = found.manifest.tokenizer_hash
+        if theirs and self._tokenizer_hash and theirs != self._tokenizer_hash and not self._allow_run_change:
+            raise ConfigError(
+                f"checkpoint.init_from: the weights in {found.folder} were trained with another tokenizer, to whose "
+                "tokens their embedding belongs; set tokenizer.path to it, or --job.allow_run_change true"
+            )
+        self._verify(found)
+        weights = {name: tensor for name, tensor in state.items() if name.startswith(MODEL)}
+        tensors = {name: entry for name, entry in found.metadata.state_dict_metadata.items() if name.startswith(MODEL)}
+        found = replace(found, metadata=replace(found.metadata, state_dict_metadata=tensors))
+        self._fill(found, weights, lambda name, saved: saved.is_floating_point)
+        self._initialized_from = Origin(found.manifest.run_id, found.manifest.step)
+        self._log(f"starting from the weights of {found.folder} (checkpoint.init_from): {reason}")
 
-    def wait(self) -> None:
-        """Wait until no save is under way. Raises: UserError on all ranks if the disk refused on one."""
-        if self._pending is None:
-            return
-        if self._vote is not None:
-            self._vote.is_unanimous()
-        save, self._pending, self._vote = self._pending, None, None
-        manifest = save.result.result()
-        self._last = Origin(manifest.run_id, manifest.step)
-        megabytes = sum(entry.size for entry in manifest.files.values()) / 1e6
-        seconds = time.perf_counter() - save.started
-        name = manifests.step_folder(self._folder, manifest.step).name
-        self._log(f"checkpoint {name}: committed, {megabytes:.1f} MB, {seconds:.1f} s after its step")
+    def _verify(self, found: Found) -> None:
+        """Compare the content of every file with its hash, if `checkpoint.verify` says so."""
+        files = found.manifest.files
+        if self._settings.verify == "hash":
+            started = time.perf_counter()
+            if problems := content_damages(found.folder, files, self._writers):
+                raise damaged(found.folder, "; ".join(problems))
+            seconds = time.perf_counter() - started
+            self._log(f"{found.folder}: all {len(files)} files are as they were written ({seconds:.1f} s)")
 
-    def close(self) -> None:
-        """Wait for the last save and give the process groups back. Not for a crash: it waits for the other ranks."""
-        self.wait()
-        dist.destroy_process_group(self._writers)
-        dist.destroy_process_group(self._voters)
-
-    # ------------------------------------------------------------------ loading
-
-    def _choose(self) -> Found | None:
-        """On rank 0: make the folder ready, and find what `checkpoint.load` names."""
-        prepare(self._folder, self._log)
-        folder = find(self._folder, self._settings.load)
-        if folder is None:
-            reason = "checkpoint.load is none" if self._settings.load == "none" else f"{self._folder} has no checkpoint"
-            self._log(f"starting from the initial weights: {reason}")
-            return None
-        manifest = manifests.read_manifest(folder)
-        try:
-            trainer_state = json.loads((folder / manifests.TRAINER_NAME).read_text())
-        except (OSError, ValueError) as error:
-            raise manifests.damaged(folder, f"{manifests.TRAINER_NAME} can't be read: {error}") from None
-        self._log(f"going on from {folder}: checkpoint.load is {self._settings.load}")
-        return Found(folder, manifest, trainer_state)
-
-    def _check_run_keys(self, found: Found) -> None:
-        changes = list(self._run_key_diff(found.manifest.config, self._config))
-        self._run_changes = list(found.manifest.run_changes)
+    def _changes(self, found: Found) -> list[RunChange]:
+        """What of the run has changed since the checkpoint; an error unless that is allowed."""
+        manifest = found.manifest
+        changes = list(self._run_key_diff(manifest.config, self._config))
+        if manifest.tokenizer_hash != self._tokenizer_hash:
+            changes.append(f"content of the tokenizer: {manifest.tokenizer_hash} -> {self._tokenizer_hash}")
         if not changes:
-            return
+            return []
         lines = "".join(f"\n  {change}" for change in changes)
         if not self._allow_run_change:
             raise ConfigError(
@@ -212,12 +230,12 @@ class CheckpointManager:
                 "Change it back, or choose another job.output_dir, or go on with --job.allow_run_change true"
             )
         self._log(f"run keys have changed since the checkpoint, as job.allow_run_change allows:{lines}")
-        self._run_changes.append(RunChange(found.manifest.step, changes))
+        return [RunChange(manifest.step, changes)]
 
-    def _load(self, found: Found, state: State) -> None:
-        metadata = on_rank_zero(self._writers, lambda: read_metadata(found.folder))
+    def _fill(self, found: Found, state: State, may_convert: Callable[[str, torch.dtype], bool]) -> None:
+        """Load the tensors, after a comparison of names, shapes and dtypes on all ranks."""
         shards = store.shards_of(state)
-        differences = store.differences(metadata, shards, self._writers)
+        differences = store.differences(found.metadata, shards, self._writers, may_convert)
         if differences:
             lines = "".join(f"\n  {line}" for line in differences[:SHOWN_DIFFERENCES])
             more = len(differences) - SHOWN_DIFFERENCES
@@ -227,26 +245,117 @@ class CheckpointManager:
                 "Set [model] and [optimizer] to what they were, or choose another checkpoint.load or job.output_dir"
             )
         started = time.perf_counter()
-        store.read(found.folder, metadata, shards, self._writers)
+        store.read(found.folder, found.metadata, shards, self._writers)
         self._log(f"loaded step {found.manifest.step} in {time.perf_counter() - started:.1f} s")
-
-    def _start_line(self, found: Found | None) -> None:
-        """Settle the identity of the checkpoints to come, and set those aside that aren't in their line."""
-        is_own = found is not None and found.folder.resolve().parent == self._folder.resolve()
-        newest_kept = found.manifest.step if found and is_own else None
-        aside = on_rank_zero(self._writers, lambda: set_aside(self._folder, newest_kept))
-        if aside:
-            self._log(f"checkpoints that this run does not go on from were moved to {aside}")
-        if found:
-            self._last = Origin(found.manifest.run_id, found.manifest.step)
-        if found and is_own and not aside:
-            self._run_id = found.manifest.run_id
-        else:
-            self._run_id = on_rank_zero(self._writers, lambda: uuid4().hex)
 
     # ------------------------------------------------------------------ saving
 
-    def _draft(self, step: int, tokens: int) -> Manifest:
+    def save(
+        self,
+        step: int,
+        state: State,
+        trainer_state: TrainerState,
+        data_fingerprint: Mapping[str, str] | None = None,
+        validation_loss: float | None = None,
+    ) -> float:
+        """Write a checkpoint of the run after `step` steps; returns the seconds that training stood still.
+
+        trainer_state: JSON-able, with the `tokens` trained on so far. Both states are saved as they are now, also when
+        the writing goes on in the background. Waits for a save that is still under way. A step that this run has saved
+        already, or was loaded from, is skipped.
+        data_fingerprint: what the content of each source of data hashes to.
+        validation_loss: if it was measured at this step.
+        Raises: SaveFailed on all ranks when the disk has refused `max_save_failures` times in a row, this save, or the
+        one that ran in the background until now, included; before that it is a warning, and the run may go on.
+        """
+        started = time.perf_counter()
+        self.wait()
+        self._clock.start()
+        folder = manifests.step_folder(self._folder, step)
+        try:
+            unfinished = on_rank_zero(self._writers, lambda: _begin(folder, step == self.latest_step()))
+        except SaveFailed as error:
+            self._failed(error)
+            return time.perf_counter() - started
+        if unfinished is None:
+            self._log(f"checkpoint {folder.name} is there already")
+            return time.perf_counter() - started
+        draft = self._draft(step, trainer_state["tokens"], data_fingerprint or {}, validation_loss)
+        self._pending = _Save(started, unfinished, draft, json.dumps(trainer_state), Future())
+        self._start(self._pending, store.shards_of(state))
+        stall = time.perf_counter() - started
+        self._log(f"checkpoint {folder.name}: training waited {stall:.3f} s")
+        return stall
+
+    def poll(self) -> None:
+        """See whether the save in the background is over. To be called by all ranks once a step; never waits for long.
+
+        The ranks vote, and the result of one poll's vote counts at the next, by when it has long arrived: so all ranks
+        learn at the same step that the save has ended, or why it failed, and that `interval_minutes` have passed.
+        Raises: SaveFailed as `save` does.
+        """
+        self._clock.poll()
+        if self._pending is None:
+            return
+        if self._vote is not None and self._vote.is_unanimous():
+            self.wait()
+        else:
+            self._vote = _Vote(self._pending.result.done(), self._voters)
+
+    def wait(self) -> None:
+        """Wait until no save is under way. Raises: SaveFailed as `save` does."""
+        if self._pending is None:
+            return
+        if self._vote is not None:
+            self._vote.is_unanimous()
+        save, self._pending, self._vote = self._pending, None, None
+        try:
+            saved = save.result.result()
+        except SaveFailed as error:
+            self._failed(error)
+            return
+        self._failures.clear()
+        manifest = saved.manifest
+        self._last = Origin(manifest.run_id, manifest.step)
+        megabytes = sum(entry.size for entry in manifest.files.values()) / 1e6
+        seconds = time.perf_counter() - save.started
+        name = manifests.step_folder(self._folder, manifest.step).name
+        self._log(f"checkpoint {name}: committed, {megabytes:.1f} MB, {seconds:.1f} s after its step")
+        for line in saved.pruned:
+            self._log(line)
+
+    def close(self) -> None:
+        """Wait for the last save and give the process groups back. Not for a crash: it waits for the other ranks.
+
+        Raises: SaveFailed if the last save did not succeed, however many failures the settings allow: what was trained
+        since the newest checkpoint would be lost without anybody being told.
+        """
+        self.wait()
+        self._clock.close()
+        dist.destroy_process_group(self._writers)
+        dist.destroy_process_group(self._voters)
+        if self._failures:
+            raise self._failures[-1]
+
+    def _start(self, save: _Save, shards: dict[str, Shard]) -> None:
+        if self._settings.mode == "async" or self._settings.optimizer_dtype != "same":
+            shards = self._stager.stage(shards, self._saved_dtype)
+        if self._settings.mode == "async":
+            # A daemon: if training dies, the process must not linger until a collective times out.
+            threading.Thread(target=self._write, args=(save, shards), name="checkpoint", daemon=True).start()
+        else:
+            self._write(save, shards)
+            self.wait()
+
+    def _saved_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+        """As the tensor's own, but for the moments of the optimizer (not its step count) if a smaller one is asked."""
+        is_moment = name.startswith(OPTIMIZER) and tensor.dim() > 0
+        return torch.bfloat16 if is_moment and self._settings.optimizer_dtype == "bfloat16" else tensor.dtype
+
+    def _draft(
+        self, step: int, tokens: int, data_fingerprint: Mapping[str, str], validation_loss: float | None
+    ) -> Manifest:
+        is_known = validation_loss is not None and math.isfinite(validation_loss)
         return Manifest(
             step=step,
             tokens=tokens,
@@ -258,17 +367,43 @@ class CheckpointManager:
             parent=self._last,
             run_changes=self._run_changes,
             files={},
+            initialized_from=self._initialized_from,
+            tokenizer_hash=self._tokenizer_hash,
+            data_fingerprint=dict(data_fingerprint),
+            validation_loss=validation_loss if is_known else None,
         )
 
-    def _write(self, save: _Save, shards: dict[str, store.Shard]) -> None:
-        """Write and commit; the outcome, an error too, goes to `save.result` (this may run in a thread)."""
+    def _write(self, save: _Save, shards: dict[str, Shard]) -> None:
+        """Write, commit, prune; the outcome, an error too, goes to `save.result` (this may run in a thread)."""
         try:
-            names = store.write(save.unfinished, shards, self._writers)
-            save.result.set_result(on_rank_zero(self._writers, lambda: _commit(save, names)))
+            files = store.write(save.unfinished, shards, self._writers)
+            self._check_before_pruning(save.unfinished, files)
+            manifest = on_rank_zero(self._writers, lambda: _commit(save, files))
+            save.result.set_result(_Saved(manifest, on_rank_zero(self._writers, self._prune)))
         except BaseException as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(save.unfinished, ignore_errors=True)
             save.result.set_exception(error)
+
+    def _check_before_pruning(self, unfinished: Path, files: dict[str, FileEntry]) -> None:
+        """Where older checkpoints may be removed for the new one, read it again before it counts as one."""
+        if self._settings.keep_last and self._settings.verify == "hash":
+            problems = content_damages(unfinished, files, self._writers)
+            if problems:
+                raise save_failed(unfinished, f"read again, {'; '.join(problems)}")
+
+    def _prune(self) -> list[str]:
+        """On rank 0: remove the checkpoints that the settings don't keep; returns what there is to say of it."""
+        return [_removed(folder) for folder in folders.to_be_pruned(self._folder, self._settings)]
+
+    def _failed(self, error: SaveFailed) -> None:
+        """Raise if it has happened too often in a row, else warn."""
+        self._failures.append(error)
+        count, limit = len(self._failures), self._settings.max_save_failures
+        if count >= limit:
+            raise SaveFailed(f"{error}; failed saves in a row: {count} (checkpoint.max_save_failures is {limit})")
+        kept = "there is no checkpoint yet" if self._last is None else f"the newest checkpoint is step {self._last.step}"
+        self._warn(f"{error}; TRAINING GOES ON, {kept}; failed saves in a row: {count}, the run ends at {limit}")
 
 
 class _Vote:
@@ -285,58 +420,49 @@ class _Vote:
         return bool(self._votes)
 
 
-def prepare(root: Path, log: Callable[[str], None]) -> None:
-    """Make `root`, see that it can be written to, and remove what unfinished saves left behind, with a line to `log`.
+class _Clock:
+    """Whether so many minutes have passed since the last save, in the opinion of all ranks."""
 
-    Raises: UserError if the disk refuses.
-    """
+    def __init__(self, minutes: float, voters: dist.ProcessGroup) -> None:
+        self._seconds = 60 * minutes
+        self._voters = voters
+        self._vote: _Vote | None = None
+        self.is_due = False
+        self.start()
+
+    def start(self) -> None:
+        """Begin anew."""
+        self._since = time.monotonic()
+        self.is_due = False
+        self.close()
+
+    def poll(self) -> None:
+        """Hear what the ranks said at the last poll, and ask them again; 0 minutes: don't ask."""
+        if not self._seconds or self.is_due:
+            return
+        self.is_due = self._vote is not None and self._vote.is_unanimous()
+        self._vote = None if self.is_due else _Vote(time.monotonic() - self._since >= self._seconds, self._voters)
+
+    def close(self) -> None:
+        """Hear what was asked last, so that no rank leaves while another still speaks to it."""
+        if self._vote is not None:
+            self._vote.is_unanimous()
+            self._vote = None
+
+
+def _read(folder: Path) -> Found:
+    """The parts of a checkpoint that describe it. Raises: Damaged; UserError for a newer format."""
+    manifest = manifests.read_manifest(folder)
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        probe = root / ".probe"
-        probe.touch()
-        probe.unlink()
-        for name in manifests.remove_unfinished(root):
-            log(f"removed {root / name}, which an interrupted save has left behind")
-    except OSError as error:
-        raise UserError(f"the folder for checkpoints, {root}, can't be written: {error} (see job.output_dir)") from None
+        trainer_state = json.loads((folder / manifests.TRAINER_NAME).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(folder, f"{manifests.TRAINER_NAME} can't be read: {error}") from None
+    return Found(folder, manifest, read_metadata(folder), trainer_state)
 
 
-def find(root: Path, load: str | int) -> Path | None:
-    """The checkpoint folder that `checkpoint.load` means; None: start anew.
-
-    load: "latest" (None if there is none), "none", a step in `root`, or the path of a checkpoint.
-    Raises: ConfigError if a step or path isn't there.
-    """
-    steps = manifests.steps_in(root)
-    if load == "none" or (load == "latest" and not steps):
-        return None
-    if load == "latest":
-        return manifests.step_folder(root, steps[-1])
-    if isinstance(load, str):
-        folder = Path(load)
-        if not folder.is_dir():
-            raise ConfigError(f'checkpoint.load = "{load}": no such folder (use "latest", "none", a step or a path)')
-        return folder
-    if load not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise ConfigError(f"checkpoint.load = {load}: no such step in {root}; steps there: {there}")
-    return manifests.step_folder(root, load)
-
-
-def set_aside(root: Path, newest_kept: int | None) -> Path | None:
-    """Move the checkpoints after step `newest_kept` (None: all) to a new `abandoned-001/`; None if there are none."""
-    steps = [step for step in manifests.steps_in(root) if newest_kept is None or step > newest_kept]
-    if not steps:
-        return None
-    aside = root / f"abandoned-{len(list(root.glob('abandoned-*'))) + 1:03d}"
-    try:
-        aside.mkdir()
-        for step in steps:
-            folder = manifests.step_folder(root, step)
-            folder.rename(aside / folder.name)
-    except OSError as error:
-        raise UserError(f"checkpoints can't be moved to {aside}: {error}") from None
-    return aside
+def _may_resume_from(name: str, saved: torch.dtype) -> bool:
+    """Moments that were saved as bfloat16 (`optimizer_dtype`) may have another type here; nothing else may."""
+    return name.startswith(OPTIMIZER) and saved == torch.bfloat16
 
 
 def _begin(folder: Path, is_ours: bool) -> Path | None:
@@ -348,15 +474,20 @@ def _begin(folder: Path, is_ours: bool) -> Path | None:
     try:
         return manifests.begin(folder)
     except OSError as error:
-        raise _refused(folder, error) from None
+        raise save_failed(folder, error) from None
 
 
-def _commit(save: _Save, names: set[str]) -> Manifest:
+def _commit(save: _Save, files: dict[str, FileEntry]) -> Manifest:
     try:
-        return manifests.commit(save.unfinished, save.draft, names, save.trainer_text)
+        return manifests.commit(save.unfinished, save.draft, files, save.trainer_text)
     except OSError as error:
-        raise _refused(save.unfinished, error) from None
+        raise save_failed(save.unfinished, error, sum(entry.size for entry in files.values())) from None
 
 
-def _refused(folder: Path, error: OSError) -> UserError:
-    return UserError(f"checkpoint {folder.stem} could not be written: {error} (see job.output_dir)")
+def _removed(folder: Path) -> str:
+    """Remove a checkpoint; says how that went."""
+    try:
+        manifests.remove(folder)
+    except OSError as error:
+        return f"checkpoint {folder.name} is not kept any more, but can't be removed: {error}"
+    return f"checkpoint {folder.name}: removed, it is not kept any more"

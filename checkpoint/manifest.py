@@ -1,17 +1,22 @@
 """What makes a folder a checkpoint: MANIFEST.json, and the one way it comes to be there.
 
 A checkpoint is written as `step-00000100.tmp/`. When all ranks are done, the manifest, which lists every file with its
-size, is added; files and folder are synced to the disk and the folder is renamed to `step-00000100/`. A rename is
-atomic, so at a crash at any moment there is either the whole checkpoint under its final name or a `.tmp` folder that
+size and hash, is added; files and folder are synced to the disk and the folder is renamed to `step-00000100/`. A rename
+is atomic, so at a crash at any moment there is either the whole checkpoint under its final name or a `.tmp` folder that
 the next start removes. Nothing ever writes to a folder that has its final name.
+
+The hash is xxh3: it finds every accident (a flipped bit, a lost page, a file cut short), at the speed of memory, but it
+is no signature: whoever means harm can make it fit. That a stranger's checkpoint does no harm is safe_read's part. The
+manifest ends in the hash of its own text, its *seal*, in every version of the format.
 """
 
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +31,18 @@ TRAINER_NAME = "trainer.json"
 UNFINISHED = ".tmp"
 
 
+class Damaged(UserError):
+    """A checkpoint must not be loaded, because its files are not what was written."""
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """What is known of one file of a checkpoint."""
 
     size: int
     """Bytes."""
+    xxh3: str
+    """xxh3_128 of the content as it was handed to the disk, in hex."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,14 @@ class Manifest:
     """Every change of run keys on the way here."""
     files: dict[str, FileEntry]
     """Every file but this one."""
+    initialized_from: Origin | None = None
+    """Whose weights were the initial ones, by `checkpoint.init_from`; None: they were drawn."""
+    tokenizer_hash: str | None = None
+    """xxh3_128 of the tokenizer's file; None: the run has no tokenizer."""
+    data_fingerprint: dict[str, str] = field(default_factory=dict)
+    """What the content of each source of `[data]` hashes to, by the source's name."""
+    validation_loss: float | None = None
+    """As measured at this very step; None: it was not, or was not finite."""
     format_version: int = FORMAT_VERSION
 
 
@@ -85,9 +104,9 @@ def config_hash(config: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(config, sort_keys=True, separators=(",", ":")).encode())
 
 
-def damaged(folder: Path, reason: str) -> UserError:
+def damaged(folder: Path, reason: str) -> Damaged:
     """The error for a checkpoint that must not be loaded."""
-    return UserError(f"checkpoint {folder} is damaged: {reason}; move it away, or choose another by checkpoint.load")
+    return Damaged(f"checkpoint {folder} is damaged: {reason}; move it away, or choose another by checkpoint.load")
 
 
 def is_plain_name(name: Any) -> bool:
@@ -101,55 +120,72 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def steps_in(root: Path) -> list[int]:
-    """Steps that have a folder under their final name, in order."""
+    """Steps that have a folder under their final name, in order; none if there is no `root`."""
+    if not root.is_dir():
+        return []
     matches = (re.fullmatch(r"step-(\d{8,})", path.name) for path in root.iterdir() if path.is_dir())
     return sorted(int(match[1]) for match in matches if match)
 
 
 def remove_unfinished(root: Path) -> list[str]:
-    """Remove what saves that did not come to their end have left behind; returns the names."""
-    leftovers = sorted(root.glob(f"step-*{UNFINISHED}"))
+    """Remove what saves and removals that did not come to their end have left behind; returns the names."""
+    leftovers = sorted([*root.glob(f"step-*{UNFINISHED}"), *root.glob(f"abandoned-*{UNFINISHED}")])
     for folder in leftovers:
         shutil.rmtree(folder)
     return [folder.name for folder in leftovers]
 
 
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, or a folder of them, so that a crash midway leaves no part of it under its final name."""
+    doomed = folder.with_name(f"{folder.name}.removed{UNFINISHED}")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
 def begin(folder: Path) -> Path:
     """Make the empty folder in which the checkpoint `folder` is written; returns it."""
     unfinished = folder.with_name(folder.name + UNFINISHED)
+    if unfinished.exists():  # of a failed save, when not even the removal succeeded
+        shutil.rmtree(unfinished)
     unfinished.mkdir()
     return unfinished
 
 
-def commit(unfinished: Path, draft: Manifest, names: Iterable[str], trainer_state: str) -> Manifest:
+def commit(unfinished: Path, draft: Manifest, files: Mapping[str, FileEntry], trainer_state: str) -> Manifest:
     """Turn a written folder into a checkpoint.
 
-    `draft` is the manifest but for its files; `names` are the files that the ranks say they have written, synced;
+    `draft` is the manifest but for its files; `files` are those that the ranks have written, and synced;
     `trainer_state` is JSON. Returns the whole manifest.
     Raises: UserError if this rank can't see all the files; OSError if the disk refuses.
     """
-    _write_synced(unfinished / TRAINER_NAME, trainer_state)
-    manifest = replace(draft, files={name: _entry(unfinished / name) for name in sorted({*names, TRAINER_NAME})})
-    _write_synced(unfinished / MANIFEST_NAME, json.dumps(asdict(manifest), indent=1))
+    _check_visible(unfinished, files)
+    trainer = trainer_state.encode()
+    _write_synced(unfinished / TRAINER_NAME, trainer)
+    entry = FileEntry(len(trainer), xxhash.xxh3_128_hexdigest(trainer))
+    manifest = replace(draft, files={**dict(sorted(files.items())), TRAINER_NAME: entry})
+    _write_synced(unfinished / MANIFEST_NAME, sealed(json.dumps(asdict(manifest), indent=1)).encode())
     _sync(unfinished)
     unfinished.rename(unfinished.with_suffix(""))
     _sync(unfinished.parent)
     return manifest
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, all of whose files are there in their full size.
+def sealed(text: str) -> str:
+    """A JSON object's text with one more, last entry: `seal`, the hash of all that stands before it."""
+    body = text.removesuffix("\n}")
+    return f'{body},\n "seal": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}'
 
-    Raises: UserError for a folder that is no whole checkpoint, or one of a newer format.
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, all of whose files are there in their full size, and no others.
+
+    Raises: Damaged for a folder that is no whole checkpoint; UserError for one of a newer format.
     """
+    text = _sealed_text(folder)
     try:
-        text = (folder / MANIFEST_NAME).read_text()
-        content = json.loads(text)
-    except FileNotFoundError:
-        raise UserError(f"{folder} is no checkpoint: it has no {MANIFEST_NAME}") from None
-    except (OSError, ValueError) as error:
+        version = json.loads(text).get("format_version")
+    except (ValueError, RecursionError) as error:
         raise damaged(folder, f"{MANIFEST_NAME} can't be read: {error}") from None
-    version = content.get("format_version") if isinstance(content, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         message = f"checkpoint {folder} has format {version}; this Keel reads up to {FORMAT_VERSION}: take a newer one"
         raise UserError(message)
@@ -163,28 +199,58 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def content_damage(folder: Path, name: str, entry: FileEntry) -> str | None:
+    """What is wrong with the content of a file, found by reading all of it; None if nothing is."""
+    try:
+        with (folder / name).open("rb") as file:
+            digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
+    except OSError as error:
+        return f"{name} can't be read: {error.strerror}"
+    return None if digest == entry.xxh3 else f"{name} has changed since it was written (its hash is another)"
+
+
+def _sealed_text(folder: Path) -> str:
+    """MANIFEST.json of the checkpoint in `folder`, byte for byte as it was written.
+
+    Raises: Damaged if it is not.
+    """
+    try:
+        text = (folder / MANIFEST_NAME).read_bytes().decode()
+    except FileNotFoundError:
+        hint = "a checkpoint is a folder such as checkpoints/step-00000100"
+        raise Damaged(f"{folder} is no checkpoint: it has no {MANIFEST_NAME} ({hint})") from None
+    except (OSError, ValueError) as error:
+        raise damaged(folder, f"{MANIFEST_NAME} can't be read: {error}") from None
+    body = text.rpartition(',\n "seal": ')[0]
+    if not body.startswith("{") or text != sealed(body):
+        raise damaged(folder, f"{MANIFEST_NAME} has changed since it was written (its seal does not fit)")
+    return text
+
+
 def _check_files(folder: Path, manifest: Manifest) -> None:
     for name, entry in manifest.files.items():
         if not is_plain_name(name):
             raise damaged(folder, f"{MANIFEST_NAME} names {name!r}, outside of the folder")
         path = folder / name
-        if not path.is_file():
-            raise damaged(folder, f"{name} is missing")
+        if path.is_symlink() or not path.is_file():
+            raise damaged(folder, f"{name} is {'no plain file' if path.is_symlink() or path.exists() else 'missing'}")
         if path.stat().st_size != entry.size:
             raise damaged(folder, f"{name} has {path.stat().st_size} bytes instead of {entry.size}")
+    extra = sorted({path.name for path in folder.iterdir()} - manifest.files.keys() - {MANIFEST_NAME})
+    if extra:
+        raise damaged(folder, f"{', '.join(extra)} is in the folder, but not in {MANIFEST_NAME}")
 
 
-def _entry(path: Path) -> FileEntry:
-    try:
-        return FileEntry(size=path.stat().st_size)
-    except FileNotFoundError:
-        hint = "is the folder on a disk that all nodes share? (job.output_dir)"
-        raise UserError(f"{path} was written by another rank, but rank 0 can't see it: {hint}") from None
+def _check_visible(folder: Path, files: Mapping[str, FileEntry]) -> None:
+    for name in files:
+        if not (folder / name).is_file():
+            hint = "is the folder on a disk that all nodes share? (job.output_dir)"
+            raise UserError(f"{folder / name} was written by another rank, but rank 0 can't see it: {hint}")
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 

@@ -58,7 +58,7 @@ def read_metadata(folder: Path) -> Metadata:
         _check(metadata)
     # A damaged pickle fails in whatever way its bytes lead to, so every kind of exception means the same here.
     except Exception as error:
-        raise damaged(folder, f"{path.name} can't be read: {error}") from error
+        raise damaged(folder, f"{path.name} can't be read: {str(error) or type(error).__name__}") from error
     return metadata
 
 

@@ -264,13 +264,36 @@ def _job(config: Config, _: int | None) -> Iterator[Problem]:
             "job.name",
             f'the run folder is runs/<name>, so name "{name}" must be a plain folder name; or set output_dir',
         )
-    load = config.checkpoint.load
+
+
+def _checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
+    table, load, validated = config.checkpoint, config.checkpoint.load, config.validation.interval
     if isinstance(load, int) and load < 0:
         yield "checkpoint.load", f"there is no step {load}"
+    if table.init_from is not None and load not in ("latest", "none"):
+        yield "checkpoint.init_from", f"init_from is for a run that starts anew, but load is {load}; leave one out"
+    for name in ("keep_every", "keep_best"):
+        if getattr(table, name) and not table.keep_last:
+            yield f"checkpoint.{name}", f"{name} does nothing with keep_last = 0, which keeps all; set keep_last"
+    if table.keep_best and (not validated or not table.interval or table.interval % validated):
+        yield (
+            "checkpoint.keep_best",
+            f"keep_best needs a validation at every checkpoint, but validation.interval {validated} does not divide "
+            f"checkpoint.interval {table.interval}",
+        )
+    if table.export_every and (not table.interval or table.export_every % table.interval):
+        yield (
+            "checkpoint.export_every",
+            f"an export is made of a checkpoint, but export_every {table.export_every} is no multiple of interval "
+            f"{table.interval}",
+        )
+    if table.optimizer_dtype == config.training.dtype:
+        yield "checkpoint.optimizer_dtype", 'optimizer_dtype does nothing here: training.dtype is "bfloat16", too'
 
 
 _RULES: tuple[Callable[[Config, int | None], Iterator[Problem]], ...] = (
     _job,
+    _checkpoint,
     _head_width,
     _kv_heads,
     _rope_scaling,

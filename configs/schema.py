@@ -268,6 +268,26 @@ class Checkpoint(Table):
     """sync: training waits for the disk; async: it waits only for a copy in memory."""
     load: str | int = "latest"
     """latest: go on from the newest checkpoint if there is one; none: start anew; a step; a checkpoint's folder."""
+    interval_minutes: NonNegativeFloat = 0.0
+    """Minutes after which a checkpoint is due in any case, beside interval; 0: never."""
+    init_from: str | None = None
+    """Folder of another run's checkpoint whose weights (nothing else) a run takes when it starts anew."""
+    verify: Literal["size", "hash"] = "hash"
+    """Before loading: compare the size of every file; hash: its content, too, which reads everything twice."""
+    on_damage: Literal["fall_back", "stop"] = "fall_back"
+    """If the newest checkpoint is damaged: go on from the one before, or stop."""
+    keep_last: NonNegativeInt = 0
+    """Newest checkpoints that are kept, older ones are removed; 0: all."""
+    keep_every: NonNegativeInt = 0
+    """With keep_last: steps of which every multiple is kept for ever; 0: none is for that reason."""
+    keep_best: NonNegativeInt = 0
+    """With keep_last: checkpoints of lowest validation loss that are kept, too."""
+    max_save_failures: PositiveInt = 3
+    """Failed saves in a row (a full disk) at which the run ends; until then it goes on without a new checkpoint."""
+    export_every: NonNegativeInt = 0
+    """Steps of whose checkpoints every multiple is also written as a Hugging Face folder, to exports/; 0: none."""
+    optimizer_dtype: Literal["same", "bfloat16"] = "same"
+    """bfloat16: save the optimizer's moments rounded; smaller, but a resumed run is not exactly the same any more."""
 
 
 class Validation(Table):

@@ -369,3 +369,4 @@ class _Bar:
 
     def close(self) -> None:
         self._live.remove_task(self._task)
+        self._live.refresh()  # or a line that is printed next would show it once more

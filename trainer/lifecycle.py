@@ -64,6 +64,13 @@ class StopRequest:
         """The first signal's name ("SIGTERM"), or "" if there was none."""
         return "" if self.signal_number is None else signal.Signals(self.signal_number).name
 
+    def wait(self, seconds: float) -> bool:
+        """Sleep until a signal comes, but no longer than that; whether one came."""
+        deadline = time.monotonic() + seconds
+        while not self and time.monotonic() < deadline:
+            time.sleep(0.05)  # Python goes on sleeping after a handler has returned
+        return bool(self)
+
     def record(self, signal_number: int, _frame: FrameType | None) -> None:
         """The signal handler. The first signal is remembered; an impatient person's second Ctrl-C raises.
 

@@ -32,7 +32,7 @@ def prepare_data(config: Config, console: Console, stop: StopRequest) -> None:
     tokenizer, wanted = config.tokenizer, config.data.prepare
     if tokenizer.path and tokenizer.train_on and not Path(tokenizer.path).exists():
         with console.progress(f"Training a tokenizer of {config.model.vocab_size:,} pieces"):
-            bad = BadFiles(wanted.max_bad_files if wanted else 0)
+            bad = BadFiles(wanted.max_bad_files if wanted else None)
             texts = (text for source in tokenizer.train_on for text in documents(source, bad=bad))
             train_sentencepiece(_until(stop, texts), Path(tokenizer.path), config.model.vocab_size)
     if wanted and tokenizer.path:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpoint.lock import FolderInUse, lock
 from checkpoint.store import on_rank_zero
 from configs.errors import ConfigError, KeelError, UserError
 from configs.load import LoadedConfig
@@ -67,10 +68,13 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
 def _open_folder(folder: Path, console: Console) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        lock(folder, console.warning)
         console.log_to(folder / "run.log")
         write_status(folder, "running", step=_status(folder).get("step", 0), reason="starting")
     except OSError as error:
-        raise UserError(f"the run folder {folder} can't be written: {error}; set job.output_dir to another") from None
+        raise UserError(
+            f"the run folder {folder} can't be written ({error.strerror}); set job.output_dir to another"
+        ) from None
 
 
 def _say_hello(trainer: Trainer) -> None:
@@ -117,7 +121,11 @@ def _say_goodbye(trainer: Trainer, state: str) -> None:
 def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
     """Say why, once for all ranks, and leave it in status.json; returns the exit code."""
     code = exit_code("failed", error)
-    if launch.rank > 0 and (isinstance(error, ConfigError) or _others_end(launch)):
+    if isinstance(error, FolderInUse):  # all ranks know; status.json belongs to the run that has the folder
+        if launch.rank == 0:
+            launch.console.error(str(error))
+        return code
+    if launch.rank > 0 and (_others_end(launch) or isinstance(error, ConfigError)):  # a config is wrong on all ranks
         return code
     launch.console.error(str(error) if isinstance(error, KeelError) else "".join(traceback.format_exception(error)))
     if launch.folder.is_dir() and not _has_ended(launch):  # the first error of a launch is the cause
@@ -132,9 +140,8 @@ def _others_end(launch: _Launch) -> bool:
     """Whether rank 0 says, in a moment, why the run fails, or has ended, whereupon torchrun stops this rank."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
-        if launch.stop or _has_ended(launch):
+        if _has_ended(launch) or launch.stop.wait(0.1):
             return True
-        time.sleep(0.05)
     return False
 
 

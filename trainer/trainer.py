@@ -28,6 +28,7 @@ from parallelisms.mesh import build_mesh
 from trainer.console import Console
 from trainer.data.loader import MicroBatch, build_loader, merge_state_dicts
 from trainer.data.tokenizer import load_tokenizer
+from trainer.exports import Exports
 from trainer.flops import flops_per_token, mfu, peak_flops, tflops_per_device
 from trainer.lifecycle import State, StopRequest, Watchdog, write_status
 from trainer.lr_schedule import learning_rate
@@ -83,17 +84,23 @@ class Trainer:
             run_key_diff=run_key_diff,
             allow_run_change=config.job.allow_run_change,
             log=console.line,
+            warn=console.warning,
+            tokenizer_hash=load_tokenizer(config.tokenizer.path).hash if config.tokenizer.path else None,
         )
         saved = self.checkpoints.resume(self.learner.state())
         self.run = RunState(**saved["run"]) if saved else RunState()
         self.first_step = self.run.step
         self._build_loaders(saved["data"] if saved else {"next_sample": 0, "sources": None})
+        self.checkpoints.begin_line()
+        self.exports = self._build_exports()
         self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
         self.watchdog = Watchdog(config.job.timeout_seconds, self.rank, self.folder / "run.log")
         self.metrics_log = self._open_metrics_log() if self.rank == 0 else None
         self.peak = peak_flops(device_name(self.device), config.training.compute_dtype)
         self.losses: list[float] = []
         """Of the steps of this launch."""
+        self.validated: tuple[int, float] | None = None
+        """Step and loss of the last validation."""
 
     def _build_loaders(self, data: dict) -> None:
         config, dp_rank, dp_size = self.config, self.mesh.dp_rank, self.mesh.sizes.dp
@@ -103,6 +110,12 @@ class Trainer:
             self.validation_loader = build_loader(config, dp_rank, dp_size, start_sample=0, validation=True)
             if config.tokenizer.path:
                 self.token_bytes = torch.from_numpy(load_tokenizer(config.tokenizer.path).token_bytes())
+
+    def _build_exports(self) -> Exports | None:
+        if not self.config.checkpoint.export_every:
+            return None
+        log, warn = self.console.line, self.console.warning
+        return Exports(self.config, self.folder, self.checkpoints.latest_step(), log, warn)
 
     def _open_metrics_log(self) -> MetricsLog:
         log = MetricsLog(self.folder, self.config.metrics.tensorboard, self.run.step)
@@ -124,16 +137,23 @@ class Trainer:
                 self.checkpoints.poll()
                 if self.checkpoints.should_save(self.run.step):
                     self._save()
+                if self.exports and self.rank == 0:
+                    self.exports.poll(self.checkpoints.latest_step())
             self._save()
             self.checkpoints.close()
+        self._finish_exports()
         self._close()
         return "done" if self.run.step >= last_step else "preempted"
 
     # ----------------------------------------------------------------------- the parts of a step
 
-    def _agreed_to_stop(self) -> bool:
-        """Whether any rank was signalled: all stop after the same step."""
-        self.watchdog.step(self.run.step)
+    def _agreed_to_stop(self, doing: str = "training") -> bool:
+        """Whether any rank was signalled: all stop after the same step, or in the same validation.
+
+        So a signal is obeyed within one optimizer step (in a launch's first, its compilation included) or one batch of
+        a validation, plus the save.
+        """
+        self.watchdog.step(self.run.step, doing)
         return bool(self.mesh.max_over_all(torch.tensor(int(bool(self.stop)))))
 
     def _step(self) -> tuple[StepResult, float]:
@@ -181,19 +201,37 @@ class Trainer:
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.run.step % interval == 0
 
-    def _validate(self) -> ValidationResult:
+    def _validate(self) -> ValidationResult | None:
+        """What a validation finds; None if a signal ends it."""
         assert self.validation_loader is not None
-        self.watchdog.step(self.run.step, "validation")
         with self.ledger.measure(Kind.VALIDATION):
-            return validate(self.learner, self.validation_loader, self.token_bytes)
+            result = validate(
+                self.learner, self.validation_loader, self.token_bytes, lambda: self._agreed_to_stop("validation")
+            )
+        if result:
+            self.validated = (self.run.step, result.loss)
+        return result
 
     def _save(self) -> None:
+        """Save all that decides what comes next.
+
+        There is no random state among it, since no step draws from one: weights and data are keyed by the seed, and
+        there is no dropout. Nor are there running sums of metrics: every logged number is of its own step, or of the
+        wall clock.
+        """
         self.watchdog.step(self.run.step, "checkpoint")
         with self.ledger.measure(Kind.CHECKPOINT):
             by_rank: list[dict] = [{} for _ in range(dist.get_world_size())]
             dist.all_gather_object(by_rank, self.loader.state_dict())
-            trainer_state = {"tokens": self.run.tokens, "run": asdict(self.run), "data": merge_state_dicts(by_rank)}
-            self.checkpoints.save(self.run.step, self.learner.state(), trainer_state)
+            data = merge_state_dicts(by_rank)
+            trainer_state = {"tokens": self.run.tokens, "run": asdict(self.run), "data": data}
+            self.checkpoints.save(
+                self.run.step,
+                self.learner.state(),
+                trainer_state,
+                data_fingerprint={name: state["fingerprint"] for name, state in data["sources"].items()},
+                validation_loss=self.validated[1] if self.validated and self.validated[0] == self.run.step else None,
+            )
 
     def _log(self, result: StepResult, lr: float, validation: ValidationResult | None) -> None:
         speed = self.ledger.throughput(self._tokens_per_step)
@@ -225,6 +263,15 @@ class Trainer:
     def ends(self) -> tuple[float, float] | None:
         """The first and the last loss of this launch; None if it made no step."""
         return (self.losses[0], self.losses[-1]) if self.losses else None
+
+    def _finish_exports(self) -> None:
+        """Make those that are due, the last checkpoint's, too; after a signal, leave them to the next launch."""
+        exports, stopped = self.exports, self.run.step < self.config.training.steps
+        if exports is None:
+            return
+        if not stopped and self.rank == 0:
+            exports.poll(self.checkpoints.latest_step())
+        _on_first_rank_in_its_own_time(lambda: exports.finish(lambda: stopped or bool(self.stop)))
 
     def _close(self) -> None:
         self.profiler.finish()

@@ -1,7 +1,7 @@
 """Loss on text that is not trained on."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,17 +21,26 @@ class ValidationResult:
 
 
 def validate(
-    learner: Learner, steps: Iterable[list[MicroBatch]], token_bytes: torch.Tensor | None
-) -> ValidationResult:
+    learner: Learner,
+    steps: Iterable[list[MicroBatch]],
+    token_bytes: torch.Tensor | None,
+    is_over: Callable[[], bool],
+) -> ValidationResult | None:
     """Evaluate the model on this rank's share of the validation samples; all ranks must call it.
 
     Args:
         learner: its model is left as it is.
         steps: as many micro-batches on every rank.
         token_bytes: (vocab,) bytes of text that each token stands for.
+        is_over: asked before each of the steps; the same on all ranks.
+
+    Returns:
+        None if `is_over` ended it.
     """
     total = torch.zeros(3, dtype=torch.float64, device=learner.mesh.device)  # loss sum, valid tokens, their bytes
     for micro_batches in steps:
+        if is_over():
+            return None
         total[:2] += learner.evaluate(micro_batches)
         if token_bytes is not None:
             total[2] += sum(int(token_bytes[b.targets[b.targets != IGNORED]].sum()) for b in micro_batches)

@@ -1,6 +1,7 @@
 """Checkpoints over ranks: any sharding to any other, one copy of everything, and one fate for all ranks."""
 
 import errno
+import os
 import time
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from checkpoint import store
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import read_manifest, step_folder
 from configs.errors import ConfigError, UserError
@@ -54,14 +54,16 @@ def whole(state):
 
 
 def make_manager(folder, **settings):
-    settings = Checkpoint(**{"mode": "sync", **settings})
-    return CheckpointManager(Path(folder), settings, {}, {}, lambda old, new: [], False, lambda line: None)
+    settings = Checkpoint(**{"mode": "sync", "max_save_failures": 1, **settings})
+    ignore = lambda line: None  # noqa: E731
+    return CheckpointManager(Path(folder), settings, {}, {}, lambda old, new: [], False, ignore, ignore)
 
 
 def save(folder, mode, mesh_shape, dims):
     state = sharded(reference(), mesh_shape, dims)
     manager = make_manager(folder, mode=mode)
     manager.resume(state)
+    manager.begin_line()
     manager.save(1, state, {"tokens": 1})
     for tensor in state.values():
         tensor.mul_(0)
@@ -116,6 +118,7 @@ def save_two_dimensional(folder):
     state = two_dimensional((2, 2))
     manager = make_manager(folder, mode="async")
     manager.resume(state)
+    manager.begin_line()
     manager.save(1, state, {"tokens": 1})
     manager.close()
     return {name: tensor.detach().clone() for name, tensor in whole(state).items()}
@@ -143,6 +146,7 @@ def save_stages(folder):
     state = {f"stage{rank}.weight": torch.full((3,), rank + 1.0), "step": torch.tensor(1.0)}
     manager = make_manager(folder)
     manager.resume(state)
+    manager.begin_line()
     manager.save(1, state, {"tokens": 1})
     manager.close()
     loaded = {name: tensor.clone().zero_() for name, tensor in state.items()}
@@ -170,15 +174,16 @@ def refuse_on_rank_one(folder, mode):
     state = sharded(reference(), (2,), (0,))
     manager = make_manager(folder, mode=mode)
     manager.resume(state)
-    close = store._SyncedStream.close
+    manager.begin_line()
+    fsync = os.fsync
 
-    def full(stream):
+    def full(descriptor):
         if dist.get_rank() == 1:
             time.sleep(0.1)
             raise OSError(errno.ENOSPC, "No space left on device")
-        close(stream)
+        fsync(descriptor)
 
-    store._SyncedStream.close = full
+    os.fsync = full
     step = 0
     try:
         manager.save(1, state, {"tokens": 1})
@@ -188,7 +193,7 @@ def refuse_on_rank_one(folder, mode):
             time.sleep(0.005)
     except UserError as error:
         told = step, str(error)
-    store._SyncedStream.close = close
+    os.fsync = fsync
     dist.barrier()
     assert list(Path(folder).rglob("*")) == []
     dist.barrier()

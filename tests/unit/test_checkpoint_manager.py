@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import resource
 import signal
@@ -18,8 +19,11 @@ import torch.distributed as dist
 from checkpoint import manager as managers
 from checkpoint import manifest as manifests
 from checkpoint import store
-from checkpoint.manager import CheckpointManager, find, set_aside
-from checkpoint.manifest import read_manifest, step_folder, steps_in
+from checkpoint.folder import set_aside
+from checkpoint.manager import CheckpointManager
+from checkpoint.manifest import Damaged, read_manifest, step_folder, steps_in
+from checkpoint.safe_read import read_metadata
+from checkpoint.store import SaveFailed
 from configs.errors import ConfigError, UserError
 from configs.schema import Checkpoint
 
@@ -51,10 +55,21 @@ def key_diff(old, new):
     return [f"{key}: {old[key]} -> {new[key]}" for key in old if old[key] != new[key]]
 
 
-def make_manager(folder, log=None, config=CONFIG, allow_run_change=False, **settings):
-    settings = Checkpoint(**{"mode": "sync", "interval": 10, **settings})
-    lines = [] if log is None else log
-    return CheckpointManager(folder, settings, config, {"dp_shard": 1}, key_diff, allow_run_change, lines.append)
+def make_manager(folder, log=None, config=CONFIG, allow_run_change=False, tokenizer_hash=None, **settings):
+    settings = Checkpoint(**{"mode": "sync", "interval": 10, "max_save_failures": 1, **settings})
+    log = [] if log is None else log
+    mesh = {"dp_shard": 1}
+    return CheckpointManager(
+        folder, settings, config, mesh, key_diff, allow_run_change, log.append, log.append, tokenizer_hash
+    )
+
+
+def begun(folder, state=None, **options):
+    """A manager that is ready to save."""
+    manager = make_manager(folder, **options)
+    manager.resume(make_state(99) if state is None else state)
+    manager.begin_line()
+    return manager
 
 
 def assert_equal(state, expected):
@@ -65,8 +80,7 @@ def assert_equal(state, expected):
 
 def save_steps(folder, *steps, **options):
     """A run that saves at `steps`; the state at step n is make_state(n)."""
-    manager = make_manager(folder, **options)
-    manager.resume(make_state(99))
+    manager = begun(folder, **options)
     for step in steps:
         manager.save(step, make_state(step), {"tokens": step * 100, "step": step})
     manager.close()
@@ -88,6 +102,7 @@ def resumed(folder, **options):
     manager = make_manager(folder, **options)
     state = make_state(99)
     trainer_state = manager.resume(state)
+    manager.begin_line()
     manager.close()
     return trainer_state, state
 
@@ -98,6 +113,7 @@ def test_state_comes_back_bit_for_bit(tmp_path, mode):
     manager = make_manager(tmp_path / "run" / "checkpoints", mode=mode)
     assert manager.resume(make_state(99)) is None
     assert manager.latest_step() is None
+    manager.begin_line()
     assert manager.save(8, make_state(8), trainer_state) > 0
     manager.close()
     assert manager.latest_step() == 8
@@ -115,10 +131,8 @@ def test_interval(tmp_path):
 def test_async_save_holds_the_state_of_its_step(tmp_path, monkeypatch):
     may_write, write = threading.Event(), store.write
     monkeypatch.setattr(store, "write", lambda *arguments: may_write.wait(10) and write(*arguments))
-    manager = make_manager(tmp_path, mode="async")
+    manager = begun(tmp_path, mode="async")
     state, trainer_state = make_state(1), {"tokens": 5, "skipped": [1]}
-    manager.resume(state)
-    state = make_state(1)
     manager.save(1, state, trainer_state)
     for tensor in state.values():
         tensor.fill_(7)
@@ -147,8 +161,7 @@ def test_one_save_in_flight(tmp_path, monkeypatch):
         return names
 
     monkeypatch.setattr(store, "write", slow_write)
-    manager = make_manager(tmp_path, mode="async")
-    manager.resume(make_state())
+    manager = begun(tmp_path, mode="async")
     first = manager.save(1, make_state(1), {"tokens": 1})
     second = manager.save(2, make_state(2), {"tokens": 2})
     manager.close()
@@ -161,8 +174,7 @@ def test_error_in_the_background_surfaces_at_a_poll(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     save_steps(tmp_path, 1)
-    manager = make_manager(tmp_path, mode="async")
-    manager.resume(make_state(99))
+    manager = begun(tmp_path, mode="async")
     monkeypatch.setattr(managers.manifests, "commit", full)
     manager.save(2, make_state(2), {"tokens": 2})
     with pytest.raises(UserError, match=r"step-00000002 could not be written.*No space left"):
@@ -173,9 +185,7 @@ def test_error_in_the_background_surfaces_at_a_poll(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_full_disk_leaves_the_checkpoint_before(tmp_path, mode):
     save_steps(tmp_path, 1)
-    manager = make_manager(tmp_path, mode=mode)
-    state = make_state(99)
-    manager.resume(state)
+    manager = begun(tmp_path, mode=mode)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
     try:
@@ -194,16 +204,15 @@ def test_kill_in_a_save_leaves_the_checkpoint_before(tmp_path, moment):
         import os, signal, sys
         from pathlib import Path
         import torch.distributed as dist
-        from checkpoint import manifest, store
-        from tests.unit.test_checkpoint_manager import make_manager, make_state
+        from checkpoint import manifest
+        from tests.unit.test_checkpoint_manager import begun, make_state
         def kill(*_):
             os.kill(os.getpid(), signal.SIGKILL)
         folder, moment = Path(sys.argv[1]), sys.argv[2]
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        manager = make_manager(folder, mode="async")
-        manager.resume(make_state(99))
+        manager = begun(folder, mode="async")
         if moment == "data":
-            store._SyncedStream.close = kill
+            os.fsync = kill
         elif moment == "manifest":
             manifest.asdict = kill
         else:
@@ -223,13 +232,12 @@ def test_kill_in_a_save_leaves_the_checkpoint_before(tmp_path, moment):
 def test_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(UserError, match=r"folder for checkpoints, .*can't be written.*job.output_dir"):
-        make_manager(tmp_path / "checkpoints").resume(make_state())
+        begun(tmp_path / "checkpoints")
 
 
 def test_a_committed_checkpoint_is_never_overwritten(tmp_path):
     save_steps(tmp_path, 5)
-    manager = make_manager(tmp_path)
-    manager.resume(make_state())
+    manager = begun(tmp_path)
     manager.save(5, make_state(6), {"tokens": 1})  # loaded from it: nothing new to save
     assert_equal(resumed(tmp_path)[1], make_state(5))
     step_folder(tmp_path, 7).mkdir()
@@ -243,7 +251,6 @@ def test_choices(tmp_path):
     assert resumed(tmp_path / "run", log=log)[0]["step"] == 30
     assert any("going on from" in line and "latest" in line for line in log)
     assert resumed(tmp_path / "other", load=str(step_folder(tmp_path / "run", 2)))[0]["step"] == 2
-    assert find(tmp_path / "run", 2) == step_folder(tmp_path / "run", 2)
     with pytest.raises(ConfigError, match=r"= 3: no such step in .*; steps there: 1, 2, 30"):
         resumed(tmp_path / "run", load=3)
     with pytest.raises(ConfigError, match="steps there: none"):
@@ -325,7 +332,7 @@ def test_damaged_file_is_named_and_nothing_is_loaded(tmp_path, name, damage):
         os.truncate(path, path.stat().st_size + (1 if damage == "long" else -1))
     state = make_state(5)
     with pytest.raises(UserError, match=f"step-00000002 is damaged: {name} (is missing|has .* bytes)") as caught:
-        make_manager(tmp_path).resume(state)
+        make_manager(tmp_path, on_damage="stop").resume(state)
     assert not isinstance(caught.value, ConfigError)
     assert_equal(state, make_state(5))
     assert resumed(tmp_path, load=1)[0]["step"] == 1
@@ -336,7 +343,226 @@ def test_content_that_torch_cannot_read(tmp_path):
     path = step_folder(tmp_path, 1) / "__0_0.distcp"
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(UserError, match="step-00000001 is damaged: rank 0: "):
-        make_manager(tmp_path).resume(make_state())
+        make_manager(tmp_path, verify="size").resume(make_state())
+    with pytest.raises(UserError, match="step-00000001 is damaged: __0_0.distcp has changed"):
+        make_manager(tmp_path, verify="hash").resume(make_state())
+
+
+def flip_a_bit(path, position=100):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", ".metadata", "__0_0.distcp", "trainer.json"])
+def test_the_checkpoint_before_a_damaged_one_is_taken(tmp_path, name):
+    save_steps(tmp_path, 1, 2, 3)
+    flip_a_bit(step_folder(tmp_path, 3) / name, 10)
+    (step_folder(tmp_path, 2) / name).unlink()
+    log, state = [], make_state(99)
+    with pytest.raises(Damaged, match=f"step-00000003 is damaged: {name} (has changed|can't be read: .)"):
+        make_manager(tmp_path, on_damage="stop").resume(state)
+    with pytest.raises(Damaged, match=f"step-00000003 is damaged: {name} (has changed|can't be read: .)"):
+        make_manager(tmp_path, load=3).resume(state)
+    assert_equal(state, make_state(99))
+    manager = begun(tmp_path, state, log=log)
+    assert_equal(state, make_state(1))
+    text = "\n".join(log)
+    assert f"step-00000003 is damaged: {name} " in text
+    assert name in text.split("step-00000002 is")[1]
+    assert "going on from " + str(step_folder(tmp_path, 1)) in text
+    manager.save(2, make_state(20), {"tokens": 2, "step": 20})
+    manager.close()
+    assert steps_in(tmp_path / "abandoned-001") == [2, 3]
+    assert resumed(tmp_path)[0]["step"] == 20
+
+
+def test_nothing_is_left_to_fall_back_to(tmp_path):
+    save_steps(tmp_path, 1, 2)
+    for step in (1, 2):
+        flip_a_bit(step_folder(tmp_path, step) / "trainer.json", 1)
+    with pytest.raises(Damaged, match=r"(?s)step-00000002 is damaged.*step-00000001 is damaged"):
+        make_manager(tmp_path).resume(make_state(99))
+
+
+def test_a_file_that_does_not_belong_there(tmp_path):
+    save_steps(tmp_path, 1)
+    (step_folder(tmp_path, 1) / "__9_0.distcp").touch()
+    with pytest.raises(Damaged, match=r"__9_0.distcp is in the folder, but not in MANIFEST"):
+        make_manager(tmp_path).resume(make_state(99))
+
+
+def test_a_file_elsewhere_is_not_read(tmp_path):
+    save_steps(tmp_path, 1)
+    path = step_folder(tmp_path, 1) / "trainer.json"
+    path.symlink_to(path.rename(tmp_path / "elsewhere"))
+    with pytest.raises(Damaged, match="trainer.json is no plain file"):
+        make_manager(tmp_path).resume(make_state(99))
+
+
+def test_resuming_changes_nothing_on_the_disk(tmp_path):
+    save_steps(tmp_path, 1, 2, 3)
+    (tmp_path / "step-00000004.tmp").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    make_manager(tmp_path, load=2).resume(make_state(99))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_another_tokenizer(tmp_path):
+    save_steps(tmp_path, 1, tokenizer_hash="a")
+    with pytest.raises(ConfigError, match="content of the tokenizer: a -> b"):
+        make_manager(tmp_path, tokenizer_hash="b").resume(make_state(99))
+    with pytest.raises(ConfigError, match="init_from.*another tokenizer"):
+        init_from(tmp_path / "new", step_folder(tmp_path, 1), make_state(99), tokenizer_hash="b")
+    save_steps(tmp_path, 2, tokenizer_hash="b", allow_run_change=True)
+    manifest = read_manifest(step_folder(tmp_path, 2))
+    assert manifest.tokenizer_hash == "b"
+    assert manifest.run_changes == [manifests.RunChange(1, ["content of the tokenizer: a -> b"])]
+
+
+def init_from(folder, source, state, **options):
+    manager = make_manager(folder, init_from=str(source), **options)
+    assert manager.resume(state) is None
+    manager.begin_line()
+    return manager
+
+
+def test_weights_of_another_run(tmp_path):
+    save_steps(tmp_path / "old", 7)
+    source = step_folder(tmp_path / "old", 7)
+    log, state = [], make_state(99)
+    state["model.bias"] = state["model.bias"].double()  # the other run's weights may be of another type
+    manager = init_from(tmp_path / "new", source, state, config={"other": 1}, log=log)
+    torch.testing.assert_close(state["model.weight"], make_state(7)["model.weight"], rtol=0, atol=0)
+    torch.testing.assert_close(state["model.bias"], make_state(7)["model.bias"].double(), rtol=0, atol=0)
+    assert torch.equal(state["optimizer.weight.exp_avg"], make_state(99)["optimizer.weight.exp_avg"])
+    assert any(f"starting from the weights of {source} (checkpoint.init_from)" in line for line in log)
+    manager.save(1, make_state(1), {"tokens": 1})
+    manager.close()
+    # The run has begun now: it goes on from its own checkpoint.
+    state = make_state(99)
+    manager = begun(tmp_path / "new", state, init_from=str(source), config={"other": 1})
+    assert_equal(state, make_state(1))
+    manager.save(2, make_state(2), {"tokens": 2})
+    manager.close()
+    manifest = read_manifest(step_folder(tmp_path / "new", 2))
+    assert manifest.initialized_from == manifests.Origin(read_manifest(source).run_id, 7)
+    assert manifest.parent == manifests.Origin(manifest.run_id, 1)
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    save_steps(tmp_path / "old", 7)
+    source = step_folder(tmp_path / "old", 7)
+    state = make_state(5, dim=16)
+    state["model.more"] = torch.zeros(1)
+    with pytest.raises(ConfigError, match=r"(?s)2 tensors differ.*model.more: not in the checkpoint.*model.weight"):
+        init_from(tmp_path / "new", source, state)
+    flip_a_bit(source / "__0_0.distcp")
+    with pytest.raises(Damaged, match="__0_0.distcp has changed"):
+        init_from(tmp_path / "new", source, make_state())
+    with pytest.raises(Damaged, match="is no checkpoint"):
+        init_from(tmp_path / "new", tmp_path / "nowhere", make_state())
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_optimizer_state_in_bfloat16(tmp_path, mode):
+    save_steps(tmp_path, 3, mode=mode, optimizer_dtype="bfloat16")
+    save_steps(tmp_path / "full", 3, mode=mode)
+    _, state = resumed(tmp_path)
+    expected = make_state(3)
+    expected["optimizer.weight.exp_avg"] = expected["optimizer.weight.exp_avg"].bfloat16().double()
+    assert_equal(state, expected)
+    assert read_metadata(step_folder(tmp_path, 3)).state_dict_metadata["optimizer.weight.step"].properties.dtype == (
+        torch.float32
+    )
+
+
+def test_what_is_kept(tmp_path):
+    manager = begun(tmp_path, keep_last=2, keep_every=4, keep_best=1)
+    for step, loss in enumerate([9, 8, 1, 7, math.nan, 6, 5, 4, 3, 2], start=1):
+        manager.save(step, make_state(step), {"tokens": step}, validation_loss=float(loss))
+    manager.close()
+    assert steps_in(tmp_path) == [3, 4, 8, 9, 10]
+    assert read_manifest(step_folder(tmp_path, 3)).validation_loss == 1.0
+    # Another branch: what the abandoned line holds is neither counted nor removed.
+    manager = begun(tmp_path, load=8, keep_last=2)
+    manager.save(9, make_state(9), {"tokens": 9})
+    manager.close()
+    assert steps_in(tmp_path) == [8, 9]
+    assert steps_in(tmp_path / "abandoned-001") == [9, 10]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_nothing_is_removed_for_a_checkpoint_that_went_wrong(tmp_path, monkeypatch):
+    save_steps(tmp_path, 1)
+    log = []
+    manager = begun(tmp_path, keep_last=1, max_save_failures=2, log=log)
+    write = store.write
+
+    def write_badly(folder, *arguments):
+        files = write(folder, *arguments)
+        flip_a_bit(folder / "__0_0.distcp")
+        return files
+
+    monkeypatch.setattr(store, "write", write_badly)
+    manager.save(2, make_state(2), {"tokens": 2})
+    assert any("read again, __0_0.distcp has changed" in line for line in log)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
+    monkeypatch.setattr(store, "write", write)
+    manager.save(3, make_state(3), {"tokens": 3})
+    manager.close()
+    assert steps_in(tmp_path) == [3]
+
+
+def test_minutes(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(managers.time, "monotonic", lambda: now[0])
+    manager = begun(tmp_path, interval=0, interval_minutes=10)
+    saved = []
+    for minute in range(1, 36):
+        now[0] = 60.0 * minute
+        manager.poll()
+        if manager.should_save(minute):
+            manager.save(minute, make_state(1), {"tokens": 1})
+            saved.append(minute)
+    manager.close()
+    assert saved == [11, 22, 33]  # due after 10, 10 and 10; one poll later all ranks know
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_training_goes_on_while_the_disk_is_full(tmp_path, monkeypatch, mode):
+    log = []
+    manager = begun(tmp_path, mode=mode, max_save_failures=3, log=log)
+    save_and_wait(manager, 1, make_state(1), {"tokens": 1})
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    fsync = os.fsync
+    for step in (2, 3):
+        monkeypatch.setattr(os, "fsync", full)
+        save_and_wait(manager, step, make_state(step), {"tokens": step})
+    n_bytes = sum(tensor.nbytes for tensor in make_state().values())
+    first, second = [line for line in log if "could not be written" in line]
+    assert f"the checkpoint takes {n_bytes:,} bytes, and " in first
+    assert "bytes are free there" in first
+    assert "TRAINING GOES ON, the newest checkpoint is step 1; failed saves in a row: 2, the run ends at 3" in second
+    monkeypatch.setattr(os, "fsync", fsync)
+    save_and_wait(manager, 4, make_state(4), {"tokens": 4})
+    monkeypatch.setattr(os, "fsync", full)
+    for step in (5, 6):
+        save_and_wait(manager, step, make_state(step), {"tokens": step})
+    with pytest.raises(SaveFailed, match=r"failed saves in a row: 3 \(checkpoint.max_save_failures is 3\)"):
+        save_and_wait(manager, 7, make_state(7), {"tokens": 7})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000004"]
+
+
+def test_a_run_whose_last_save_failed_does_not_end_well(tmp_path, monkeypatch):
+    manager = begun(tmp_path, max_save_failures=3)
+    monkeypatch.setattr(manifests, "begin", lambda _: os.open("/proc/nothing", os.O_RDONLY))
+    manager.save(1, make_state(1), {"tokens": 1})
+    with pytest.raises(SaveFailed, match="step-00000001 could not be written: .*No such file"):
+        manager.close()
 
 
 def test_equal_states_make_equal_files(tmp_path):

@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import xxhash
 
 from checkpoint.manifest import (
     FORMAT_VERSION,
+    FileEntry,
     Manifest,
     Origin,
     RunChange,
@@ -14,6 +16,7 @@ from checkpoint.manifest import (
     config_hash,
     read_manifest,
     remove_unfinished,
+    sealed,
     step_folder,
     steps_in,
 )
@@ -37,13 +40,16 @@ def committed(root):
     unfinished = begin(step_folder(root, 100))
     assert unfinished.name == "step-00000100.tmp"
     (unfinished / "data").write_bytes(b"12345")
-    commit(unfinished, DRAFT, ["data"], '{"step": 100}')
+    commit(unfinished, DRAFT, {"data": FileEntry(5, xxhash.xxh3_128_hexdigest(b"12345"))}, '{"step": 100}')
     return step_folder(root, 100)
 
 
 def edit(folder, **changes):
+    """Change the manifest as somebody would who knows how to seal it."""
     path = folder / "MANIFEST.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    content = json.loads(path.read_text())
+    del content["seal"]
+    path.write_text(sealed(json.dumps({**content, **changes}, indent=1)))
 
 
 def test_what_is_committed_is_read_back(tmp_path):
@@ -108,6 +114,6 @@ def test_fields_of_another_form(tmp_path, field, value):
 @pytest.mark.parametrize("name", ["../data", "/etc/passwd", "a/b", ".."])
 def test_files_outside_of_the_folder(tmp_path, name):
     folder = committed(tmp_path)
-    edit(folder, files={name: {"size": 5}})
+    edit(folder, files={name: {"size": 5, "xxh3": ""}})
     with pytest.raises(UserError, match="outside of the folder"):
         read_manifest(folder)

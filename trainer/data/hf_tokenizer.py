@@ -2,8 +2,8 @@
 
 A `tokenizer.json` goes as it is. A SentencePiece model goes as it is, too, and beside it as the `tokenizer.json` that
 gives the same ids, so that no reader has to guess at its settings (`LlamaTokenizer`, for one, puts a space before the
-text unless it is told not to). Two differences remain, both in what `transformers` takes for text: it reads "<s>" as the
-mark (with `split_special_tokens = True` it doesn't), and the character U+2581 as a space.
+text unless it is told not to). Two differences remain, both in what `transformers` takes for text: it reads "<s>" as
+the mark (with `split_special_tokens = True` it doesn't), and the character U+2581 as a space.
 """
 
 import json
@@ -16,6 +16,7 @@ from trainer.data.tokenizer import SPACE, load_tokenizer
 
 SENTENCEPIECE_NAME = "tokenizer.model"
 JSON_NAME = "tokenizer.json"
+CONFIG_NAME = "tokenizer_config.json"
 
 _BPE = 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -32,18 +33,21 @@ def tokenizer_files(path: str | Path | None) -> TokenizerFiles:
     path = Path(path)
     tokenizer, content = load_tokenizer(path), path.read_bytes()
     if path.suffix == ".json":
-        files, tokens = {JSON_NAME: content}, _tokens_of_json(json.loads(content))
+        files, tokens, settings = {JSON_NAME: content}, _tokens_of_json(json.loads(content)), {}
     else:
         model = _parse(path, content)
         tokens = {i: piece.piece for i, piece in enumerate(model.pieces)}
         files = {SENTENCEPIECE_NAME: content, JSON_NAME: _json_bytes(_to_json(model, tokenizer.bos_id))}
-    marks = {"bos_token": tokens.get(tokenizer.bos_id), "eos_token": tokens.get(tokenizer.eos_id)}
-    files["tokenizer_config.json"] = _json_bytes(
-        # The class that takes tokenizer.json as it is, in all versions.
-        {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        | {name: token for name, token in marks.items() if token is not None}
-    )
-    return TokenizerFiles(files, tokenizer.bos_id, tokenizer.eos_id)
+        # For whoever asks for LlamaTokenizer by name, which makes its own of the pieces and these.
+        settings = {"add_prefix_space": model.normalizer_spec.add_dummy_prefix, "legacy": False}
+    marks = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is, in all versions
+        "clean_up_tokenization_spaces": False,
+        **settings,
+        **{name: tokens[i] for name, i in marks.items() if i is not None},
+    }
+    return TokenizerFiles(files | {CONFIG_NAME: _json_bytes(config)}, tokenizer.bos_id, tokenizer.eos_id)
 
 
 def find_tokenizer(folder: Path) -> Path | None:
@@ -62,19 +66,16 @@ def find_tokenizer(folder: Path) -> Path | None:
 
 
 def _tokens_of_json(content: dict[str, Any]) -> dict[int, str]:
-    tokens = {i: token for token, i in content["model"]["vocab"].items()} if _has_ids(content) else {}
+    vocab = content["model"].get("vocab")
+    tokens = {i: token for token, i in vocab.items()} if isinstance(vocab, dict) else {}  # Unigram has a list
     return tokens | {added["id"]: added["content"] for added in content.get("added_tokens", [])}
-
-
-def _has_ids(content: dict[str, Any]) -> bool:
-    return isinstance(content["model"].get("vocab"), dict)
 
 
 def _parse(path: Path, content: bytes) -> Any:
     """The model's description. Raises: UserError if tokenizer.json can't express it exactly."""
     from sentencepiece import sentencepiece_model_pb2
 
-    model = sentencepiece_model_pb2.ModelProto.FromString(content)
+    model = sentencepiece_model_pb2.ModelProto.FromString(content)  # type: ignore[attr-defined]
     normalizer = model.normalizer_spec
     unlike = {
         "it is no BPE model": model.trainer_spec.model_type != _BPE,

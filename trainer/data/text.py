@@ -56,19 +56,20 @@ class Piece:
 class BadFiles:
     """The inputs that could not be read; more than `limit` of them are an error that names them."""
 
-    def __init__(self, limit: int = 0) -> None:
-        """Let `limit` of them pass."""
+    def __init__(self, limit: int | None = None) -> None:
+        """Let `limit` of them pass; None: there is no such choice here."""
         self.limit = limit
         self.messages: list[str] = []
 
     def add(self, message: str) -> None:
         """Note one more; raises UserError if it is one too many."""
         self.messages.append(message)
-        if len(self.messages) > self.limit:
+        if len(self.messages) > (self.limit or 0):
             shown = "\n".join(f"  {message}" for message in self.messages[-20:])
+            allowed = "" if self.limit is None else f", {self.limit} allowed (max_bad_files)"
+            choice = "" if self.limit is None else ", or allow that many to be left out"
             raise UserError(
-                f"{len(self.messages)} unreadable input(s), {self.limit} allowed (max_bad_files):\n{shown}\n"
-                "Mend or remove them, or allow that many to be left out."
+                f"{len(self.messages)} unreadable input(s){allowed}:\n{shown}\nMend or remove them{choice}."
             )
 
     def extend(self, messages: Iterable[str]) -> None:

@@ -1,0 +1,51 @@
+"""How two checkpoints differ, tensor by tensor, whatever mesh wrote each."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from checkpoint.safe_read import read_metadata
+from checkpoint.tensor_stream import entry_of, read_tensor
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """One tensor that is not the same in both."""
+
+    name: str
+    what: str
+    """For people: only in one, another shape or type, or how many values differ and by how much."""
+
+
+def compare(a: Path, b: Path) -> Iterator[TensorDifference]:
+    """The tensors that differ between two checkpoints, in the order of their names; bits count, so a NaN equals itself.
+
+    Holds one tensor of each at a time.
+    Raises: Damaged if a file can't be read.
+    """
+    metadata_a, metadata_b = read_metadata(a), read_metadata(b)
+    names_a, names_b = metadata_a.state_dict_metadata.keys(), metadata_b.state_dict_metadata.keys()
+    for name in sorted(names_a | names_b):
+        if name not in names_a or name not in names_b:
+            yield TensorDifference(name, f"only in {a if name in names_a else b}")
+            continue
+        kinds = [
+            (entry.properties.dtype, list(entry.size))
+            for entry in (entry_of(metadata_a, name), entry_of(metadata_b, name))
+        ]
+        if kinds[0] != kinds[1]:
+            yield TensorDifference(name, " against ".join(f"{dtype} {size}" for dtype, size in kinds))
+        elif what := _difference(read_tensor(a, metadata_a, name), read_tensor(b, metadata_b, name)):
+            yield TensorDifference(name, what)
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
+    """How two tensors of one shape and type differ in their values; None if they are equal bit for bit."""
+    a, b = a.contiguous().flatten(), b.contiguous().flatten()
+    if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        return None
+    unequal = (a.view(-1, 1).view(torch.uint8) != b.view(-1, 1).view(torch.uint8)).any(1)
+    gap = (a.double() - b.double()).abs()
+    return f"{int(unequal.sum()):,} of {len(a):,} values, by up to {gap.max():.3g} (the largest value is {a.abs().max():.3g})"

@@ -1,0 +1,120 @@
+"""The folder `checkpoints/` of a run: what is in it, which of it a run goes on from, and what is kept.
+
+Under their final names lie only the checkpoints of one line, each of which goes on from the one before. When a run
+goes on from an earlier step, or starts anew, the later steps belong to a line that is abandoned: they are moved to
+`abandoned-001/` and so on, where nothing picks them up again, counts them or removes them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint import manifest as manifests
+from checkpoint.manifest import step_folder, steps_in
+from configs.errors import ConfigError, UserError
+from configs.schema import Checkpoint
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which checkpoint a run may go on from."""
+
+    candidates: list[Path]
+    """The one to take, and after it those to fall back to if it is damaged; empty: start anew."""
+    reason: str
+    """How this was decided, for people."""
+
+
+def choose(root: Path, load: str | int) -> Choice:
+    """What `checkpoint.load` means for a run whose checkpoints lie in `root`; changes nothing on the disk.
+
+    load: "latest" (start anew if there is none), "none", a step in `root`, or the path of a checkpoint.
+    Raises: ConfigError if a step or path isn't there.
+    """
+    steps = steps_in(root)
+    said = f"checkpoint.load is {load}"
+    if load == "none":
+        return Choice([], said)
+    if load == "latest":
+        if not steps:
+            return Choice([], f"{said}, and {root} has no checkpoint")
+        return Choice([step_folder(root, step) for step in reversed(steps)], f"{said}, of {len(steps)} in {root}")
+    if isinstance(load, str):
+        folder = Path(load)
+        if not folder.is_dir():
+            raise ConfigError(f'checkpoint.load = "{load}": no such folder (use "latest", "none", a step or a path)')
+        return Choice([folder], f"{said}; at the next start, too, unless it is set back to latest")
+    if load not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(f"checkpoint.load = {load}: no such step in {root}; steps there: {there}")
+    return Choice([step_folder(root, load)], f"{said}; at the next start, too, unless it is set back to latest")
+
+
+def prepare(root: Path, log: Callable[[str], None]) -> None:
+    """Make `root`, see that it can be written to, and remove what unfinished saves left behind, with a line to `log`.
+
+    Raises: UserError if the disk refuses.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe = root / ".probe"
+        probe.touch()
+        probe.unlink()
+        for name in manifests.remove_unfinished(root):
+            log(f"removed {root / name}, which an interrupted save or removal has left behind")
+    except OSError as error:
+        raise UserError(f"the folder for checkpoints, {root}, can't be written: {error} (see job.output_dir)") from None
+
+
+def set_aside(root: Path, newest_kept: int | None) -> Path | None:
+    """Move the checkpoints after step `newest_kept` (None: all) to a new `abandoned-001/`; None if there are none.
+
+    Raises: UserError if the disk refuses.
+    """
+    steps = [step for step in steps_in(root) if newest_kept is None or step > newest_kept]
+    if not steps:
+        return None
+    aside = root / f"abandoned-{_last_abandoned(root) + 1:03d}"
+    try:
+        aside.mkdir()
+        for step in reversed(steps):  # newest first: whenever a crash comes, what is left is the older part of the line
+            folder = step_folder(root, step)
+            folder.rename(aside / folder.name)
+    except OSError as error:
+        raise UserError(f"checkpoints can't be moved to {aside}: {error}") from None
+    return aside
+
+
+def superfluous(losses: Mapping[int, float | None], keep_last: int, keep_every: int, keep_best: int) -> list[int]:
+    """The steps that may go, in order.
+
+    Kept are the `keep_last` newest (0: all), the multiples of `keep_every` (0: none for that reason), and the
+    `keep_best` with the lowest validation loss (of equal ones, the newest). `losses` has the validation loss of every
+    step; None: unknown.
+    """
+    if keep_last == 0:
+        return []
+    newest = sorted(losses)[-keep_last:]
+    measured = [(loss, -step) for step, loss in losses.items() if loss is not None]
+    best = [-step for _, step in sorted(measured)[:keep_best]]
+    every = [step for step in losses if keep_every and step % keep_every == 0]
+    return sorted(losses.keys() - {*newest, *best, *every})
+
+
+def to_be_pruned(root: Path, settings: Checkpoint) -> list[Path]:
+    """The checkpoints in `root` that the settings don't keep; never one that can't be read."""
+    if settings.keep_last == 0:
+        return []
+    losses: dict[int, float | None] = {}
+    for step in steps_in(root):
+        try:
+            losses[step] = manifests.read_manifest(step_folder(root, step)).validation_loss
+        except UserError:
+            continue
+    steps = superfluous(losses, settings.keep_last, settings.keep_every, settings.keep_best)
+    return [step_folder(root, step) for step in steps]
+
+
+def _last_abandoned(root: Path) -> int:
+    numbers = (path.name.removeprefix("abandoned-") for path in root.glob("abandoned-*"))
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)

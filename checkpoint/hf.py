@@ -1,0 +1,406 @@
+"""Keel's checkpoints as Hugging Face's model folders, and the other way round.
+
+Both ways a tensor is read, written and forgotten before the next: the whole model is never in memory, and of the
+optimizer not a byte is read. What is written gets its name only when it is whole; a folder that exists is never
+touched. From a stranger's folder only safetensors and JSON are read, in neither of which code can hide.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from checkpoint import manifest as manifests
+from checkpoint.hf_config import Shape, checkpoint_name, seq_len_of, tensor_shapes, to_hf, to_keel
+from checkpoint.manifest import FileEntry, Manifest, damaged, is_plain_name, read_manifest
+from checkpoint.safe_read import read_metadata
+from checkpoint.tensor_stream import (
+    SAFETENSORS_DTYPES,
+    entry_of,
+    n_bytes,
+    read_tensor,
+    synced_file,
+    write_safetensors,
+    write_tensors,
+)
+from configs.errors import UserError
+from configs.schema import Model
+from configs.toml_text import table_text
+
+Progress = Callable[[int, int], Any]
+"""Called after each tensor with the bytes read and those in all; what it raises ends the work."""
+
+MAX_SHARD_BYTES = 5_000_000_000
+"""Hugging Face's own default for years: files that every file system and server takes."""
+
+CONFIG_NAME = "config.json"
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MODEL_TOML = "model.toml"
+SHOWN_DIFFERENCES = 8
+
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What a Hugging Face folder holds of its tokenizer."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Content by file name."""
+    bos_id: int | None = None
+    eos_id: int | None = None
+
+
+# ------------------------------------------------------------------ export
+
+
+def export_hf(
+    checkpoint: Path,
+    output: Path,
+    tokenizer: TokenizerFiles,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    verify: Literal["size", "hash"] = "hash",
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder; one process will do, whatever mesh has saved it.
+
+    Args:
+        dtype: of the weights; None: as they are in the checkpoint.
+        max_shard_bytes: tensors are put into one file up to this size; a larger tensor has a file of its own.
+        verify: hash: first compare the content of the files that are read with their hashes.
+
+    Raises: UserError if the checkpoint is damaged, or the output exists or can't be written.
+    """
+    manifest, metadata = read_manifest(checkpoint), read_metadata(checkpoint)
+    model = _model_of(manifest, checkpoint)
+    shapes = tensor_shapes(model)
+    own_dtype = _check_tensors(checkpoint, metadata, shapes)
+    if verify == "hash":
+        _check_content(checkpoint, manifest, metadata)
+    target = getattr(torch, dtype) if dtype else own_dtype
+    count = _Counter(progress, sum(n_bytes(shape, own_dtype) for shape in shapes.values()))
+    shards = _shards(shapes, target, max_shard_bytes)
+
+    def tensor_of(name: str) -> Tensor:
+        return count(read_tensor(checkpoint, metadata, checkpoint_name(name)))
+
+    with _unfinished(output) as folder:
+        for name, shard in shards.items():
+            write_safetensors(folder / name, shard, target, tensor_of)
+        seq_len = manifest.config.get("training", {}).get("seq_len", 0)
+        _write_json(folder / CONFIG_NAME, to_hf(model, _name(target), seq_len, tokenizer.bos_id, tokenizer.eos_id))
+        _write_json(folder / INDEX_NAME, _index(shards, target))
+        marks = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        _write_json(folder / "generation_config.json", {key: i for key, i in marks.items() if i is not None})
+        for name, content in tokenizer.files.items():
+            _write(folder / name, content)
+        _sync(folder)
+        folder.rename(output)
+        _sync(output.parent)
+
+
+def _model_of(manifest: Manifest, checkpoint: Path) -> Model:
+    try:
+        return Model.model_validate(manifest.config.get("model"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, ("config", "model", *first["loc"])))
+        raise damaged(checkpoint, f"{manifests.MANIFEST_NAME}: {place}: {first['msg']}") from None
+
+
+def _check_tensors(checkpoint: Path, metadata: Metadata, shapes: Mapping[str, Shape]) -> torch.dtype:
+    """The type of the model's tensors in the checkpoint, which must be those that `shapes` names."""
+    names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
+    saved = {name: entry_of(metadata, name) for name in names}
+    dtype = next((entry.properties.dtype for entry in saved.values()), torch.float32)
+    _compare(
+        f"checkpoint {checkpoint} does not hold the model that its {manifests.MANIFEST_NAME} describes",
+        {name: _described(entry.size, entry.properties.dtype) for name, entry in saved.items()},
+        {checkpoint_name(name): _described(shape, dtype) for name, shape in shapes.items()},
+    )
+    return dtype
+
+
+def _check_content(checkpoint: Path, manifest: Manifest, metadata: Metadata) -> None:
+    """Read every file that holds a part of the model, and compare it with its hash."""
+    places = metadata.storage_data.items()
+    files = {place.relative_path for index, place in places if index.fqn.startswith("model.")}
+    for name in sorted(files):
+        damage = manifests.content_damage(checkpoint, name, manifest.files[name])
+        if damage:
+            raise damaged(checkpoint, damage)
+
+
+def _shards(shapes: Mapping[str, Shape], dtype: torch.dtype, max_bytes: int) -> dict[str, dict[str, Shape]]:
+    """The tensors cut into files, in their order; by file name, as transformers calls them."""
+    groups: list[dict[str, Shape]] = [{}]
+    size = 0
+    for name, shape in shapes.items():
+        if groups[-1] and size + n_bytes(shape, dtype) > max_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = shape
+        size += n_bytes(shape, dtype)
+    if len(groups) == 1:
+        return {SINGLE_NAME: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _index(shards: Mapping[str, Mapping[str, Shape]], dtype: torch.dtype) -> dict[str, Any]:
+    """Of a single file, too, so that a reader of exports needs to know one form only."""
+    size = sum(n_bytes(shape, dtype) for shard in shards.values() for shape in shard.values())
+    weight_map = {name: file for file, shard in shards.items() for name in shard}
+    return {"metadata": {"total_size": size}, "weight_map": weight_map}
+
+
+# ------------------------------------------------------------------ import
+
+
+@dataclass(frozen=True)
+class _SourceTensor:
+    """A tensor in a safetensors file."""
+
+    path: Path
+    shape: Shape
+    dtype: torch.dtype
+
+
+def import_hf(
+    source: Path,
+    output: Path,
+    tokenizer: Path | None,
+    dtype: str | None = None,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Write the model in a Hugging Face folder as a checkpoint: weights only, for `checkpoint.init_from`.
+
+    The output also gets `model.toml`, a base for job files with the model's shape, and a copy of the tokenizer.
+
+    Args:
+        tokenizer: the tokenizer's file, in the form that Keel is to use; None: leave it out.
+        dtype: of the weights; None: as in the source. float16, and a mixture, become the narrowest type that holds
+            all of them exactly.
+
+    Raises: UserError if the source can't be read or Keel can't train what it holds, or the output exists or can't be
+        written.
+    """
+    config = _read_json(source / CONFIG_NAME)
+    model = to_keel(config, source / CONFIG_NAME)
+    tensors = _tensors_in(source)
+    _check_tied_head(model, tensors)
+    shapes = tensor_shapes(model)
+    _compare(
+        f"{source} does not hold the model that its {CONFIG_NAME} describes",
+        {name: _described(tensor.shape) for name, tensor in tensors.items()},
+        {name: _described(shape) for name, shape in shapes.items()},
+    )
+    target = getattr(torch, dtype) if dtype else _common_dtype(tensors)
+    count = _Counter(progress, sum(n_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values()))
+    with _unfinished(output) as folder:
+        stream = ((checkpoint_name(name), count(_read(name, tensors[name]).to(target))) for name in shapes)
+        files = write_tensors(folder, stream)
+        tables = {"model": model.model_dump()}
+        if tokenizer:
+            files[tokenizer.name] = _write(folder / tokenizer.name, tokenizer.read_bytes())
+            tables["tokenizer"] = {"path": str(output / tokenizer.name)}
+        toml = _toml_heading(source, output) + table_text(tables)
+        files[MODEL_TOML] = _write(folder / MODEL_TOML, toml.encode())
+        training = {"dtype": _name(target), "seq_len": seq_len_of(config)}
+        tokenizer_hash = files[tokenizer.name].xxh3 if tokenizer else None
+        manifests.commit(folder, _draft(tables | {"training": training}, tokenizer_hash), files, "{}")
+
+
+def _toml_heading(source: Path, output: Path) -> str:
+    return (
+        f"# The shape of the model that was imported from {source}. To go on training it, in a job file:\n"
+        f'#   base = "{MODEL_TOML}" (by its path from there), and in [checkpoint] init_from = "{output}"\n\n'
+    )
+
+
+def _draft(config: dict[str, Any], tokenizer_hash: str | None) -> Manifest:
+    return Manifest(
+        step=0,
+        tokens=0,
+        config=config,
+        config_hash=manifests.config_hash(config),
+        mesh={},
+        torch_version=torch.__version__,
+        run_id=uuid4().hex,
+        parent=None,
+        run_changes=[],
+        files={},
+        tokenizer_hash=tokenizer_hash,
+    )
+
+
+def _tensors_in(source: Path) -> dict[str, _SourceTensor]:
+    """The tensors of all safetensors files, by name. Raises: UserError if there are none, or one can't be read."""
+    names = _file_names(source)
+    tensors: dict[str, _SourceTensor] = {}
+    for name in names:
+        tensors |= _tensors_of(source / name)
+    # Exports of 2023 hold this buffer, which follows from the config.
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def _file_names(source: Path) -> list[str]:
+    index = source / INDEX_NAME
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
+        outside = [name for name in names if not is_plain_name(name)]
+        if not names or outside:
+            what = f"names {outside[0]!r}, outside of the folder" if outside else "names no files"
+            raise UserError(f"{index}: {what}")
+        return names
+    if (source / SINGLE_NAME).is_file():
+        return [SINGLE_NAME]
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in source.glob(pattern))
+    if not pickles:
+        raise UserError(f"{source} holds no safetensors: neither {INDEX_NAME} nor {SINGLE_NAME}")
+    raise UserError(
+        f"{source} holds its weights in {pickles[0]} only, a pickle, which can run code when it is read. Keel reads "
+        'safetensors; if you trust the folder, convert it once: python -c "import transformers; '
+        f"transformers.AutoModelForCausalLM.from_pretrained('{source}', dtype='auto').save_pretrained('NEW_FOLDER')\""
+    )
+
+
+def _tensors_of(path: Path) -> dict[str, _SourceTensor]:
+    tensors = {}
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118 (it is no dict)
+            entry = file.get_slice(name)
+            if entry.get_dtype() not in _DTYPES:
+                raise UserError(f"{path}: {name} is of type {entry.get_dtype()}; Keel imports {', '.join(_DTYPES)}")
+            tensors[name] = _SourceTensor(path, tuple(entry.get_shape()), _DTYPES[entry.get_dtype()])
+    return tensors
+
+
+def _read(name: str, tensor: _SourceTensor) -> Tensor:
+    """The tensor in memory of its own; the mapped file is let go of."""
+    with _opened(tensor.path) as file:
+        return file.get_tensor(name).clone()
+
+
+@contextmanager
+def _opened(path: Path) -> Generator[Any, None, None]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} can't be read: {error}") from None
+
+
+def _check_tied_head(model: Model, tensors: dict[str, _SourceTensor]) -> None:
+    """Drop the head of a tied model, if the folder has one, provided that it is the embedding's equal."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if not model.tie_embeddings or not {head, embedding} <= tensors.keys():
+        return
+    if not torch.equal(_read(head, tensors[head]), _read(embedding, tensors[embedding])):
+        raise UserError(
+            f"{tensors[head].path}: {head} is not {embedding}, although tie_word_embeddings is true in {CONFIG_NAME}"
+        )
+    del tensors[head]
+
+
+def _common_dtype(tensors: Mapping[str, _SourceTensor]) -> torch.dtype:
+    """The narrowest of Keel's types that holds all tensors exactly."""
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+# ------------------------------------------------------------------ both
+
+
+class _Counter:
+    """Passes tensors through and reports their bytes."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        self._done += tensor.nbytes
+        self._progress(self._done, self._total)
+        return tensor
+
+
+def _compare(what: str, found: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    """Raise UserError, which begins with `what`, if the tensors (name to description) are not the expected ones."""
+    lines = [
+        f"\n  {name}: {found.get(name, 'missing')}, expected: {expected.get(name, 'no such tensor')}"
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ]
+    if lines:
+        more = f"\n  and {len(lines) - SHOWN_DIFFERENCES} more" if len(lines) > SHOWN_DIFFERENCES else ""
+        raise UserError(f"{what}:{''.join(lines[:SHOWN_DIFFERENCES])}{more}")
+
+
+def _described(shape: Sequence[int], dtype: torch.dtype | None = None) -> str:
+    return f"{_name(dtype)} {list(shape)}" if dtype else str(list(shape))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def _unfinished(output: Path) -> Generator[Path, None, None]:
+    """An empty folder beside `output` that the block fills and renames; it goes away if the block fails."""
+    if output.exists():
+        raise UserError(f"{output} exists; name another folder, or move it away")
+    folder = output.with_name(output.name + manifests.UNFINISHED)
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)  # what a killed process has left behind
+        folder.mkdir(parents=True)
+        yield folder
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise UserError(f"{output} could not be written: {error}") from None
+        raise
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} is no Hugging Face model folder: it has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a {type(content).__name__} instead of an object")
+    return content
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    _write(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def _write(path: Path, content: bytes) -> FileEntry:
+    with synced_file(path) as file:
+        file.write(content)
+    return file.entry()
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

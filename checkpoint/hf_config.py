@@ -1,0 +1,177 @@
+"""A model as Hugging Face describes it: config.json, and the names and shapes of its tensors.
+
+Only what Keel can train exactly as it stands is translated. A field that would make it another function (a bias,
+another activation, another kind of rotary scaling) is refused by its name, never dropped.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from configs.errors import UserError
+from configs.layout import head_dim, n_kv_heads
+from configs.schema import Model, RopeScaling
+
+Shape = tuple[int, ...]
+
+ARCHITECTURE = "LlamaForCausalLM"
+
+_NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "ffn_dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps",
+    "initializer_range": "init_std",
+    "tie_word_embeddings": "tie_embeddings",
+}
+"""Field of config.json -> key of [model]."""
+
+_DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False}
+"""Those of LlamaConfig where they aren't Keel's, or might not stay so."""
+
+_SCALING_NAMES = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_seq_len",
+}
+
+_FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "quantization_config": None,
+}
+"""What Keel's Llama is in any case; a config that says otherwise is of another model."""
+
+
+def tensor_shapes(model: Model) -> dict[str, Shape]:
+    """Names and shapes of the model's tensors in Hugging Face's terms, from the input to the output."""
+    query, key_value = model.n_heads * head_dim(model), n_kv_heads(model) * head_dim(model)
+    block = {
+        "input_layernorm": (model.dim,),
+        "self_attn.q_proj": (query, model.dim),
+        "self_attn.k_proj": (key_value, model.dim),
+        "self_attn.v_proj": (key_value, model.dim),
+        "self_attn.o_proj": (model.dim, query),
+        "post_attention_layernorm": (model.dim,),
+        "mlp.gate_proj": (model.ffn_dim, model.dim),
+        "mlp.up_proj": (model.ffn_dim, model.dim),
+        "mlp.down_proj": (model.dim, model.ffn_dim),
+    }
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (model.vocab_size, model.dim)}
+    for layer in range(model.n_layers):
+        shapes |= {f"model.layers.{layer}.{module}.weight": shape for module, shape in block.items()}
+    shapes["model.norm.weight"] = (model.dim,)
+    if not model.tie_embeddings:
+        shapes["lm_head.weight"] = (model.vocab_size, model.dim)
+    return shapes
+
+
+def checkpoint_name(name: str) -> str:
+    """Of the tensor that Hugging Face calls `name`; only the output head stands beside its "model." there."""
+    return f"model.{name.removeprefix('model.')}"
+
+
+def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+    """The content of config.json.
+
+    transformers 5 reads `rope_parameters` and `dtype`; before, it was `rope_theta`, `rope_scaling` and `torch_dtype`.
+    Raises: UserError for a shape that transformers refuses to load.
+    """
+    if model.dim % model.n_heads:
+        raise UserError(
+            f"model.dim {model.dim} is no multiple of n_heads {model.n_heads}, which transformers asks of a Llama "
+            "whatever its head_dim; so there is no Hugging Face folder of this model"
+        )
+    values = model.model_dump()
+    theta, scaling = {"rope_theta": model.rope_theta}, _scaling_to_hf(model.rope_scaling)
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        **{name: values[key] for name, key in _NAMES.items()},
+        "num_key_value_heads": n_kv_heads(model),
+        "head_dim": head_dim(model),
+        "max_position_embeddings": max(seq_len, _stretched_seq_len(model.rope_scaling)),
+        **theta,
+        "rope_scaling": scaling,
+        "rope_parameters": (scaling or {"rope_type": "default"}) | theta,
+        **{name: value for name, value in _FIXED.items() if value is not None},
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+        "use_cache": True,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    return {"rope_type": "llama3", **{name: getattr(scaling, key) for name, key in _SCALING_NAMES.items()}}
+
+
+def _stretched_seq_len(scaling: RopeScaling | None) -> int:
+    return int(scaling.factor * scaling.original_seq_len) if scaling else 0
+
+
+def to_keel(config: Mapping[str, Any], path: Path) -> Model:
+    """The [model] that the config.json at `path` describes.
+
+    Raises: UserError that names the field, if Keel can't train the model as it is.
+    """
+    architectures = config.get("architectures") or []
+    if config.get("model_type") != "llama" or architectures not in ([], [ARCHITECTURE]):
+        what = f"model_type {config.get('model_type')!r}, architectures {architectures!r}"
+        raise UserError(f"{path}: {what}: not supported; Keel imports {ARCHITECTURE} (Llama 2 and 3.x)")
+    for field, value in _FIXED.items():
+        if config.get(field, value) != value:
+            raise _unsupported(path, field, config[field], f"Keel's Llama has {value!r}")
+    given = _DEFAULTS | {name: config[name] for name in _NAMES if config.get(name) is not None}
+    values = {_NAMES[name]: value for name, value in given.items()}
+    try:
+        return Model.model_validate(values | _rope_to_keel(config, path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{path}: {_field(first['loc'])}: {first['msg']}") from None
+
+
+def seq_len_of(config: Mapping[str, Any]) -> int:
+    """The length in tokens that the model of a config.json is for; LlamaConfig's default if it doesn't say."""
+    return int(config.get("max_position_embeddings", 2048))
+
+
+def _rope_to_keel(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` of [model], from where the newer or the older form has them."""
+    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(field) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
+    if kind not in ("default", "llama3"):
+        raise _unsupported(path, f"{field}.rope_type", kind, 'Keel knows "default" and "llama3"')
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise _unsupported(path, "partial_rotary_factor", partial, "Keel rotates whole heads")
+    if kind == "default":
+        return theta
+    missing = [name for name in _SCALING_NAMES if name not in rope]
+    if missing:
+        raise UserError(f"{path}: {field}.{missing[0]} is missing, which rope_type llama3 needs")
+    return theta | {"rope_scaling": {key: rope[name] for name, key in _SCALING_NAMES.items()}}
+
+
+def _unsupported(path: Path, field: str, value: Any, instead: str) -> UserError:
+    return UserError(f"{path}: {field} = {value!r} is not supported; {instead}")
+
+
+def _field(location: tuple[str | int, ...]) -> str:
+    """The name in config.json of the key of [model] at `location`."""
+    names = {key: name for name, key in (_NAMES | _SCALING_NAMES).items()}
+    return ".".join(names.get(str(part), str(part)) for part in location)

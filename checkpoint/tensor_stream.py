@@ -1,0 +1,186 @@
+"""Checkpoints and safetensors files, a tensor at a time: a model passes through in the memory of its largest tensor.
+
+torch.distributed.checkpoint reads and writes a whole state at once, and so do safetensors' own functions with a file.
+To turn one into the other that would take as much memory as the model. What both formats need is little: where each
+tensor lies, which both keep in an index.
+"""
+
+import json
+import os
+import pickle
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from checkpoint.manifest import FileEntry, damaged
+from checkpoint.safe_read import METADATA_NAME
+
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
+"""The floating-point types that models are kept in, by safetensors' names."""
+
+
+def read_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:
+    """The whole tensor `name` of the checkpoint in `folder`, however many ranks have written it.
+
+    `metadata` is the checkpoint's index (`safe_read.read_metadata`). Holds the tensor and, while it reads one, a
+    rank's part of it twice.
+    Raises: UserError if a part can't be read or is not what the index says.
+    """
+    entry = entry_of(metadata, name)
+    if len(entry.chunks) == 1:
+        return _read_part(folder, metadata, name, entry.chunks[0])
+    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+    for chunk in entry.chunks:
+        box = tuple(slice(start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True))
+        whole[box] = _read_part(folder, metadata, name, chunk)
+    return whole
+
+
+def entry_of(metadata: Metadata, name: str) -> TensorStorageMetadata:
+    """What the index knows of a tensor."""
+    entry = metadata.state_dict_metadata[name]
+    assert isinstance(entry, TensorStorageMetadata)  # safe_read lets nothing else pass
+    return entry
+
+
+def _read_part(folder: Path, metadata: Metadata, name: str, chunk: ChunkStorageMetadata) -> Tensor:
+    place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+    dtype = entry_of(metadata, name).properties.dtype
+    try:
+        with (folder / place.relative_path).open("rb") as file:
+            view = _create_file_view(file, place.offset, place.length)
+            part = torch.load(view, map_location="cpu", weights_only=True)
+        if not isinstance(part, Tensor) or (part.shape, part.dtype) != (chunk.sizes, dtype):
+            raise ValueError("it is of another shape or type than the index says")
+    # Damaged bytes fail in whatever way they lead to, so every kind of exception means the same here.
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise damaged(folder, f"{place.relative_path} can't be read at {name}: {reason}") from error
+    return part
+
+
+def write_tensors(folder: Path, *files: Iterable[tuple[str, Tensor]]) -> dict[str, FileEntry]:
+    """Write tensors to `folder` as torch.distributed.checkpoint would, a file for each of `files`, as from a rank.
+
+    The tensors may be made on the way. Returns: the files written, which are synced.
+    Raises: OSError if the disk refuses, and whatever one of `files` raises.
+    """
+    index = Metadata(state_dict_metadata={}, storage_data={})
+    written = {}
+    for number, tensors in enumerate(files):
+        name = f"__{number}_0.distcp"
+        written[name] = _write_file(folder / name, tensors, index)
+    with synced_file(folder / METADATA_NAME) as file:
+        file.write(pickle.dumps(index))
+    return {**written, METADATA_NAME: file.entry()}
+
+
+def _write_file(path: Path, tensors: Iterable[tuple[str, Tensor]], index: Metadata) -> FileEntry:
+    """Write one file, and tell `index` what is in it."""
+    with synced_file(path) as file:
+        for name, tensor in tensors:
+            start, origin = file.tell(), torch.Size([0] * tensor.dim())
+            _save(tensor, file)
+            chunk = ChunkStorageMetadata(offsets=origin, sizes=tensor.shape)
+            properties = TensorProperties(dtype=tensor.dtype)
+            index.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, [chunk])
+            index.storage_data[MetadataIndex(name, origin)] = _StorageInfo(path.name, start, file.tell() - start)
+    return file.entry()
+
+
+def _save(tensor: Tensor, file: "SyncedFile") -> None:
+    try:
+        torch.save(tensor, file)  # type: ignore[arg-type]
+    except RuntimeError:  # torch's "unexpected pos 704 vs 598" when the disk refuses
+        if file.error:
+            raise file.error from None
+        raise
+
+
+def write_safetensors(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, tensor_of: Callable[[str], Tensor]
+) -> None:
+    """Write a safetensors file of the tensors that `shapes` names; each is asked for when its turn comes.
+
+    Format: huggingface.co/docs/safetensors. Eight bytes tell the length of a JSON header, which tells where each
+    tensor's values begin and end behind it; so it can be written before the first tensor is there.
+    Raises: OSError if the disk refuses, and whatever `tensor_of` raises.
+    """
+    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + n_bytes(shape, dtype)
+        header[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the values begin aligned
+    with synced_file(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in shapes:
+            # No name is bound to the tensor: it would be kept while the next one is read.
+            file.write(tensor_of(name).to(dtype).contiguous().view(torch.uint8).numpy().data)
+
+
+def n_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor's values."""
+    return prod(shape) * dtype.itemsize
+
+
+class SyncedFile:
+    """A file open for writing, in order, that hashes what it is given and remembers the first error of a write."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._hash, self._size = file, xxhash.xxh3_128(), 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self._hash.update(data)
+        n_bytes = memoryview(data).nbytes
+        self._size += n_bytes
+        return n_bytes
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        """Nothing: torch asks for it after every tensor, and `synced_file` does it once."""
+
+    def close(self) -> None:
+        """Nothing, likewise."""
+
+    def entry(self) -> FileEntry:
+        """What the file was given."""
+        return FileEntry(self._size, self._hash.hexdigest())
+
+
+@contextmanager
+def synced_file(path: Path) -> Generator[SyncedFile, None, None]:
+    """A new file to write to that is on the disk at the end of the block."""
+    with path.open("wb") as file:
+        yield SyncedFile(file)
+        file.flush()
+        os.fsync(file.fileno())

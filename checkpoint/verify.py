@@ -1,0 +1,51 @@
+"""Whether the files of a checkpoint still are what was written, found out by all ranks together.
+
+Each rank reads its share of the files, so hashing takes as long as loading's own reading, not as many times longer as
+there are ranks.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from checkpoint.manifest import FileEntry, Manifest, content_damage, damaged, read_manifest
+
+
+def content_damages(folder: Path, files: Mapping[str, FileEntry], group: dist.ProcessGroup) -> list[str]:
+    """Read and hash `files` in `folder`; to be called by all ranks of `group`.
+
+    Returns: a line for every damaged file, with its name; the same on all ranks.
+    """
+    mine = shares(_sizes(files), dist.get_world_size(group))[dist.get_rank(group)]
+    found = [problem for name in mine if (problem := content_damage(folder, name, files[name]))]
+    problems: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(problems, found, group=group)
+    return sorted(line for of_rank in problems for line in of_rank)
+
+
+def check(folder: Path) -> Manifest:
+    """The manifest of a checkpoint all of whose files this process, alone, has read and found as they were written.
+
+    Raises: Damaged, which names every file that isn't; UserError if the checkpoint is of a newer format.
+    """
+    manifest = read_manifest(folder)
+    found = [content_damage(folder, name, entry) for name, entry in manifest.files.items()]
+    if problems := [problem for problem in found if problem]:
+        raise damaged(folder, "; ".join(problems))
+    return manifest
+
+
+def shares(sizes: Mapping[str, int], n: int) -> list[list[str]]:
+    """The names in `n` lists of about the same total size: the largest first, to whom has least so far."""
+    names: list[list[str]] = [[] for _ in range(n)]
+    totals = [0] * n
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        least = totals.index(min(totals))
+        names[least].append(name)
+        totals[least] += size
+    return names
+
+
+def _sizes(files: Mapping[str, FileEntry]) -> dict[str, int]:
+    return {name: entry.size for name, entry in files.items()}

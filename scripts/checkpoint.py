@@ -1,0 +1,262 @@
+"""Look at checkpoints, and tidy them up: scripts/checkpoint.py COMMAND ...
+
+  list FOLDER                    all checkpoints of a run, and what is left of abandoned lines and interrupted saves
+  show CHECKPOINT                what one is and how it came to be; --tensors, --config
+  verify PATH                    read and hash every file of a checkpoint, or of all in a folder; exit 1 if one is damaged
+  diff A B                       config and tensors that differ; exit 1 if any does
+  prune FOLDER --keep-last N     remove what is not kept, as [checkpoint] would; --keep-every, --keep-best, --abandoned
+  reshard CHECKPOINT OUTPUT --files N    write it again into N files; loading never needs it
+
+FOLDER is a run folder or its checkpoints/, CHECKPOINT a folder such as checkpoints/step-00000100. No code in a checkpoint
+is run, whoever wrote it.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
+
+from checkpoint import manifest as manifests
+from checkpoint.compare import compare
+from checkpoint.folder import to_be_pruned
+from checkpoint.lock import lock
+from checkpoint.manifest import MANIFEST_NAME, Manifest, Origin, read_manifest, step_folder, steps_in
+from checkpoint.reshard import reshard
+from checkpoint.safe_read import read_metadata
+from checkpoint.tensor_stream import entry_of
+from checkpoint.verify import check
+from configs.errors import KeelError, UserError
+from configs.schema import Checkpoint
+from configs.toml_text import table_text
+from trainer.console import Console, Row, count, duration, size
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    with Console() as console:
+        try:
+            return options.command(options, console)
+        except KeelError as error:
+            console.error(str(error))
+            return error.exit_code
+        except KeyboardInterrupt:
+            return 130
+
+
+# --------------------------------------------------------------------------- the commands
+
+
+def list_(options: argparse.Namespace, console: Console) -> int:
+    """A line for every checkpoint; files are looked for, but not read."""
+    root = _root(options.folder)
+    console.line("      step      tokens        size  validation loss  line      written")
+    for folder in _checkpoints(root):
+        console.line(_list_line(folder))
+    for aside in sorted(root.glob("abandoned-*")):
+        steps = ", ".join(map(str, steps_in(aside)))
+        console.line(f"{aside.name}: an abandoned line; steps {steps or 'none'}")
+    for unfinished in sorted(root.glob(f"step-*{manifests.UNFINISHED}")):
+        console.line(f"{unfinished.name}: of an interrupted save or removal; the next start removes it")
+    return 0
+
+
+def show(options: argparse.Namespace, console: Console) -> int:
+    """What one checkpoint is."""
+    manifest, metadata = read_manifest(options.checkpoint), read_metadata(options.checkpoint)
+    entries = {name: entry_of(metadata, name) for name in sorted(metadata.state_dict_metadata)}
+    parameters = sum(prod(entry.size) for name, entry in entries.items() if name.startswith("model."))
+    rows = [*_history(manifest), ("tensors", f"{len(entries)}, with {count(parameters)} parameters of the model")]
+    console.table(str(options.checkpoint), rows)
+    files = [(name, f"{size(entry.size):>10}   xxh3 {entry.xxh3}") for name, entry in manifest.files.items()]
+    console.table("Files", files)
+    if options.tensors:
+        described = {name: f"{entry.properties.dtype} {list(entry.size)}" for name, entry in entries.items()}
+        console.table("Tensors", [(name, text.removeprefix("torch.")) for name, text in described.items()])
+    if options.config:
+        console.line("\n" + table_text(manifest.config))
+    return 0
+
+
+def verify(options: argparse.Namespace, console: Console) -> int:
+    """Read every file; 1 if one is not as it was written."""
+    is_one = (options.path / MANIFEST_NAME).exists()
+    folders = [options.path] if is_one else list(_checkpoints(_root(options.path)))
+    if not folders:
+        raise UserError(f"{options.path} is no checkpoint, and has none in it")
+    damaged = 0
+    for folder in folders:
+        started = time.perf_counter()
+        try:
+            manifest = check(folder)
+        except UserError as error:
+            damaged += 1
+            console.error(str(error))
+            continue
+        spent = duration(time.perf_counter() - started)
+        console.line(f"{folder}: {_size(manifest)} in {len(manifest.files)} files are as they were written ({spent})")
+    return 1 if damaged else 0
+
+
+def diff(options: argparse.Namespace, console: Console) -> int:
+    """What differs; 1 if anything does."""
+    a, b = read_manifest(options.a), read_manifest(options.b)
+    keys = sorted(set(_flat(a.config)) | set(_flat(b.config)))
+    rows = [(key, f"{_flat(a.config).get(key)} -> {_flat(b.config).get(key)}") for key in keys]
+    rows = [(key, text) for key, text in rows if _flat(a.config).get(key) != _flat(b.config).get(key)]
+    facts = [("step", a.step, b.step), ("tokens", a.tokens, b.tokens), ("tokenizer", a.tokenizer_hash, b.tokenizer_hash)]
+    rows += [(name, f"{before} -> {after}") for name, before, after in facts if before != after]
+    if rows:
+        console.table("Config and history", rows)
+    tensors = [(difference.name, difference.what) for difference in compare(options.a, options.b)]
+    if tensors:
+        console.table("Tensors", tensors)
+    if not rows and not tensors:
+        console.line("no difference")
+    return 1 if rows or tensors else 0
+
+
+def prune(options: argparse.Namespace, console: Console) -> int:
+    """Remove what is not kept, if no run is using the folder and the newest checkpoint is whole."""
+    root = _root(options.folder)
+    try:
+        lock(root.parent, console.warning)
+    except OSError as error:
+        raise UserError(f"{root.parent} can't be written: {error}") from None
+    settings = Checkpoint(keep_last=options.keep_last, keep_every=options.keep_every, keep_best=options.keep_best)
+    doomed = to_be_pruned(root, settings)
+    if options.abandoned:
+        doomed += sorted(root.glob("abandoned-*"))
+    if doomed and not options.dry_run:
+        check(step_folder(root, (steps_in(root) or [0])[-1]))
+    for folder in doomed:
+        try:
+            if not options.dry_run:
+                manifests.remove(folder)
+        except OSError as error:
+            raise UserError(f"{folder} can't be removed: {error}") from None
+        console.line(f"{folder}: {'would be removed' if options.dry_run else 'removed'}")
+    if not doomed:
+        console.line("nothing to remove")
+    return 0
+
+
+def reshard_(options: argparse.Namespace, console: Console) -> int:
+    """Write a checkpoint again into another number of files."""
+    with console.progress(f"Writing {options.output}", in_bytes=True) as report:
+        manifest = reshard(options.checkpoint, options.output, options.files, report)
+    console.line(f"{options.output}: {_size(manifest)} in {options.files} files of tensors")
+    return 0
+
+
+# --------------------------------------------------------------------------- their parts
+
+
+def _root(folder: Path) -> Path:
+    """The folder that holds the checkpoints: `folder` itself, or its checkpoints/.
+
+    Raises: UserError if there is none.
+    """
+    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    if not root.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    return root
+
+
+def _checkpoints(root: Path) -> Iterator[Path]:
+    return (step_folder(root, step) for step in steps_in(root))
+
+
+def _list_line(folder: Path) -> str:
+    try:
+        manifest = read_manifest(folder)
+    except UserError as error:
+        return f"{folder.name}: {error}"
+    loss = "" if manifest.validation_loss is None else f"{manifest.validation_loss:.4f}"
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / MANIFEST_NAME).stat().st_mtime))
+    numbers = f"{manifest.step:>10}  {count(manifest.tokens):>10}  {_size(manifest):>10}  {loss:>15}"
+    return f"{numbers}  {manifest.run_id[:8]}  {written}"
+
+
+def _history(manifest: Manifest) -> list[Row]:
+    changes = [f"from step {change.step}: {'; '.join(change.changes)}" for change in manifest.run_changes]
+    rows = [
+        ("step", f"{manifest.step:,}"),
+        ("tokens", f"{manifest.tokens:,}"),
+        ("size", _size(manifest)),
+        ("line", manifest.run_id),
+        ("before it", _origin(manifest.parent) or "nothing: the first of its run"),
+        ("initial weights", _origin(manifest.initialized_from)),
+        ("validation loss", "" if manifest.validation_loss is None else str(manifest.validation_loss)),
+        ("run keys changed", "\n".join(changes)),
+        ("written by", f"torch {manifest.torch_version} on {manifest.mesh}"),
+        ("config", f"xxh3 {manifest.config_hash}"),
+        ("tokenizer", f"xxh3 {manifest.tokenizer_hash}" if manifest.tokenizer_hash else ""),
+        ("data", "\n".join(f"{name}: {value}" for name, value in manifest.data_fingerprint.items())),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def _origin(origin: Origin | None) -> str:
+    return f"step {origin.step} of {origin.run_id}" if origin else ""
+
+
+def _size(manifest: Manifest) -> str:
+    return size(sum(entry.size for entry in manifest.files.values()))
+
+
+def _flat(config: object, prefix: str = "") -> dict[str, object]:
+    """Nested tables as dotted keys."""
+    if isinstance(config, dict):
+        return {key: leaf for name, value in config.items() for key, leaf in _flat(value, f"{prefix}.{name}").items()}
+    return {prefix.removeprefix("."): config}
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary.partition(":")[0] + ".",
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, function: object, *paths: str) -> argparse.ArgumentParser:
+        child = commands.add_parser(name, description=function.__doc__)
+        child.set_defaults(command=function)
+        for path in paths:
+            child.add_argument(path, type=Path, metavar=path.upper())
+        return child
+
+    command("list", list_, "folder")
+    shown = command("show", show, "checkpoint")
+    shown.add_argument("--tensors", action="store_true", help="name, type and shape of each")
+    shown.add_argument("--config", action="store_true", help="the job file it was trained with, resolved")
+    command("verify", verify, "path")
+    command("diff", diff, "a", "b")
+    pruned = command("prune", prune, "folder")
+    pruned.add_argument("--keep-last", type=_at_least(1), required=True, metavar="N", help="the newest N are kept")
+    pruned.add_argument("--keep-every", type=_at_least(0), default=0, metavar="N", help="and the multiples of N steps")
+    pruned.add_argument("--keep-best", type=_at_least(0), default=0, metavar="N", help="and the best by validation loss")
+    pruned.add_argument("--abandoned", action="store_true", help="also remove all of the abandoned lines")
+    pruned.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    resharded = command("reshard", reshard_, "checkpoint", "output")
+    resharded.add_argument("--files", type=_at_least(1), required=True, metavar="N", help="files to divide the tensors into")
+    return parser
+
+
+def _at_least(least: int):  # noqa: ANN202 (argparse's own type of a type)
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
+        return value
+
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

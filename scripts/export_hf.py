@@ -1,0 +1,77 @@
+"""Write a checkpoint's model as a Hugging Face folder: scripts/export_hf.py CHECKPOINT OUTPUT
+
+CHECKPOINT is a folder such as runs/debug/checkpoints/step-00000150, saved at any mesh. The weights pass through one by
+one, so a small machine will do for a large model. OUTPUT must not exist; it is there when it is whole.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
+
+from checkpoint.hf import MAX_SHARD_BYTES, TokenizerFiles, export_hf
+from checkpoint.manifest import read_manifest
+from configs.errors import KeelError, UserError
+from trainer.console import Console
+from trainer.data.hf_tokenizer import tokenizer_files
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Export what the command line says; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    with Console() as console:
+        try:
+            tokenizer = _tokenizer(options.checkpoint, options.tokenizer)
+            if not tokenizer.files:
+                console.warning("the export has no tokenizer")
+            with console.progress(f"Exporting to {options.output}", in_bytes=True) as report:
+                export_hf(options.checkpoint, options.output, tokenizer, options.dtype, options.max_shard_size, report)
+        except KeelError as error:
+            console.error(str(error))
+            return error.exit_code
+        except KeyboardInterrupt:
+            console.error("stopped; nothing was written")
+            return 130
+    return 0
+
+
+def _tokenizer(checkpoint: Path, wanted: str | None) -> TokenizerFiles:
+    """The tokenizer of the command line, or that of the job that wrote the checkpoint."""
+    path = wanted or (read_manifest(checkpoint).config.get("tokenizer") or {}).get("path")
+    if path == "none":
+        return TokenizerFiles()
+    try:
+        return tokenizer_files(path)
+    except UserError as error:
+        raise UserError(
+            f"{error}\nName the tokenizer by --tokenizer FILE, or leave it out by --tokenizer none"
+        ) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(description=summary.partition(":")[0] + ".", epilog=details)
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint")
+    add("output", type=Path, metavar="OUTPUT", help="folder to make")
+    add("--dtype", choices=("float32", "bfloat16"), help="type of the weights (default: as in the checkpoint)")
+    add("--max-shard-size", type=_size, default=MAX_SHARD_BYTES, metavar="SIZE", help="of a file (default: 5GB)")
+    add("--verify", choices=("hash", "size"), default="hash", help="how the checkpoint is checked (default: hash)")
+    add("--tokenizer", metavar="FILE", help="instead of the job's tokenizer.path; none: leave it out")
+    return parser
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.upper())
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 500MB or 5GB")
+    return int(float(match[1]) * UNITS[match[2] or ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

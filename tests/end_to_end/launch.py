@@ -1,0 +1,132 @@
+"""Keel started as a person starts it, in a process of its own, and what its run folder says afterwards.
+
+A launch costs seconds, most of them torch's import, so the tests ask of one launch as much as they can. The current
+folder of every launch is a test's own; the job files here write to `run` in it.
+"""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+ROOT = Path(__file__).parent.parent.parent
+TINY = Path(__file__).with_name("tiny.toml")
+TEXT = Path(__file__).with_name("text.toml")
+TIMEOUT_SECONDS = 300
+
+ENVIRONMENT = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+} | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a launch ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def start(
+    folder: Path, words: str = "", ranks: int = 0, config: Path = TINY, env: dict[str, str] | None = None
+) -> subprocess.Popen:
+    """Start a job in `folder` and return at once.
+
+    Args:
+        words: further words of the command line, as one would type them.
+        ranks: under torchrun, so many; 0: plain `python train.py`.
+    """
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    command = [sys.executable, *torchrun, str(ROOT / "train.py"), "--config", str(config), *shlex.split(words)]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=ENVIRONMENT | (env or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> Outcome:
+    """Wait for a started job; one that hangs is killed with its ranks, and the test fails."""
+    started = time.perf_counter()
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return Outcome(process.returncode, out, err, time.perf_counter() - started)
+
+
+def launch(
+    folder: Path,
+    words: str = "",
+    ranks: int = 0,
+    config: Path = TINY,
+    env: dict[str, str] | None = None,
+    expect: int = 0,
+) -> Outcome:
+    """Run a job to its end; it must exit with `expect`. See `start`."""
+    outcome = finish(start(folder, words, ranks, config, env))
+    assert outcome.code == expect, f"exit {outcome.code} instead of {expect}:\n{outcome.out}\n{outcome.err}"
+    return outcome
+
+
+# ------------------------------------------------------------------- the run folder
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """The objects of metrics.jsonl, which must be strict JSON, one a line."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    text = (run / "metrics.jsonl").read_text()
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def curve(run: Path) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of every logged step."""
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in records(run)]
+
+
+def status(run: Path) -> dict[str, Any]:
+    """status.json."""
+    return json.loads((run / "status.json").read_text())
+
+
+def tensors(run: Path, step: int = 20) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole, as torch's own converter reads them."""
+    checkpoint = run / "checkpoints" / f"step-{step:08d}"
+    whole = run.parent / f"{run.name}-{step}.pt"
+    dcp_to_torch_save(checkpoint, whole)
+    return torch.load(whole)
+
+
+def assert_same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """Assert that two states are equal bit for bit."""
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different, f"{len(different)} of {len(a)} tensors differ, such as {different[:5]}"
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with its content, to see what a launch has changed."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -1,0 +1,178 @@
+"""A user's mistake ends in one message with what, where and what to do, and leaves everything as it was."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launch import TEXT, curve, launch, snapshot, status
+
+SAID = {"run/status.json", "run/run.log", "run/.lock"}
+"""A launch that got as far as its run folder leaves the reason there, and nothing else."""
+
+
+def assert_refused(folder: Path, words: str, code: int, *fragments: str, config: Path = TEXT, **more) -> str:
+    """Assert that a job ends in one message that has the fragments, and that nothing but the run's log changed."""
+    before = snapshot(folder)
+    outcome = launch(folder, words, config=config, expect=code, **more)
+    message = outcome.err
+    for fragment in fragments:
+        assert message.count(fragment) == 1, f"{fragment!r} is not once in:\n{message}"
+    assert "Traceback" not in message
+    after = snapshot(folder)
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert changed <= SAID, changed
+    if "run/status.json" in changed:
+        assert status(folder / "run")["state"] == "failed"
+        assert status(folder / "run")["reason"] in message
+    return message
+
+
+# ------------------------------------------------------------------- the job file, and the command line
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        ("--mesh.dp_shard 2", ["--mesh.dp_shard: 1 rank cannot form the mesh", "= 2, not 1", "--nproc-per-node 2"]),
+        ("--training.stpes 9", ["--training.stpes: unknown key", "did you mean training.steps?"]),
+        ("--model.n_heads 3", ["dim 32 is not divisible by n_heads 3", "32 / 3"]),
+        ("--data.sources.0.path 5", ["data.sources.0.path must be a string, got 5"]),
+        ("--checkpoint.load 7", ["checkpoint.load = 7: no such step in run/checkpoints"]),
+        ("--job.device cuda", ['--job.device: device is "cuda", but torch sees no CUDA device', 'use "auto" or "cpu"']),
+    ],
+)
+def test_a_job_that_cannot_be(corpus: Path, words: str, fragments: list[str]):
+    assert_refused(corpus, words, 78, *fragments)
+
+
+def test_an_unknown_key_in_a_file_is_named_with_its_line(tmp_path: Path):
+    job = tmp_path / "job.toml"
+    job.write_text(f'base = "{TEXT}"\n\n[optimizer]\nlearning_rate = 1e-3\nbeta = [0.9, 0.99]\n')
+    assert_refused(tmp_path, "", 78, "job.toml:4: unknown key", "job.toml:5: unknown key", config=job)
+
+
+def test_what_a_mesh_cannot_divide_is_said_once_by_all_ranks(corpus: Path):
+    words = "--mesh.tp 2 --model.n_kv_heads 1 --training.seq_len 15 --training.global_batch_size 7"
+    before = snapshot(corpus)
+    message = launch(corpus, words, ranks=2, config=TEXT, expect=1).err
+    for fragment in (
+        "does not divide model.n_kv_heads 1",
+        "does not divide training.seq_len 15",
+        "batch of 7 sequences",
+    ):
+        assert message.count(fragment) == 1, message
+    assert snapshot(corpus) == before
+
+
+# ------------------------------------------------------------------- data
+
+
+def _cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 100)
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[2000] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "fragments"),
+    [
+        (lambda file: file.unlink(), ["data/tokens/train: no tokens in this folder", "scripts/prepare_data.py"]),
+        (lambda file: file.write_bytes(b""), ["00000.tokens: not a token file of Keel"]),
+        (lambda file: file.write_bytes(b"PK" * 5000), ["00000.tokens: not a token file of Keel"]),
+        (_cut, ["00000.tokens: truncated, ", "Prepare it again"]),
+        (_flip, ["00000.tokens, at byte ", "the tokens are damaged", "Prepare it again"]),
+    ],
+    ids=["missing", "empty", "foreign", "truncated", "flipped bit"],
+)
+def test_a_token_file_that_is_none(corpus: Path, damage: Callable[[Path], object], fragments: list[str]):
+    [file] = (corpus / "data" / "tokens" / "train").iterdir()
+    damage(file)
+    assert_refused(corpus, "", 1, *fragments)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "fragments"),
+    [
+        ("--model.vocab_size 512", 78, ["model.vocab_size is 512", "has 384 tokens", "Set model.vocab_size = 384"]),
+        ("--training.seq_len 1000000", 1, ["data/tokens/train: too short for one window", "lower training.seq_len"]),
+        ("--validation.sequences 1000000", 1, ["1000000 windows are asked of it", "Lower validation.sequences"]),
+        ("--data.sources.0.path nowhere", 1, ["nowhere: no such folder of token files", "scripts/prepare_data.py"]),
+    ],
+)
+def test_data_that_do_not_fit_the_job(corpus: Path, words: str, code: int, fragments: list[str]):
+    assert_refused(corpus, words, code, *fragments)
+
+
+def test_a_missing_tokenizer_is_said_once_by_all_ranks(corpus: Path):
+    words = "--tokenizer.path no.model --tokenizer.train_on []"
+    before = snapshot(corpus)
+    outcome = launch(corpus, words, ranks=2, config=TEXT, expect=1)
+    assert outcome.err.count("no.model: cannot read the tokenizer") == 1, outcome.err
+    assert outcome.seconds < 25  # torchrun kills after 30
+    assert snapshot(corpus).keys() - before.keys() <= SAID
+
+
+def test_source_files_that_cannot_be_read_and_a_budget_for_them(tmp_path: Path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(40):
+        (text / f"{number}.txt").write_text(f"Text number {number}: {hash(number) ** 3}\n" * 20)
+    (text / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    (text / "link.txt").symlink_to("nowhere")
+    assert_refused(
+        tmp_path, "--data.prepare.max_bad_files 1", 1, "latin.txt: not UTF-8 at byte 3", "link.txt", "1 allowed"
+    )
+
+    small = "--model.vocab_size 290 --training.steps 2 --validation.sequences 2"
+    outcome = launch(tmp_path, f"{small} --data.prepare.max_bad_files 2", config=TEXT)
+    assert outcome.err.count("left out") == 2
+    assert "latin.txt: not UTF-8 at byte 3" in outcome.err
+    assert len(json.loads((tmp_path / "data" / "tokens" / "prepare.json").read_text())["bad_files"]) == 2
+    assert len(curve(tmp_path / "run")) == 2
+
+
+def test_a_package_that_is_missing_is_named_with_its_install_command(corpus: Path):
+    (corpus / "stubs").mkdir()
+    (corpus / "stubs" / "tokenizers.py").write_text("raise ModuleNotFoundError('No module named tokenizers')")
+    (corpus / "tokenizer.json").write_text("{}")
+    env = {"PYTHONPATH": str(corpus / "stubs"), "PYTHONDONTWRITEBYTECODE": "1"}
+    words = "--tokenizer.path tokenizer.json --tokenizer.train_on []"
+    assert_refused(corpus, words, 1, "tokenizer.json needs the package tokenizers", "pip install tokenizers", env=env)
+
+
+# ------------------------------------------------------------------- the run folder and its checkpoints
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_folder_that_cannot_be_written(tmp_path: Path, ranks: int):
+    (tmp_path / "run").write_text("a file in the folder's place")
+    outcome = launch(tmp_path, ranks=ranks, expect=1)
+    assert outcome.err.count("the run folder run can't be written") == 1
+    assert outcome.err.count("set job.output_dir to another") == 1
+    assert outcome.seconds < 25  # torchrun kills after 30
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_run_that_was_another(tmp_path: Path):
+    tiny = TEXT.with_name("tiny.toml")
+    launch(tmp_path, "--training.steps 3")
+    changed = "--optimizer.lr 0.5 --model.ffn_dim 128"
+    diff = ("what is learned has changed since", "model.ffn_dim: 64 -> 128", "optimizer.lr: 0.01 -> 0.5")
+    assert_refused(tmp_path, changed, 78, *diff, "--job.allow_run_change true", config=tiny)
+    assert status(tmp_path / "run")["step"] == 3
+
+    other = ("is of another model", "model.layers.0.mlp.up_proj.weight: float32 [64, 32]", "job.output_dir")
+    assert_refused(tmp_path, f"{changed} --job.allow_run_change true", 78, *other, config=tiny)
+
+    outcome = launch(tmp_path, "--optimizer.lr 0.5 --job.allow_run_change true")
+    assert "optimizer.lr: 0.01 -> 0.5" in outcome.out
+    manifest = json.loads((tmp_path / "run" / "checkpoints" / "step-00000020" / "MANIFEST.json").read_text())
+    assert manifest["run_changes"] == [{"step": 3, "changes": ["optimizer.lr: 0.01 -> 0.5"]}]
+    assert [step for step, *_ in curve(tmp_path / "run")] == list(range(1, 21))

@@ -1,0 +1,92 @@
+"""A run that was stopped and taken up again lies bit for bit on the one that was not."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launch import assert_same_tensors, curve, finish, launch, records, start, status, tensors
+from tests.end_to_end.signals import signal_at_step
+
+CASES = [
+    pytest.param(2, "--checkpoint.mode sync", (7, 13), id="FSDP 2, eager, sync"),
+    pytest.param(2, "--checkpoint.mode async --compile.enable true", (9,), id="FSDP 2, compiled, async"),
+    pytest.param(4, "--checkpoint.mode async --mesh.tp 2", (7, 13), id="FSDP 2 x TP 2, eager, async"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "words", "stops"), CASES)
+def test_stops_leave_no_trace_in_losses_and_weights(tmp_path: Path, ranks: int, words: str, stops: tuple[int, ...]):
+    words += " --training.micro_batch_size 4"
+    launch(tmp_path, f"{words} --job.output_dir straight", ranks)
+    for steps in (*stops, 20):
+        launch(tmp_path, f"{words} --job.output_dir stopped --training.steps {steps}", ranks)
+        assert [step for step, *_ in curve(tmp_path / "stopped")] == list(range(1, steps + 1))
+        assert status(tmp_path / "stopped") | {"state": "done", "step": steps} == status(tmp_path / "stopped")
+    assert curve(tmp_path / "stopped") == curve(tmp_path / "straight")
+    assert_same_tensors(tensors(tmp_path / "stopped"), tensors(tmp_path / "straight"))
+
+
+def test_a_resume_leaves_no_trace_compiled_on_a_mesh_of_two_dimensions(tmp_path: Path):
+    """Four ranks that compile take long to start: the straight run itself saves what the other goes on from."""
+    words = "--training.micro_batch_size 4 --mesh.tp 2 --compile.enable true"
+    launch(tmp_path, f"{words} --job.output_dir straight --checkpoint.interval 9 --checkpoint.mode async", ranks=4)
+    checkpoint = "straight/checkpoints/step-00000009"
+    launch(tmp_path, f"{words} --job.output_dir resumed --checkpoint.load {checkpoint}", ranks=4)
+    assert curve(tmp_path / "resumed") == curve(tmp_path / "straight")[9:]
+    assert_same_tensors(tensors(tmp_path / "resumed"), tensors(tmp_path / "straight"))
+
+
+def test_another_mesh_and_world_size_go_on_with_the_same_curve(tmp_path: Path):
+    words = "--training.dtype float64 --training.compute_dtype float64 --training.reduce_dtype float64"
+    launch(tmp_path, f"{words} --job.output_dir straight")
+    for steps, ranks, mesh in ((7, 2, ""), (13, 0, ""), (20, 2, "--mesh.tp 2")):
+        launch(tmp_path, f"{words} {mesh} --job.output_dir moved --training.steps {steps}", ranks)
+    moved, straight = curve(tmp_path / "moved"), curve(tmp_path / "straight")
+    assert [step for step, *_ in moved] == list(range(1, 21))
+    assert moved == [pytest.approx(point, rel=1e-10) for point in straight]
+    ours, theirs = tensors(tmp_path / "moved"), tensors(tmp_path / "straight")
+    for name, tensor in theirs.items():
+        assert (ours[name] - tensor).norm() <= 1e-10 * tensor.norm(), name
+
+
+def test_a_checkpoint_before_the_end_cuts_the_metrics_back(tmp_path: Path):
+    """Steps 11 to 14 were logged and lost, as after a kill: they are trained anew and stand there once."""
+    run = tmp_path / "run"
+    launch(tmp_path, "--training.steps 14 --checkpoint.interval 5")
+    before = curve(run)
+    later = run / "checkpoints" / "step-00000014"
+    later.rename(tmp_path / "lost")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 15, "loss"')  # a kill in the middle of a line
+    outcome = launch(tmp_path, "--checkpoint.interval 5")
+    assert [step for step, *_ in curve(run)] == list(range(1, 21))
+    assert curve(run)[:14] == before
+    assert "going on from run/checkpoints/step-00000010" in outcome.out
+    assert "1 unreadable line" in outcome.err
+    launch(tmp_path, "--job.output_dir straight")
+    assert curve(run) == curve(tmp_path / "straight")
+    assert_same_tensors(tensors(run), tensors(tmp_path / "straight"))
+
+    done = records(run)
+    assert "Done: step 20 reached" in launch(tmp_path).out  # once more, with nothing left to do
+    assert records(run) == done
+
+
+def test_sigterm_and_the_same_command_again(tmp_path: Path):
+    """The signal comes when it will: whichever step it stops, the curve is the same."""
+    words = "--training.steps 150 --lr_schedule.total_steps 150"
+    launch(tmp_path, f"{words} --job.output_dir straight")
+    process = start(tmp_path, words)
+    signal_at_step(process, tmp_path / "run", 3, signal.SIGTERM)
+    outcome = finish(process)
+    assert outcome.code == 75
+    stopped = status(tmp_path / "run")
+    assert stopped["state"] == "preempted"
+    assert stopped["reason"] == "SIGTERM"
+    assert 3 <= stopped["step"] < 150
+    assert f"Stopped by SIGTERM after step {stopped['step']}, with everything saved" in outcome.out
+    assert (tmp_path / "run" / "checkpoints" / f"step-{stopped['step']:08d}").is_dir()
+    launch(tmp_path, words)
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+    assert_same_tensors(tensors(tmp_path / "run", 150), tensors(tmp_path / "straight", 150))

@@ -1,0 +1,88 @@
+"""What a run leaves behind and says, to the letter of the contract."""
+
+import math
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from configs.load import load
+from tests.end_to_end.launch import ENVIRONMENT, ROOT, TEXT, records, status
+
+KEYS = [
+    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "data_seconds"),
+    *("mfu", "tflops", "memory_peak_bytes", "time"),
+]
+
+
+def test_files(prepared: Path):
+    names = {path.name for path in (prepared / "run").glob("[!.]*")}
+    assert names == {"config.toml", "metrics.jsonl", "tensorboard", "checkpoints", "status.json", "run.log"}
+    assert [path.name for path in (prepared / "run" / "checkpoints").iterdir()] == ["step-00000020"]
+
+
+def test_status(prepared: Path):
+    found = status(prepared / "run")
+    assert (found["state"], found["step"], found["reason"]) == ("done", 20, "")
+    assert found["checkpoint"] == "run/checkpoints/step-00000020"
+
+
+def test_config_is_resolved_and_loads_back(prepared: Path):
+    saved = load(str(prepared / "run" / "config.toml"))
+    assert saved.config == load(str(TEXT)).config
+    assert set(saved.origins.values()) <= {"default"} | {origin for origin in saved.origins.values() if ":" in origin}
+    assert "base" not in (prepared / "run" / "config.toml").read_text()
+
+
+def test_metrics(prepared: Path):
+    found = records(prepared / "run")
+    assert [record["step"] for record in found] == list(range(1, 21))
+    for record in found:
+        validated = record["step"] % 10 == 0
+        assert list(record) == KEYS + ["validation_loss", "validation_bits_per_byte"] * validated
+        assert record["mfu"] is None  # no one states the peak of this CPU
+        assert record["tokens"] == record["step"] * 8 * 16
+        assert record["tokens_per_second"] > 0
+        assert record["step_seconds"] > record["data_seconds"] >= 0
+        assert record["memory_peak_bytes"] > 100e6
+    assert found[0]["loss"] != round(found[0]["loss"], 6)
+    assert abs(found[0]["loss"] - math.log(384)) < 0.3
+    assert found[-1]["loss"] < found[0]["loss"]
+    bits, loss = found[-1]["validation_bits_per_byte"], found[-1]["validation_loss"]
+    assert 1 < loss / math.log(2) / bits < 4  # bytes a token
+
+
+def test_tensorboard_has_the_same_curve(prepared: Path):
+    events = EventAccumulator(str(prepared / "run" / "tensorboard"))
+    events.Reload()
+    for tag, key in (("train/loss", "loss"), ("train/grad_norm", "grad_norm"), ("validation/loss", "validation_loss")):
+        expected = [(record["step"], record[key]) for record in records(prepared / "run") if key in record]
+        curve = [(event.step, event.value) for event in events.Scalars(tag)]
+        assert [step for step, _ in curve] == [step for step, _ in expected]
+        assert all(math.isclose(a, b, rel_tol=1e-6) for (_, a), (_, b) in zip(curve, expected, strict=True))
+
+
+def test_run_log_has_what_was_said(prepared: Path):
+    log = (prepared / "run" / "run.log").read_text()
+    for line in (prepared / "stdout").read_text().splitlines():
+        assert line.rstrip() in log
+
+
+def test_ends_with_where_everything_is_and_commands_that_work(prepared: Path):
+    _, ending = (prepared / "stdout").read_text().split("Done: step 20 reached.")
+    where, what_next = ending.split("What to try next")
+    for name in ("metrics.jsonl", "run.log", "checkpoints/step-00000020"):
+        assert f"run/{name}" in where
+    assert "tensorboard --logdir run/tensorboard" in where
+    commands = [line.partition("   ")[2].strip() for line in what_next.strip().splitlines()]
+    assert len(commands) == 4
+    assert any("--training.steps 40" in command for command in commands)
+    for command in commands:
+        words = shlex.split(command)
+        train = next(index for index, word in enumerate(words) if word.endswith("train.py"))
+        check = [sys.executable, str(ROOT / "train.py"), *words[train + 1 :]]
+        check += [] if "--help" in words else ["--validate"]
+        answer = subprocess.run(check, cwd=prepared, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+        assert answer.returncode == 0, answer.stderr

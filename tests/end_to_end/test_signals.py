@@ -1,0 +1,69 @@
+"""However a job is asked to stop, it saves, says so in status.json, and goes on where it stopped."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launch import TEXT, curve, finish, launch, start, status
+from tests.end_to_end.signals import ranks_of, signal_at_import, signal_at_step
+
+LONG = "--training.steps 100000"
+
+
+def assert_preempted(run: Path, by: str) -> int:
+    """Assert that status.json tells of a stop with everything saved; returns its step."""
+    found = status(run)
+    assert (found["state"], found["reason"]) == ("preempted", by)
+    assert Path(found["checkpoint"]).name == f"step-{found['step']:08d}"
+    assert (run.parent / found["checkpoint"] / "MANIFEST.json").is_file()
+    assert curve(run)[-1:] == curve(run)[found["step"] - 1 : found["step"]]
+    return found["step"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_one_process(tmp_path: Path, number: signal.Signals):
+    process = start(tmp_path, LONG)
+    signal_at_step(process, tmp_path / "run", 3, number)
+    assert finish(process).code == 75
+    assert assert_preempted(tmp_path / "run", by=number.name) >= 3
+
+
+def test_while_torch_is_imported(tmp_path: Path):
+    process = start(tmp_path)
+    signal_at_import(process, signal.SIGTERM)
+    outcome = finish(process)
+    assert outcome.code == 75, outcome.err
+    assert assert_preempted(tmp_path / "run", by="SIGTERM") == 0
+    assert "Stopped by SIGTERM after step 0" in outcome.out
+    launch(tmp_path)
+    assert [step for step, *_ in curve(tmp_path / "run")] == list(range(1, 21))
+
+
+@pytest.mark.parametrize("target", ["one rank", "torchrun"])
+def test_under_torchrun(tmp_path: Path, target: str):
+    process = start(tmp_path, LONG, ranks=2)
+    signal_at_step(process, tmp_path / "run", 3, 0)
+    last_rank = ranks_of(process)[1]
+    os.kill(last_rank if target == "one rank" else process.pid, signal.SIGTERM)
+    outcome = finish(process)
+    assert outcome.code != 0
+    assert outcome.seconds < 25  # torchrun kills after 30
+    by = "SIGTERM" if target == "torchrun" else "a signal to another rank"
+    step = assert_preempted(tmp_path / "run", by)
+    launch(tmp_path, f"--training.steps {step + 2}", ranks=2)
+    assert [step for step, *_ in curve(tmp_path / "run")] == list(range(1, step + 3))
+
+
+def test_while_data_is_prepared(tmp_path: Path):
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"Text number {number}, of its own. " * 40)
+    process = start(tmp_path, config=TEXT)
+    signal_at_import(process, signal.SIGTERM)
+    outcome = finish(process)
+    assert outcome.code == 75
+    assert "stopped by SIGTERM while preparing data; the same command goes on" in outcome.err
+    assert status(tmp_path / "run")["state"] == "preempted"
+    assert not (tmp_path / "data").exists()

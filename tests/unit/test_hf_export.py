@@ -1,0 +1,220 @@
+"""Exports in the hands of their real client, transformers, and what an export costs and refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoint.hf import TokenizerFiles, export_hf
+from configs.errors import ConfigError, UserError
+from configs.load import load as load_job
+from configs.schema import Model
+from scripts import export_hf as script
+from tests.conftest import ROOT
+from tests.unit.hf_support import TINY, make_model, save, write_checkpoint
+
+NO_TOKENIZER = TokenizerFiles()
+
+
+def load(folder, dtype=torch.float32):
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("max_shard_bytes", [10_000, 10**9])
+def test_transformers_computes_the_same(tmp_path, name, max_shard_bytes):
+    ours = make_model(TINY[name])
+    checkpoint = save(tmp_path / "step-00000001", ours)
+    export_hf(checkpoint, tmp_path / "out", TokenizerFiles({}, 1, 2), max_shard_bytes=max_shard_bytes)
+    theirs = load(tmp_path / "out")
+    tokens = torch.randint(0, 96, (2, 64))  # beyond the stretched model's original_seq_len
+    with torch.no_grad():
+        expected, logits = ours(tokens), theirs(tokens).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    start = tokens[:1, :4]
+    generated = theirs.generate(start, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = start
+    with torch.no_grad():
+        for _ in range(3):
+            expected = torch.cat((expected, ours(expected)[:, -1:].argmax(-1)), dim=1)
+    assert generated.tolist() == expected.tolist()
+    assert theirs.generation_config.eos_token_id == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "out"}
+
+
+def test_files_and_their_index(tmp_path):
+    model = make_model(TINY["untied"])
+    checkpoint = save(tmp_path / "step-00000001", model)
+    largest = 96 * 32 * 4
+    export_hf(checkpoint, tmp_path / "many", NO_TOKENIZER, max_shard_bytes=largest)
+    export_hf(checkpoint, tmp_path / "one", NO_TOKENIZER)
+    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    shards = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    assert sorted(set(index["weight_map"].values())) == shards
+    assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    assert len(shards) > 3
+    whole = load_file(tmp_path / "one/model.safetensors")
+    pieces = {}
+    for shard in shards:
+        tensors = load_file(tmp_path / "many" / shard)
+        assert all(index["weight_map"][name] == shard for name in tensors)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= largest
+        pieces |= tensors
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in pieces.values())
+    assert pieces.keys() == whole.keys()
+    for name, parameter in model.named_parameters():
+        name = name if name.startswith("lm_head") else f"model.{name}"
+        assert torch.equal(pieces[name], parameter)
+        assert torch.equal(whole[name], parameter)
+
+
+def test_dtype(tmp_path):
+    model = make_model(TINY["tied"])
+    checkpoint = save(tmp_path / "step-00000001", model)
+    assert script.main([str(checkpoint), str(tmp_path / "out"), "--dtype", "bfloat16", "--max-shard-size", "20KB"]) == 0
+    theirs = load(tmp_path / "out", dtype="auto")
+    assert theirs.dtype == torch.bfloat16
+    for name, parameter in model.named_parameters():
+        assert torch.equal(theirs.get_parameter(f"model.{name}"), parameter.bfloat16())
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+
+
+def test_what_older_and_newer_readers_look_for(tmp_path):
+    checkpoint = save(tmp_path / "step-00000001", make_model(TINY["stretched"]))
+    export_hf(checkpoint, tmp_path / "out", NO_TOKENIZER)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    assert config["rope_theta"] == 5000.0
+    assert config["rope_scaling"] == {"rope_type": "llama3", **scaling}
+    assert config["rope_parameters"] == {"rope_type": "llama3", "rope_theta": 5000.0, **scaling}
+    assert config["max_position_embeddings"] == 8 * 16
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+import torch
+from checkpoint.hf import TokenizerFiles, export_hf, import_hf
+
+def held(work):
+    "Bytes of memory at the peak, beyond those before (the peak can be reset, unlike getrusage's)."
+    Path("/proc/self/clear_refs").write_text("5")
+    status = lambda key: int(Path("/proc/self/status").read_text().split(key)[1].split()[0]) * 1024
+    before = status("VmRSS:")
+    work()
+    return status("VmHWM:") - before
+
+checkpoint, out, back = map(Path, sys.argv[1:])
+torch.save(torch.ones(3), "/dev/null")
+print(
+    held(lambda: export_hf(checkpoint, out, TokenizerFiles(), max_shard_bytes=64_000_000)),
+    held(lambda: import_hf(out, back, None, dtype="bfloat16")),
+)
+"""
+
+
+def test_memory_is_that_of_a_shard(tmp_path):
+    """A model of 101 MB, beside as much optimizer state, in shards of 64 MB; its largest tensor has 17 MB."""
+    config = Model(dim=512, n_layers=4, n_heads=8, ffn_dim=2048, vocab_size=8192)
+    checkpoint = save(tmp_path / "step-00000001", make_model(config))
+    command = [sys.executable, "-c", MEMORY, str(checkpoint), str(tmp_path / "out"), str(tmp_path / "back")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    exporting, importing = map(int, result.stdout.split())
+    assert 17e6 < exporting < 64e6, exporting
+    assert 17e6 < importing < 64e6, importing
+
+
+def test_an_existing_output_is_left_alone(tmp_path):
+    checkpoint = save(tmp_path / "step-00000001", make_model(TINY["tied"]))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="out exists; name another folder"):
+        export_hf(checkpoint, tmp_path / "out", NO_TOKENIZER)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_what_is_not_whole_leaves_nothing(tmp_path, monkeypatch):
+    checkpoint = save(tmp_path / "step-00000001", make_model(TINY["tied"]))
+
+    def stop(done, total):
+        assert (tmp_path / "out.tmp").is_dir()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_hf(checkpoint, tmp_path / "out", NO_TOKENIZER, progress=stop)
+    (tmp_path / "out.tmp").mkdir()  # as after a kill
+    (tmp_path / "out.tmp/rubbish").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(UserError, match=r"out could not be written: .*No space left"):
+            export_hf(checkpoint, tmp_path / "out", NO_TOKENIZER)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    seen = []
+    export_hf(checkpoint, tmp_path / "out", NO_TOKENIZER, progress=lambda *numbers: seen.append(numbers))
+    assert seen[-1][0] == seen[-1][1] == sum(parameter.nbytes for parameter in make_model(TINY["tied"]).parameters())
+    assert not (tmp_path / "out/rubbish").exists()
+
+
+def test_a_checkpoint_that_does_not_fit_its_manifest(tmp_path, capsys):
+    model = make_model(TINY["untied"])
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    tensors["model.norm.weight"] = torch.ones(5)
+    del tensors["model.lm_head.weight"]
+    checkpoint = write_checkpoint(tmp_path / "step-00000001", tensors.items(), model.config)
+    assert script.main([str(checkpoint), str(tmp_path / "out")]) == 1
+    message = " ".join(capsys.readouterr().err.split())
+    assert "model.lm_head.weight: missing, expected: float32 [96, 32]" in message
+    assert "model.norm.weight: float32 [5], expected: float32 [32]" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_checkpoint(tmp_path, capsys):
+    assert script.main([str(tmp_path), str(tmp_path / "out")]) == 1
+    assert "MANIFEST.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("verify", "place"), [("hash", 0.3), ("size", 0)])
+def test_a_flipped_byte(tmp_path, verify, place):
+    """In the values it takes the hash to find it; in the frame around them torch fails, and the message is ours."""
+    checkpoint = save(tmp_path / "step-00000001", make_model(TINY["tied"]))
+    data = next(checkpoint.glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[int(len(content) * place)] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(UserError, match=r"is damaged: __0_0\.distcp"):
+        export_hf(checkpoint, tmp_path / "out", NO_TOKENIZER, verify=verify)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["5XB", "-1", "0", "GB"])
+def test_sizes_that_are_none(text, capsys):
+    with pytest.raises(SystemExit):
+        script.main(["a", "b", "--max-shard-size", text])
+    assert "no size" in capsys.readouterr().err
+
+
+def test_sizes():
+    assert [script._size(text) for text in ("123", "1.5kb", "2 GiB", "5GB")] == [123, 1500, 2 << 30, 5 * 10**9]
+
+
+def test_a_shape_that_transformers_refuses(tmp_path):
+    config = Model(dim=30, n_layers=1, n_heads=4, head_dim=8, ffn_dim=16, vocab_size=16)
+    checkpoint = save(tmp_path / "step-00000001", make_model(config))
+    with pytest.raises(UserError, match=r"model\.dim 30 is no multiple of n_heads 4"):
+        export_hf(checkpoint, tmp_path / "out", NO_TOKENIZER)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_exports_during_training_need_a_checkpoint_at_their_step():
+    words = ["--checkpoint.interval", "50", "--checkpoint.export_every"]
+    assert load_job("debug.toml", [*words, "100"]).config.checkpoint.export_every == 100
+    with pytest.raises(ConfigError, match="export_every 120 is no multiple of interval 50"):
+        load_job("debug.toml", [*words, "120"])

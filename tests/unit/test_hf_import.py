@@ -1,0 +1,279 @@
+"""Imports: what transformers has saved comes back bit by bit, and what Keel can't train is refused by name."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from checkpoint.hf import TokenizerFiles, export_hf, import_hf
+from checkpoint.hf_config import tensor_shapes, to_hf, to_keel
+from checkpoint.manifest import read_manifest
+from checkpoint.safe_read import read_metadata
+from checkpoint.tensor_stream import read_tensor
+from configs.errors import UserError
+from configs.load import load
+from configs.schema import Model, RopeScaling
+from models import build_model
+from scripts import import_hf as script
+from tests.unit.hf_support import TINY, make_model, save
+
+NO_TOKENIZER = TokenizerFiles()
+
+
+def state_of(folder):
+    """All tensors of a checkpoint."""
+    metadata = read_metadata(folder)
+    assert read_manifest(folder).files.keys() >= {"__0_0.distcp", ".metadata"}
+    return {name: read_tensor(folder, metadata, name) for name in metadata.state_dict_metadata}
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """A Hugging Face folder in two files."""
+    checkpoint = save(tmp_path / "step-00000001", make_model(TINY["untied"]))
+    export_hf(checkpoint, tmp_path / "hf", NO_TOKENIZER, max_shard_bytes=40_000)
+    return tmp_path / "hf"
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("untied", "float32"), ("tied", "bfloat16"), ("stretched", "float32")])
+def test_save_pretrained_comes_back_bit_equal(tmp_path, name, dtype):
+    from transformers import AutoModelForCausalLM
+
+    model = make_model(TINY[name])
+    export_hf(save(tmp_path / "step-00000001", model), tmp_path / "out", NO_TOKENIZER, dtype)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    theirs.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    assert script.main([str(tmp_path / "saved"), str(tmp_path / "back")]) == 0
+    back = state_of(tmp_path / "back")
+    expected = {f"model.{name}": parameter.to(getattr(torch, dtype)) for name, parameter in model.named_parameters()}
+    assert back.keys() == expected.keys()
+    assert all(
+        back[name].dtype == tensor.dtype and torch.equal(back[name], tensor) for name, tensor in expected.items()
+    )
+    manifest = read_manifest(tmp_path / "back")
+    assert manifest.config["training"]["dtype"] == dtype
+    assert build_model(Model.model_validate(manifest.config["model"])).config == load_model_toml(tmp_path / "back")
+    export_hf(tmp_path / "back", tmp_path / "again", NO_TOKENIZER)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def load_model_toml(folder):
+    """The [model] of a job that takes the import as its base; the weights are found by one key more."""
+    job = folder.parent / "job.toml"
+    job.write_text(
+        f'base = "{folder.name}/model.toml"\njob.name = "more"\ntraining = {{steps = 1, seq_len = 8, '
+        "global_batch_size = 1}\n"
+        'optimizer.lr = 1e-3\nlr_schedule.total_steps = 1\n[[data.sources]]\nname = "x"\nkind = "synthetic"\n'
+    )
+    return load(str(job)).config.model
+
+
+def test_types(tmp_path, exported):
+    """float16 and mixtures go to the narrowest type that holds all of them; --dtype rounds."""
+    for path in exported.glob("*.safetensors"):
+        tensors = {name: tensor.half() for name, tensor in load_file(path).items()}
+        save_file(tensors | {name: t.bfloat16() for name, t in tensors.items() if "norm" in name}, path)
+    source = {name: tensor for path in exported.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    assert {tensor.dtype for tensor in source.values()} == {torch.float16, torch.bfloat16}
+    import_hf(exported, tmp_path / "exact", None)
+    assert script.main([str(exported), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    exact, half = state_of(tmp_path / "exact"), state_of(tmp_path / "half")
+    for name, tensor in source.items():
+        key = f"model.{name.removeprefix('model.')}"
+        assert torch.equal(exact[key], tensor.float())
+        assert torch.equal(half[key], tensor.bfloat16())
+    assert {tensor.dtype for tensor in exact.values()} == {torch.float32}
+
+
+def test_older_configs(exported, tmp_path):
+    """Before transformers 5, and before 4.43; fields that are not there have LlamaConfig's defaults."""
+    path = exported / "config.json"
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    edit_config(
+        exported, rope_parameters=..., dtype=..., rope_theta=7000, rope_scaling={"rope_type": "llama3"} | scaling
+    )
+    model = to_keel(json.loads(path.read_text()), path)
+    assert model.rope_theta == 7000.0
+    assert model.rope_scaling == RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=16)
+    edit_config(exported, rope_scaling=..., rope_theta=..., rms_norm_eps=..., head_dim=..., num_key_value_heads=...)
+    model = to_keel(json.loads(path.read_text()), path)
+    assert (model.rope_theta, model.rope_scaling, model.norm_eps) == (10000.0, None, 1e-6)
+    assert (model.head_dim, model.n_kv_heads) == (None, None)
+    from transformers import LlamaConfig
+
+    theirs = LlamaConfig()
+    assert (theirs.rms_norm_eps, theirs.initializer_range, theirs.tie_word_embeddings) == (1e-6, 0.02, False)
+    assert theirs.rope_parameters["rope_theta"] == 10000.0
+
+
+sizes = st.integers(1, 64)
+positive = st.floats(1e-8, 1e8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.builds(
+        Model,
+        dim=sizes.map(lambda n: n * 8),
+        n_layers=st.integers(1, 3),
+        n_heads=st.just(4),
+        n_kv_heads=st.sampled_from([1, 2, 4]),
+        head_dim=sizes,
+        ffn_dim=sizes,
+        vocab_size=sizes,
+        rope_theta=positive,
+        norm_eps=positive,
+        init_std=positive,
+        tie_embeddings=st.booleans(),
+        rope_scaling=st.none()
+        | st.builds(
+            RopeScaling, factor=positive, low_freq_factor=positive, high_freq_factor=positive, original_seq_len=sizes
+        ),
+    )
+)
+def test_config_there_and_back(model):
+    config = json.loads(json.dumps(to_hf(model, "float32", 32, 1, None)))
+    assert to_keel(config, "config.json") == model
+    with torch.device("meta"):
+        names = {name: tuple(parameter.shape) for name, parameter in build_model(model).named_parameters()}
+    assert {name.removeprefix("model."): shape for name, shape in tensor_shapes(model).items()} == names
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mistral"}, "model_type 'mistral'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters.rope_type = 'yarn'"),
+        (
+            {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2}},
+            "rope_scaling.rope_type = 'linear'",
+        ),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_parameters.low_freq_factor is missing"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"hidden_size": ...}, "hidden_size: Field required"),
+        ({"hidden_size": "32"}, "hidden_size: Input should be a valid integer"),
+        ({"vocab_size": 97}, "model.embed_tokens.weight: [96, 32], expected: [97, 32]"),
+        ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight: missing, expected: [32]"),
+        ({"num_hidden_layers": 1}, "layers.1.input_layernorm.weight: [32], expected: no such tensor"),
+        ({"tie_word_embeddings": True}, "lm_head.weight is not model.embed_tokens.weight"),
+    ],
+)
+def test_what_is_refused(exported, tmp_path, capsys, changes, message):
+    edit_config(exported, **changes)
+    assert script.main([str(exported), str(tmp_path / "out")]) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert message in error
+    assert error.startswith(f"error: {exported}")
+    assert "Traceback" not in error
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "hf"}
+
+
+def only_bin(folder):
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    for path in folder.glob("model*"):
+        path.unlink()
+
+
+def nothing(folder):
+    for path in folder.glob("model*"):
+        path.unlink()
+
+
+def one_file_less(folder):
+    next(folder.glob("*.safetensors")).unlink()
+
+
+def cut_off(folder):
+    path = next(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def leave_the_folder(folder):
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": {"lm_head.weight": "../secret.safetensors"}}))
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+
+
+def broken_config(folder):
+    (folder / "config.json").write_text('{"model_type": ')
+
+
+def list_for_config(folder):
+    (folder / "config.json").write_text("[]")
+
+
+def integers(folder):
+    path = next(folder.glob("*.safetensors"))
+    save_file({name: tensor.to(torch.int8) for name, tensor in load_file(path).items()}, path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (only_bin, "holds its weights in pytorch_model.bin only, a pickle"),
+        (nothing, "holds no safetensors"),
+        (one_file_less, "can't be read"),
+        (cut_off, "can't be read"),
+        (leave_the_folder, "names '../secret.safetensors', outside of the folder"),
+        (no_config, "is no Hugging Face model folder: it has no config.json"),
+        (broken_config, "config.json can't be read"),
+        (list_for_config, "config.json holds a list"),
+        (integers, "is of type I8"),
+    ],
+)
+def test_folders_that_are_refused(exported, tmp_path, capsys, spoil, message):
+    spoil(exported)
+    assert script.main([str(exported), str(tmp_path / "out")]) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert message in error
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "hf"}
+
+
+def test_superfluous_tensors_that_follow_from_the_rest(tmp_path):
+    """Old exports hold the rotary frequencies, and some the head of a tied model."""
+    export_hf(save(tmp_path / "step-00000001", make_model(TINY["tied"])), tmp_path / "hf", NO_TOKENIZER)
+    path = tmp_path / "hf/model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, path)
+    import_hf(tmp_path / "hf", tmp_path / "back", None)
+    assert state_of(tmp_path / "back").keys() == state_of(tmp_path / "step-00000001").keys() - {
+        name for name in state_of(tmp_path / "step-00000001") if name.startswith("optimizer.")
+    }
+
+
+def test_an_existing_output_is_left_alone(exported, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="out exists; name another folder"):
+        import_hf(exported, tmp_path / "out", None)
+
+
+def test_a_full_disk_leaves_nothing(exported, tmp_path, monkeypatch):
+    def full(file, data):
+        file.error = OSError(28, "No space left on device")
+        raise file.error
+
+    monkeypatch.setattr("checkpoint.tensor_stream.SyncedFile.write", full)
+    with pytest.raises(UserError, match=r"out could not be written: .*No space left on device"):
+        import_hf(exported, tmp_path / "out", None)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "hf"}

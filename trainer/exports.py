@@ -1,0 +1,119 @@
+"""Hugging Face folders written during training: `exports/step-00000100/`, beside the checkpoints they come from.
+
+An export is made of a checkpoint that is committed, by a thread of the first rank, in the memory of two tensors: no
+rank waits for it, nor for its disk, and it can't hold what was never saved. If it fails, training goes on; what a stop
+has cut short is made by the next launch.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch.distributed as dist
+
+from checkpoint.folder import set_aside
+from checkpoint.hf import export_hf
+from checkpoint.manifest import remove_unfinished, step_folder
+from checkpoint.store import on_rank_zero
+from configs.errors import KeelError
+from configs.schema import Config
+from trainer.data.hf_tokenizer import tokenizer_files
+
+
+class _Stopped(KeelError):
+    """The run ends before the export does."""
+
+
+class Exports:
+    """The exports of one run. Made on all ranks, so that all hear of a mistake; the first one works.
+
+    log, warn: called on the first rank with one line for people.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        resumed_from: int | None,
+        log: Callable[[str], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        """folder: the run's. Exports of steps after `resumed_from` are of another line and are set aside.
+
+        Raises:
+            UserError: the tokenizer can't be exported, or the disk refuses; the same on all ranks.
+        """
+        self._every = config.checkpoint.export_every
+        self._tokenizer = tokenizer_files(config.tokenizer.path)
+        self._checkpoints, self._exports = folder / "checkpoints", folder / "exports"
+        self._log, self._warn = log, warn
+        self._seen: int | None = None
+        self._due: deque[int] = deque()
+        self._running: tuple[int, Future[None]] | None = None
+        self._stopping = threading.Event()
+        world = dist.group.WORLD
+        assert world is not None
+        on_rank_zero(world, lambda: self._prepare(resumed_from))
+
+    def _prepare(self, resumed_from: int | None) -> None:
+        for name in remove_unfinished(self._exports):
+            self._log(f"removed {self._exports / name}, which an interrupted export has left behind")
+        aside = set_aside(self._exports, resumed_from)
+        if aside:
+            self._log(f"exports that this run does not go on from were moved to {aside}")
+
+    def poll(self, committed: int | None) -> None:
+        """Say what has been made, and begin what is due. Called on the first rank, once a step; never waits.
+
+        committed: the step of the newest checkpoint.
+        """
+        if committed is not None and committed != self._seen:
+            self._seen = committed
+            if committed % self._every == 0 and not step_folder(self._exports, committed).exists():
+                self._due.append(committed)
+        if self._running and self._running[1].done():
+            self._report(*self._running)
+            self._running = None
+        if self._due and not self._running:
+            self._start(self._due.popleft())
+
+    def finish(self, stop: Callable[[], bool]) -> None:
+        """Wait until all that is due has been made, or until `stop()`: then nothing unfinished is left behind."""
+        while self._running or self._due:
+            if stop():
+                self._stopping.set()
+                self._due.clear()
+            self.poll(None)
+            time.sleep(0.05)
+
+    def _start(self, step: int) -> None:
+        self._running = step, Future()
+        # A daemon: if training dies, the process must not linger for it.
+        threading.Thread(target=self._make, args=self._running, name="export", daemon=True).start()
+
+    def _make(self, step: int, result: "Future[None]") -> None:
+        try:
+            source, output = step_folder(self._checkpoints, step), step_folder(self._exports, step)
+            # Its content was hashed when it was written, moments ago.
+            export_hf(source, output, self._tokenizer, verify="size", progress=lambda done, total: self._check())
+            result.set_result(None)
+        except BaseException as error:
+            result.set_exception(error)
+
+    def _check(self) -> None:
+        if self._stopping.is_set():
+            raise _Stopped("the run ends; its next launch makes it")
+
+    def _report(self, step: int, result: "Future[None]") -> None:
+        """Raises: what is no KeelError, for that is a mistake of Keel's."""
+        name = step_folder(self._exports, step).name
+        try:
+            result.result()
+            self._log(f"export {name}: written")
+        except _Stopped as stopped:
+            self._log(f"export {name}: {stopped}")
+        except KeelError as error:
+            self._warn(f"export {name} failed, training goes on: {error}")
