@@ -48,4 +48,5 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
         return None
     unequal = (a.view(-1, 1).view(torch.uint8) != b.view(-1, 1).view(torch.uint8)).any(1)
     gap = (a.double() - b.double()).abs()
-    return f"{int(unequal.sum()):,} of {len(a):,} values, by up to {gap.max():.3g} (the largest value is {a.abs().max():.3g})"
+    largest = f"the largest value is {a.abs().max():.3g}"
+    return f"{int(unequal.sum()):,} of {len(a):,} values, by up to {gap.max():.3g} ({largest})"

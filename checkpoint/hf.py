@@ -40,7 +40,7 @@ from configs.schema import Model
 from configs.toml_text import table_text
 
 Progress = Callable[[int, int], Any]
-"""Called after each tensor with the bytes read and those in all; what it raises ends the work."""
+"""Called after each tensor with its and the earlier ones' bytes, and those in all; what it raises ends the work."""
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Hugging Face's own default for years: files that every file system and server takes."""
@@ -209,9 +209,9 @@ def import_hf(
         {name: _described(shape) for name, shape in shapes.items()},
     )
     target = getattr(torch, dtype) if dtype else _common_dtype(tensors)
-    count = _Counter(progress, sum(n_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values()))
+    count = _Counter(progress, sum(n_bytes(shape, target) for shape in shapes.values()))
     with _unfinished(output) as folder:
-        stream = ((checkpoint_name(name), count(_read(name, tensors[name]).to(target))) for name in shapes)
+        stream = ((checkpoint_name(name), count(_read(name, tensors[name], target))) for name in shapes)
         files = write_tensors(folder, stream)
         tables = {"model": model.model_dump()}
         if tokenizer:
@@ -290,10 +290,10 @@ def _tensors_of(path: Path) -> dict[str, _SourceTensor]:
     return tensors
 
 
-def _read(name: str, tensor: _SourceTensor) -> Tensor:
+def _read(name: str, tensor: _SourceTensor, dtype: torch.dtype) -> Tensor:
     """The tensor in memory of its own; the mapped file is let go of."""
     with _opened(tensor.path) as file:
-        return file.get_tensor(name).clone()
+        return file.get_tensor(name).to(dtype, copy=True)
 
 
 @contextmanager
@@ -310,7 +310,7 @@ def _check_tied_head(model: Model, tensors: dict[str, _SourceTensor]) -> None:
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if not model.tie_embeddings or not {head, embedding} <= tensors.keys():
         return
-    if not torch.equal(_read(head, tensors[head]), _read(embedding, tensors[embedding])):
+    if not torch.equal(*(_read(name, tensors[name], tensors[name].dtype) for name in (head, embedding))):
         raise UserError(
             f"{tensors[head].path}: {head} is not {embedding}, although tie_word_embeddings is true in {CONFIG_NAME}"
         )

@@ -402,7 +402,8 @@ class CheckpointManager:
         count, limit = len(self._failures), self._settings.max_save_failures
         if count >= limit:
             raise SaveFailed(f"{error}; failed saves in a row: {count} (checkpoint.max_save_failures is {limit})")
-        kept = "there is no checkpoint yet" if self._last is None else f"the newest checkpoint is step {self._last.step}"
+        newest = self.latest_step()
+        kept = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is step {newest}"
         self._warn(f"{error}; TRAINING GOES ON, {kept}; failed saves in a row: {count}, the run ends at {limit}")
 
 
@@ -452,12 +453,7 @@ class _Clock:
 
 def _read(folder: Path) -> Found:
     """The parts of a checkpoint that describe it. Raises: Damaged; UserError for a newer format."""
-    manifest = manifests.read_manifest(folder)
-    try:
-        trainer_state = json.loads((folder / manifests.TRAINER_NAME).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise damaged(folder, f"{manifests.TRAINER_NAME} can't be read: {error}") from None
-    return Found(folder, manifest, read_metadata(folder), trainer_state)
+    return Found(folder, manifests.read_manifest(folder), read_metadata(folder), manifests.read_trainer_state(folder))
 
 
 def _may_resume_from(name: str, saved: torch.dtype) -> bool:

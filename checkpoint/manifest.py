@@ -199,6 +199,14 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def read_trainer_state(folder: Path) -> dict[str, Any]:
+    """What the trainer has saved of itself in a checkpoint, as JSON. Raises: Damaged if it can't be read."""
+    try:
+        return json.loads((folder / TRAINER_NAME).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(folder, f"{TRAINER_NAME} can't be read: {error}") from None
+
+
 def content_damage(folder: Path, name: str, entry: FileEntry) -> str | None:
     """What is wrong with the content of a file, found by reading all of it; None if nothing is."""
     try:

@@ -5,6 +5,7 @@ ranks becomes a few files to copy or archive; one of a single rank becomes sever
 The tensors pass through one by one, so it takes the memory of the largest, not of the model.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def reshard(source: Path, output: Path, n_files: int, progress: Callable[[int, i
     Raises: UserError if `source` is damaged, `output` exists, there are fewer tensors than files, or the disk refuses.
     """
     manifest = check(source)
-    metadata = read_metadata(source)
+    metadata, trainer_state = read_metadata(source), json.dumps(manifests.read_trainer_state(source))
     sizes = {name: _n_bytes(metadata, name) for name in metadata.state_dict_metadata}
     if not 1 <= n_files <= len(sizes):
         raise UserError(f"{source} has {len(sizes)} tensors, so it can be written to 1 to {len(sizes)} files")
@@ -41,7 +42,6 @@ def reshard(source: Path, output: Path, n_files: int, progress: Callable[[int, i
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         manifests.begin(output)
-        trainer_state = (source / manifests.TRAINER_NAME).read_text()
         return manifests.commit(unfinished, manifest, write_tensors(unfinished, *files), trainer_state)
     except OSError as error:
         raise UserError(f"{output} could not be written: {error}; remove {unfinished}, and make room") from None

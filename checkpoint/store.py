@@ -201,8 +201,8 @@ def differences(
     return sorted(lines | {f"{name}: only in the checkpoint" for name in superfluous})
 
 
-def on_rank_zero(group: dist.ProcessGroup, action: Callable[[], Result]) -> Result:
-    """Run `action` on the first rank of `group` only; all ranks return what it returns or raise what it raises."""
+def on_rank_zero(group: dist.ProcessGroup | None, action: Callable[[], Result]) -> Result:
+    """Run `action` on the first rank of `group` only (None: of all); all return what it returns or raise its error."""
     result_and_error: list[Any] = [None, None]
     if dist.get_rank(group) == 0:
         try:
@@ -216,9 +216,7 @@ def on_rank_zero(group: dist.ProcessGroup, action: Callable[[], Result]) -> Resu
     return result
 
 
-def _difference(
-    name: str, shard: Shard, saved: Any, may_convert: Callable[[str, torch.dtype], bool]
-) -> str | None:
+def _difference(name: str, shard: Shard, saved: Any, may_convert: Callable[[str, torch.dtype], bool]) -> str | None:
     here = (tuple(shard.shape), shard.local.dtype)
     if saved is None:
         return f"{name}: not in the checkpoint"

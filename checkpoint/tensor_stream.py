@@ -42,8 +42,8 @@ SAFETENSORS_DTYPES = {
 def read_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:
     """The whole tensor `name` of the checkpoint in `folder`, however many ranks have written it.
 
-    `metadata` is the checkpoint's index (`safe_read.read_metadata`). Holds the tensor and, while it reads one, a
-    rank's part of it twice.
+    `metadata` is the checkpoint's index (`safe_read.read_metadata`). Holds the tensor and, where
+    several ranks have written it, one's part of it.
     Raises: UserError if a part can't be read or is not what the index says.
     """
     entry = entry_of(metadata, name)
@@ -69,7 +69,7 @@ def _read_part(folder: Path, metadata: Metadata, name: str, chunk: ChunkStorageM
     try:
         with (folder / place.relative_path).open("rb") as file:
             view = _create_file_view(file, place.offset, place.length)
-            part = torch.load(view, map_location="cpu", weights_only=True)
+            part = torch.load(view, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
         if not isinstance(part, Tensor) or (part.shape, part.dtype) != (chunk.sizes, dtype):
             raise ValueError("it is of another shape or type than the index says")
     # Damaged bytes fail in whatever way they lead to, so every kind of exception means the same here.
@@ -105,6 +105,7 @@ def _write_file(path: Path, tensors: Iterable[tuple[str, Tensor]], index: Metada
             properties = TensorProperties(dtype=tensor.dtype)
             index.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, [chunk])
             index.storage_data[MetadataIndex(name, origin)] = _StorageInfo(path.name, start, file.tell() - start)
+            del tensor  # or it would be kept while the next one is made
     return file.entry()
 
 

@@ -1,14 +1,14 @@
 """Look at checkpoints, and tidy them up: scripts/checkpoint.py COMMAND ...
 
-  list FOLDER                    all checkpoints of a run, and what is left of abandoned lines and interrupted saves
-  show CHECKPOINT                what one is and how it came to be; --tensors, --config
-  verify PATH                    read and hash every file of a checkpoint, or of all in a folder; exit 1 if one is damaged
-  diff A B                       config and tensors that differ; exit 1 if any does
-  prune FOLDER --keep-last N     remove what is not kept, as [checkpoint] would; --keep-every, --keep-best, --abandoned
-  reshard CHECKPOINT OUTPUT --files N    write it again into N files; loading never needs it
+  list FOLDER                  all checkpoints of a run, and what is left of abandoned lines and interrupted saves
+  show CHECKPOINT              what one is and how it came to be; --tensors, --config
+  verify PATH                  read and hash all files of a checkpoint, or of all in a folder; exit 1 if one is damaged
+  diff A B                     config and tensors that differ; exit 1 if any does
+  prune FOLDER --keep-last N   remove what is not kept, as [checkpoint] would; --keep-every, --keep-best, --abandoned
+  reshard CHECKPOINT OUTPUT --files N   write it again into N files; loading never needs it
 
-FOLDER is a run folder or its checkpoints/, CHECKPOINT a folder such as checkpoints/step-00000100. No code in a checkpoint
-is run, whoever wrote it.
+FOLDER is a run folder or its checkpoints/, CHECKPOINT a folder such as checkpoints/step-00000100. No code in a
+checkpoint is run, whoever wrote it.
 """
 
 import argparse
@@ -105,11 +105,12 @@ def verify(options: argparse.Namespace, console: Console) -> int:
 def diff(options: argparse.Namespace, console: Console) -> int:
     """What differs; 1 if anything does."""
     a, b = read_manifest(options.a), read_manifest(options.b)
-    keys = sorted(set(_flat(a.config)) | set(_flat(b.config)))
-    rows = [(key, f"{_flat(a.config).get(key)} -> {_flat(b.config).get(key)}") for key in keys]
-    rows = [(key, text) for key, text in rows if _flat(a.config).get(key) != _flat(b.config).get(key)]
-    facts = [("step", a.step, b.step), ("tokens", a.tokens, b.tokens), ("tokenizer", a.tokenizer_hash, b.tokenizer_hash)]
-    rows += [(name, f"{before} -> {after}") for name, before, after in facts if before != after]
+    facts_a, facts_b = _facts(a), _facts(b)
+    rows = [
+        (key, f"{facts_a.get(key)} -> {facts_b.get(key)}")
+        for key in sorted(facts_a.keys() | facts_b.keys())
+        if facts_a.get(key) != facts_b.get(key)
+    ]
     if rows:
         console.table("Config and history", rows)
     tensors = [(difference.name, difference.what) for difference in compare(options.a, options.b)]
@@ -209,6 +210,14 @@ def _size(manifest: Manifest) -> str:
     return size(sum(entry.size for entry in manifest.files.values()))
 
 
+def _facts(manifest: Manifest) -> dict[str, object]:
+    """What a difference of is worth telling, by name."""
+    facts = {"step": manifest.step, "tokens": manifest.tokens, "tokenizer's hash": manifest.tokenizer_hash}
+    return (
+        facts | {f"hash of {name}": value for name, value in manifest.data_fingerprint.items()} | _flat(manifest.config)
+    )
+
+
 def _flat(config: object, prefix: str = "") -> dict[str, object]:
     """Nested tables as dotted keys."""
     if isinstance(config, dict):
@@ -239,23 +248,20 @@ def _parser() -> argparse.ArgumentParser:
     command("verify", verify, "path")
     command("diff", diff, "a", "b")
     pruned = command("prune", prune, "folder")
-    pruned.add_argument("--keep-last", type=_at_least(1), required=True, metavar="N", help="the newest N are kept")
-    pruned.add_argument("--keep-every", type=_at_least(0), default=0, metavar="N", help="and the multiples of N steps")
-    pruned.add_argument("--keep-best", type=_at_least(0), default=0, metavar="N", help="and the best by validation loss")
+    pruned.add_argument("--keep-last", type=_positive, required=True, metavar="N", help="the newest N are kept")
+    pruned.add_argument("--keep-every", type=_positive, default=0, metavar="N", help="and the multiples of N steps")
+    pruned.add_argument("--keep-best", type=_positive, default=0, metavar="N", help="and N by validation loss")
     pruned.add_argument("--abandoned", action="store_true", help="also remove all of the abandoned lines")
     pruned.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     resharded = command("reshard", reshard_, "checkpoint", "output")
-    resharded.add_argument("--files", type=_at_least(1), required=True, metavar="N", help="files to divide the tensors into")
+    resharded.add_argument("--files", type=_positive, required=True, metavar="N", help="files for the tensors")
     return parser
 
 
-def _at_least(least: int):  # noqa: ANN202 (argparse's own type of a type)
-    def number(text: str) -> int:
-        if (value := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"{value} is not at least {least}")
-        return value
-
-    return number
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
 
 
 if __name__ == "__main__":

@@ -30,7 +30,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not tokenizer.files:
                 console.warning("the export has no tokenizer")
             with console.progress(f"Exporting to {options.output}", in_bytes=True) as report:
-                export_hf(options.checkpoint, options.output, tokenizer, options.dtype, options.max_shard_size, report)
+                export_hf(
+                    options.checkpoint,
+                    options.output,
+                    tokenizer,
+                    dtype=options.dtype,
+                    max_shard_bytes=options.max_shard_size,
+                    verify=options.verify,
+                    progress=report,
+                )
         except KeelError as error:
             console.error(str(error))
             return error.exit_code

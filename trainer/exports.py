@@ -1,8 +1,8 @@
 """Hugging Face folders written during training: `exports/step-00000100/`, beside the checkpoints they come from.
 
-An export is made of a checkpoint that is committed, by a thread of the first rank, in the memory of two tensors: no
-rank waits for it, nor for its disk, and it can't hold what was never saved. If it fails, training goes on; what a stop
-has cut short is made by the next launch.
+An export is made of a checkpoint that is committed, by a thread of the first rank, a tensor at a time: no rank waits
+for it, nor for its disk, and it can't hold what was never saved. If it fails, training goes on; what a stop has cut
+short is made by the next launch.
 """
 
 import threading

@@ -52,7 +52,7 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
         launch = _Launch(rank, folder, console, stop, started=time.time())
         try:
             device = start_process_group(device_type(job), job.config.job.timeout_seconds)
-            on_rank_zero(dist.group.WORLD, lambda: _open_folder(folder, console))
+            on_rank_zero(None, lambda: _open_folder(folder, console))
             trainer = Trainer(job, device, console, stop, ledger)
             if rank == 0:
                 (folder / "config.toml").write_text(job.to_toml(), encoding="utf-8")
@@ -102,7 +102,7 @@ def _activation_rows(trainer: Trainer) -> list[Row]:
     return [("", line) for line in str(table).split("\n")]
 
 
-def _say_goodbye(trainer: Trainer, state: str) -> None:
+def _say_goodbye(trainer: Trainer, state: State) -> None:
     """Say how it went and where everything is; all ranks must call it."""
     config, console, step = trainer.config, trainer.console, trainer.run.step
     memory_peak = trainer.memory_peak_bytes()

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from checkpoint.manager import CheckpointManager
-from checkpoint.manifest import read_manifest, step_folder
+from checkpoint.manifest import Damaged, read_manifest, step_folder
 from configs.errors import ConfigError, UserError
 from configs.schema import Checkpoint
 
@@ -211,3 +211,60 @@ def test_a_full_disk_on_one_rank_ends_all_at_the_same_step(ranks, tmp_path, mode
     assert "step-00000001 could not be written: rank 1: [Errno 28] No space left on device" in message
     assert "__1_0.distcp" in message
     assert read_manifest(step_folder(tmp_path, 2)).tokens == 2
+
+
+def fall_back(folder):
+    """Both ranks of a run whose newest checkpoint has two damaged files; returns what each has loaded and been told."""
+    state = sharded(reference(), (2,), (0,))
+    manager = make_manager(folder)
+    manager.resume(state)
+    manager.begin_line()
+    for step in (1, 2):
+        manager.save(step, state, {"tokens": step})
+    manager.close()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for name in ("__0_0.distcp", "__1_0.distcp"):
+            path = step_folder(Path(folder), 2) / name
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+    dist.barrier()
+    try:
+        make_manager(folder, on_damage="stop").resume(state)
+    except Damaged as error:
+        told = str(error)
+    loaded = sharded(zeros(reference()), (2,), (0,))
+    trainer_state = make_manager(folder).resume(loaded)
+    same = all(torch.equal(tensor, reference()[name]) for name, tensor in whole(loaded).items())
+    return told, trainer_state, same
+
+
+def test_every_rank_hears_of_every_damaged_file_and_falls_back(ranks, tmp_path):
+    first, second = ranks(2, fall_back, tmp_path)
+    assert first == second
+    told, trainer_state, same = first
+    assert "__0_0.distcp has changed" in told
+    assert "__1_0.distcp has changed" in told
+    assert (trainer_state, same) == ({"tokens": 1}, True)
+
+
+def minutes(folder):
+    """Saves when a tenth of a second has passed, as each rank's own clock says; returns the steps saved."""
+    state = sharded(reference(), (2,), (0,))
+    manager = make_manager(folder, interval=0, interval_minutes=0.1 / 60)
+    manager.resume(state)
+    manager.begin_line()
+    saved = []
+    for step in range(1, 30):
+        time.sleep(0.01 + 0.02 * dist.get_rank())  # no common clock, and no common pace
+        manager.poll()
+        if manager.should_save(step):
+            manager.save(step, state, {"tokens": step})
+            saved.append(step)
+    manager.close()
+    return saved
+
+
+def test_ranks_agree_on_the_minutes(ranks, tmp_path):
+    first, second = ranks(2, minutes, tmp_path)
+    assert first == second
+    assert 2 <= len(first) < 15

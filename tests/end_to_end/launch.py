@@ -10,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ class Outcome:
     code: int
     out: str
     err: str
-    seconds: float
 
 
 def start(
@@ -66,13 +64,12 @@ def start(
 
 def finish(process: subprocess.Popen) -> Outcome:
     """Wait for a started job; one that hangs is killed with its ranks, and the test fails."""
-    started = time.perf_counter()
     try:
         out, err = process.communicate(timeout=TIMEOUT_SECONDS)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    return Outcome(process.returncode, out, err, time.perf_counter() - started)
+    return Outcome(process.returncode, out, err)
 
 
 def launch(

@@ -74,12 +74,6 @@ def _cut(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 100)
 
 
-def _flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[2000] ^= 1
-    file.write_bytes(content)
-
-
 @pytest.mark.parametrize(
     ("damage", "fragments"),
     [
@@ -87,9 +81,8 @@ def _flip(file: Path) -> None:
         (lambda file: file.write_bytes(b""), ["00000.tokens: not a token file of Keel"]),
         (lambda file: file.write_bytes(b"PK" * 5000), ["00000.tokens: not a token file of Keel"]),
         (_cut, ["00000.tokens: truncated, ", "Prepare it again"]),
-        (_flip, ["00000.tokens, at byte ", "the tokens are damaged", "Prepare it again"]),
     ],
-    ids=["missing", "empty", "foreign", "truncated", "flipped bit"],
+    ids=["missing", "empty", "foreign", "truncated"],
 )
 def test_a_token_file_that_is_none(corpus: Path, damage: Callable[[Path], object], fragments: list[str]):
     [file] = (corpus / "data" / "tokens" / "train").iterdir()
@@ -115,7 +108,7 @@ def test_a_missing_tokenizer_is_said_once_by_all_ranks(corpus: Path):
     before = snapshot(corpus)
     outcome = launch(corpus, words, ranks=2, config=TEXT, expect=1)
     assert outcome.err.count("no.model: cannot read the tokenizer") == 1, outcome.err
-    assert outcome.seconds < 25  # torchrun kills after 30
+    assert "SIGKILL" not in outcome.err  # what torchrun does to a rank that waits for ever
     assert snapshot(corpus).keys() - before.keys() <= SAID
 
 
@@ -156,7 +149,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, ranks: int):
     outcome = launch(tmp_path, ranks=ranks, expect=1)
     assert outcome.err.count("the run folder run can't be written") == 1
     assert outcome.err.count("set job.output_dir to another") == 1
-    assert outcome.seconds < 25  # torchrun kills after 30
+    assert "SIGKILL" not in outcome.err  # what torchrun does to a rank that waits for ever
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,8 @@ def zero_a_page(content: bytearray, dice: random.Random) -> None:
     content[start : start + PAGE_BYTES] = bytes(len(page)) if any(page) else b"\1" * len(page)
 
 
-KINDS: tuple[Callable[[bytearray, random.Random], None], ...] = (flip_a_bit, flip_a_bit, flip_a_bit, cut, lengthen, zero_a_page)
+Kind = Callable[[bytearray, random.Random], None]
+KINDS: tuple[Kind, ...] = (flip_a_bit, flip_a_bit, flip_a_bit, cut, lengthen, zero_a_page)
 
 
 def torture(folder: Path, times: int, seed: int = 0) -> Counter:
@@ -76,9 +78,10 @@ def assert_refused(folder: Path, path: Path, what: str) -> None:
     try:
         resume(folder)
     except Damaged as error:
-        assert f"is damaged: {path.name} " in str(error), f"{what} of {path.name}: {error}"
+        message = str(error)
     else:
         raise AssertionError(f"{what} of {path.name} was not seen")
+    assert f"is damaged: {path.name} " in message, f"{what} of {path.name}: {message}"
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -103,7 +106,7 @@ def resume(folder: Path) -> dict | None:
     return make_manager(folder).resume(state())
 
 
-def make_manager(folder: Path, **settings: object) -> CheckpointManager:
+def make_manager(folder: Path, **settings: Any) -> CheckpointManager:
     """The manager of one rank that says nothing."""
     table = Checkpoint(**{"mode": "sync", **settings})
 

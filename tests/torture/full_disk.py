@@ -43,7 +43,9 @@ def torture(stride: int = 1) -> tuple[int, int]:
     return pages, inodes
 
 
-def saves(manager: CheckpointManager, disk: Path, free_pages: int | None = None, free_inodes: int | None = None) -> bool:
+def saves(
+    manager: CheckpointManager, disk: Path, free_pages: int | None = None, free_inodes: int | None = None
+) -> bool:
     """Save with so much room; returns whether that succeeds. Asserts that the newest checkpoint is whole and alone."""
     step, filler = (manager.latest_step() or 0) + 1, disk / "filler"
     if free_pages is not None:

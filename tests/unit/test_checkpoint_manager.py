@@ -344,7 +344,7 @@ def test_content_that_torch_cannot_read(tmp_path):
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(UserError, match="step-00000001 is damaged: rank 0: "):
         make_manager(tmp_path, verify="size").resume(make_state())
-    with pytest.raises(UserError, match="step-00000001 is damaged: __0_0.distcp has changed"):
+    with pytest.raises(UserError, match=r"step-00000001 is damaged: __0_0.distcp has changed"):
         make_manager(tmp_path, verify="hash").resume(make_state())
 
 
@@ -396,7 +396,7 @@ def test_a_file_elsewhere_is_not_read(tmp_path):
     save_steps(tmp_path, 1)
     path = step_folder(tmp_path, 1) / "trainer.json"
     path.symlink_to(path.rename(tmp_path / "elsewhere"))
-    with pytest.raises(Damaged, match="trainer.json is no plain file"):
+    with pytest.raises(Damaged, match=r"trainer.json is no plain file"):
         make_manager(tmp_path).resume(make_state(99))
 
 
@@ -412,7 +412,7 @@ def test_another_tokenizer(tmp_path):
     save_steps(tmp_path, 1, tokenizer_hash="a")
     with pytest.raises(ConfigError, match="content of the tokenizer: a -> b"):
         make_manager(tmp_path, tokenizer_hash="b").resume(make_state(99))
-    with pytest.raises(ConfigError, match="init_from.*another tokenizer"):
+    with pytest.raises(ConfigError, match=r"init_from.*another tokenizer"):
         init_from(tmp_path / "new", step_folder(tmp_path, 1), make_state(99), tokenizer_hash="b")
     save_steps(tmp_path, 2, tokenizer_hash="b", allow_run_change=True)
     manifest = read_manifest(step_folder(tmp_path, 2))
@@ -458,7 +458,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"(?s)2 tensors differ.*model.more: not in the checkpoint.*model.weight"):
         init_from(tmp_path / "new", source, state)
     flip_a_bit(source / "__0_0.distcp")
-    with pytest.raises(Damaged, match="__0_0.distcp has changed"):
+    with pytest.raises(Damaged, match=r"__0_0.distcp has changed"):
         init_from(tmp_path / "new", source, make_state())
     with pytest.raises(Damaged, match="is no checkpoint"):
         init_from(tmp_path / "new", tmp_path / "nowhere", make_state())
@@ -561,7 +561,7 @@ def test_a_run_whose_last_save_failed_does_not_end_well(tmp_path, monkeypatch):
     manager = begun(tmp_path, max_save_failures=3)
     monkeypatch.setattr(manifests, "begin", lambda _: os.open("/proc/nothing", os.O_RDONLY))
     manager.save(1, make_state(1), {"tokens": 1})
-    with pytest.raises(SaveFailed, match="step-00000001 could not be written: .*No such file"):
+    with pytest.raises(SaveFailed, match=r"step-00000001 could not be written: .*No such file"):
         manager.close()
 
 

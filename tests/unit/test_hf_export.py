@@ -129,8 +129,8 @@ def test_memory_is_that_of_a_shard(tmp_path):
     command = [sys.executable, "-c", MEMORY, str(checkpoint), str(tmp_path / "out"), str(tmp_path / "back")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     exporting, importing = map(int, result.stdout.split())
-    assert 17e6 < exporting < 64e6, exporting
-    assert 17e6 < importing < 64e6, importing
+    assert 16e6 < exporting < 50e6, exporting
+    assert 16e6 < importing < 64e6, importing
 
 
 def test_an_existing_output_is_left_alone(tmp_path):
@@ -191,6 +191,7 @@ def test_a_flipped_byte(tmp_path, verify, place):
     data.write_bytes(content)
     with pytest.raises(UserError, match=r"is damaged: __0_0\.distcp"):
         export_hf(checkpoint, tmp_path / "out", NO_TOKENIZER, verify=verify)
+    assert script.main([str(checkpoint), str(tmp_path / "out"), "--verify", verify]) == 1
     assert not (tmp_path / "out").exists()
 
 

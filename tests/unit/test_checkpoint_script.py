@@ -1,0 +1,142 @@
+"""scripts/checkpoint.py: what it says, what it removes, and that a checkpoint in other files is the same checkpoint."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from checkpoint import manifest as manifests
+from checkpoint.manifest import read_manifest, step_folder, steps_in
+from scripts.checkpoint import main
+from tests.torture.damage import make_manager, state
+
+
+@pytest.fixture(autouse=True)
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder with the checkpoints 1 to 5; the state of step n is n times that of step 1."""
+    save(tmp_path / "run", 1, 2, 3, 4, 5)
+    return tmp_path / "run"
+
+
+def save(run, *steps, **settings):
+    manager = make_manager(run / "checkpoints", **settings)
+    manager.resume(state())
+    manager.begin_line()
+    for step in steps:
+        scaled = {name: tensor * step for name, tensor in state().items()}
+        manager.save(step, scaled, {"tokens": step * 100}, validation_loss=abs(step - 2.5))
+    manager.close()
+
+
+def of(run, step):
+    return step_folder(run / "checkpoints", step)
+
+
+def script(*words):
+    return main(list(map(str, words)))
+
+
+def test_list(run, capsys):
+    save(run, 4, load=3)
+    (run / "checkpoints" / "step-00000009.tmp").mkdir()
+    (of(run, 1) / "trainer.json").unlink()
+    assert script("list", run) == 0
+    out = capsys.readouterr().out
+    assert "step-00000001: checkpoint" in out
+    assert "trainer.json is missing" in out
+    assert "abandoned-001: an abandoned line; steps 4, 5" in out
+    assert "step-00000009.tmp: of an interrupted save" in out
+    [line] = [line for line in out.splitlines() if line.split()[:2] == ["4", "400"]]
+    assert "1.5000" in line
+    assert read_manifest(of(run, 4)).run_id[:8] in line
+
+
+def test_show(run, capsys):
+    assert script("show", of(run, 3), "--tensors") == 0
+    out = capsys.readouterr().out
+    manifest = read_manifest(of(run, 3))
+    assert f"step 2 of {manifest.run_id}" in out
+    assert "12,800" not in out
+    assert "12.8 K parameters of the model" in out
+    assert manifest.files["__0_0.distcp"].xxh3 in out
+    assert "float32 [50, 64]" in out
+
+
+def test_verify(run, capsys):
+    assert script("verify", run) == 0
+    assert script("verify", of(run, 2)) == 0
+    for name in ("trainer.json", "__0_0.distcp"):
+        content = bytearray((of(run, 2) / name).read_bytes())
+        content[-1] ^= 1
+        (of(run, 2) / name).write_bytes(content)
+    capsys.readouterr()
+    assert script("verify", of(run, 1)) == 0
+    assert script("verify", run) == 1
+    told = capsys.readouterr()
+    assert "step-00000002 is damaged: __0_0.distcp has changed" in told.err.replace("\n", " ")
+    assert "; trainer.json has changed" in told.err.replace("\n", " ")
+    assert told.out.count("are as they were written") == 5
+    assert script("verify", run / "nowhere") == 1
+
+
+def test_diff(run, capsys):
+    assert script("diff", of(run, 2), of(run, 2)) == 0
+    assert "no difference" in capsys.readouterr().out
+    assert script("diff", of(run, 2), of(run, 3)) == 1
+    out = capsys.readouterr().out
+    assert "200 -> 300" in out
+    largest = state()["model.layers.1.weight"].abs().max()
+    assert f"3,200 of 3,200 values, by up to {largest:.3g} (the largest value is {2 * largest:.3g})" in out
+
+
+def test_prune(run, capsys):
+    save(run, 5, load=4)
+    assert script("prune", run, "--keep-last", 1, "--keep-best", 1, "--dry-run") == 0
+    assert "would be removed" in capsys.readouterr().out
+    assert steps_in(run / "checkpoints") == [1, 2, 3, 4, 5]
+    assert script("prune", run, "--keep-last", 1, "--keep-every", 3, "--keep-best", 1) == 0
+    assert steps_in(run / "checkpoints") == [3, 5]  # 2 and 3 are equally good: the newer counts
+    assert (run / "checkpoints" / "abandoned-001").is_dir()
+    assert script("prune", run, "--keep-last", 9, "--abandoned") == 0
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000003", "step-00000005"]
+    (of(run, 5) / "trainer.json").write_text("")
+    assert script("prune", run, "--keep-last", 1) == 0  # a damaged one is neither counted nor removed
+    assert steps_in(run / "checkpoints") == [3, 5]
+
+
+def test_nothing_is_pruned_for_a_damaged_newest(run):
+    path = of(run, 5) / "__0_0.distcp"
+    path.write_bytes(bytes(path.stat().st_size))
+    assert script("prune", run, "--keep-last", 1) == 1
+    assert steps_in(run / "checkpoints") == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("n_files", [1, 3, 8])
+def test_reshard(run, tmp_path, capsys, n_files):
+    output = tmp_path / "other" / "resharded"
+    assert script("reshard", of(run, 3), output, "--files", n_files) == 0
+    assert script("diff", of(run, 3), output) == 0
+    before, after = read_manifest(of(run, 3)), read_manifest(output)
+    assert len([name for name in after.files if name.endswith(".distcp")]) == n_files
+    sizes = [entry.size for name, entry in after.files.items() if name.endswith(".distcp")]
+    assert max(sizes) < 1.5 * sum(sizes) / n_files
+    assert (after.run_id, after.parent, after.config_hash) == (before.run_id, before.parent, before.config_hash)
+    loaded = state()
+    assert make_manager(tmp_path / "new", load=str(output)).resume(loaded) == {"tokens": 300}
+    assert all(torch.equal(tensor, 3 * state()[name]) for name, tensor in loaded.items())
+    assert script("reshard", of(run, 3), output, "--files", n_files) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_reshard_of_what_it_must_not_touch(run, tmp_path, capsys):
+    assert script("reshard", of(run, 3), tmp_path / "o", "--files", 9) == 1
+    assert "has 8 tensors, so it can be written to 1 to 8 files" in capsys.readouterr().err
+    (of(run, 3) / manifests.TRAINER_NAME).write_text("x" * (of(run, 3) / manifests.TRAINER_NAME).stat().st_size)
+    assert script("reshard", of(run, 3), tmp_path / "o", "--files", 2) == 1
+    assert not list(tmp_path.glob("o*"))
