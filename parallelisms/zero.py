@@ -28,6 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from parallelisms.plan import plan_of
+
 BUCKET_BYTES = 32 << 20
 """Large enough that a broadcast's latency does not count, small enough that the first layers need not wait long."""
 
@@ -119,7 +121,7 @@ class OwnerPartition(Optimizer):
 
         Whoever reads parameters between a step and the next forward pass must call `wait` first.
         """
-        groups = [[model.get_submodule(name) for name in names] for names in model.plan.fsdp_groups]
+        groups = [[model.get_submodule(name) for name in names] for names in plan_of(model).fsdp_groups]
         rest = dict.fromkeys(p for p in model.parameters() if p in self._owner)
         for modules in groups:
             parameters = [p for module in modules for p in module.parameters() if p in rest]

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -160,7 +161,7 @@ def _plain_optimizers(config: Optimizer, parameters: dict[str, torch.nn.Paramete
     """Torch's own: AdamW, after Muon for the matrices between embedding and head where the config names it."""
     ends = ("embed_tokens.weight", "lm_head.weight")
     is_muons = {name: config.name == "muon" and p.ndim == 2 and name not in ends for name, p in parameters.items()}
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for n, p in parameters.items() if p.ndim == 2 and not is_muons[n]]},
         {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
     ]

@@ -20,6 +20,7 @@ from parallelisms.grad_norm import clip_grad_norm
 from parallelisms.init import materialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import parallelize
+from parallelisms.plan import plan_of
 from parallelisms.zero import OwnerPartition
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.loss import CrossEntropy
@@ -127,7 +128,7 @@ def _optimizer(config: Config, mesh: Mesh, model: nn.Module) -> Optimizer:
     named_parameters = list(model.named_parameters())
     if config.fsdp.partition == "rows":
         return build_optimizer(config.optimizer, named_parameters)
-    in_blocks = tuple(f"{block}." for block in model.plan.blocks)
+    in_blocks = tuple(f"{block}." for block in plan_of(model).blocks)
     hidden_matrices = [name for name, p in named_parameters if p.ndim == 2 and name.startswith(in_blocks)]
     dtype = config.fsdp.owner_broadcast_dtype
     partition = partial(

@@ -37,8 +37,8 @@ def test_equal_sizes_go_by_name_and_rank():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_llama_7b_is_shared_out_evenly(tied):
-    sizes = dict(dim=4096, n_layers=32, n_heads=32, ffn_dim=11008, vocab_size=32000, tie_embeddings=tied)
-    shapes = parameter_shapes(Model(**sizes))
+    model = Model(dim=4096, n_layers=32, n_heads=32, ffn_dim=11008, vocab_size=32000, tie_embeddings=tied)
+    shapes = parameter_shapes(model)
     elements = {name: shape[0] * (shape[1] if len(shape) > 1 else 1) for name, shape in shapes.items()}
     totals = [0] * 8
     for name, owner in assign_owners(elements, totals).items():
