@@ -76,7 +76,7 @@ def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int
     """Bytes of optimizer state on each rank that holds another part of it, of parameters of so many `elements` each.
 
     AdamW keeps two moments and a float32 step count, Muon one momentum; an owner that sends rounded parameters keeps
-    them in full, too.
+    them in full, too. The buffers of the broadcasts are not counted: they are freed before there are activations.
     """
     state_bytes = _BYTES[config.training.dtype]
     masters = config.fsdp.owner_broadcast_dtype is not None
