@@ -108,7 +108,7 @@ def test_ranks_that_own_nothing(ranks):
 
 
 def change_under_way():
-    """Freeze and unfreeze, add a group, and step by a closure; beside a plain optimizer."""
+    """Freeze and unfreeze, add a group, move a parameter, and step by a closure; beside a plain optimizer."""
     ours, theirs = parameters(), parameters()
     optimizer, reference = partition(ours, AdamW, "abcd"), plain(theirs, AdamW, "abcd")
     before = dict(optimizer._owner)
@@ -120,6 +120,8 @@ def change_under_way():
         if step == 3:
             optimizer.add_param_group(group_of(ours, "ef", optimizer=AdamW, lr=0.3, weight_decay=0.5))
             reference.add_param_group({"params": [theirs["e"], theirs["f"]], "lr": 0.3, "weight_decay": 0.5})
+        if step == 5:  # as FSDP does when it pins offloaded memory
+            ours["c"].data = ours["c"].detach().clone()
         calls = []
         for params, either in ((ours, optimizer), (theirs, reference)):
 
