@@ -83,6 +83,7 @@ def run(words, first=0, last=STEPS, load_from=None, save_to=None, dtypes=FLOAT64
     if save_to:
         manager = manager_of(save_to)
         manager.resume(learner.state())
+        manager.begin_line()
         manager.save(last, learner.state(), {"tokens": 1})
         manager.close()
     return losses
@@ -111,9 +112,8 @@ def set_plain_lr(optimizer, config, step):
 
 
 def manager_of(folder):
-    return CheckpointManager(
-        Path(folder), Checkpoint(mode="async"), {}, {}, lambda old, new: [], False, lambda line: None
-    )
+    ignore = lambda *_: None  # noqa: E731
+    return CheckpointManager(Path(folder), Checkpoint(mode="async"), {}, {}, lambda old, new: [], False, ignore, ignore)
 
 
 # --------------------------------------------------------------------------- parity
