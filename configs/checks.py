@@ -117,6 +117,48 @@ def _tensor_parallel(config: Config, _: int | None) -> Iterator[Problem]:
             yield "mesh.tp", f"tp {tp} does not divide {key} {size} ({size} / {tp} = {size / tp:.2f})"
 
 
+def _owner_partition(config: Config, world_size: int | None) -> Iterator[Problem]:
+    fsdp, tp = config.fsdp, config.mesh.tp
+    if fsdp.partition == "rows":
+        if fsdp.owner_broadcast_dtype is not None:
+            yield "fsdp.owner_broadcast_dtype", 'owner_broadcast_dtype does nothing with partition "rows", only "owner"'
+        return
+    if config.training.dtype == fsdp.owner_broadcast_dtype:
+        yield (
+            "fsdp.owner_broadcast_dtype",
+            f'owner_broadcast_dtype does nothing: training.dtype is "{fsdp.owner_broadcast_dtype}" too',
+        )
+    if tp > 1:
+        yield (
+            "fsdp.partition",
+            f'partition "owner" needs whole parameters, and tp {tp} cuts them; set mesh.tp = 1, or partition "rows"',
+        )
+    try:
+        sizes = mesh_sizes(config, world_size or smallest_world_size(config.mesh))
+    except ConfigError:
+        return  # the mesh's own problem
+    if sizes.dp_shard > 1:
+        yield (
+            "fsdp.partition",
+            f'partition "owner" needs whole parameters, and dp_shard {sizes.dp_shard} cuts them (on {sizes.world_size} '
+            f"ranks, dp_replicate {sizes.dp_replicate}); set mesh.dp_replicate = {sizes.dp} and mesh.dp_shard = 1",
+        )
+
+
+def _muon(config: Config, _: int | None) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    if optimizer.name == "muon" and config.fsdp.partition == "rows":
+        yield (
+            "optimizer.name",
+            'Muon makes whole matrices orthogonal, and partition "rows" cuts them; set fsdp.partition = "owner" and '
+            "mesh.dp_shard = 1, with dp_replicate for the ranks",
+        )
+    for name in ("momentum", "newton_schulz_steps", "muon_lr_adjustment"):
+        key = f"optimizer.{name}"
+        if optimizer.name != "muon" and getattr(optimizer, name) != schema_keys()[key].default:
+            yield key, f'{name} does nothing with name "{optimizer.name}", only with "muon"; leave it out'
+
+
 def _activation_checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
     table = config.activation_checkpoint
     modes = {
@@ -305,6 +347,8 @@ _RULES: tuple[Callable[[Config, int | None], Iterator[Problem]], ...] = (
     _lr_schedule,
     _mesh,
     _tensor_parallel,
+    _owner_partition,
+    _muon,
     _device,
     _activation_checkpoint,
     _checkpointed_layers,

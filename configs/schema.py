@@ -164,8 +164,8 @@ class ParameterGroup(Table):
 class Optimizer(Table):
     """The update rule."""
 
-    name: Literal["adamw"] = "adamw"
-    """AdamW, with weight decay on matrices only."""
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw; muon: Muon for the matrices of the blocks, AdamW for the rest (needs fsdp.partition = "owner")."""
     lr: PositiveFloat
     """Peak learning rate."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
@@ -174,6 +174,12 @@ class Optimizer(Table):
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices; vectors (norms) have none unless a group says so."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """muon: decay rate of the momentum."""
+    newton_schulz_steps: Annotated[int, Field(gt=0, lt=100)] = 5
+    """muon: iterations that bring the momentum near an orthogonal matrix."""
+    muon_lr_adjustment: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """muon: factor on lr by a matrix's shape; match_rms_adamw: as large as AdamW's updates, so one lr fits both."""
     groups: list[ParameterGroup] = []
     """Parameters with settings of their own; the first pattern that matches a name counts."""
 
@@ -233,6 +239,10 @@ class Fsdp(Table):
     """Keep sharded parameters, gradients and optimizer state in CPU memory."""
     accumulate: Literal["reduce_every", "reduce_last"] = "reduce_every"
     """reduce_last: reduce gradients once a step, at the cost of unsharded gradients in memory between micro-batches."""
+    partition: Literal["rows", "owner"] = "rows"
+    """owner: shares whole parameters' optimizer state out to the dp_replicate ranks, instead of cutting by rows."""
+    owner_broadcast_dtype: Literal["bfloat16"] | None = None
+    """owner: send updated parameters, and compute with them, rounded to this; owners keep training.dtype (run key)."""
 
 
 class ActivationCheckpoint(Table):
@@ -358,8 +368,11 @@ class Config(Table):
 
 RUN_TABLES = ("model", "tokenizer", "data", "training", "optimizer", "lr_schedule")
 MACHINE_KEYS_IN_RUN_TABLES = ("training.steps", "training.micro_batch_size")
+RUN_KEYS_IN_MACHINE_TABLES = ("fsdp.owner_broadcast_dtype",)
 
 
 def is_run_key(key: str) -> bool:
     """Whether a dotted key (`"training.seed"`) decides what is learned, and so must not change on a resume."""
-    return key.split(".")[0] in RUN_TABLES and key not in MACHINE_KEYS_IN_RUN_TABLES
+    if key.split(".")[0] in RUN_TABLES:
+        return key not in MACHINE_KEYS_IN_RUN_TABLES
+    return key in RUN_KEYS_IN_MACHINE_TABLES

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from configs.errors import KeelError
 from configs.layout import mesh_sizes
 from configs.load import load
-from configs.schema import Config
+from configs.schema import Config, Optimizer
 from models import build_model
 from parallelisms.init import materialize
 from parallelisms.mesh import build_mesh
@@ -51,6 +52,8 @@ class Row:
     name: str
     ranks: int
     overrides: tuple[str, ...]
+    run_overrides: tuple[str, ...] = ()
+    """Those of run keys, which the reference takes as well."""
 
 
 @dataclass
@@ -110,25 +113,30 @@ def table() -> Iterator[Row]:
         yield Row(name, ranks, tuple(itertools.chain(*((f"--{key}", str(value)) for key, value in overrides.items()))))
 
 
+def owner_table() -> Iterator[Row]:
+    """The optimizer shared out by owner: AdamW and Muon, over as many replicas as there are ranks."""
+    owner = ("--fsdp.partition", "owner")
+    runs = {"AdamW": (), "Muon": ("--optimizer.name", "muon", *owner)}  # Muon is refused without it
+    variants = {
+        "accumulation 1": {},
+        "accumulation 2": {"fsdp.accumulate": "reduce_last"},
+        "selective, accumulation 2": {"activation_checkpoint.mode": "selective"},
+        "compiled, accumulation 1": {"compile.enable": "true"},
+    }
+    for (variant, options), name, ranks in itertools.product(variants.items(), runs, (1, 2, 4)):
+        overrides = {"mesh.dp_replicate": ranks, "mesh.dp_shard": 1, **options}
+        overrides["training.micro_batch_size"] = 8 // (ranks * (2 if "accumulation 2" in variant else 1))
+        words = tuple(itertools.chain(*((f"--{key}", str(value)) for key, value in overrides.items())))
+        yield Row(f"owner {ranks}, {name}, {variant}", ranks, words + (() if runs[name] else owner), runs[name])
+
+
 def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
     """Train in plain PyTorch, in one process and eager mode, and write the trajectory to `path`."""
     config = load(config_name, overrides, world_size=1).config
     with torch.device("meta"):
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
     materialize(model, torch.device("cpu"), config.training.seed)
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.optimizer.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups,
-        betas=(config.optimizer.betas[0], config.optimizer.betas[1]),
-        eps=config.optimizer.eps,
-        fused=False,
-        foreach=False,
-    )
+    optimizers = _plain_optimizers(config.optimizer, dict(model.named_parameters()))
     found = Trajectory()
     for step, micro_batches in enumerate(_batches(config, 0, 1)):
         tokens = torch.cat([batch.tokens for batch in micro_batches])
@@ -138,14 +146,33 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm, config.training.norm_type)
         if step == 0:
             found.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.lr_schedule, config.optimizer.lr, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config.lr_schedule, config.optimizer.lr, step)
+            optimizer.step()
+        model.zero_grad()
         found.losses.append(loss.item())
         found.norms.append(norm.item())
     found.weights = {name: p.detach() for name, p in model.named_parameters()}
     torch.save(vars(found), path)
+
+
+def _plain_optimizers(config: Optimizer, parameters: dict[str, torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Torch's own: AdamW, after Muon for the matrices between embedding and head where the config names it."""
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    is_muons = {name: config.name == "muon" and p.ndim == 2 and name not in ends for name, p in parameters.items()}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for n, p in parameters.items() if p.ndim == 2 and not is_muons[n]]},
+        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    decay = config.weight_decay
+    optimizers: list[torch.optim.Optimizer] = []
+    if config.name == "muon":
+        hidden = [p for name, p in parameters.items() if is_muons[name]]
+        optimizers = [torch.optim.Muon(hidden, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw")]
+    betas = (config.betas[0], config.betas[1])
+    adamw = torch.optim.AdamW(groups, betas=betas, eps=config.eps, weight_decay=decay, fused=False, foreach=False)
+    return [*optimizers, adamw]
 
 
 def compare(config_name: str, overrides: tuple[str, ...], path: str) -> Difference | None:
@@ -179,6 +206,7 @@ def _train(config: Config) -> Trajectory:
         result = learner.step(micro_batches, learning_rate(config.lr_schedule, config.optimizer.lr, step))
         found.losses.append(result.loss)
         found.norms.append(result.grad_norm)
+    learner.finish_update()
     found.weights = {name: _whole(p) for name, p in learner.model.named_parameters()}
     return found
 
@@ -214,12 +242,15 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 def run_rows(
     pool: RankPool, config_name: str, rows: Iterable[Row], overrides: tuple[str, ...] = ()
 ) -> Iterator[tuple[Row, Difference]]:
-    """Compute the reference once, then each row, and yield its difference."""
+    """Compute the reference once for each run, then each row, and yield its difference."""
+    references: dict[tuple[str, ...], str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "reference.pt")
-        pool.run(1, reference, config_name, overrides, path)
         for row in rows:
-            yield row, pool.run(row.ranks, compare, config_name, overrides + row.overrides, path)[0]
+            run = overrides + row.run_overrides
+            if run not in references:
+                references[run] = str(Path(folder) / f"reference-{len(references)}.pt")
+                pool.run(1, reference, config_name, run, references[run])
+            yield row, pool.run(row.ranks, compare, config_name, run + row.overrides, references[run])[0]
 
 
 def dtype_overrides(dtype: str) -> tuple[str, ...]:
@@ -238,7 +269,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=BOUNDS, default="float64", help="type to compute in (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="print the rows and what they would take, and exit")
     arguments = parser.parse_args()
-    rows = [row for row in table() if fnmatchcase(row.name, arguments.rows)]
+    rows = [row for row in (*table(), *owner_table()) if fnmatchcase(row.name, arguments.rows)]
     if arguments.list or not rows:
         print("\n".join(f"{row.name} ({row.ranks} ranks)" for row in rows) or f"no row matches {arguments.rows!r}")
         return 0 if rows else 1

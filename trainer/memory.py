@@ -1,16 +1,19 @@
 """Memory that a rank will need, estimated before anything is built: the answer to "will it fit?".
 
 The states (parameters, gradients, optimizer) are exact: FSDP cuts each parameter by rows, so the largest share is
-ceil(rows / dp_shard) of them, after tensor parallelism has taken its part. The rest is a count of what is alive at the
+ceil(rows / dp_shard) of them, after tensor parallelism has taken its part; owners (fsdp.partition) hold the optimizer's
+part of whole parameters. The rest is a count of what is alive at the
 worst moment, the start of the backward pass, and good to a few tens of percent: the allocator's fragmentation, kernels'
 workspaces and the CUDA context (about 1 GiB) come on top, and torch.compile often keeps less.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 
 from configs.layout import MeshSizes, accumulation_steps, head_dim, layer_numbers, n_kv_heads
 from configs.schema import ActivationCheckpoint, Config, Model
+from parallelisms.zero import assign_owners
 from trainer.flops import Shape, parameter_shapes
 from trainer.loss import chunk_rows
 
@@ -50,14 +53,15 @@ def estimate_memory(config: Config, sizes: MeshSizes, device_type: str) -> Memor
     shapes = {name: _tp_shape(name, shape, sizes.tp) for name, shape in parameter_shapes(config.model).items()}
     training = config.training
     state_bytes = _BYTES[training.dtype]
-    owned = sum(_sharded(shape, sizes.dp_shard) for shape in shapes.values())
+    shards = {name: _sharded(shape, sizes.dp_shard) for name, shape in shapes.items()}
+    owned = sum(shards.values())
     gradients = owned * state_bytes
     if config.fsdp.accumulate == "reduce_last" and accumulation_steps(config, sizes) > 1:
         gradients += sum(map(prod, shapes.values())) * _BYTES[training.reduce_dtype]
     return MemoryEstimate(
         parameters=owned * state_bytes,
         gradients=gradients,
-        optimizer=2 * owned * state_bytes + 4 * len(shapes),  # two moments, and a float32 step count each
+        optimizer=max(optimizer_bytes(config, sizes, shards)),
         gathered=_gathered(config, shapes),
         activations=_activations(config, sizes.tp),
         loss=_loss(config, sizes.tp, device_type),
@@ -66,6 +70,22 @@ def estimate_memory(config: Config, sizes: MeshSizes, device_type: str) -> Memor
 
 
 # --------------------------------------------------------------------------- states
+
+
+def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int]) -> list[int]:
+    """Bytes of optimizer state on each rank that holds another part of it, of parameters of so many `elements` each.
+
+    AdamW keeps two moments and a float32 step count, Muon one momentum; an owner that sends rounded parameters keeps
+    them in full, too. The buffers of the broadcasts are not counted: they are freed before there are activations.
+    """
+    state_bytes = _BYTES[config.training.dtype]
+    masters = config.fsdp.owner_broadcast_dtype is not None
+    total = [0] * (sizes.dp_replicate if config.fsdp.partition == "owner" else 1)
+    owners = assign_owners(elements, total)
+    for name, size in elements.items():
+        by_muon = config.optimizer.name == "muon" and name.startswith("layers.") and "norm" not in name
+        total[owners[name]] += (masters + (1 if by_muon else 2)) * size * state_bytes + (0 if by_muon else 4)
+    return total
 
 
 def _tp_shape(name: str, shape: Shape, tp: int) -> Shape:

@@ -20,9 +20,11 @@ from parallelisms.grad_norm import clip_grad_norm
 from parallelisms.init import materialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import parallelize
+from parallelisms.plan import plan_of
+from parallelisms.zero import OwnerPartition
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.loss import CrossEntropy
-from trainer.optimizer import build_optimizer, optimizer_state, set_lr
+from trainer.optimizer import build_optimizer, optimizer_state, saved_weights, set_lr
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,23 @@ class Learner:
         return total
 
     def state(self) -> dict[str, Tensor]:
-        """Everything a checkpoint holds in tensors, by name; loading into them in place restores it.
+        """Everything a checkpoint holds in tensors, by name; loading into them in place, and `was_loaded`, restores it.
 
         To be asked for anew each time: FSDP pads its shards at the first forward pass, which gives them new memory.
         """
         parameters = dict(self.model.named_parameters())
-        model = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+        model = {f"model.{name}": weight for name, weight in saved_weights(self.optimizer, parameters).items()}
         return model | optimizer_state(self.optimizer, parameters)
+
+    def was_loaded(self) -> None:
+        """Bring what was read into `state` to all ranks that need it; all ranks must call it."""
+        if isinstance(self.optimizer, OwnerPartition):
+            self.optimizer.owned_were_loaded()
+
+    def finish_update(self) -> None:
+        """Wait for updated parameters that are still on their way; the next forward pass would do so as well."""
+        if isinstance(self.optimizer, OwnerPartition):
+            self.optimizer.wait()
 
     def _loss_sum(self, batch: MicroBatch, loss: CrossEntropy) -> Tensor:
         batch = batch.to(self.mesh.device)
@@ -107,9 +119,27 @@ def build_learner(config: Config, mesh: Mesh) -> Learner:
         config=config,
         mesh=mesh,
         model=model,
-        optimizer=build_optimizer(config.optimizer, list(model.named_parameters())),
+        optimizer=_optimizer(config, mesh, model),
         loss=CrossEntropy(z_loss_weight=config.training.z_loss_weight, compile=config.compile.enable),
     )
+
+
+def _optimizer(config: Config, mesh: Mesh, model: nn.Module) -> Optimizer:
+    named_parameters = list(model.named_parameters())
+    if config.fsdp.partition == "rows":
+        return build_optimizer(config.optimizer, named_parameters)
+    in_blocks = tuple(f"{block}." for block in plan_of(model).blocks)
+    hidden_matrices = [name for name, p in named_parameters if p.ndim == 2 and name.startswith(in_blocks)]
+    dtype = config.fsdp.owner_broadcast_dtype
+    partition = partial(
+        OwnerPartition,
+        process_group=mesh.dp.get_group(),
+        broadcast_dtype=getattr(torch, dtype) if dtype else None,
+    )
+    optimizer = build_optimizer(config.optimizer, named_parameters, hidden_matrices, partition)
+    assert isinstance(optimizer, OwnerPartition)
+    optimizer.overlap_forward(model)
+    return optimizer
 
 
 def _result(loss: Tensor, grad_norm: Tensor) -> StepResult:

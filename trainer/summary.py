@@ -88,8 +88,17 @@ def _techniques(config: Config) -> str:
         if config.activation_checkpoint.mode != "none"
         else "",
         "states offloaded to the CPU" if config.fsdp.cpu_offload else "",
+        _owners(config),
+        "Muon for the blocks' matrices" if config.optimizer.name == "muon" else "",
     ]
     return ", ".join(filter(None, used))
+
+
+def _owners(config: Config) -> str:
+    if config.fsdp.partition == "rows":
+        return ""
+    rounded = config.fsdp.owner_broadcast_dtype
+    return "optimizer by owner" + (f", who sends parameters in {rounded}" if rounded else "")
 
 
 def _batch(config: Config, sizes: MeshSizes) -> str:

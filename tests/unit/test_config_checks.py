@@ -127,6 +127,30 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "--lr_schedule.decay_steps: warmup_steps 7 + decay_steps 4 = 11 is above total_steps 10",
         ),
         ("optimizer.groups=[{pattern='a'},{pattern='a'}]", 'the pattern "a" stands above already; the first counts'),
+        (
+            "fsdp.owner_broadcast_dtype=bfloat16",
+            '--fsdp.owner_broadcast_dtype: owner_broadcast_dtype does nothing with partition "rows", only "owner"',
+        ),
+        (
+            "fsdp.partition=owner fsdp.owner_broadcast_dtype=bfloat16 training.dtype=bfloat16",
+            'owner_broadcast_dtype does nothing: training.dtype is "bfloat16" too',
+        ),
+        (
+            "fsdp.partition=owner mesh.tp=2",
+            '--fsdp.partition: partition "owner" needs whole parameters, and tp 2 cuts them; set mesh.tp = 1',
+        ),
+        (
+            "fsdp.partition=owner mesh.dp_replicate=2 mesh.dp_shard=2",
+            'partition "owner" needs whole parameters, and dp_shard 2 cuts them (on 4 ranks, dp_replicate 2); '
+            "set mesh.dp_replicate = 4 and mesh.dp_shard = 1",
+        ),
+        (
+            "optimizer.name=muon",
+            '--optimizer.name: Muon makes whole matrices orthogonal, and partition "rows" cuts them; set fsdp.',
+        ),
+        ("optimizer.momentum=0.9", 'momentum does nothing with name "adamw", only with "muon"; leave it out'),
+        ("optimizer.newton_schulz_steps=6", "newton_schulz_steps does nothing"),
+        ("optimizer.muon_lr_adjustment=original", "muon_lr_adjustment does nothing"),
         ("profile.memory_snapshot=true", "memory_snapshot needs start_step above 0"),
         ("profile.memory_snapshot=true profile.start_step=1 job.device=cpu", "memory_snapshot records CUDA memory"),
         ("profile.start_step=9", "the trace would end at step 11, after training.steps 10"),
@@ -156,6 +180,8 @@ def test_a_wrong_combination_is_one_problem(settings, message):
         "job.name=a/b job.output_dir=x",
         "checkpoint.load=0",
         "training.max_norm=inf training.norm_type=inf",
+        "fsdp.partition=owner fsdp.owner_broadcast_dtype=bfloat16 mesh.dp_replicate=2",
+        "fsdp.partition=owner optimizer.name=muon optimizer.momentum=0.9 optimizer.muon_lr_adjustment=original",
     ],
 )
 def test_a_right_combination_passes(settings):
@@ -174,6 +200,7 @@ def test_a_right_combination_passes(settings):
             "dp_replicate 1 x dp_shard 3 x micro_batch_size 2 = 6 does not divide 8; a global batch of 6 or 12",
         ),
         ("training.micro_batch_size=8", 2, "a global batch of 16 would do"),
+        ("fsdp.partition=owner", 4, "dp_shard 4 cuts them (on 4 ranks, dp_replicate 1); set mesh.dp_replicate = 4"),
     ],
 )
 def test_what_depends_on_the_number_of_ranks(settings, world_size, message):
