@@ -101,7 +101,9 @@ def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
     try:
         sizes = mesh_sizes(config, world_size or smallest_world_size(mesh))
     except ConfigError as error:
-        key = next((key for key in ("dp_shard", "tp", "cp", "dp_replicate") if key in mesh.model_fields_set), "dp_shard")
+        key = next(
+            (key for key in ("dp_shard", "tp", "cp", "dp_replicate") if key in mesh.model_fields_set), "dp_shard"
+        )
         yield f"mesh.{key}", str(error)
         return
     try:

@@ -27,7 +27,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, Tensor] | None, causal: bool) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, Tensor] | None, causal: bool
+) -> tuple[Tensor, Tensor]:
     """Attention of `q` to this block of keys alone.
 
     Args:
@@ -43,9 +45,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, Tensor] | N
     if documents is None and _flash_takes(q):
         out, logsumexp = _flash(q, k, v, causal)
         return out.to(logsumexp.dtype), logsumexp
-    tiles = [_attend_tile(q[:, :, rows], k, v, mask) for rows, mask in _tiles(q, k, documents, causal)]
-    outs, logsumexps = zip(*tiles, strict=True)
-    return torch.cat(outs, dim=2), torch.cat(logsumexps, dim=2)
+    out = q.new_empty(q.shape, dtype=accumulation_dtype(q.dtype))
+    logsumexp = out.new_empty(q.shape[:-1])
+    for rows, mask in _tiles(q, k, documents, causal):
+        out[:, :, rows], logsumexp[:, :, rows] = _attend_tile(q[:, :, rows], k, v, mask)
+    return out, logsumexp
 
 
 def attend_backward(
@@ -68,15 +72,13 @@ def attend_backward(
     if documents is None and _flash_takes(q):
         gradients = _flash_backward(grad, q, k, v, out, logsumexp, causal)
         return tuple(gradient.to(logsumexp.dtype) for gradient in gradients)  # type: ignore[return-value]
-    by_q: list[Tensor] = []
-    by_k, by_v = torch.zeros_like(k, dtype=logsumexp.dtype), torch.zeros_like(v, dtype=logsumexp.dtype)
+    by_q, by_k, by_v = (torch.zeros_like(tensor, dtype=logsumexp.dtype) for tensor in (q, k, v))
     for rows, mask in _tiles(q, k, documents, causal):
         tile = (tensor[:, :, rows] for tensor in (grad, q, out, logsumexp))
-        tile_by_q, tile_by_k, tile_by_v = _attend_tile_backward(*tile, k, v, mask)
-        by_q.append(tile_by_q)
+        by_q[:, :, rows], tile_by_k, tile_by_v = _attend_tile_backward(*tile, k, v, mask)
         by_k += tile_by_k
         by_v += tile_by_v
-    return torch.cat(by_q, dim=2), by_k, by_v
+    return by_q, by_k, by_v
 
 
 def merge_(out: Tensor, logsumexp: Tensor, block_out: Tensor, block_logsumexp: Tensor) -> None:
@@ -93,6 +95,11 @@ def merge_(out: Tensor, logsumexp: Tensor, block_out: Tensor, block_logsumexp: T
 def _flash_takes(q: Tensor) -> bool:
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     return q.device.type == "cpu" or (is_half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256)
+
+
+def _takes_bias(q: Tensor) -> bool:
+    """Whether there is a kernel that gives the logsumexp and takes a mask."""
+    return q.device.type == "cpu"
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -137,7 +144,7 @@ def _tiles(
 def _attend_tile(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `attend`, with the mask made."""
     dtype = accumulation_dtype(q.dtype)
-    if mask is not None and q.device.type == "cpu":
+    if mask is not None and _takes_bias(q):
         op = aten._scaled_dot_product_flash_attention_for_cpu
         out, logsumexp = op(q, k, v, 0.0, False, attn_mask=_bias(mask, q.dtype))
         # The kernel says 0 for a query that sees nothing.
@@ -153,7 +160,7 @@ def _attend_tile_backward(
 ) -> tuple[Tensor, ...]:
     """As `attend_backward`, with the mask made (FlashAttention, Dao et al. 2022, algorithm 4)."""
     dtype = logsumexp.dtype
-    if mask is not None and q.device.type == "cpu":
+    if mask is not None and _takes_bias(q):
         op = aten._scaled_dot_product_flash_attention_for_cpu_backward
         gradients = op(grad, q, k, v, out, logsumexp, 0.0, False, attn_mask=_bias(mask, q.dtype))
         return tuple(gradient.to(dtype) for gradient in gradients)

@@ -122,12 +122,15 @@ def _context_attention(
         rows, keys = ranks.visible(source)
         block = attend(q[:, :, rows], *keys_values[:, :, :, keys], ranks.documents(source, rows, keys), causal=False)
         merge_(out[:, :, rows], logsumexp[:, :, rows], *block)
-    return out.to(q.dtype).contiguous(), logsumexp.contiguous()
+    # Laid out as the projection that follows wants it, so that one tensor is kept for both.
+    out = out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    return out, logsumexp.contiguous()
 
 
 @_context_attention.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+    out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
+    return out, q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
 
 
 @torch.library.custom_op("keel::_scaled_dot_product_context_attention_backward", mutates_args=())

@@ -52,7 +52,9 @@ class Learner:
         """Update the model by this rank's share of a global batch; all ranks must call it."""
         micro_batches = self._own_part(micro_batches)
         valid_tokens = self._valid_tokens(micro_batches)
-        scale = self.mesh.sizes.token_ranks / valid_tokens  # FSDP averages gradients over the ranks; their sum is wanted
+        scale = (
+            self.mesh.sizes.token_ranks / valid_tokens
+        )  # FSDP averages gradients over the ranks; their sum is wanted
         total = torch.zeros_like(valid_tokens)
         for batch in micro_batches:
             prepare_backward(self.model, self.config.fsdp, is_last_micro_batch=batch is micro_batches[-1])

@@ -20,9 +20,7 @@ class ValidationResult:
     """Cross-entropy per byte of text, which tokenizers do not change; None without a tokenizer."""
 
 
-def validate(
-    learner: Learner, steps: Iterable[list[MicroBatch]], token_bytes: torch.Tensor | None
-) -> ValidationResult:
+def validate(learner: Learner, steps: Iterable[list[MicroBatch]], token_bytes: torch.Tensor | None) -> ValidationResult:
     """Evaluate the model on this rank's share of the validation samples; all ranks must call it.
 
     Args:
