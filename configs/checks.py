@@ -126,7 +126,7 @@ def _context_parallel(config: Config, _: int | None) -> Iterator[Problem]:
         return
     chunks, of_tp = (1 if method == "all_to_all" else 2), f" x tp {tp}" if tp > 1 else ""
     parts = chunks * cp * tp
-    if seq_len % parts:
+    if seq_len % parts and seq_len % tp == 0:
         two = "2 x " if chunks == 2 else ""  # an early and a late chunk each, so that all see as much of the past
         yield (
             "mesh.cp",
@@ -134,7 +134,7 @@ def _context_parallel(config: Config, _: int | None) -> Iterator[Problem]:
             f"{seq_len / parts:.2f}): a rank takes {'two chunks' if two else 'one chunk'} of every sequence",
         )
     for key, heads in {"n_heads": config.model.n_heads, "n_kv_heads": n_kv_heads(config.model)}.items():
-        if method == "all_to_all" and heads % (cp * tp):
+        if method == "all_to_all" and heads % (cp * tp) and heads % tp == 0:
             yield (
                 "context.method",
                 f'"all_to_all" splits the heads over the ranks, but cp {cp}{of_tp} = {cp * tp} does not divide {key} '

@@ -42,10 +42,13 @@ class MeshSizes:
         return self.token_ranks * self.tp
 
     def __str__(self) -> str:
-        """As an arithmetic expression; axes of size 1 that were added to the first three are left out."""
-        added = {"cp": self.cp} if self.cp > 1 else {}
-        axes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, **added, "tp": self.tp}
-        return " x ".join(f"{name} {ranks}" for name, ranks in axes.items())
+        return product_of_axes(self)
+
+
+def product_of_axes(sizes: MeshSizes | Mesh) -> str:
+    """The mesh as an arithmetic expression, without what is left open (-1) and without the rarer axes of size 1."""
+    left_out = {"dp_replicate": (), "dp_shard": (-1,), "cp": (1,), "tp": ()}
+    return " x ".join(f"{name} {n}" for name, out in left_out.items() if (n := getattr(sizes, name)) not in out)
 
 
 def smallest_world_size(mesh: Mesh) -> int:
@@ -63,18 +66,18 @@ def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
     smallest = smallest_world_size(mesh)
     if mesh.dp_shard == -1 and world_size % smallest == 0:
         return MeshSizes(mesh.dp_replicate, world_size // smallest, mesh.tp, mesh.cp)
-    wanted = MeshSizes(mesh.dp_replicate, mesh.dp_shard, mesh.tp, mesh.cp)
     if world_size == smallest and mesh.dp_shard != -1:
-        return wanted
+        return MeshSizes(mesh.dp_replicate, mesh.dp_shard, mesh.tp, mesh.cp)
     ranks = f"{world_size} rank{'s' * (world_size != 1)}"
     start = f"{smallest} ranks (torchrun --nproc-per-node {smallest})"
     if mesh.dp_shard == -1:
         raise ConfigError(
-            f"{ranks} cannot form the mesh: {str(wanted).replace(' x dp_shard -1', '')} = {smallest} does not divide "
-            f"{world_size}; start {start} or a multiple, or change [mesh]"
+            f"{ranks} cannot form the mesh: {product_of_axes(mesh)} = {smallest} does not divide {world_size}; "
+            f"start {start} or a multiple, or change [mesh]"
         )
     raise ConfigError(
-        f"{ranks} cannot form the mesh: {wanted} = {smallest}, not {world_size}; start {start}, or change [mesh]"
+        f"{ranks} cannot form the mesh: {product_of_axes(mesh)} = {smallest}, not {world_size}; start {start}, or "
+        "change [mesh]"
     )
 
 

@@ -1,8 +1,9 @@
 """Attention of some queries to a block of keys, in a form that blocks can be put together of.
 
 Softmax over several blocks is exact from each block's own output and logsumexp: the outputs are averaged with weights
-exp(logsumexp), as FlashAttention does inside its kernel (Dao et al. 2022, section 3.1) and ring attention over ranks (Liu
-et al. 2023). Backward is simpler still: given the whole's output and logsumexp, a block's gradients are the whole's.
+exp(logsumexp), as FlashAttention does inside its kernel (Dao et al. 2022, section 3.1) and ring attention over ranks
+(Liu et al. 2023). Backward is simpler still: given the output and logsumexp of the whole, a block's gradients are its
+part of the whole's.
 
 PyTorch's flash kernels give and take the logsumexp; they are used where they exist (CPU: every type; CUDA: 16-bit types
 without document masks). Elsewhere the scores are written out. A mask of documents is made for a tile of queries at a
@@ -15,8 +16,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements of a tile's mask or scores, a sequence and head of them: in float32 a quarter of a level-3 cache on a CPU, and
-# with 32 heads 512 MiB on a GPU.
+# Elements of a tile's mask, and of its scores for one head: 16 MiB in float32 on a CPU, whose kernel writes no scores
+# out; on a GPU, with 32 heads, 512 MiB of scores.
 _TILE_ELEMENTS = 1 << 22
 
 aten = torch.ops.aten
@@ -74,8 +75,9 @@ def attend_backward(
         return tuple(gradient.to(logsumexp.dtype) for gradient in gradients)  # type: ignore[return-value]
     by_q, by_k, by_v = (torch.zeros_like(tensor, dtype=logsumexp.dtype) for tensor in (q, k, v))
     for rows, mask in _tiles(q, k, documents, causal):
-        tile = (tensor[:, :, rows] for tensor in (grad, q, out, logsumexp))
-        by_q[:, :, rows], tile_by_k, tile_by_v = _attend_tile_backward(*tile, k, v, mask)
+        by_q[:, :, rows], tile_by_k, tile_by_v = _attend_tile_backward(
+            grad[:, :, rows], q[:, :, rows], k, v, out[:, :, rows], logsumexp[:, :, rows], mask
+        )
         by_k += tile_by_k
         by_v += tile_by_v
     return by_q, by_k, by_v
@@ -156,7 +158,7 @@ def _attend_tile(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[
 
 
 def _attend_tile_backward(
-    grad: Tensor, q: Tensor, out: Tensor, logsumexp: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, ...]:
     """As `attend_backward`, with the mask made (FlashAttention, Dao et al. 2022, algorithm 4)."""
     dtype = logsumexp.dtype

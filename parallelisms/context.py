@@ -1,8 +1,8 @@
 """Context parallelism: every rank holds a part of each sequence, and attention alone looks beyond it.
 
-The ranks of the `cp` axis read the same samples and keep their part of the tokens (`shard_batch`); positions come along,
-since a rotary angle depends on the place in the whole sequence. Of the model one function is replaced, the `attend` of
-the plan's attention modules, by one of three methods (docs/context_parallelism.md says when to use which):
+The ranks of the `cp` axis read the same samples and keep their part of the tokens (`shard_batch`); positions come
+along, since a rotary angle depends on the place in the whole sequence. Of the model one function is replaced, the
+`attend` of the plan's attention modules, by one of three methods (docs/context_parallelism.md says when to use which):
 
     gather      all ranks' keys and values at once (Llama 3, Dubey et al. 2024, section 3.3.2)
     ring        one rank's after another, on their way round a ring (Liu et al. 2023, arXiv:2310.01889)
@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from parallelisms.blocked_attention import accumulation_dtype, attend, attend_backward, merge_
+from parallelisms.plan import plan_of
 
 _c10d = torch.ops._c10d_functional
 
@@ -86,12 +87,12 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method) -
             of keys and values too.
     """
     group = mesh.get_group().group_name
-    attention = [model.get_submodule(name) for name in model.plan.attention]
+    attention: list[Any] = [model.get_submodule(name) for name in plan_of(model).attention]
     if method == "all_to_all":
         for module in attention:
             module.attend = partial(_attend_some_heads, attend=module.attend, group=group)
         return
-    model.mask = _document_ids
+    model.mask = _document_ids  # type: ignore[assignment]
     for module in attention:
         module.attend = partial(_attend_part, group=group, method=method)
 
@@ -118,9 +119,10 @@ def _context_attention(
     ranks = _Ranks(q, documents, group)
     own = torch.stack((k, v))
     out, logsumexp = attend(q, k, v, ranks.documents(ranks.rank, ranks.all, ranks.all), causal=True)
-    for source, keys_values in _TRANSPORTS[method](own, ranks.group).others():
+    for source, (k_there, v_there) in _TRANSPORTS[method](own, ranks.group).others():
         rows, keys = ranks.visible(source)
-        block = attend(q[:, :, rows], *keys_values[:, :, :, keys], ranks.documents(source, rows, keys), causal=False)
+        documents_seen = ranks.documents(source, rows, keys)
+        block = attend(q[:, :, rows], k_there[:, :, keys], v_there[:, :, keys], documents_seen, causal=False)
         merge_(out[:, :, rows], logsumexp[:, :, rows], *block)
     # Laid out as the projection that follows wants it, so that one tensor is kept for both.
     out = out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
@@ -152,12 +154,18 @@ def _context_attention_backward(
     by_q, *by_own = attend_backward(grad, q, k, v, out, logsumexp, of_own, causal=True)
     transport = _TRANSPORTS[method](own, ranks.group)
     transport.give_back(ranks.rank, torch.stack(by_own))
-    for source, keys_values in transport.others():
+    for source, (k_there, v_there) in transport.others():
         rows, keys = ranks.visible(source)
-        of_rows = (tensor[:, :, rows] for tensor in (grad, q))
-        whole = (tensor[:, :, rows] for tensor in (out, logsumexp))
-        documents_seen = ranks.documents(source, rows, keys)
-        by_rows, *by_keys = attend_backward(*of_rows, *keys_values[:, :, :, keys], *whole, documents_seen, causal=False)
+        by_rows, *by_keys = attend_backward(
+            grad[:, :, rows],
+            q[:, :, rows],
+            k_there[:, :, keys],
+            v_there[:, :, keys],
+            out[:, :, rows],
+            logsumexp[:, :, rows],
+            ranks.documents(source, rows, keys),
+            causal=False,
+        )
         by_q[:, :, rows] += by_rows
         by_source = torch.zeros_like(own, dtype=by_q.dtype)
         by_source[:, :, :, keys] = torch.stack(by_keys)
@@ -184,6 +192,10 @@ def _backward(ctx: Any, grad: Tensor, _by_logsumexp: Tensor) -> tuple[Tensor | N
 _context_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
+def _group(name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(name)  # type: ignore[arg-type]  # a type of its own since torch 2.13, str before
+
+
 class _Ranks:
     """Which queries of this rank see which keys of another, in zigzag order."""
 
@@ -196,7 +208,7 @@ class _Ranks:
             documents: ids of the whole sequence, (batch, seq).
             group: its name.
         """
-        self.group = _resolve_process_group(group)
+        self.group = _group(group)
         self.rank, self.n_ranks = self.group.rank(), self.group.size()
         self._chunk = q.shape[2] // 2
         self._documents = documents
@@ -234,9 +246,9 @@ class _Gather:
         """Every other rank's number with its keys and values."""
         n_ranks, name = self._group.size(), self._group.group_name
         gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(self._own, n_ranks, name))
-        for source, keys_values in enumerate(gathered.unflatten(0, (n_ranks, -1))):
+        for source, there in enumerate(gathered.unflatten(0, (n_ranks, -1))):
             if source != self._group.rank():
-                yield source, keys_values
+                yield source, there
 
     def give_back(self, source: int, gradient: Tensor) -> None:
         """Contribute to the gradient of a rank's keys and values; once for each, the own first."""
@@ -314,7 +326,7 @@ def _attend_some_heads(
 @torch.library.custom_op("keel::exchange", mutates_args=())
 def _exchange(x: Tensor, split_dim: int, join_dim: int, group: str) -> Tensor:
     """Give every rank its share of `split_dim`, and join at `join_dim`, in the order of ranks, what they give."""
-    given = torch.stack(x.chunk(_resolve_process_group(group).size(), split_dim))
+    given = torch.stack(x.chunk(_group(group).size(), split_dim))
     ones = [1] * len(given)
     taken = _c10d.wait_tensor(_c10d.all_to_all_single(given, ones, ones, group))
     return torch.cat(taken.unbind(), join_dim)
@@ -322,7 +334,7 @@ def _exchange(x: Tensor, split_dim: int, join_dim: int, group: str) -> Tensor:
 
 @_exchange.register_fake
 def _(x: Tensor, split_dim: int, join_dim: int, group: str) -> Tensor:
-    n_ranks = _resolve_process_group(group).size()
+    n_ranks = _group(group).size()
     shape = list(x.shape)
     shape[split_dim] //= n_ranks
     shape[join_dim] *= n_ranks

@@ -1,4 +1,4 @@
-"""Context parallelism: exact by every method, in memory that falls with the ranks, and out of sight of everything else."""
+"""Context parallelism: exact by every method, in memory that falls with the ranks, and nobody else notices."""
 
 import math
 import resource
@@ -47,7 +47,7 @@ def differences(method, dtype, with_documents):
     expected = plain(*leaves, mask)
     expected_gradients = torch.autograd.grad(expected, leaves, grad)
 
-    group = dist.group.WORLD.group_name
+    group = dist.distributed_c10d._get_default_group().group_name
     part = part_of(SEQ_LEN, dist.get_world_size(), dist.get_rank(), method)
     # As a model has them: (batch, seq, heads, head_dim) in memory.
     parts = [t[:, :, part].to(dtype).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (q, k, v)]
@@ -138,7 +138,7 @@ def test_four_ranks_keep_a_quarter_each(ranks, method):
 
 def growth(seq_len, method):
     """Bytes by which forward and backward attention over documents raise this process's peak."""
-    group, n_ranks = dist.group.WORLD.group_name, dist.get_world_size()
+    group, n_ranks = dist.distributed_c10d._get_default_group().group_name, dist.get_world_size()
     q, k, v = (torch.randn(1, 1, seq_len // n_ranks, 8, requires_grad=True) for _ in range(3))
     ids = torch.arange(seq_len)[None] // 1000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -150,6 +150,29 @@ def growth(seq_len, method):
 def test_documents_need_no_mask_of_the_whole_sequence(ranks, method):
     seq_len = 1 << 15
     assert max(ranks(2, growth, seq_len, method)) < 0.5 * seq_len**2 / 2
+
+
+def long_step(seq_len):
+    """Bytes by which an optimizer step raises this process's peak, and the step's loss."""
+    sizes = {"dim": 8, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "ffn_dim": 16, "vocab_size": 64}
+    words = [f"--model.{key}={size}" for key, size in sizes.items()]
+    words += [f"--training.{key}=float32" for key in ("dtype", "compute_dtype", "reduce_dtype")]
+    words += [f"--training.seq_len={seq_len}", "--training.global_batch_size=1", "--mesh.cp=4"]
+    config = load("parity.toml", words, 4).config
+    learner = build_learner(config, build_mesh(mesh_sizes(config, 4), torch.device("cpu")))
+    loader = build_loader(config, 0, 1, start_sample=0)
+    micro_batches = next(loader)
+    loader.close()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result = learner.step(micro_batches, lr=1e-3)
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before), result.loss
+
+
+def test_a_sequence_of_131072_tokens_on_four_ranks(ranks):
+    """The pairs of a rank's queries and all keys are 4 Gi; none of it may be written out."""
+    for grown, loss in ranks(4, long_step, 1 << 17):
+        assert grown < 1 << 28
+        assert loss == pytest.approx(math.log(64), rel=0.01)
 
 
 # --------------------------------------------------------------------------- the rest of the trainer

@@ -1,4 +1,4 @@
-"""What a rank holds in each stage of ZeRO, measured where the stages differ, against the formula in parallelisms/fsdp.py.
+"""What a rank holds in each stage of ZeRO, measured where stages differ, against the formula in parallelisms/fsdp.py.
 
 All widths are multiples of the ranks, so that shares are exact; one type throughout, so that bytes are elements x 8.
 """
@@ -79,21 +79,3 @@ def test_bytes_follow_the_formula(ranks, stage, n_ranks, n_shards):
         assert found["shards of gradients"] == (0 if stage == 1 else share)
         assert found["estimated gradients"] == share + found["whole gradients"]
         assert found["estimated states"] - 3 * share < 1000  # and the optimizer's step counts
-
-
-def collectives(stage: int) -> dict[str, int]:
-    """Gathers and reductions of a step of two micro-batches, in groups of parameters."""
-    words = ("--fsdp.zero_stage", str(stage), "--training.micro_batch_size", "2")
-    config = load("parity.toml", words, dist.get_world_size()).config
-    mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), torch.device("cpu"))
-    learner = build_learner(config, mesh)
-    loader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
-    learner.step(next(loader), lr=1e-3)
-    with torch.profiler.profile() as profile:
-        learner.step(next(loader), lr=1e-3)
-    loader.close()
-    counts = {event.key: event.count for event in profile.key_averages()}
-    return {name: sum(n for key, n in counts.items() if key == f"gloo:{name}") for name in NAMES}
-
-
-NAMES = ("all_gather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base")
