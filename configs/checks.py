@@ -101,7 +101,9 @@ def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
     try:
         sizes = mesh_sizes(config, world_size or smallest_world_size(mesh))
     except ConfigError as error:
-        key = next((key for key in ("dp_shard", "tp", "dp_replicate") if key in mesh.model_fields_set), "dp_shard")
+        key = next(
+            (key for key in ("dp_shard", "tp", "cp", "dp_replicate") if key in mesh.model_fields_set), "dp_shard"
+        )
         yield f"mesh.{key}", str(error)
         return
     try:
@@ -157,6 +159,44 @@ def _muon(config: Config, _: int | None) -> Iterator[Problem]:
         key = f"optimizer.{name}"
         if optimizer.name != "muon" and getattr(optimizer, name) != schema_keys()[key].default:
             yield key, f'{name} does nothing with name "{optimizer.name}", only with "muon"; leave it out'
+
+
+def _context_parallel(config: Config, _: int | None) -> Iterator[Problem]:
+    """Every rank needs as many tokens, and with all_to_all as many heads, as any other."""
+    cp, tp, method, seq_len = config.mesh.cp, config.mesh.tp, config.context.method, config.training.seq_len
+    if cp == 1:
+        return
+    chunks, of_tp = (1 if method == "all_to_all" else 2), f" x tp {tp}" if tp > 1 else ""
+    parts = chunks * cp * tp
+    if seq_len % parts and seq_len % tp == 0:
+        two = "2 x " if chunks == 2 else ""  # an early and a late chunk each, so that all see as much of the past
+        yield (
+            "mesh.cp",
+            f"{two}cp {cp}{of_tp} = {parts} does not divide training.seq_len {seq_len} ({seq_len} / {parts} = "
+            f"{seq_len / parts:.2f}): a rank takes {'two chunks' if two else 'one chunk'} of every sequence",
+        )
+    for key, heads in {"n_heads": config.model.n_heads, "n_kv_heads": n_kv_heads(config.model)}.items():
+        if method == "all_to_all" and heads % (cp * tp) and heads % tp == 0:
+            yield (
+                "context.method",
+                f'"all_to_all" splits the heads over the ranks, but cp {cp}{of_tp} = {cp * tp} does not divide {key} '
+                f'{heads} ({heads} / {cp * tp} = {heads / (cp * tp):.2f}); use "gather" or "ring", or another cp',
+            )
+
+
+def _zero_stage(config: Config, _: int | None) -> Iterator[Problem]:
+    """Stages 1 and 2 say themselves what two other keys say of stage 3."""
+    fsdp, stage = config.fsdp, config.fsdp.zero_stage
+    if stage < 3 and fsdp.reshard_after_forward == "always":
+        yield (
+            "fsdp.reshard_after_forward",
+            f'zero_stage {stage} keeps parameters gathered from forward to backward, "always" frees them between: '
+            "leave one of the two out",
+        )
+    if stage == 2 and fsdp.accumulate == "reduce_last":
+        yield "fsdp.accumulate", 'zero_stage 2 reduces every micro-batch; for "reduce_last" set zero_stage 1 or 3'
+    if stage == 1 and "accumulate" in fsdp.model_fields_set and fsdp.accumulate == "reduce_every":
+        yield "fsdp.accumulate", 'zero_stage 1 reduces once a step; for "reduce_every" set zero_stage 2'
 
 
 def _activation_checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
@@ -230,11 +270,11 @@ def _source(key: str, source: Source) -> Iterator[Problem]:
     if source.kind != "synthetic" and not source.path:
         what = "the folder of its token files" if source.kind == "tokens" else "a file, a folder, or hub:NAME"
         yield f"{key}.path", f'source "{source.name}" of kind "{source.kind}" needs path: {what}'
-    for name in ("text_key", "virtual_shards"):
-        if source.kind != "text" and getattr(source, name) != schema_keys()[f"data.sources.N.{name}"].default:
+    for name, kind in {"text_key": "text", "virtual_shards": "text", "document_length": "synthetic"}.items():
+        if source.kind != kind and getattr(source, name) != schema_keys()[f"data.sources.N.{name}"].default:
             yield (
                 f"{key}.{name}",
-                f'source "{source.name}": {name} does nothing with kind "{source.kind}", only with "text"',
+                f'source "{source.name}": {name} does nothing with kind "{source.kind}", only with "{kind}"',
             )
 
 
@@ -349,6 +389,8 @@ _RULES: tuple[Callable[[Config, int | None], Iterator[Problem]], ...] = (
     _tensor_parallel,
     _owner_partition,
     _muon,
+    _context_parallel,
+    _zero_stage,
     _device,
     _activation_checkpoint,
     _checkpointed_layers,

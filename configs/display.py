@@ -86,8 +86,7 @@ def _ranks(config: Config, world_size: int | None) -> str:
         sizes = mesh_sizes(config, world_size)
         steps = accumulation_steps(config, sizes)
         ranks = f"{world_size} rank{'s' * (world_size != 1)}"
-        mesh = f"dp_replicate {sizes.dp_replicate} x dp_shard {sizes.dp_shard} x tp {sizes.tp}"
-        return f"{ranks}: {mesh}, {steps} micro-batch{'es' * (steps != 1)} a step"
+        return f"{ranks}: {sizes}, {steps} micro-batch{'es' * (steps != 1)} a step"
     smallest = smallest_world_size(config.mesh)
     if config.mesh.dp_shard != -1:
         return f"{smallest} ranks"

@@ -93,6 +93,8 @@ class Source(Table):
     """Share of the samples that come from here, relative to the other sources."""
     text_key: str = "text"
     """text: the field that holds the text, in .jsonl, .parquet and hub rows."""
+    document_length: PositiveInt | None = None
+    """synthetic: mean length of the documents, in tokens; default: a window is one document."""
     virtual_shards: PositiveInt = 64
     """text: shards that its documents are dealt out to; at least the data-parallel ranks, to divide the tokenizing."""
 
@@ -224,6 +226,8 @@ class Mesh(Table):
     """Replicas of the (sharded) model: DDP, or HSDP together with dp_shard."""
     dp_shard: Annotated[int, Field(ge=-1)] = -1
     """Ranks over which FSDP shards parameters; -1: what the other sizes leave."""
+    cp: PositiveInt = 1
+    """Context-parallel ranks, each with its part of every sequence; FSDP shards parameters over them, too."""
     tp: PositiveInt = 1
     """Tensor-parallel ranks, with sequence parallelism between the matrices."""
 
@@ -231,8 +235,11 @@ class Mesh(Table):
 class Fsdp(Table):
     """Fully sharded data parallelism."""
 
+    zero_stage: Literal[1, 2, 3] = 3
+    """3: parameters are gathered only to compute; 2: kept from forward to backward; 1: also until the step's end, and
+    gradients are reduced once a step. What 2 and 1 fix (the next key and accumulate) can't be set otherwise."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after forward; default: all but the last group; never: ZeRO-2's memory for its speed."""
+    """Free gathered parameters after forward; default: all but the last group; never: as zero_stage = 2."""
     prefetch_depth: PositiveInt = 1
     """Groups whose gathers are issued ahead of the computation."""
     cpu_offload: bool = False
@@ -243,6 +250,13 @@ class Fsdp(Table):
     """owner: shares whole parameters' optimizer state out to the dp_replicate ranks, instead of cutting by rows."""
     owner_broadcast_dtype: Literal["bfloat16"] | None = None
     """owner: send updated parameters, and compute with them, rounded to this; owners keep training.dtype (run key)."""
+
+
+class Context(Table):
+    """Context parallelism: how attention sees the other ranks' part of the sequence (docs/context_parallelism.md)."""
+
+    method: Literal["gather", "ring", "all_to_all"] = "gather"
+    """gather: all keys and values at once; ring: one rank's after another; all_to_all: whole sequence, fewer heads."""
 
 
 class ActivationCheckpoint(Table):
@@ -352,6 +366,8 @@ class Config(Table):
     """Arrangement of the ranks."""
     fsdp: Fsdp = Fsdp()
     """Fully sharded data parallelism."""
+    context: Context = Context()
+    """Context parallelism."""
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     """What backward recomputes."""
     compile: Compile = Compile()

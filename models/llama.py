@@ -21,6 +21,7 @@ from configs.schema import Model, RopeScaling
 from models.plan import Plan
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # (q, k, v, mask) -> what attention mixes of v
 
 
 class RotaryEmbedding(nn.Module):
@@ -79,18 +80,30 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(query_dim, config.dim, bias=False)
+        self.attend: Attend = attend
+        """What looks at other tokens; where the sequence is cut over ranks, another function stands here."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """x: (batch, seq, dim), mask: (batch, 1, seq, seq) of the pairs allowed, None for plain causal."""
+        """x: (batch, seq, dim), mask: what the model's `mask` made, None for plain causal."""
         heads = (*x.shape[:-1], -1, self.head_dim)  # -1: a tensor-parallel rank holds only some of the heads
         q = rotate(self.q_proj(x).view(heads), cos, sin)
         k = rotate(self.k_proj(x).view(heads), cos, sin)
         v = self.v_proj(x).view(heads)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, heads, seq, head_dim)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Scaled dot-product attention.
+
+    Args:
+        q: (batch, heads, seq, head_dim).
+        k, v: the same with as many heads or fewer (grouped queries).
+        mask: (batch, 1, seq, seq) of the pairs allowed, None for plain causal.
+    """
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 class FeedForward(nn.Module):
@@ -143,6 +156,8 @@ class Llama(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = RotaryEmbedding(head_dim(config), config.rope_theta, config.rope_scaling)
+        self.mask: Callable[[Tensor], Tensor] = document_mask
+        """Document ids to what each block's `attend` takes; replaced together with that."""
 
     def forward(
         self,
@@ -155,14 +170,14 @@ class Llama(nn.Module):
 
         Args:
             tokens: (batch, seq) ids.
-            positions: (batch, seq); default: 0, 1, 2, ...
+            positions: (1 or batch, seq); default: 0, 1, 2, ...
             document_ids: (batch, seq); tokens see only earlier ones of the same id. Default: all earlier ones.
             loss: called with the normed hidden states and the head's weight.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         cos, sin = self.rotary(positions)
-        mask = None if document_ids is None else document_mask(document_ids)
+        mask = None if document_ids is None else self.mask(document_ids)
         x = self.embed_tokens(tokens)
         for block in self.layers.values():
             x = block(x, cos, sin, mask)
@@ -178,6 +193,7 @@ class Llama(nn.Module):
         return Plan(
             blocks=blocks,
             fsdp_groups=groups if self.config.tie_embeddings else (ends[0], *groups, ends[1]),
+            attention=tuple(f"{block}.self_attn" for block in blocks),
             tensor_parallel={
                 "embed_tokens": "embedding",
                 "layers.*.input_layernorm": "norm",
@@ -192,7 +208,7 @@ class Llama(nn.Module):
                 "norm": "norm",
                 "lm_head": "head",
             },
-            save_ops=("aten.mm", "aten._scaled_dot_product_*attention*", "_c10d_functional.reduce_scatter_tensor"),
+            save_ops=("aten.mm", "*._scaled_dot_product_*attention*", "_c10d_functional.reduce_scatter_tensor"),
         )
 
     def init_std(self, name: str) -> float | None:

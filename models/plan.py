@@ -20,6 +20,10 @@ class Plan:
     fsdp_groups: tuple[tuple[str, ...], ...]
     """Modules gathered together, in forward order; what no group names belongs to the root's."""
 
+    attention: tuple[str, ...]
+    """Modules whose `attend(q, k, v, mask)` alone looks at other tokens; the model's `mask(document_ids)` makes its
+    last argument. Where each rank has a part of the sequence, both are replaced."""
+
     tensor_parallel: dict[str, TensorRole]
     """Pattern -> role. embedding: rows of the vocabulary; norm: works on a shard of the sequence; gather: its input is
     gathered from the sequence's shards; column, row: the weight is cut by output or input features; head: rows of

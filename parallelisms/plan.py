@@ -18,6 +18,10 @@ class Plan(Protocol):
         """Modules gathered together, in forward order."""
 
     @property
+    def attention(self) -> tuple[str, ...]:
+        """Names of the modules whose `attend` alone looks at other tokens."""
+
+    @property
     def tensor_parallel(self) -> Mapping[str, str]:
         """Pattern of module names -> role."""
 

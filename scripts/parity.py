@@ -14,7 +14,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -110,7 +110,52 @@ def table() -> Iterator[Row]:
         if accumulation > 1:
             overrides["fsdp.accumulate"] = "reduce_last"
         name = f"{mesh}, {mode}, {'compiled' if compiled else 'eager'}, accumulation {accumulation}"
-        yield Row(name, ranks, tuple(itertools.chain(*((f"--{key}", str(value)) for key, value in overrides.items()))))
+        yield Row(name, ranks, _words(overrides))
+    yield from _zero_rows()
+    yield from _context_rows()
+
+
+def _zero_rows() -> Iterator[Row]:
+    """The stages of ZeRO at 2 and 4 ranks, accumulating two steps, plain and with all that may interfere."""
+    harder = {"compile.enable": "true", "activation_checkpoint.mode": "selective"}
+    for stage, ranks in itertools.product((1, 2, 3), (2, 4)):
+        overrides = {"fsdp.zero_stage": stage, "training.micro_batch_size": 4 // ranks}
+        yield Row(f"ZeRO {stage}, {ranks} ranks", ranks, _words(overrides))
+        if ranks == 4:
+            replicas = {"mesh.dp_replicate": 2, **harder}
+            yield Row(f"ZeRO {stage}, HSDP 2x2, compiled", ranks, _words(overrides | replicas))
+
+
+def _context_rows() -> Iterator[Row]:
+    """Context parallelism by each method, alone and beside each other axis, accumulating two steps."""
+    documents = {
+        "data.document_mask": "true",
+        "data.sources": '[{name = "documents", kind = "synthetic", document_length = 8}]',
+    }
+    beside: dict[str, dict[str, int]] = {
+        "CP 2": {"cp": 2},
+        "CP 4": {"cp": 4},
+        "CP 2 x FSDP 2": {"cp": 2, "dp_shard": 2},
+        "CP 2 x DDP 2": {"cp": 2, "dp_replicate": 2, "dp_shard": 1},
+        "CP 2 x TP 2": {"cp": 2, "tp": 2},
+    }
+    for (mesh, sizes), method, compiled, masked in itertools.product(
+        beside.items(), ("gather", "ring", "all_to_all"), (False, True), (False, True)
+    ):
+        overrides = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+            "context.method": method,
+            "activation_checkpoint.mode": "selective",
+            "compile.enable": str(compiled).lower(),
+            "training.micro_batch_size": 2 if "dp_replicate" in sizes or "dp_shard" in sizes else 4,
+        }
+        how = f"{'compiled' if compiled else 'eager'}{', documents' if masked else ''}"
+        run = _words(documents) if masked else ()
+        yield Row(f"{mesh}, {method}, {how}", math.prod(sizes.values()), _words(overrides), run)
+
+
+def _words(overrides: Mapping[str, object]) -> tuple[str, ...]:
+    """Overrides as on a command line."""
+    return tuple(itertools.chain(*((f"--{key}", str(value)) for key, value in overrides.items())))
 
 
 def owner_table() -> Iterator[Row]:
@@ -126,8 +171,7 @@ def owner_table() -> Iterator[Row]:
     for (variant, options), name, ranks in itertools.product(variants.items(), runs, (1, 2, 4)):
         overrides = {"mesh.dp_replicate": ranks, "mesh.dp_shard": 1, **options}
         overrides["training.micro_batch_size"] = 8 // (ranks * (2 if "accumulation 2" in variant else 1))
-        words = tuple(itertools.chain(*((f"--{key}", str(value)) for key, value in overrides.items())))
-        yield Row(f"owner {ranks}, {name}, {variant}", ranks, words + (() if runs[name] else owner), runs[name])
+        yield Row(f"owner {ranks}, {name}, {variant}", ranks, _words(overrides) + (() if runs[name] else owner), runs[name])
 
 
 def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
@@ -141,7 +185,9 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
     for step, micro_batches in enumerate(_batches(config, 0, 1)):
         tokens = torch.cat([batch.tokens for batch in micro_batches])
         targets = torch.cat([batch.targets for batch in micro_batches])
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        document_ids = [ids for batch in micro_batches if (ids := batch.document_ids) is not None]
+        logits = _each_document_alone(model, tokens, torch.cat(document_ids)) if document_ids else model(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm, config.training.norm_type)
         if step == 0:
@@ -173,6 +219,15 @@ def _plain_optimizers(config: Optimizer, parameters: dict[str, torch.nn.Paramete
     betas = (config.betas[0], config.betas[1])
     adamw = torch.optim.AdamW(groups, betas=betas, eps=config.eps, weight_decay=decay, fused=False, foreach=False)
     return [*optimizers, adamw]
+
+
+def _each_document_alone(model: torch.nn.Module, tokens: Tensor, document_ids: Tensor) -> Tensor:
+    """The logits that a document mask must come to, without any mask."""
+    rows = []
+    for row, ids in zip(tokens, document_ids, strict=True):
+        lengths = ids.unique_consecutive(return_counts=True)[1].tolist()
+        rows.append(torch.cat([model(document[None]) for document in row.split(lengths)], dim=1))
+    return torch.cat(rows)
 
 
 def compare(config_name: str, overrides: tuple[str, ...], path: str) -> Difference | None:

@@ -53,7 +53,7 @@ def rows(job: LoadedConfig, ranks: int) -> list[Row]:
     estimate = estimate_memory(config, sizes, "cuda")
     return [
         ("model", f"{count(parameter_count(config.model))} parameters"),
-        ("ranks", f"{ranks}: dp_replicate {sizes.dp_replicate}, dp_shard {sizes.dp_shard}, tp {sizes.tp}"),
+        ("ranks", f"{ranks}: {sizes}"),
         ("held by rank 0", f"{size(held)} of parameters; with gradients and optimizer {size(estimate.states)}"),
         ("at the peak", f"about {size(estimate.device)} of a GPU's memory (estimate)"),
         ("built in", duration(time.perf_counter() - started)),

@@ -1,17 +1,25 @@
 """Memory that a rank will need, estimated before anything is built: the answer to "will it fit?".
 
 The states (parameters, gradients, optimizer) are exact: FSDP cuts each parameter by rows, so the largest share is
-ceil(rows / dp_shard) of them, after tensor parallelism has taken its part; owners (fsdp.partition) hold the optimizer's
-part of whole parameters. The rest is a count of what is alive at the
-worst moment, the start of the backward pass, and good to a few tens of percent: the allocator's fragmentation, kernels'
-workspaces and the CUDA context (about 1 GiB) come on top, and torch.compile often keeps less.
+ceil(rows / (dp_shard x cp)) of them, after tensor parallelism has taken its part; owners (fsdp.partition) hold the
+optimizer's part of whole parameters. The rest is a count of what is alive at the worst moment, the start of the
+backward pass, and good to a few tens of percent: the allocator's fragmentation, kernels' workspaces and the CUDA
+context (about 1 GiB) come on top, and torch.compile often keeps less.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 
-from configs.layout import MeshSizes, accumulation_steps, head_dim, layer_numbers, n_kv_heads
+from configs.layout import (
+    MeshSizes,
+    accumulation_steps,
+    head_dim,
+    layer_numbers,
+    n_kv_heads,
+    reduces_once,
+    reshard_after_forward,
+)
 from configs.schema import ActivationCheckpoint, Config, Model
 from parallelisms.zero import assign_owners
 from trainer.flops import Shape, parameter_shapes
@@ -53,18 +61,18 @@ def estimate_memory(config: Config, sizes: MeshSizes, device_type: str) -> Memor
     shapes = {name: _tp_shape(name, shape, sizes.tp) for name, shape in parameter_shapes(config.model).items()}
     training = config.training
     state_bytes = _BYTES[training.dtype]
-    shards = {name: _sharded(shape, sizes.dp_shard) for name, shape in shapes.items()}
+    shards = {name: _sharded(shape, sizes.fsdp_shard) for name, shape in shapes.items()}
     owned = sum(shards.values())
     gradients = owned * state_bytes
-    if config.fsdp.accumulate == "reduce_last" and accumulation_steps(config, sizes) > 1:
+    if reduces_once(config.fsdp) and accumulation_steps(config, sizes) > 1:
         gradients += sum(map(prod, shapes.values())) * _BYTES[training.reduce_dtype]
     return MemoryEstimate(
         parameters=owned * state_bytes,
         gradients=gradients,
         optimizer=max(optimizer_bytes(config, sizes, shards)),
         gathered=_gathered(config, shapes),
-        activations=_activations(config, sizes.tp),
-        loss=_loss(config, sizes.tp, device_type),
+        activations=_activations(config, sizes) + _fetched(config, sizes),
+        loss=_loss(config, sizes, device_type),
         offloaded=config.fsdp.cpu_offload,
     )
 
@@ -100,9 +108,9 @@ def _tp_shape(name: str, shape: Shape, tp: int) -> Shape:
     )
 
 
-def _sharded(shape: Shape, dp_shard: int) -> int:
+def _sharded(shape: Shape, n_shards: int) -> int:
     """Elements of the largest FSDP shard."""
-    return ceil(shape[0] / dp_shard) * prod(shape[1:])
+    return ceil(shape[0] / n_shards) * prod(shape[1:])
 
 
 # --------------------------------------------------------------------------- gathered groups
@@ -130,10 +138,11 @@ def _group_sizes(model: Model, shapes: dict[str, Shape]) -> dict[str, int]:
 def _most_alive(groups: dict[str, int], config: Config) -> int:
     """Elements of the groups that are gathered at once."""
     sizes = [size for name, size in groups.items() if name != "root"]
-    if config.fsdp.reshard_after_forward == "never":
+    reshard = reshard_after_forward(config.fsdp)
+    if reshard == "never":
         return sum(groups.values())
     window = 1 + config.fsdp.prefetch_depth
-    kept = sizes.pop() if config.fsdp.reshard_after_forward == "default" else 0
+    kept = sizes.pop() if reshard == "default" else 0
     moving = max((sum(sizes[i : i + window]) for i in range(len(sizes))), default=0)
     return groups.get("root", 0) + kept + moving
 
@@ -165,9 +174,14 @@ class _Block:
         return self.query + 2 * self.kv + 2 * self.stream + 2 * self.ffn
 
 
-def _activations(config: Config, tp: int) -> int:
+def _tokens(config: Config, sizes: MeshSizes) -> int:
+    """Tokens of a micro-batch on one rank: with context parallelism a part of every sequence."""
+    return config.training.micro_batch_size * config.training.seq_len // sizes.cp
+
+
+def _activations(config: Config, sizes: MeshSizes) -> int:
     """Bytes kept of one micro-batch, one block's worth of recomputation, and the gradients on their way back."""
-    model, checkpointing = config.model, config.activation_checkpoint
+    model, checkpointing, tp = config.model, config.activation_checkpoint, sizes.tp
     block = _Block(
         stream=model.dim / tp,
         normed=model.dim,
@@ -181,8 +195,21 @@ def _activations(config: Config, tp: int) -> int:
         elements += block.everything
     elements += block.stream + block.normed  # the final norm's input and output
     elements += block.stream + 2 * block.ffn  # gradients of the stream and of a feed-forward's inside
-    tokens = config.training.micro_batch_size * config.training.seq_len
-    return ceil(tokens * elements * _BYTES[config.training.compute_dtype])
+    return ceil(_tokens(config, sizes) * elements * _BYTES[config.training.compute_dtype])
+
+
+def _fetched(config: Config, sizes: MeshSizes) -> int:
+    """Bytes of the other ranks' keys and values that attention holds in backward, and of the gradients by them.
+
+    gather: all of them, with their gradients once as they are made and once as they are sent; ring: those at hand and
+    the next, with the gradients at hand, arriving and leaving.
+    """
+    if sizes.cp == 1 or config.context.method == "all_to_all":
+        return 0
+    compute = _BYTES[config.training.compute_dtype]
+    shares, of_gradients = (sizes.cp, 2 * sizes.cp) if config.context.method == "gather" else (2, 3)
+    elements = 2 * n_kv_heads(config.model) * head_dim(config.model) * _tokens(config, sizes) // sizes.tp
+    return elements * (shares * compute + of_gradients * max(compute, 4))
 
 
 def _kept(config: ActivationCheckpoint, block: _Block) -> float:
@@ -207,10 +234,10 @@ def _checkpointed_layers(config: ActivationCheckpoint, n_layers: int) -> int:
     return len(layers) // config.every_nth_layer
 
 
-def _loss(config: Config, tp: int, device_type: str) -> int:
+def _loss(config: Config, sizes: MeshSizes, device_type: str) -> int:
     """Bytes of a chunk of logits, in compute_dtype and once more for the softmax, and of the gradients made ahead."""
     model, training = config.model, config.training
-    tokens, vocabulary = training.micro_batch_size * training.seq_len, ceil(model.vocab_size / tp)
+    tokens, vocabulary = _tokens(config, sizes), ceil(model.vocab_size / sizes.tp)
     compute = _BYTES[training.compute_dtype]
     softmax = max(compute, 4)
     chunk = chunk_rows(tokens, vocabulary * softmax, device_type) * vocabulary

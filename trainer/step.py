@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from configs.schema import Config
 from models import build_model
+from parallelisms.context import shard_batch
 from parallelisms.fsdp import prepare_backward, reshard
 from parallelisms.grad_norm import clip_grad_norm
 from parallelisms.init import materialize
@@ -51,8 +52,11 @@ class Learner:
 
     def step(self, micro_batches: list[MicroBatch], lr: float) -> StepResult:
         """Update the model by this rank's share of a global batch; all ranks must call it."""
+        micro_batches = self._own_part(micro_batches)
         valid_tokens = self._valid_tokens(micro_batches)
-        scale = self.mesh.sizes.dp / valid_tokens  # FSDP averages gradients over the ranks; their sum is wanted
+        scale = (
+            self.mesh.sizes.token_ranks / valid_tokens
+        )  # FSDP averages gradients over the ranks; their sum is wanted
         total = torch.zeros_like(valid_tokens)
         for batch in micro_batches:
             prepare_backward(self.model, self.config.fsdp, is_last_micro_batch=batch is micro_batches[-1])
@@ -69,13 +73,20 @@ class Learner:
         return result
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: list[MicroBatch]) -> Tensor:
-        """(sum of the cross-entropy, valid tokens) over this rank's micro-batches, float64, (2,)."""
-        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+    def evaluate(self, micro_batches: list[MicroBatch], token_bytes: Tensor | None) -> Tensor:
+        """(sum of the cross-entropy, valid tokens, their bytes of text) over this rank's share, float64, (3,).
+
+        Args:
+            micro_batches: as for `step`.
+            token_bytes: (vocab,) bytes of text that each token stands for; None: they are not counted.
+        """
+        total = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         cross_entropy = replace(self.loss, z_loss_weight=0.0)
-        for batch in micro_batches:
+        for batch in self._own_part(micro_batches):
+            valid = batch.targets[batch.targets != IGNORED]
             total[0] += self._loss_sum(batch, cross_entropy)
-            total[1] += (batch.targets != IGNORED).sum()
+            total[1] += len(valid)
+            total[2] += 0 if token_bytes is None else int(token_bytes[valid].sum())
         reshard(self.model)
         return total
 
@@ -97,6 +108,10 @@ class Learner:
         """Wait for updated parameters that are still on their way; the next forward pass would do so as well."""
         if isinstance(self.optimizer, OwnerPartition):
             self.optimizer.wait()
+
+    def _own_part(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """What this rank computes of its samples: with context parallelism a part of every sequence."""
+        return [shard_batch(batch, self.mesh.cp, self.config.context.method) for batch in micro_batches]
 
     def _loss_sum(self, batch: MicroBatch, loss: CrossEntropy) -> Tensor:
         batch = batch.to(self.mesh.device)

@@ -75,7 +75,7 @@ def _precision(config: Config) -> str:
 
 
 def _ranks(sizes: MeshSizes, device_name: str) -> str:
-    axes = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp}
+    axes = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "cp": sizes.cp, "tp": sizes.tp}
     mesh = " x ".join(f"{name} {ranks}" for name, ranks in axes.items() if ranks > 1)
     return f"{sizes.world_size} on {device_name}" + (f": {mesh}" if mesh else "")
 
@@ -83,6 +83,8 @@ def _ranks(sizes: MeshSizes, device_name: str) -> str:
 def _techniques(config: Config) -> str:
     """What differs from plain eager training."""
     used = [
+        f"ZeRO stage {config.fsdp.zero_stage}" if config.fsdp.zero_stage < 3 else "",
+        f"context parallelism by {config.context.method}" if config.mesh.cp > 1 else "",
         "torch.compile" if config.compile.enable else "",
         f"activation checkpointing {config.activation_checkpoint.mode}"
         if config.activation_checkpoint.mode != "none"

@@ -77,6 +77,35 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ("mesh.tp=4 model.vocab_size=510", "--mesh.tp: tp 4 does not divide model.vocab_size 510 (510 / 4 = 127.50)"),
         ("mesh.tp=4 training.seq_len=30", "--mesh.tp: tp 4 does not divide training.seq_len 30 (30 / 4 = 7.50)"),
         (
+            "mesh.cp=4 training.seq_len=36",
+            "--mesh.cp: 2 x cp 4 = 8 does not divide training.seq_len 36 (36 / 8 = 4.50): a rank takes two chunks",
+        ),
+        (
+            "mesh.cp=2 mesh.tp=2 training.seq_len=36",
+            "--mesh.cp: 2 x cp 2 x tp 2 = 8 does not divide training.seq_len 36 (36 / 8 = 4.50)",
+        ),
+        (
+            "mesh.cp=8 context.method=all_to_all model.n_heads=8 training.seq_len=36",
+            "--mesh.cp: cp 8 = 8 does not divide training.seq_len 36 (36 / 8 = 4.50): a rank takes one chunk",
+        ),
+        (
+            "mesh.cp=4 context.method=all_to_all model.n_kv_heads=2",
+            '--context.method: "all_to_all" splits the heads over the ranks, but cp 4 = 4 does not divide n_kv_heads 2 '
+            '(2 / 4 = 0.50); use "gather" or "ring", or another cp',
+        ),
+        (
+            "mesh.cp=2 mesh.tp=2 context.method=all_to_all model.n_kv_heads=2",
+            "but cp 2 x tp 2 = 4 does not divide n_kv_heads 2 (2 / 4 = 0.50)",
+        ),
+        (
+            "fsdp.zero_stage=2 fsdp.reshard_after_forward=always",
+            "--fsdp.reshard_after_forward: zero_stage 2 keeps parameters gathered from forward to backward",
+        ),
+        ("fsdp.zero_stage=1 fsdp.reshard_after_forward=always", "zero_stage 1 keeps parameters gathered"),
+        ("fsdp.zero_stage=2 fsdp.accumulate=reduce_last", "--fsdp.accumulate: zero_stage 2 reduces every micro-batch"),
+        ("fsdp.zero_stage=1 fsdp.accumulate=reduce_every", "--fsdp.accumulate: zero_stage 1 reduces once a step"),
+        (SOURCE % ("text", ",path='x',document_length=9") + " tokenizer.path=t", 'does nothing with kind "text"'),
+        (
             "activation_checkpoint.mode=full activation_checkpoint.save_ops=['aten.mm']",
             '--activation_checkpoint.save_ops: save_ops does nothing in mode "full", only in "selective"',
         ),
@@ -182,6 +211,11 @@ def test_a_wrong_combination_is_one_problem(settings, message):
         "training.max_norm=inf training.norm_type=inf",
         "fsdp.partition=owner fsdp.owner_broadcast_dtype=bfloat16 mesh.dp_replicate=2",
         "fsdp.partition=owner optimizer.name=muon optimizer.momentum=0.9 optimizer.muon_lr_adjustment=original",
+        "mesh.cp=2 mesh.tp=2 training.seq_len=40",
+        "mesh.cp=2 context.method=all_to_all training.seq_len=30",
+        "context.method=all_to_all model.n_kv_heads=1",
+        "fsdp.zero_stage=1 fsdp.accumulate=reduce_last",
+        "fsdp.zero_stage=2 fsdp.reshard_after_forward=never",
     ],
 )
 def test_a_right_combination_passes(settings):
@@ -191,6 +225,12 @@ def test_a_right_combination_passes(settings):
 @pytest.mark.parametrize(
     ("settings", "world_size", "message"),
     [
+        (
+            "mesh.cp=2 mesh.dp_shard=2",
+            2,
+            "2 ranks cannot form the mesh: dp_replicate 1 x dp_shard 2 x cp 2 x tp 1 = 4, not 2; start 4 ranks",
+        ),
+        ("mesh.cp=2 mesh.tp=2", 6, "6 ranks cannot form the mesh: dp_replicate 1 x cp 2 x tp 2 = 4 does not divide 6"),
         ("mesh.tp=2 mesh.dp_shard=2", 8, "dp_replicate 1 x dp_shard 2 x tp 2 = 4, not 8; start 4 ranks"),
         ("mesh.tp=4", 6, "6 ranks cannot form the mesh: dp_replicate 1 x tp 4 = 4 does not divide 6"),
         ("mesh.dp_replicate=2", 1, "1 rank cannot form the mesh: dp_replicate 2 x tp 1 = 2 does not divide 1"),
