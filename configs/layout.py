@@ -19,6 +19,7 @@ class MeshSizes:
     dp_replicate: int
     dp_shard: int
     tp: int
+    pp: int = 1
 
     @property
     def dp(self) -> int:
@@ -27,12 +28,12 @@ class MeshSizes:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.tp
+        return self.dp * self.tp * self.pp
 
 
 def smallest_world_size(mesh: Mesh) -> int:
     """The fewest ranks that the mesh can be built of; with `dp_shard = -1` any multiple of it will do, too."""
-    return mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.tp
+    return mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.tp * mesh.pp
 
 
 def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
@@ -44,19 +45,20 @@ def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
     mesh = config.mesh
     smallest = smallest_world_size(mesh)
     if mesh.dp_shard == -1 and world_size % smallest == 0:
-        return MeshSizes(mesh.dp_replicate, world_size // smallest, mesh.tp)
+        return MeshSizes(mesh.dp_replicate, world_size // smallest, mesh.tp, mesh.pp)
     if world_size == smallest and mesh.dp_shard != -1:
-        return MeshSizes(mesh.dp_replicate, mesh.dp_shard, mesh.tp)
+        return MeshSizes(mesh.dp_replicate, mesh.dp_shard, mesh.tp, mesh.pp)
     ranks = f"{world_size} rank{'s' * (world_size != 1)}"
     start = f"{smallest} ranks (torchrun --nproc-per-node {smallest})"
+    pp = f" x pp {mesh.pp}" if mesh.pp > 1 else ""
     if mesh.dp_shard == -1:
         raise ConfigError(
-            f"{ranks} cannot form the mesh: dp_replicate {mesh.dp_replicate} x tp {mesh.tp} = {smallest} does not "
-            f"divide {world_size}; start {start} or a multiple, or change [mesh]"
+            f"{ranks} cannot form the mesh: dp_replicate {mesh.dp_replicate} x tp {mesh.tp}{pp} = {smallest} does "
+            f"not divide {world_size}; start {start} or a multiple, or change [mesh]"
         )
     raise ConfigError(
-        f"{ranks} cannot form the mesh: dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x tp {mesh.tp} = "
-        f"{smallest}, not {world_size}; start {start}, or change [mesh]"
+        f"{ranks} cannot form the mesh: dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x tp {mesh.tp}{pp} "
+        f"= {smallest}, not {world_size}; start {start}, or change [mesh]"
     )
 
 
@@ -96,12 +98,17 @@ def decay_steps(schedule: LrSchedule) -> int:
 
 def parameter_count(model: Model) -> int:
     """Number of parameters of a Llama; a tied matrix counts once."""
-    attention = 2 * model.dim * head_dim(model) * (model.n_heads + n_kv_heads(model))  # q and o, k and v
-    feed_forward = 3 * model.dim * model.ffn_dim  # gate, up, down
     norms = 2 * model.dim
     matrices_of_vocabulary = 1 if model.tie_embeddings else 2
     vocabulary = matrices_of_vocabulary * model.vocab_size * model.dim
-    return vocabulary + model.n_layers * (attention + feed_forward + norms) + model.dim
+    return vocabulary + model.n_layers * (layer_matrices(model) + norms) + model.dim
+
+
+def layer_matrices(model: Model) -> int:
+    """Elements of one layer's matrices."""
+    attention = 2 * model.dim * head_dim(model) * (model.n_heads + n_kv_heads(model))  # q and o, k and v
+    feed_forward = 3 * model.dim * model.ffn_dim  # gate, up, down
+    return attention + feed_forward
 
 
 def layer_numbers(ranges: str, n_layers: int) -> list[int]:

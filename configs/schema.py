@@ -220,19 +220,32 @@ class Mesh(Table):
     """Ranks over which FSDP shards parameters; -1: what the other sizes leave."""
     tp: PositiveInt = 1
     """Tensor-parallel ranks, with sequence parallelism between the matrices."""
+    pp: PositiveInt = 1
+    """Pipeline-parallel ranks, each of which holds some of the layers."""
 
 
 class Fsdp(Table):
     """Fully sharded data parallelism."""
 
     reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after forward; default: all but the last group; never: ZeRO-2's memory for its speed."""
+    """Free gathered parameters after forward; default: all but the last group, or none if mesh.pp > 1; never: ZeRO-2."""
     prefetch_depth: PositiveInt = 1
     """Groups whose gathers are issued ahead of the computation."""
     cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in CPU memory."""
     accumulate: Literal["reduce_every", "reduce_last"] = "reduce_every"
-    """reduce_last: reduce gradients once a step, at the cost of unsharded gradients in memory between micro-batches."""
+    """reduce_last (with mesh.pp > 1 always): reduce gradients once a step; until then they are kept unsharded."""
+
+
+class Pipeline(Table):
+    """How mesh.pp ranks share the layers, and in which order they compute the micro-batches."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_v"] = "1f1b"
+    """gpipe: all forwards first; 1f1b: less memory; interleaved_1f1b, zero_bubble_v: less idle time, more messages."""
+    stages_per_rank: Annotated[int, Field(ge=2)] | None = None
+    """interleaved_1f1b: stages on each rank; default: 2."""
+    split: list[PositiveInt] | None = None
+    """Layers of each stage, in order; default: evenly by their cost, the embedding and the head counted."""
 
 
 class ActivationCheckpoint(Table):
@@ -342,6 +355,8 @@ class Config(Table):
     """Arrangement of the ranks."""
     fsdp: Fsdp = Fsdp()
     """Fully sharded data parallelism."""
+    pipeline: Pipeline = Pipeline()
+    """Pipeline parallelism."""
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     """What backward recomputes."""
     compile: Compile = Compile()

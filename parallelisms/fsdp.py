@@ -16,8 +16,13 @@ from configs.schema import Fsdp, Training
 from parallelisms.plan import plan_of
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Training) -> None:
-    """Shard each of the plan's groups, then what is left with the root, and set up prefetching."""
+def apply_fsdp(
+    model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Training, is_stage: bool = False
+) -> None:
+    """Shard each of the plan's groups, then what is left with the root, and set up prefetching.
+
+    A pipeline stage by default does not reshard after forward: it would gather anew for every micro-batch.
+    """
     # The inputs are not cast: the embedding already has the compute type, and the rotary angles need float32.
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.compute_dtype),
@@ -29,7 +34,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Train
     for modules in groups:
         # The last group's backward follows its forward at once: resharding between them would only gather it twice.
         is_last = modules is groups[-1]
-        reshard = {"default": not is_last, "always": True, "never": False}[config.reshard_after_forward]
+        reshard = {"default": not is_last and not is_stage, "always": True, "never": False}[config.reshard_after_forward]
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=mesh,

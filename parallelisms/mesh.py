@@ -1,8 +1,8 @@
 """The mesh: how the ranks are arranged, and the few collectives that the trainer needs on it.
 
-Axes, outermost first: `dp_replicate` (copies of the sharded model), `dp_shard` (FSDP), `tp` (tensor parallel). The
-innermost axis talks most, so its ranks are neighbours, on one machine where there are several. Every axis exists at
-every size, 1 included: one path through the code serves a laptop and a cluster.
+Axes, outermost first: `pp` (pipeline stages), `dp_replicate` (copies of the sharded model), `dp_shard` (FSDP), `tp`
+(tensor parallel). The innermost axis talks most, so its ranks are neighbours, on one machine where there are several.
+Every axis exists at every size, 1 included: one path through the code serves a laptop and a cluster.
 """
 
 import os
@@ -26,6 +26,7 @@ class Mesh:
     fsdp: DeviceMesh
     """(dp_shard,), or (dp_replicate, dp_shard) where there are replicas: what `fully_shard` takes."""
     tp: DeviceMesh
+    pp: DeviceMesh
     dp: DeviceMesh
     """All data-parallel ranks in one dimension: those that see different samples."""
 
@@ -37,6 +38,11 @@ class Mesh:
     def sum_over_dp(self, tensor: Tensor) -> Tensor:
         """Add `tensor` up over the data-parallel ranks, in place."""
         dist.all_reduce(tensor, group=self.dp.get_group())
+        return tensor
+
+    def sum_over_pp(self, tensor: Tensor) -> Tensor:
+        """Add `tensor` up over the ranks of the pipeline, in place."""
+        dist.all_reduce(tensor, group=self.pp.get_group())
         return tensor
 
     def max_over_all(self, tensor: Tensor) -> Tensor:
@@ -67,8 +73,8 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
     """Arrange the ranks of the process group as `sizes` says."""
     mesh = init_device_mesh(
         device.type,
-        (sizes.dp_replicate, sizes.dp_shard, sizes.tp),
-        mesh_dim_names=("dp_replicate", "dp_shard", "tp"),
+        (sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.tp),
+        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"),
     )
     replicated = mesh["dp_replicate", "dp_shard"]
     return Mesh(
@@ -76,5 +82,6 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
         device=device,
         fsdp=replicated if sizes.dp_replicate > 1 else mesh["dp_shard"],
         tp=mesh["tp"],
+        pp=mesh["pp"],
         dp=replicated._flatten("dp"),
     )

@@ -17,11 +17,14 @@ from parallelisms.tensor import apply_tensor_parallel
 
 
 def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> nn.Module:
-    """Apply what the config asks for to a model on the meta device, in place; no parameter has memory yet."""
+    """Apply what the config asks for to a model, or a pipeline stage of it, on the meta device, in place.
+
+    No parameter has memory yet.
+    """
     if mesh.sizes.tp > 1:
         apply_tensor_parallel(model, mesh.tp)
     apply_activation_checkpoint(model, config.activation_checkpoint)
     if config.compile.enable:
         apply_compile(model)
-    apply_fsdp(model, mesh.fsdp, config.fsdp, config.training)
+    apply_fsdp(model, mesh.fsdp, config.fsdp, config.training, is_stage=mesh.sizes.pp > 1)
     return model

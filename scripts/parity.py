@@ -171,7 +171,7 @@ def _train(config: Config) -> Trajectory:
     def keep_first_gradients(*_: object) -> None:
         if not found.gradients:
             found.gradients = {
-                name: _whole(p.grad) for name, p in learner.model.named_parameters() if p.grad is not None
+                name: _whole(p.grad) for name, p in learner.parameters.items() if p.grad is not None
             }
 
     learner.optimizer.register_step_pre_hook(keep_first_gradients)
@@ -179,8 +179,16 @@ def _train(config: Config) -> Trajectory:
         result = learner.step(micro_batches, learning_rate(config.lr_schedule, config.optimizer.lr, step))
         found.losses.append(result.loss)
         found.norms.append(result.grad_norm)
-    found.weights = {name: _whole(p) for name, p in learner.model.named_parameters()}
+    found.weights = {name: _whole(p) for name, p in learner.parameters.items()}
+    found.gradients, found.weights = _of_all_stages(found.gradients), _of_all_stages(found.weights)
     return found
+
+
+def _of_all_stages(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all ranks: a pipeline's rank has those of its own stages only."""
+    by_rank: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, tensors)
+    return dict(item for tensors in by_rank for item in tensors.items())
 
 
 def _batches(config: Config, dp_rank: int, dp_size: int) -> Iterable[list[MicroBatch]]:

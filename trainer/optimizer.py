@@ -22,15 +22,18 @@ _FUSED_DEVICES = ("cpu", "cuda")
 _REST = ParameterGroup(pattern="*")
 
 
-def build_optimizer(config: Optimizer, named_parameters: Sequence[tuple[str, Parameter]]) -> AdamW:
+def build_optimizer(
+    config: Optimizer, named_parameters: Sequence[tuple[str, Parameter]], model_names: Sequence[str] = ()
+) -> AdamW:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) with its state, all zero.
 
     Only matrices decay, vectors (norms) do not, unless a group in `config.groups` says otherwise for them.
+    `model_names`: of the whole model's parameters, where these are only a pipeline stage's.
 
     Raises:
         ConfigError: a group's pattern gets no parameter.
     """
-    owners = _owners(config.groups, [name for name, _ in named_parameters])
+    owners = _owners(config.groups, model_names or [name for name, _ in named_parameters])
     members: dict[tuple[float, float], list[Parameter]] = {}
     for name, parameter in named_parameters:
         group = owners[name]

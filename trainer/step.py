@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 
 from configs.schema import Config
 from models import build_model
-from parallelisms.fsdp import prepare_backward, reshard
 from parallelisms.grad_norm import clip_grad_norm
 from parallelisms.init import materialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import parallelize
+from parallelisms.passes import Call, OneByOne, Passes
+from parallelisms.pipeline import Pipeline, own_stages
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.loss import CrossEntropy
 from trainer.optimizer import build_optimizer, optimizer_state, set_lr
@@ -43,7 +44,9 @@ class Learner:
 
     config: Config
     mesh: Mesh
-    model: nn.Module
+    parameters: dict[str, nn.Parameter]
+    """This rank's, or its shards of them: those of the whole model, or of its pipeline stages."""
+    passes: Passes
     optimizer: Optimizer
     loss: CrossEntropy
 
@@ -51,14 +54,8 @@ class Learner:
         """Update the model by this rank's share of a global batch; all ranks must call it."""
         valid_tokens = self._valid_tokens(micro_batches)
         scale = self.mesh.sizes.dp / valid_tokens  # FSDP averages gradients over the ranks; their sum is wanted
-        total = torch.zeros_like(valid_tokens)
-        for batch in micro_batches:
-            prepare_backward(self.model, self.config.fsdp, is_last_micro_batch=batch is micro_batches[-1])
-            loss_sum = self._loss_sum(batch, self.loss)
-            (loss_sum * scale).backward()
-            total += loss_sum.detach()
-        training = self.config.training
-        grad_norm = clip_grad_norm(self.model.parameters(), training.max_norm, training.norm_type)
+        total = self.passes.train([self._call(batch, self.loss) for batch in micro_batches], scale)
+        grad_norm = self._clip()
         result = _result(self.mesh.sum_over_dp(total) / valid_tokens, grad_norm)
         if not result.skipped:
             set_lr(self.optimizer, lr)
@@ -66,50 +63,69 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         return result
 
-    @torch.no_grad()
     def evaluate(self, micro_batches: list[MicroBatch]) -> Tensor:
         """(sum of the cross-entropy, valid tokens) over this rank's micro-batches, float64, (2,)."""
-        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         cross_entropy = replace(self.loss, z_loss_weight=0.0)
-        for batch in micro_batches:
-            total[0] += self._loss_sum(batch, cross_entropy)
-            total[1] += (batch.targets != IGNORED).sum()
-        reshard(self.model)
-        return total
+        loss_sum = self.passes.evaluate([self._call(batch, cross_entropy) for batch in micro_batches])
+        return torch.stack((loss_sum, loss_sum.new_tensor(_count_valid(micro_batches))))
 
     def state(self) -> dict[str, Tensor]:
         """Everything a checkpoint holds in tensors, by name; loading into them in place restores it.
 
         To be asked for anew each time: FSDP pads its shards at the first forward pass, which gives them new memory.
         """
-        parameters = dict(self.model.named_parameters())
-        model = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
-        return model | optimizer_state(self.optimizer, parameters)
+        model = {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        return model | optimizer_state(self.optimizer, self.parameters)
 
-    def _loss_sum(self, batch: MicroBatch, loss: CrossEntropy) -> Tensor:
+    def _call(self, batch: MicroBatch, loss: CrossEntropy) -> Call:
         batch = batch.to(self.mesh.device)
+        positions = batch.positions
+        if positions is None:  # a later pipeline stage sees no tokens to count
+            positions = torch.arange(batch.tokens.shape[1], device=self.mesh.device)[None]
         of_targets = partial(loss, targets=batch.targets)
-        return self.model(batch.tokens, batch.positions, batch.document_ids, loss=of_targets)
+        return Call(
+            batch.tokens, {"positions": positions, "document_ids": batch.document_ids, "loss": of_targets}
+        )
+
+    def _clip(self) -> Tensor:
+        """Clip the gradients; returns their norm before."""
+        training, pipeline = self.config.training, self.mesh.pp.get_group()
+        return clip_grad_norm(self.parameters.values(), training.max_norm, training.norm_type, pipeline)
 
     def _valid_tokens(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Target tokens of the global batch that count; a float64 scalar: exact, and every backend can add it up."""
-        count = sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches)
-        return self.mesh.sum_over_dp(torch.tensor(count, dtype=torch.float64, device=self.mesh.device))
+        count = torch.tensor(_count_valid(micro_batches), dtype=torch.float64, device=self.mesh.device)
+        return self.mesh.sum_over_dp(count)
 
 
 def build_learner(config: Config, mesh: Mesh) -> Learner:
     """Build the model without memory, cut it over the mesh, then give each rank its shard's initial weights."""
     with torch.device("meta"):
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
-    parallelize(model, mesh, config)
-    materialize(model, mesh.device, config.training.seed, offload=config.fsdp.cpu_offload)
+    stages = own_stages(model, config, mesh.pp.get_local_rank())
+    for stage in stages.values():
+        parallelize(stage, mesh, config)
+        materialize(stage, mesh.device, config.training.seed, offload=config.fsdp.cpu_offload)
+    parameters = {name: parameter for stage in stages.values() for name, parameter in stage.named_parameters()}
     return Learner(
         config=config,
         mesh=mesh,
-        model=model,
-        optimizer=build_optimizer(config.optimizer, list(model.named_parameters())),
-        loss=CrossEntropy(z_loss_weight=config.training.z_loss_weight, compile=config.compile.enable),
+        parameters=parameters,
+        passes=Pipeline(stages, config, mesh) if mesh.sizes.pp > 1 else OneByOne(stages[0], config.fsdp),
+        optimizer=build_optimizer(
+            config.optimizer, list(parameters.items()), [name for name, _ in model.named_parameters()]
+        ),
+        loss=CrossEntropy(
+            z_loss_weight=config.training.z_loss_weight,
+            compile=config.compile.enable,
+            repeatable=config.pipeline.schedule == "zero_bubble_v" and mesh.sizes.pp > 1,
+        ),
     )
+
+
+def _count_valid(micro_batches: list[MicroBatch]) -> int:
+    """Target tokens that count."""
+    return sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches)
 
 
 def _result(loss: Tensor, grad_norm: Tensor) -> StepResult:
