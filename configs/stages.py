@@ -81,19 +81,15 @@ def _even_split(config: Config) -> Sequence[int]:
     return counts
 
 
-def micro_batch_problem(config: Config, micro_batches: int) -> str | None:
-    """Why the schedule cannot run that many micro-batches a step; None if it can."""
+def check_micro_batches(config: Config, micro_batches: int) -> None:
+    """Raise ConfigError if the schedule cannot run that many micro-batches a step."""
     ranks, schedule = config.mesh.pp, config.pipeline.schedule
+    batches = f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
     if schedule == "1f1b" and micro_batches < ranks:
-        return f'schedule "1f1b" needs one for each of {ranks} stages'
-    if schedule == "zero_bubble_v" and micro_batches < 2 * ranks - 1:
-        return f'schedule "zero_bubble_v" needs 2 x pp {ranks} - 1 = {2 * ranks - 1}'
+        raise ConfigError(f'{batches} are too few for schedule "1f1b": it needs one for each of pp {ranks} stages')
     rounds = max(1, micro_batches // ranks)
-    if schedule == "interleaved_1f1b" and micro_batches < ranks:
-        return f'schedule "interleaved_1f1b" needs one for each of {ranks} ranks'
     if schedule == "interleaved_1f1b" and micro_batches % rounds:
-        return (
-            f'schedule "interleaved_1f1b" computes them in {micro_batches} // pp {ranks} = {rounds} rounds of equal '
-            f"size, and {rounds} does not divide {micro_batches}"
+        raise ConfigError(
+            f'{batches} do not fit schedule "interleaved_1f1b": it computes them in {micro_batches} // pp {ranks} = '
+            f"{rounds} rounds of equal size, and {rounds} does not divide {micro_batches}"
         )
-    return None
