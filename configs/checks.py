@@ -102,7 +102,8 @@ def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
     try:
         sizes = mesh_sizes(config, world_size or smallest_world_size(mesh))
     except ConfigError as error:
-        key = next((key for key in ("dp_shard", "tp", "pp", "dp_replicate") if key in mesh.model_fields_set), "dp_shard")
+        axes = ("dp_shard", "tp", "pp", "dp_replicate")
+        key = next((key for key in axes if key in mesh.model_fields_set), "dp_shard")
         yield f"mesh.{key}", str(error)
         return
     try:
@@ -126,7 +127,7 @@ def _pipeline(config: Config, _: int | None) -> Iterator[Problem]:
     if table.stages_per_rank is not None and table.schedule != "interleaved_1f1b":
         yield (
             "pipeline.stages_per_rank",
-            f'stages_per_rank does nothing with schedule "{table.schedule}", only with "interleaved_1f1b"; leave it out',
+            f'stages_per_rank does nothing with schedule "{table.schedule}", only with "interleaved_1f1b"',
         )
     if config.mesh.pp == 1:
         return
@@ -137,8 +138,8 @@ def _pipeline(config: Config, _: int | None) -> Iterator[Problem]:
     if config.model.tie_embeddings:
         yield (
             "mesh.pp",
-            f"pp {config.mesh.pp} puts the embedding on the first stage and the head on the last, so they cannot be one "
-            "matrix: set model.tie_embeddings = false, or pp = 1",
+            f"pp {config.mesh.pp} puts the embedding on the first stage and the head on the last, so they cannot be "
+            "one matrix: set model.tie_embeddings = false, or pp = 1",
         )
     if table.schedule == "zero_bubble_v":
         yield from _zero_bubble(config)
@@ -159,7 +160,7 @@ def _zero_bubble(config: Config) -> Iterator[Problem]:
     if config.fsdp.reshard_after_forward == "always":
         yield (
             "pipeline.schedule",
-            f'{start}, and parameters that FSDP freed would be missing in the second; {instead}, or '
+            f"{start}, and parameters that FSDP freed would be missing in the second; {instead}, or "
             'fsdp.reshard_after_forward = "default"',
         )
 

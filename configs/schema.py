@@ -228,7 +228,7 @@ class Fsdp(Table):
     """Fully sharded data parallelism."""
 
     reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after forward; default: all but the last group, or none if mesh.pp > 1; never: ZeRO-2."""
+    """Free gathered parameters after forward; default: all but the last group (none if mesh.pp > 1); never: ZeRO-2."""
     prefetch_depth: PositiveInt = 1
     """Groups whose gathers are issued ahead of the computation."""
     cpu_offload: bool = False

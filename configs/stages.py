@@ -81,14 +81,19 @@ def _even_split(config: Config) -> Sequence[int]:
     return counts
 
 
+def fewest_micro_batches(config: Config) -> int:
+    """The fewest micro-batches that the schedule can run in a step."""
+    return config.mesh.pp if config.pipeline.schedule == "1f1b" else 1
+
+
 def check_micro_batches(config: Config, micro_batches: int) -> None:
     """Raise ConfigError if the schedule cannot run that many micro-batches a step."""
-    ranks, schedule = config.mesh.pp, config.pipeline.schedule
+    ranks = config.mesh.pp
     batches = f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
-    if schedule == "1f1b" and micro_batches < ranks:
+    if micro_batches < fewest_micro_batches(config):
         raise ConfigError(f'{batches} are too few for schedule "1f1b": it needs one for each of pp {ranks} stages')
     rounds = max(1, micro_batches // ranks)
-    if schedule == "interleaved_1f1b" and micro_batches % rounds:
+    if config.pipeline.schedule == "interleaved_1f1b" and micro_batches % rounds:
         raise ConfigError(
             f'{batches} do not fit schedule "interleaved_1f1b": it computes them in {micro_batches} // pp {ranks} = '
             f"{rounds} rounds of equal size, and {rounds} does not divide {micro_batches}"

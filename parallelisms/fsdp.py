@@ -16,9 +16,7 @@ from configs.schema import Fsdp, Training
 from parallelisms.plan import plan_of
 
 
-def apply_fsdp(
-    model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Training, is_stage: bool = False
-) -> None:
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Training, is_stage: bool = False) -> None:
     """Shard each of the plan's groups, then what is left with the root, and set up prefetching.
 
     A pipeline stage by default does not reshard after forward: it would gather anew for every micro-batch.
@@ -33,8 +31,8 @@ def apply_fsdp(
     groups = [[model.get_submodule(name) for name in names] for names in plan_of(model).fsdp_groups]
     for modules in groups:
         # The last group's backward follows its forward at once: resharding between them would only gather it twice.
-        is_last = modules is groups[-1]
-        reshard = {"default": not is_last and not is_stage, "always": True, "never": False}[config.reshard_after_forward]
+        is_freed = modules is not groups[-1] and not is_stage
+        reshard = {"default": is_freed, "always": True, "never": False}[config.reshard_after_forward]
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=mesh,

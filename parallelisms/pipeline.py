@@ -43,8 +43,10 @@ _SCHEDULES: dict[str, Callable[..., Any]] = {
 
 
 def own_stages(model: nn.Module, config: Config, rank: int) -> dict[int, nn.Module]:
-    """The stages of a model on the meta device that a pipeline rank holds, by number; all of it where there is one."""
+    """The stages of a model on the meta device that a pipeline rank holds, by number; the model itself if it is one."""
     layers = layers_of_stages(config)
+    if len(layers) == 1:
+        return {0: model}
     return {stage: _cut(deepcopy(model), layers[stage]) for stage in stages_of_rank(config, rank)}
 
 

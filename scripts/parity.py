@@ -170,9 +170,7 @@ def _train(config: Config) -> Trajectory:
 
     def keep_first_gradients(*_: object) -> None:
         if not found.gradients:
-            found.gradients = {
-                name: _whole(p.grad) for name, p in learner.parameters.items() if p.grad is not None
-            }
+            found.gradients = {name: _whole(p.grad) for name, p in learner.parameters.items() if p.grad is not None}
 
     learner.optimizer.register_step_pre_hook(keep_first_gradients)
     for step, micro_batches in enumerate(_batches(config, mesh.dp_rank, mesh.sizes.dp)):

@@ -6,11 +6,13 @@ worst moment, the start of the backward pass, and good to a few tens of percent:
 workspaces and the CUDA context (about 1 GiB) come on top, and torch.compile often keeps less.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
 from configs.layout import MeshSizes, accumulation_steps, head_dim, layer_numbers, n_kv_heads
 from configs.schema import ActivationCheckpoint, Config, Model
+from configs.stages import layers_of_stages, stages_of_rank, stages_per_rank
 from trainer.flops import Shape, parameter_shapes
 from trainer.loss import chunk_rows
 
@@ -47,22 +49,77 @@ class MemoryEstimate:
 
 def estimate_memory(config: Config, sizes: MeshSizes, device_type: str) -> MemoryEstimate:
     """Estimate the memory of one rank of a mesh of `sizes`, on "cpu" or "cuda"."""
-    shapes = {name: _tp_shape(name, shape, sizes.tp) for name, shape in parameter_shapes(config.model).items()}
+    estimates = [_estimate(config, sizes, device_type, _share(config, sizes, rank)) for rank in range(config.mesh.pp)]
+    return max(estimates, key=lambda estimate: estimate.device)
+
+
+def _estimate(config: Config, sizes: MeshSizes, device_type: str, share: "_Share") -> MemoryEstimate:
+    every_shape = parameter_shapes(config.model).items()
+    shapes = {name: _tp_shape(name, shape, sizes.tp) for name, shape in every_shape if share.holds(name)}
     training = config.training
     state_bytes = _BYTES[training.dtype]
     owned = sum(_sharded(shape, sizes.dp_shard) for shape in shapes.values())
     gradients = owned * state_bytes
-    if config.fsdp.accumulate == "reduce_last" and accumulation_steps(config, sizes) > 1:
+    reduces_last = config.fsdp.accumulate == "reduce_last" or config.mesh.pp > 1
+    if reduces_last and accumulation_steps(config, sizes) > 1:
         gradients += sum(map(prod, shapes.values())) * _BYTES[training.reduce_dtype]
     return MemoryEstimate(
         parameters=owned * state_bytes,
         gradients=gradients,
         optimizer=2 * owned * state_bytes + 4 * len(shapes),  # two moments, and a float32 step count each
         gathered=_gathered(config, shapes),
-        activations=_activations(config, sizes.tp),
-        loss=_loss(config, sizes.tp, device_type),
+        activations=_activations(config, sizes.tp, share),
+        loss=_loss(config, sizes.tp, device_type, share),
         offloaded=config.fsdp.cpu_offload,
     )
+
+
+# --------------------------------------------------------------------------- pipeline
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a pipeline rank holds; without a pipeline, everything."""
+
+    layers: frozenset[int]
+    has_embedding: bool
+    has_head: bool
+    in_flight: float
+    """Micro-batches whose activations of these layers it keeps at the worst moment."""
+    losses: int
+    """Micro-batches whose loss is computed and waits for its backward pass."""
+
+    def holds(self, name: str) -> bool:
+        """Whether the parameter `name` is among its own."""
+        if name.startswith("layers."):
+            return int(name.split(".")[1]) in self.layers
+        return self.has_embedding if name.startswith("embed") else self.has_head
+
+
+def _share(config: Config, sizes: MeshSizes, rank: int) -> _Share:
+    stages, layers = stages_of_rank(config, rank), layers_of_stages(config)
+    micro_batches = accumulation_steps(config, sizes)
+    return _Share(
+        layers=frozenset(layer for stage in stages for layer in layers[stage]),
+        has_embedding=0 in stages,
+        has_head=len(layers) - 1 in stages,
+        in_flight=stages_in_flight(config, rank, micro_batches) / len(stages),
+        losses=micro_batches if config.mesh.pp > 1 and config.pipeline.schedule == "gpipe" else 1,
+    )
+
+
+def stages_in_flight(config: Config, rank: int, micro_batches: int) -> int:
+    """Passes of a micro-batch through one stage whose activations a pipeline rank keeps at the worst moment."""
+    ranks, stages = config.mesh.pp, stages_per_rank(config)
+    if ranks == 1:
+        return 1
+    most = {
+        "gpipe": micro_batches,
+        "1f1b": ranks - rank,
+        "interleaved_1f1b": (stages - 1) * ranks + 2 * (ranks - 1 - rank) + 1,
+        "zero_bubble_v": 2 * ranks,
+    }
+    return min(most[config.pipeline.schedule], stages * micro_batches)
 
 
 # --------------------------------------------------------------------------- states
@@ -110,7 +167,9 @@ def _group_sizes(model: Model, shapes: dict[str, Shape]) -> dict[str, int]:
 def _most_alive(groups: dict[str, int], config: Config) -> int:
     """Elements of the groups that are gathered at once."""
     sizes = [size for name, size in groups.items() if name != "root"]
-    if config.fsdp.reshard_after_forward == "never":
+    if config.fsdp.reshard_after_forward == "never" or (
+        config.mesh.pp > 1 and config.fsdp.reshard_after_forward == "default"
+    ):
         return sum(groups.values())
     window = 1 + config.fsdp.prefetch_depth
     kept = sizes.pop() if config.fsdp.reshard_after_forward == "default" else 0
@@ -145,8 +204,8 @@ class _Block:
         return self.query + 2 * self.kv + 2 * self.stream + 2 * self.ffn
 
 
-def _activations(config: Config, tp: int) -> int:
-    """Bytes kept of one micro-batch, one block's worth of recomputation, and the gradients on their way back."""
+def _activations(config: Config, tp: int, share: _Share) -> int:
+    """Bytes kept of the micro-batches in flight, one block's recomputation, and the gradients on their way back."""
     model, checkpointing = config.model, config.activation_checkpoint
     block = _Block(
         stream=model.dim / tp,
@@ -155,11 +214,13 @@ def _activations(config: Config, tp: int) -> int:
         kv=n_kv_heads(model) * head_dim(model) / tp,
         ffn=model.ffn_dim / tp,
     )
-    checkpointed = _checkpointed_layers(checkpointing, model.n_layers)
-    elements = (model.n_layers - checkpointed) * block.everything + checkpointed * _kept(checkpointing, block)
+    checkpointed = len(share.layers.intersection(_checkpointed_layers(checkpointing, model.n_layers)))
+    elements = (len(share.layers) - checkpointed) * block.everything + checkpointed * _kept(checkpointing, block)
+    elements *= share.in_flight
     if checkpointed:
         elements += block.everything
-    elements += block.stream + block.normed  # the final norm's input and output
+    if share.has_head:
+        elements += block.stream + block.normed  # the final norm's input and output
     elements += block.stream + 2 * block.ffn  # gradients of the stream and of a feed-forward's inside
     tokens = config.training.micro_batch_size * config.training.seq_len
     return ceil(tokens * elements * _BYTES[config.training.compute_dtype])
@@ -177,21 +238,24 @@ def _kept(config: ActivationCheckpoint, block: _Block) -> float:
     return block.stream + saves_attention * block.query + saves_matmuls * matmuls
 
 
-def _checkpointed_layers(config: ActivationCheckpoint, n_layers: int) -> int:
-    """How many layers the mode applies to."""
+def _checkpointed_layers(config: ActivationCheckpoint, n_layers: int) -> Sequence[int]:
+    """The layers that the mode applies to."""
     if config.mode == "none":
-        return 0
+        return ()
     if config.mode == "budget":
-        return n_layers
+        return range(n_layers)
     layers = layer_numbers(config.layers, n_layers) if config.layers else range(n_layers)
-    return len(layers) // config.every_nth_layer
+    return layers[config.every_nth_layer - 1 :: config.every_nth_layer]
 
 
-def _loss(config: Config, tp: int, device_type: str) -> int:
+def _loss(config: Config, tp: int, device_type: str, share: _Share) -> int:
     """Bytes of a chunk of logits, in compute_dtype and once more for the softmax, and of the gradients made ahead."""
+    if not share.has_head:
+        return 0
     model, training = config.model, config.training
     tokens, vocabulary = training.micro_batch_size * training.seq_len, ceil(model.vocab_size / tp)
     compute = _BYTES[training.compute_dtype]
     softmax = max(compute, 4)
     chunk = chunk_rows(tokens, vocabulary * softmax, device_type) * vocabulary
-    return chunk * (compute + softmax) + vocabulary * model.dim * softmax + tokens * model.dim * compute
+    ahead = vocabulary * model.dim * softmax + tokens * model.dim * compute
+    return chunk * (compute + softmax) + share.losses * ahead

@@ -20,7 +20,7 @@ from parallelisms.init import materialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import parallelize
 from parallelisms.passes import Call, OneByOne, Passes
-from parallelisms.pipeline import Pipeline, own_stages
+from parallelisms.pipeline import Pipeline
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.loss import CrossEntropy
 from trainer.optimizer import build_optimizer, optimizer_state, set_lr
@@ -83,9 +83,7 @@ class Learner:
         if positions is None:  # a later pipeline stage sees no tokens to count
             positions = torch.arange(batch.tokens.shape[1], device=self.mesh.device)[None]
         of_targets = partial(loss, targets=batch.targets)
-        return Call(
-            batch.tokens, {"positions": positions, "document_ids": batch.document_ids, "loss": of_targets}
-        )
+        return Call(batch.tokens, {"positions": positions, "document_ids": batch.document_ids, "loss": of_targets})
 
     def _clip(self) -> Tensor:
         """Clip the gradients; returns their norm before."""
@@ -102,9 +100,9 @@ def build_learner(config: Config, mesh: Mesh) -> Learner:
     """Build the model without memory, cut it over the mesh, then give each rank its shard's initial weights."""
     with torch.device("meta"):
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
-    stages = own_stages(model, config, mesh.pp.get_local_rank())
+    names = [name for name, _ in model.named_parameters()]
+    stages = parallelize(model, mesh, config)
     for stage in stages.values():
-        parallelize(stage, mesh, config)
         materialize(stage, mesh.device, config.training.seed, offload=config.fsdp.cpu_offload)
     parameters = {name: parameter for stage in stages.values() for name, parameter in stage.named_parameters()}
     return Learner(
@@ -112,9 +110,7 @@ def build_learner(config: Config, mesh: Mesh) -> Learner:
         mesh=mesh,
         parameters=parameters,
         passes=Pipeline(stages, config, mesh) if mesh.sizes.pp > 1 else OneByOne(stages[0], config.fsdp),
-        optimizer=build_optimizer(
-            config.optimizer, list(parameters.items()), [name for name, _ in model.named_parameters()]
-        ),
+        optimizer=build_optimizer(config.optimizer, list(parameters.items()), names),
         loss=CrossEntropy(
             z_loss_weight=config.training.z_loss_weight,
             compile=config.compile.enable,
