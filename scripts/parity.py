@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -80,7 +81,7 @@ class Difference:
         return all(value <= bound for value, bound in zip(values, BOUNDS[dtype], strict=True))
 
 
-MESHES: dict[str, tuple[int, dict[str, int]]] = {
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "1 process": (1, {}),
     "DDP 2": (2, {"dp_replicate": 2}),
     "FSDP 2": (2, {"dp_shard": 2}),
@@ -88,17 +89,37 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}),
     "TP 2": (2, {"tp": 2}),
     "FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}),
+    "PP 2": (2, {"pp": 2}),
+    "PP 2 gpipe": (2, {"pp": 2, "pipeline.schedule": "gpipe"}),
+    "PP 2 interleaved": (2, {"pp": 2, "pipeline.schedule": "interleaved_1f1b"}),
+    "PP 2 zero-bubble": (2, {"pp": 2, "pipeline.schedule": "zero_bubble_v"}),
+    "PP 2 of 3 + 1 layers": (2, {"pp": 2, "pipeline.split": "[3, 1]"}),
+    "PP 4": (4, {"pp": 4}),
+    "PP 4 gpipe": (4, {"pp": 4, "pipeline.schedule": "gpipe"}),
+    "PP 2 x FSDP 2": (4, {"pp": 2, "dp_shard": 2}),
+    "PP 2 x FSDP 2 interleaved": (4, {"pp": 2, "dp_shard": 2, "pipeline.schedule": "interleaved_1f1b"}),
+    "PP 2 x FSDP 2 zero-bubble": (4, {"pp": 2, "dp_shard": 2, "pipeline.schedule": "zero_bubble_v"}),
+    "PP 2 x DDP 2": (4, {"pp": 2, "dp_replicate": 2}),
+    "PP 2 x TP 2": (4, {"pp": 2, "tp": 2}),
+    "PP 2 x TP 2 zero-bubble": (4, {"pp": 2, "tp": 2, "pipeline.schedule": "zero_bubble_v"}),
 }
+"""Ranks, and settings: axes of the mesh, other keys by their full name."""
 
 
 def table() -> Iterator[Row]:
-    """Every mesh with every kind of activation checkpointing, eager and compiled, accumulating one and two steps."""
+    """Every mesh with every kind of activation checkpointing, eager and compiled, accumulating one and two steps.
+
+    A pipeline accumulates as many times its number of ranks. What its schedule cannot do is left out.
+    """
     for mesh, mode, compiled, accumulation in itertools.product(
         MESHES, ("none", "full", "selective"), (False, True), (1, 2)
     ):
         ranks, sizes = MESHES[mesh]
-        micro_batch = 8 // (sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1) * accumulation)
-        overrides = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+        if sizes.get("pipeline.schedule") == "zero_bubble_v" and (compiled or mode == "selective"):
+            continue
+        at_once = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1) * sizes.get("pp", 1)
+        micro_batch = 8 // (at_once * accumulation)
+        overrides = {key if "." in key else f"mesh.{key}": size for key, size in sizes.items()} | {
             "activation_checkpoint.mode": mode,
             "compile.enable": str(compiled).lower(),
             "training.micro_batch_size": micro_batch,

@@ -98,21 +98,19 @@ class _Share:
 
 def _share(config: Config, sizes: MeshSizes, rank: int) -> _Share:
     stages, layers = stages_of_rank(config, rank), layers_of_stages(config)
-    micro_batches = accumulation_steps(config, sizes)
+    micro_batches = accumulation_steps(config, sizes) if sizes.pp > 1 else 1
     return _Share(
         layers=frozenset(layer for stage in stages for layer in layers[stage]),
         has_embedding=0 in stages,
         has_head=len(layers) - 1 in stages,
-        in_flight=stages_in_flight(config, rank, micro_batches) / len(stages),
-        losses=micro_batches if config.mesh.pp > 1 and config.pipeline.schedule == "gpipe" else 1,
+        in_flight=_stages_in_flight(config, rank, micro_batches) / len(stages),
+        losses=micro_batches if config.pipeline.schedule == "gpipe" else 1,
     )
 
 
-def stages_in_flight(config: Config, rank: int, micro_batches: int) -> int:
+def _stages_in_flight(config: Config, rank: int, micro_batches: int) -> int:
     """Passes of a micro-batch through one stage whose activations a pipeline rank keeps at the worst moment."""
     ranks, stages = config.mesh.pp, stages_per_rank(config)
-    if ranks == 1:
-        return 1
     most = {
         "gpipe": micro_batches,
         "1f1b": ranks - rank,
