@@ -1,7 +1,7 @@
 """Which layers a stage holds and which stages a rank: against an exhaustive search, torch's own arrangement, and
 the whole model."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_no_other_split_has_a_faster_slowest_stage(stages, more, vocab_size):
     counts = [len(layers) for layers in layers_of_stages(job)]
     others = combinations(range(1, n_layers), stages - 1)
     cuts = [(0, *ends, n_layers) for ends in others]
-    best = min(slowest(job, [b - a for a, b in zip(cut, cut[1:], strict=False)]) for cut in cuts)
+    best = min(slowest(job, [b - a for a, b in pairwise(cut)]) for cut in cuts)
     assert slowest(job, counts) == best
     assert [layer for layers in layers_of_stages(job) for layer in layers] == list(range(n_layers))
 
