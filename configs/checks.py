@@ -22,6 +22,7 @@ from configs.layout import (
     tensor_parallel_sizes,
 )
 from configs.schema import Config, Source
+from configs.stages import check_micro_batches, layers_of_stages
 
 Problem = tuple[str, str]
 """Dotted key, message."""
@@ -101,15 +102,67 @@ def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
     try:
         sizes = mesh_sizes(config, world_size or smallest_world_size(mesh))
     except ConfigError as error:
-        key = next(
-            (key for key in ("dp_shard", "tp", "cp", "dp_replicate") if key in mesh.model_fields_set), "dp_shard"
-        )
+        axes = ("dp_shard", "tp", "pp", "cp", "dp_replicate")
+        key = next((key for key in axes if key in mesh.model_fields_set), "dp_shard")
         yield f"mesh.{key}", str(error)
         return
     try:
-        accumulation_steps(config, sizes)
+        micro_batches = accumulation_steps(config, sizes)
     except ConfigError as error:
         yield "training.global_batch_size", str(error)
+        return
+    if mesh.pp > 1:
+        try:
+            check_micro_batches(config, micro_batches)
+        except ConfigError as error:
+            batch, micro = config.training.global_batch_size, config.training.micro_batch_size
+            yield (
+                "training.micro_batch_size",
+                f"global_batch_size {batch} / (dp {sizes.dp} x micro_batch_size {micro}) = {error}; change one of them",
+            )
+
+
+def _pipeline(config: Config, _: int | None) -> Iterator[Problem]:
+    table = config.pipeline
+    if table.stages_per_rank is not None and table.schedule != "interleaved_1f1b":
+        yield (
+            "pipeline.stages_per_rank",
+            f'stages_per_rank does nothing with schedule "{table.schedule}", only with "interleaved_1f1b"',
+        )
+    if config.mesh.pp == 1:
+        return
+    try:
+        layers_of_stages(config)
+    except ConfigError as error:
+        yield ("mesh.pp" if table.split is None else "pipeline.split"), str(error)
+    if config.model.tie_embeddings:
+        yield (
+            "mesh.pp",
+            f"pp {config.mesh.pp} puts the embedding on the first stage and the head on the last, so they cannot be "
+            "one matrix: set model.tie_embeddings = false, or pp = 1",
+        )
+    if table.schedule == "zero_bubble_v":
+        yield from _zero_bubble(config)
+
+
+def _zero_bubble(config: Config) -> Iterator[Problem]:
+    """Its backward takes the gradients of a block's inputs and weights apart, so each op must be one of autograd's."""
+    instead = 'use schedule "1f1b" or "interleaved_1f1b"'
+    start = 'schedule "zero_bubble_v" takes the gradients of inputs and of weights in two passes'
+    if config.compile.enable:
+        yield "pipeline.schedule", f"{start}, and a compiled block has only one; {instead}, or compile.enable = false"
+    if config.activation_checkpoint.mode == "selective":
+        yield (
+            "pipeline.schedule",
+            f'{start}, and what activation checkpointing of mode "selective" keeps lasts for one; {instead}, or mode '
+            '"none" or "full"',
+        )
+    if config.fsdp.reshard_after_forward == "always":
+        yield (
+            "pipeline.schedule",
+            f"{start}, and parameters that FSDP freed would be missing in the second; {instead}, or "
+            'fsdp.reshard_after_forward = "default"',
+        )
 
 
 def _tensor_parallel(config: Config, _: int | None) -> Iterator[Problem]:
@@ -391,6 +444,7 @@ _RULES: tuple[Callable[[Config, int | None], Iterator[Problem]], ...] = (
     _muon,
     _context_parallel,
     _zero_stage,
+    _pipeline,
     _device,
     _activation_checkpoint,
     _checkpointed_layers,

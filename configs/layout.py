@@ -21,6 +21,7 @@ class MeshSizes:
     dp_shard: int
     tp: int
     cp: int = 1
+    pp: int = 1
 
     @property
     def dp(self) -> int:
@@ -39,7 +40,7 @@ class MeshSizes:
 
     @property
     def world_size(self) -> int:
-        return self.token_ranks * self.tp
+        return self.token_ranks * self.tp * self.pp
 
     def __str__(self) -> str:
         return product_of_axes(self)
@@ -47,13 +48,13 @@ class MeshSizes:
 
 def product_of_axes(sizes: MeshSizes | Mesh) -> str:
     """The mesh as an arithmetic expression, without what is left open (-1) and without the rarer axes of size 1."""
-    left_out = {"dp_replicate": (), "dp_shard": (-1,), "cp": (1,), "tp": ()}
+    left_out = {"dp_replicate": (), "dp_shard": (-1,), "cp": (1,), "tp": (), "pp": (1,)}
     return " x ".join(f"{name} {n}" for name, out in left_out.items() if (n := getattr(sizes, name)) not in out)
 
 
 def smallest_world_size(mesh: Mesh) -> int:
     """The fewest ranks that the mesh can be built of; with `dp_shard = -1` any multiple of it will do, too."""
-    return mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp
+    return mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp * mesh.pp
 
 
 def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
@@ -65,9 +66,9 @@ def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
     mesh = config.mesh
     smallest = smallest_world_size(mesh)
     if mesh.dp_shard == -1 and world_size % smallest == 0:
-        return MeshSizes(mesh.dp_replicate, world_size // smallest, mesh.tp, mesh.cp)
+        return MeshSizes(mesh.dp_replicate, world_size // smallest, mesh.tp, cp=mesh.cp, pp=mesh.pp)
     if world_size == smallest and mesh.dp_shard != -1:
-        return MeshSizes(mesh.dp_replicate, mesh.dp_shard, mesh.tp, mesh.cp)
+        return MeshSizes(mesh.dp_replicate, mesh.dp_shard, mesh.tp, cp=mesh.cp, pp=mesh.pp)
     ranks = f"{world_size} rank{'s' * (world_size != 1)}"
     start = f"{smallest} ranks (torchrun --nproc-per-node {smallest})"
     if mesh.dp_shard == -1:
@@ -127,12 +128,17 @@ def decay_steps(schedule: LrSchedule) -> int:
 
 def parameter_count(model: Model) -> int:
     """Number of parameters of a Llama; a tied matrix counts once."""
-    attention = 2 * model.dim * head_dim(model) * (model.n_heads + n_kv_heads(model))  # q and o, k and v
-    feed_forward = 3 * model.dim * model.ffn_dim  # gate, up, down
     norms = 2 * model.dim
     matrices_of_vocabulary = 1 if model.tie_embeddings else 2
     vocabulary = matrices_of_vocabulary * model.vocab_size * model.dim
-    return vocabulary + model.n_layers * (attention + feed_forward + norms) + model.dim
+    return vocabulary + model.n_layers * (layer_matrices(model) + norms) + model.dim
+
+
+def layer_matrices(model: Model) -> int:
+    """Elements of one layer's matrices."""
+    attention = 2 * model.dim * head_dim(model) * (model.n_heads + n_kv_heads(model))  # q and o, k and v
+    feed_forward = 3 * model.dim * model.ffn_dim  # gate, up, down
+    return attention + feed_forward
 
 
 def layer_numbers(ranges: str, n_layers: int) -> list[int]:

@@ -230,6 +230,8 @@ class Mesh(Table):
     """Context-parallel ranks, each with its part of every sequence; FSDP shards parameters over them, too."""
     tp: PositiveInt = 1
     """Tensor-parallel ranks, with sequence parallelism between the matrices."""
+    pp: PositiveInt = 1
+    """Pipeline-parallel ranks, each of which holds some of the layers."""
 
 
 class Fsdp(Table):
@@ -239,13 +241,14 @@ class Fsdp(Table):
     """3: parameters are gathered only to compute; 2: kept from forward to backward; 1: also until the step's end, and
     gradients are reduced once a step. What 2 and 1 fix (the next key and accumulate) can't be set otherwise."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after forward; default: all but the last group; never: as zero_stage = 2."""
+    """Free gathered parameters after forward; default: all but the last group (none if mesh.pp > 1); never: as
+    zero_stage = 2."""
     prefetch_depth: PositiveInt = 1
     """Groups whose gathers are issued ahead of the computation."""
     cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in CPU memory."""
     accumulate: Literal["reduce_every", "reduce_last"] = "reduce_every"
-    """reduce_last: reduce gradients once a step, at the cost of unsharded gradients in memory between micro-batches."""
+    """reduce_last (with mesh.pp > 1 always): reduce gradients once a step; until then they are kept unsharded."""
     partition: Literal["rows", "owner"] = "rows"
     """owner: shares whole parameters' optimizer state out to the dp_replicate ranks, instead of cutting by rows."""
     owner_broadcast_dtype: Literal["bfloat16"] | None = None
@@ -257,6 +260,17 @@ class Context(Table):
 
     method: Literal["gather", "ring", "all_to_all"] = "gather"
     """gather: all keys and values at once; ring: one rank's after another; all_to_all: whole sequence, fewer heads."""
+
+
+class Pipeline(Table):
+    """How mesh.pp ranks share the layers, and in which order they compute the micro-batches."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_v"] = "1f1b"
+    """gpipe: all forwards first; 1f1b: less memory; interleaved_1f1b, zero_bubble_v: less idle time, more messages."""
+    stages_per_rank: Annotated[int, Field(ge=2)] | None = None
+    """interleaved_1f1b: stages on each rank; default: 2."""
+    split: list[PositiveInt] | None = None
+    """Layers of each stage, in order; default: evenly by their cost, the embedding and the head counted."""
 
 
 class ActivationCheckpoint(Table):
@@ -368,6 +382,8 @@ class Config(Table):
     """Fully sharded data parallelism."""
     context: Context = Context()
     """Context parallelism."""
+    pipeline: Pipeline = Pipeline()
+    """Pipeline parallelism."""
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     """What backward recomputes."""
     compile: Compile = Compile()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from configs.layout import head_dim, n_kv_heads
 from configs.schema import Model, RopeScaling
-from models.plan import Plan
+from models.plan import Plan, TensorRole
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # (q, k, v, mask) -> what attention mixes of v
@@ -143,8 +143,32 @@ class Head(nn.Linear):
         return F.linear(hidden, self.weight) if loss is None else loss(hidden, self.weight)
 
 
+_TENSOR_ROLES: dict[str, TensorRole] = {
+    "embed_tokens": "embedding",
+    "layers.*.input_layernorm": "norm",
+    "layers.*.self_attn": "gather",
+    "layers.*.self_attn.[qkv]_proj": "column",
+    "layers.*.self_attn.o_proj": "row",
+    "layers.*.post_attention_layernorm": "norm",
+    "layers.*.mlp": "gather",
+    "layers.*.mlp.gate_proj": "column",
+    "layers.*.mlp.up_proj": "column",
+    "layers.*.mlp.down_proj": "row",
+    "norm": "norm",
+    "lm_head": "head",
+}
+
+
 class Llama(nn.Module):
-    """The model; `config` is the job file's `[model]`."""
+    """The model; `config` is the job file's `[model]`.
+
+    A pipeline stage is a model without its other layers and, unless it is the first or the last, with None for
+    `embed_tokens`, or for `norm` and `lm_head`. What is left keeps its name.
+    """
+
+    embed_tokens: nn.Embedding | None
+    norm: nn.RMSNorm | None
+    lm_head: Head | None
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -166,10 +190,10 @@ class Llama(nn.Module):
         document_ids: Tensor | None = None,
         loss: Loss | None = None,
     ) -> Tensor:
-        """Logits (batch, seq, vocab), or the loss if one is given.
+        """Logits (batch, seq, vocab), or the loss if one is given; of a pipeline stage, its last layer's output.
 
         Args:
-            tokens: (batch, seq) ids.
+            tokens: (batch, seq) ids; for a later pipeline stage the output of the one before, (batch, seq, dim).
             positions: (1 or batch, seq); default: 0, 1, 2, ...
             document_ids: (batch, seq); tokens see only earlier ones of the same id. Default: all earlier ones.
             loss: called with the normed hidden states and the head's weight.
@@ -178,36 +202,29 @@ class Llama(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         cos, sin = self.rotary(positions)
         mask = None if document_ids is None else self.mask(document_ids)
-        x = self.embed_tokens(tokens)
+        x = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
         for block in self.layers.values():
             x = block(x, cos, sin, mask)
-        return self.lm_head(self.norm(x), loss)
+        return x if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x), loss)
 
     @property
     def plan(self) -> Plan:
         """How the model may be cut; see `Plan`."""
+        there = dict(self.named_children())
         blocks = tuple(f"layers.{name}" for name in self.layers)
-        ends = (("embed_tokens",), ("norm", "lm_head"))
+        before = tuple(name for name in ("embed_tokens",) if name in there)
+        after = tuple(name for name in ("norm", "lm_head") if name in there)
         # A tied matrix is needed at both ends of the forward pass: it stays in the root's group, gathered throughout.
         groups = tuple((block,) for block in blocks)
         return Plan(
             blocks=blocks,
-            fsdp_groups=groups if self.config.tie_embeddings else (ends[0], *groups, ends[1]),
+            first_block=int(next(iter(self.layers))),
+            n_blocks=self.config.n_layers,
+            before_blocks=before,
+            after_blocks=after,
+            fsdp_groups=groups if self.config.tie_embeddings else tuple(filter(None, (before, *groups, after))),
             attention=tuple(f"{block}.self_attn" for block in blocks),
-            tensor_parallel={
-                "embed_tokens": "embedding",
-                "layers.*.input_layernorm": "norm",
-                "layers.*.self_attn": "gather",
-                "layers.*.self_attn.[qkv]_proj": "column",
-                "layers.*.self_attn.o_proj": "row",
-                "layers.*.post_attention_layernorm": "norm",
-                "layers.*.mlp": "gather",
-                "layers.*.mlp.gate_proj": "column",
-                "layers.*.mlp.up_proj": "column",
-                "layers.*.mlp.down_proj": "row",
-                "norm": "norm",
-                "lm_head": "head",
-            },
+            tensor_parallel={name: role for name, role in _TENSOR_ROLES.items() if name.partition(".")[0] in there},
             save_ops=("aten.mm", "*._scaled_dot_product_*attention*", "_c10d_functional.reduce_scatter_tensor"),
         )
 

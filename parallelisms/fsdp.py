@@ -25,8 +25,11 @@ from configs.schema import Fsdp, Training
 from parallelisms.plan import plan_of
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Training) -> None:
-    """Shard each of the plan's groups, then what is left with the root, and set up prefetching."""
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Training, is_stage: bool = False) -> None:
+    """Shard each of the plan's groups, then what is left with the root, and set up prefetching.
+
+    A pipeline stage by default does not reshard after forward: it would gather anew for every micro-batch.
+    """
     # The inputs are not cast: the embedding already has the compute type, and the rotary angles need float32.
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.compute_dtype),
@@ -37,8 +40,8 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Train
     groups = [[model.get_submodule(name) for name in names] for names in plan_of(model).fsdp_groups]
     for modules in groups:
         # The last group's backward follows its forward at once: resharding between them would only gather it twice.
-        is_last = modules is groups[-1]
-        reshard = {"default": not is_last, "always": True, "never": False}[reshard_after_forward(config)]
+        is_freed = modules is not groups[-1] and not is_stage
+        reshard = {"default": is_freed, "always": True, "never": False}[reshard_after_forward(config)]
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=mesh,

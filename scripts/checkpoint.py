@@ -108,7 +108,11 @@ def diff(options: argparse.Namespace, console: Console) -> int:
     keys = sorted(set(_flat(a.config)) | set(_flat(b.config)))
     rows = [(key, f"{_flat(a.config).get(key)} -> {_flat(b.config).get(key)}") for key in keys]
     rows = [(key, text) for key, text in rows if _flat(a.config).get(key) != _flat(b.config).get(key)]
-    facts = [("step", a.step, b.step), ("tokens", a.tokens, b.tokens), ("tokenizer", a.tokenizer_hash, b.tokenizer_hash)]
+    facts = [
+        ("step", a.step, b.step),
+        ("tokens", a.tokens, b.tokens),
+        ("tokenizer", a.tokenizer_hash, b.tokenizer_hash),
+    ]
     rows += [(name, f"{before} -> {after}") for name, before, after in facts if before != after]
     if rows:
         console.table("Config and history", rows)
@@ -241,11 +245,15 @@ def _parser() -> argparse.ArgumentParser:
     pruned = command("prune", prune, "folder")
     pruned.add_argument("--keep-last", type=_at_least(1), required=True, metavar="N", help="the newest N are kept")
     pruned.add_argument("--keep-every", type=_at_least(0), default=0, metavar="N", help="and the multiples of N steps")
-    pruned.add_argument("--keep-best", type=_at_least(0), default=0, metavar="N", help="and the best by validation loss")
+    pruned.add_argument(
+        "--keep-best", type=_at_least(0), default=0, metavar="N", help="and the best by validation loss"
+    )
     pruned.add_argument("--abandoned", action="store_true", help="also remove all of the abandoned lines")
     pruned.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     resharded = command("reshard", reshard_, "checkpoint", "output")
-    resharded.add_argument("--files", type=_at_least(1), required=True, metavar="N", help="files to divide the tensors into")
+    resharded.add_argument(
+        "--files", type=_at_least(1), required=True, metavar="N", help="files to divide the tensors into"
+    )
     return parser
 
 

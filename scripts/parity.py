@@ -83,7 +83,7 @@ class Difference:
         return all(value <= bound for value, bound in zip(values, BOUNDS[dtype], strict=True))
 
 
-MESHES: dict[str, tuple[int, dict[str, int]]] = {
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "1 process": (1, {}),
     "DDP 2": (2, {"dp_replicate": 2}),
     "FSDP 2": (2, {"dp_shard": 2}),
@@ -91,17 +91,37 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}),
     "TP 2": (2, {"tp": 2}),
     "FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}),
+    "PP 2": (2, {"pp": 2}),
+    "PP 2 gpipe": (2, {"pp": 2, "pipeline.schedule": "gpipe"}),
+    "PP 2 interleaved": (2, {"pp": 2, "pipeline.schedule": "interleaved_1f1b"}),
+    "PP 2 zero-bubble": (2, {"pp": 2, "pipeline.schedule": "zero_bubble_v"}),
+    "PP 2 of 3 + 1 layers": (2, {"pp": 2, "pipeline.split": "[3, 1]"}),
+    "PP 4": (4, {"pp": 4}),
+    "PP 4 gpipe": (4, {"pp": 4, "pipeline.schedule": "gpipe"}),
+    "PP 2 x FSDP 2": (4, {"pp": 2, "dp_shard": 2}),
+    "PP 2 x FSDP 2 interleaved": (4, {"pp": 2, "dp_shard": 2, "pipeline.schedule": "interleaved_1f1b"}),
+    "PP 2 x FSDP 2 zero-bubble": (4, {"pp": 2, "dp_shard": 2, "pipeline.schedule": "zero_bubble_v"}),
+    "PP 2 x DDP 2": (4, {"pp": 2, "dp_replicate": 2}),
+    "PP 2 x TP 2": (4, {"pp": 2, "tp": 2}),
+    "PP 2 x TP 2 zero-bubble": (4, {"pp": 2, "tp": 2, "pipeline.schedule": "zero_bubble_v"}),
 }
+"""Ranks, and settings: axes of the mesh, other keys by their full name."""
 
 
 def table() -> Iterator[Row]:
-    """Every mesh with every kind of activation checkpointing, eager and compiled, accumulating one and two steps."""
+    """Every mesh with every kind of activation checkpointing, eager and compiled, accumulating one and two steps.
+
+    A pipeline accumulates as many times its number of ranks. What its schedule cannot do is left out.
+    """
     for mesh, mode, compiled, accumulation in itertools.product(
         MESHES, ("none", "full", "selective"), (False, True), (1, 2)
     ):
         ranks, sizes = MESHES[mesh]
-        micro_batch = 8 // (sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1) * accumulation)
-        overrides = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+        if sizes.get("pipeline.schedule") == "zero_bubble_v" and (compiled or mode == "selective"):
+            continue
+        at_once = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1) * sizes.get("pp", 1)
+        micro_batch = 8 // (at_once * accumulation)
+        overrides = {key if "." in key else f"mesh.{key}": size for key, size in sizes.items()} | {
             "activation_checkpoint.mode": mode,
             "compile.enable": str(compiled).lower(),
             "training.micro_batch_size": micro_batch,
@@ -113,6 +133,8 @@ def table() -> Iterator[Row]:
         yield Row(name, ranks, _words(overrides))
     yield from _zero_rows()
     yield from _context_rows()
+    yield from _mixed_rows()
+    yield from owner_table()
 
 
 def _zero_rows() -> Iterator[Row]:
@@ -153,6 +175,28 @@ def _context_rows() -> Iterator[Row]:
         yield Row(f"{mesh}, {method}, {how}", math.prod(sizes.values()), _words(overrides), run)
 
 
+def _mixed_rows() -> Iterator[Row]:
+    """Pairs that no other row has, and three axes at once on 8 ranks; selective checkpointing, accumulating two steps."""
+    mixtures: dict[str, tuple[dict[str, int], int]] = {  # sizes of the axes, micro-batch
+        "PP 2 x CP 2": ({"pp": 2, "cp": 2}, 4),
+        "PP 2 x owner 2": ({"pp": 2, "dp_replicate": 2, "dp_shard": 1}, 2),
+        "FSDP 2 x TP 2 x PP 2": ({"dp_shard": 2, "tp": 2, "pp": 2}, 2),
+        "FSDP 2 x CP 2 x TP 2": ({"dp_shard": 2, "cp": 2, "tp": 2}, 2),
+        "HSDP 2x2 x TP 2": ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, 1),
+        "PP 2 x CP 2 x FSDP 2": ({"pp": 2, "cp": 2, "dp_shard": 2}, 2),
+    }
+    for (name, (sizes, micro_batch)), compiled in itertools.product(mixtures.items(), (False, True)):
+        overrides: dict[str, object] = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+            "activation_checkpoint.mode": "selective",
+            "compile.enable": str(compiled).lower(),
+            "training.micro_batch_size": micro_batch,
+        }
+        if "owner" in name:
+            overrides["fsdp.partition"] = "owner"
+        how = "compiled" if compiled else "eager"
+        yield Row(f"{name}, selective, {how}", math.prod(sizes.values()), _words(overrides))
+
+
 def _words(overrides: Mapping[str, object]) -> tuple[str, ...]:
     """Overrides as on a command line."""
     return tuple(itertools.chain(*((f"--{key}", str(value)) for key, value in overrides.items())))
@@ -171,7 +215,9 @@ def owner_table() -> Iterator[Row]:
     for (variant, options), name, ranks in itertools.product(variants.items(), runs, (1, 2, 4)):
         overrides = {"mesh.dp_replicate": ranks, "mesh.dp_shard": 1, **options}
         overrides["training.micro_batch_size"] = 8 // (ranks * (2 if "accumulation 2" in variant else 1))
-        yield Row(f"owner {ranks}, {name}, {variant}", ranks, _words(overrides) + (() if runs[name] else owner), runs[name])
+        yield Row(
+            f"owner {ranks}, {name}, {variant}", ranks, _words(overrides) + (() if runs[name] else owner), runs[name]
+        )
 
 
 def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
@@ -252,9 +298,7 @@ def _train(config: Config) -> Trajectory:
 
     def keep_first_gradients(*_: object) -> None:
         if not found.gradients:
-            found.gradients = {
-                name: _whole(p.grad) for name, p in learner.model.named_parameters() if p.grad is not None
-            }
+            found.gradients = {name: _whole(p.grad) for name, p in learner.parameters.items() if p.grad is not None}
 
     learner.optimizer.register_step_pre_hook(keep_first_gradients)
     for step, micro_batches in enumerate(_batches(config, mesh.dp_rank, mesh.sizes.dp)):
@@ -262,8 +306,16 @@ def _train(config: Config) -> Trajectory:
         found.losses.append(result.loss)
         found.norms.append(result.grad_norm)
     learner.finish_update()
-    found.weights = {name: _whole(p) for name, p in learner.model.named_parameters()}
+    found.weights = {name: _whole(p) for name, p in learner.parameters.items()}
+    found.gradients, found.weights = _of_all_stages(found.gradients), _of_all_stages(found.weights)
     return found
+
+
+def _of_all_stages(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all ranks: a pipeline's rank has those of its own stages only."""
+    by_rank: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, tensors)
+    return dict(item for tensors in by_rank for item in tensors.items())
 
 
 def _batches(config: Config, dp_rank: int, dp_size: int) -> Iterable[list[MicroBatch]]:

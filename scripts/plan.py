@@ -11,6 +11,7 @@ import argparse
 import resource
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,8 +38,8 @@ def shard_bytes(job: LoadedConfig, ranks: int) -> int:
         mesh = build_mesh(mesh_sizes(job.config, ranks), torch.device("cpu"))
         with torch.device("meta"):
             model = build_model(job.config.model).to(getattr(torch, job.config.training.dtype))
-        parallelize(model, mesh, job.config)
-        locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        stages = parallelize(model, mesh, job.config).values()
+        locals_ = [p.to_local() if isinstance(p, DTensor) else p for stage in stages for p in stage.parameters()]
         assert all(p.is_meta for p in locals_)
         return sum(p.numel() * p.element_size() for p in locals_)
     finally:

@@ -38,6 +38,7 @@ def build_optimizer(
     named_parameters: Sequence[tuple[str, Parameter]],
     hidden_matrices: Collection[str] = (),
     partition: Partition | None = None,
+    model_names: Sequence[str] = (),
 ) -> TorchOptimizer:
     """The optimizer with its state, all zero: AdamW (Loshchilov and Hutter 2019, algorithm 2), or Muon with it.
 
@@ -46,12 +47,13 @@ def build_optimizer(
     Args:
         hidden_matrices: names of the parameters that Muon updates, if `config.name` says so.
         partition: None updates all that this rank holds of every parameter; Muon needs one.
+        model_names: of the whole model's parameters, where these are only a pipeline stage's.
 
     Raises:
         ConfigError: a group's pattern gets no parameter.
     """
     of_muon = set(hidden_matrices) if config.name == "muon" else set()
-    named_groups = _groups(config, named_parameters, of_muon)
+    named_groups = _groups(config, named_parameters, of_muon, model_names)
     optimizer: TorchOptimizer
     if partition is not None:
         makers = {False: partial(_adamw, config), True: partial(_muon, config)}
@@ -64,10 +66,13 @@ def build_optimizer(
 
 
 def _groups(
-    config: Optimizer, named_parameters: Sequence[tuple[str, Parameter]], of_muon: Collection[str]
+    config: Optimizer,
+    named_parameters: Sequence[tuple[str, Parameter]],
+    of_muon: Collection[str],
+    model_names: Sequence[str],
 ) -> list[tuple[bool, dict[str, Any]]]:
     """The parameter groups, each with whether it is Muon's."""
-    settings = _settings_of(config.groups, [name for name, _ in named_parameters])
+    settings = _settings_of(config.groups, model_names or [name for name, _ in named_parameters])
     members: dict[tuple[bool, float, float], list[tuple[str, Parameter]]] = {}
     for name, parameter in named_parameters:
         decay = settings[name].weight_decay

@@ -148,6 +148,37 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "validation.sources=[{name='v',kind='tokens',path='b/validation'}]",
             "nothing will be in b/validation: data.prepare.validation_fraction is 0",
         ),
+        (
+            "mesh.pp=2 pipeline.split=[3,2]",
+            "--pipeline.split: split [3, 2] covers 3 + 2 = 5 layers, but n_layers is 4",
+        ),
+        ("mesh.pp=2 pipeline.split=[4]", "--pipeline.split: split [4] has a number for each of 1 stages, but there are pp 2"),
+        ("mesh.pp=5", "--mesh.pp: pp 5 = 5 stages are more than n_layers 4: each needs a layer"),
+        (
+            "mesh.pp=3 pipeline.schedule=interleaved_1f1b training.micro_batch_size=8",
+            "--mesh.pp: pp 3 x 2 stages a rank = 6 stages are more than n_layers 4",
+        ),
+        (
+            "mesh.pp=4 training.micro_batch_size=4",
+            "--training.micro_batch_size: global_batch_size 8 / (dp 1 x micro_batch_size 4) = 2 micro-batches are too "
+            'few for schedule "1f1b": it needs one for each of pp 4 stages; change one of them',
+        ),
+        (
+            "mesh.pp=2 pipeline.schedule=interleaved_1f1b training.global_batch_size=5",
+            '= 5 micro-batches do not fit schedule "interleaved_1f1b": it computes them in 5 // pp 2 = 2 rounds of '
+            "equal size, and 2 does not divide 5",
+        ),
+        ("pipeline.stages_per_rank=2", '--pipeline.stages_per_rank: stages_per_rank does nothing with schedule "1f1b"'),
+        ("mesh.pp=2 model.tie_embeddings=true", "--mesh.pp: pp 2 puts the embedding on the first stage and the head"),
+        ("mesh.pp=2 pipeline.schedule=zero_bubble_v compile.enable=true", "and a compiled block has only one"),
+        (
+            "mesh.pp=2 pipeline.schedule=zero_bubble_v activation_checkpoint.mode=selective",
+            'what activation checkpointing of mode "selective" keeps lasts for one',
+        ),
+        (
+            "mesh.pp=2 pipeline.schedule=zero_bubble_v fsdp.reshard_after_forward=always",
+            "parameters that FSDP freed would be missing in the second",
+        ),
         ("validation.interval=5", "--validation.interval: interval 5 needs [[validation.sources]]"),
         ("lr_schedule.warmup_steps=11", "--lr_schedule.warmup_steps: warmup_steps 11 is above total_steps 10"),
         ("lr_schedule.decay_steps=3", 'decay_steps does nothing with name "cosine"'),
