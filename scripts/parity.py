@@ -376,7 +376,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=BOUNDS, default="float64", help="type to compute in (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="print the rows and what they would take, and exit")
     arguments = parser.parse_args()
-    rows = [row for row in (*table(), *owner_table()) if fnmatchcase(row.name, arguments.rows)]
+    rows = [row for row in table() if fnmatchcase(row.name, arguments.rows)]
     if arguments.list or not rows:
         print("\n".join(f"{row.name} ({row.ranks} ranks)" for row in rows) or f"no row matches {arguments.rows!r}")
         return 0 if rows else 1
