@@ -193,7 +193,7 @@ def learn(words, folder, steps):
     manager.save(start + steps, learner.state(), {"step": start + steps, "tokens": 0})
     manager.close()
     held_out = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0, validation=True)
-    validation = validate(learner, held_out, torch.arange(config.model.vocab_size))
+    validation = validate(learner, held_out, torch.arange(config.model.vocab_size), lambda: False)
     held_out.close()
     state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in learner.state().items()}
     return losses, validation, state

@@ -27,6 +27,19 @@ CHOSEN = [
     "PP 2 x FSDP 2 zero-bubble, none, eager, accumulation 2",
     "PP 2 x DDP 2, none, eager, accumulation 1",
     "PP 2 x TP 2, selective, eager, accumulation 2",
+    "ZeRO 1, 4 ranks",
+    "ZeRO 2, HSDP 2x2, compiled",
+    "CP 4, gather, eager",
+    "CP 2, ring, eager, documents",
+    "CP 2 x FSDP 2, gather, compiled, documents",
+    "CP 2 x DDP 2, ring, eager",
+    "CP 2 x TP 2, all_to_all, compiled, documents",
+    "PP 2 x CP 2, selective, eager",
+    "PP 2 x owner 2, selective, eager",
+    "FSDP 2 x TP 2 x PP 2, selective, eager",
+    "FSDP 2 x CP 2 x TP 2, selective, eager",
+    "HSDP 2x2 x TP 2, selective, eager",
+    "PP 2 x CP 2 x FSDP 2, selective, eager",
 ]
 MORE = {
     # name: (ranks, overrides of the run, overrides of the machine)
@@ -54,8 +67,8 @@ def assert_parity(ranks, rows, dtype="float64", overrides=()):
 def test_the_table_is_whole():
     without_zero_bubble, zero_bubble = 17, 3  # the latter neither compiled nor with selective checkpointing
     dense = without_zero_bubble * 3 * 2 * 2 + zero_bubble * 2 * 2
-    zero_stages, context = 9, 5 * 3 * 2 * 2
-    assert len(ROWS) == dense + zero_stages + context
+    zero_stages, context, mixed, owner = 9, 5 * 3 * 2 * 2, 6 * 2, 4 * 2 * 3
+    assert len(ROWS) == dense + zero_stages + context + mixed + owner
 
 
 def test_chosen_rows_in_float64(ranks):
