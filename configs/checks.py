@@ -173,7 +173,7 @@ def _tensor_parallel(config: Config, _: int | None) -> Iterator[Problem]:
 
 
 def _owner_partition(config: Config, world_size: int | None) -> Iterator[Problem]:
-    fsdp, tp = config.fsdp, config.mesh.tp
+    fsdp = config.fsdp
     if fsdp.partition == "rows":
         if fsdp.owner_broadcast_dtype is not None:
             yield "fsdp.owner_broadcast_dtype", 'owner_broadcast_dtype does nothing with partition "rows", only "owner"'
@@ -183,11 +183,15 @@ def _owner_partition(config: Config, world_size: int | None) -> Iterator[Problem
             "fsdp.owner_broadcast_dtype",
             f'owner_broadcast_dtype does nothing: training.dtype is "{fsdp.owner_broadcast_dtype}" too',
         )
-    if tp > 1:
-        yield (
-            "fsdp.partition",
-            f'partition "owner" needs whole parameters, and tp {tp} cuts them; set mesh.tp = 1, or partition "rows"',
-        )
+    if fsdp.zero_stage != 3:
+        yield "fsdp.zero_stage", 'zero_stage does nothing with partition "owner", which cuts no rows; leave it out'
+    for axis, ranks in (("tp", config.mesh.tp), ("cp", config.mesh.cp)):
+        if ranks > 1:  # over cp the parameters are sharded as over dp_shard
+            yield (
+                "fsdp.partition",
+                f'partition "owner" needs whole parameters, and {axis} {ranks} cuts them; set mesh.{axis} = 1, or '
+                'partition "rows"',
+            )
     try:
         sizes = mesh_sizes(config, world_size or smallest_world_size(config.mesh))
     except ConfigError:

@@ -152,7 +152,10 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "mesh.pp=2 pipeline.split=[3,2]",
             "--pipeline.split: split [3, 2] covers 3 + 2 = 5 layers, but n_layers is 4",
         ),
-        ("mesh.pp=2 pipeline.split=[4]", "--pipeline.split: split [4] has a number for each of 1 stages, but there are pp 2"),
+        (
+            "mesh.pp=2 pipeline.split=[4]",
+            "--pipeline.split: split [4] has a number for each of 1 stages, but there are pp 2",
+        ),
         ("mesh.pp=5", "--mesh.pp: pp 5 = 5 stages are more than n_layers 4: each needs a layer"),
         (
             "mesh.pp=3 pipeline.schedule=interleaved_1f1b training.micro_batch_size=8",
@@ -199,6 +202,11 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "fsdp.partition=owner mesh.tp=2",
             '--fsdp.partition: partition "owner" needs whole parameters, and tp 2 cuts them; set mesh.tp = 1',
         ),
+        (
+            "fsdp.partition=owner mesh.cp=2",
+            '--fsdp.partition: partition "owner" needs whole parameters, and cp 2 cuts them; set mesh.cp = 1',
+        ),
+        ("fsdp.partition=owner fsdp.zero_stage=2", '--fsdp.zero_stage: zero_stage does nothing with partition "owner"'),
         (
             "fsdp.partition=owner mesh.dp_replicate=2 mesh.dp_shard=2",
             'partition "owner" needs whole parameters, and dp_shard 2 cuts them (on 4 ranks, dp_replicate 2); '
