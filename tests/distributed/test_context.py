@@ -184,6 +184,7 @@ def learn(words, folder, steps):
     config = load("parity.toml", words, dist.get_world_size()).config
     mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), torch.device("cpu"))
     learner = build_learner(config, mesh)
+    folder.mkdir(exist_ok=True)
     manager = make_manager(folder)
     saved = manager.resume(learner.state())
     start = saved["step"] if saved else 0
