@@ -49,9 +49,7 @@ def layers_of_stages(config: Config) -> list[range]:
     split = config.pipeline.split if config.mesh.pp > 1 else None
     counts = _even_split(config) if split is None else split
     if len(counts) != stages:
-        raise ConfigError(
-            f"split {counts} has a number for each of {len(counts)} stages, but there are {shown} = {stages}"
-        )
+        raise ConfigError(f"split {counts} has {len(counts)} stages, but there are {shown} = {stages}")
     if sum(counts) != n_layers:
         summed = " + ".join(map(str, counts))
         raise ConfigError(f"split {counts} covers {summed} = {sum(counts)} layers, but n_layers is {n_layers}")

@@ -8,7 +8,6 @@ rest.
 """
 
 import argparse
-import resource
 import sys
 import time
 from dataclasses import asdict
@@ -29,6 +28,7 @@ from parallelisms.mesh import build_mesh
 from parallelisms.parallelize import parallelize
 from trainer.console import Console, Row, count, duration, size
 from trainer.memory import estimate_memory
+from trainer.metrics import memory_peak_bytes
 
 
 def shard_bytes(job: LoadedConfig, ranks: int) -> int:
@@ -58,7 +58,7 @@ def rows(job: LoadedConfig, ranks: int) -> list[Row]:
         ("held by rank 0", f"{size(held)} of parameters; with gradients and optimizer {size(estimate.states)}"),
         ("at the peak", f"about {size(estimate.device)} of a GPU's memory (estimate)"),
         ("built in", duration(time.perf_counter() - started)),
-        ("this process", f"{size(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)} at its peak"),
+        ("this process", f"{size(memory_peak_bytes('cpu'))} at its peak"),
     ]
 
 
