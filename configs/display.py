@@ -7,6 +7,7 @@ from configs.keys import Key, schema_keys
 from configs.layout import accumulation_steps, mesh_sizes, parameter_count, smallest_world_size
 from configs.load import LoadedConfig
 from configs.schema import RUN_TABLES, Config
+from configs.stages import fewest_micro_batches
 from configs.toml_text import value_text
 
 _USAGE = """\
@@ -86,12 +87,11 @@ def _ranks(config: Config, world_size: int | None) -> str:
         sizes = mesh_sizes(config, world_size)
         steps = accumulation_steps(config, sizes)
         ranks = f"{world_size} rank{'s' * (world_size != 1)}"
-        mesh = f"dp_replicate {sizes.dp_replicate} x dp_shard {sizes.dp_shard} x tp {sizes.tp}"
-        return f"{ranks}: {mesh}, {steps} micro-batch{'es' * (steps != 1)} a step"
+        return f"{ranks}: {sizes}, {steps} micro-batch{'es' * (steps != 1)} a step"
     smallest = smallest_world_size(config.mesh)
     if config.mesh.dp_shard != -1:
         return f"{smallest} ranks"
-    most = smallest * accumulation_steps(config, mesh_sizes(config, smallest))
+    most = smallest * (accumulation_steps(config, mesh_sizes(config, smallest)) // fewest_micro_batches(config))
     return f"{smallest} to {most} ranks"
 
 

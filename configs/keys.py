@@ -130,6 +130,7 @@ _ALIASES = {
     "sequence_length": "training.seq_len",
     "clip_grad": "training.max_norm",
     "tensor_parallel_degree": "mesh.tp",
+    "context_parallel_degree": "mesh.cp",
     "data_parallel_shard_degree": "mesh.dp_shard",
     "data_parallel_replicate_degree": "mesh.dp_replicate",
 }

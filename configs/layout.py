@@ -7,9 +7,10 @@ is a device, and the trainer uses the same functions, so that what was checked i
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from configs.errors import ConfigError
-from configs.schema import Config, LrSchedule, Mesh, Model
+from configs.schema import Config, Fsdp, LrSchedule, Mesh, Model
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class MeshSizes:
     dp_replicate: int
     dp_shard: int
     tp: int
+    cp: int = 1
+    pp: int = 1
 
     @property
     def dp(self) -> int:
@@ -26,13 +29,32 @@ class MeshSizes:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def fsdp_shard(self) -> int:
+        """Ranks over which FSDP shards: a context-parallel rank holds different tokens, as a data-parallel one does."""
+        return self.dp_shard * self.cp
+
+    @property
+    def token_ranks(self) -> int:
+        """Ranks that hold different tokens of a global batch, and over which FSDP averages their gradients."""
+        return self.dp * self.cp
+
+    @property
     def world_size(self) -> int:
-        return self.dp * self.tp
+        return self.token_ranks * self.tp * self.pp
+
+    def __str__(self) -> str:
+        return product_of_axes(self)
+
+
+def product_of_axes(sizes: MeshSizes | Mesh) -> str:
+    """The mesh as an arithmetic expression, without what is left open (-1) and without the rarer axes of size 1."""
+    left_out = {"dp_replicate": (), "dp_shard": (-1,), "cp": (1,), "tp": (), "pp": (1,)}
+    return " x ".join(f"{name} {n}" for name, out in left_out.items() if (n := getattr(sizes, name)) not in out)
 
 
 def smallest_world_size(mesh: Mesh) -> int:
     """The fewest ranks that the mesh can be built of; with `dp_shard = -1` any multiple of it will do, too."""
-    return mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.tp
+    return mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp * mesh.pp
 
 
 def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
@@ -44,19 +66,19 @@ def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
     mesh = config.mesh
     smallest = smallest_world_size(mesh)
     if mesh.dp_shard == -1 and world_size % smallest == 0:
-        return MeshSizes(mesh.dp_replicate, world_size // smallest, mesh.tp)
+        return MeshSizes(mesh.dp_replicate, world_size // smallest, mesh.tp, cp=mesh.cp, pp=mesh.pp)
     if world_size == smallest and mesh.dp_shard != -1:
-        return MeshSizes(mesh.dp_replicate, mesh.dp_shard, mesh.tp)
+        return MeshSizes(mesh.dp_replicate, mesh.dp_shard, mesh.tp, cp=mesh.cp, pp=mesh.pp)
     ranks = f"{world_size} rank{'s' * (world_size != 1)}"
     start = f"{smallest} ranks (torchrun --nproc-per-node {smallest})"
     if mesh.dp_shard == -1:
         raise ConfigError(
-            f"{ranks} cannot form the mesh: dp_replicate {mesh.dp_replicate} x tp {mesh.tp} = {smallest} does not "
-            f"divide {world_size}; start {start} or a multiple, or change [mesh]"
+            f"{ranks} cannot form the mesh: {product_of_axes(mesh)} = {smallest} does not divide {world_size}; "
+            f"start {start} or a multiple, or change [mesh]"
         )
     raise ConfigError(
-        f"{ranks} cannot form the mesh: dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x tp {mesh.tp} = "
-        f"{smallest}, not {world_size}; start {start}, or change [mesh]"
+        f"{ranks} cannot form the mesh: {product_of_axes(mesh)} = {smallest}, not {world_size}; start {start}, or "
+        "change [mesh]"
     )
 
 
@@ -79,6 +101,16 @@ def accumulation_steps(config: Config, sizes: MeshSizes) -> int:
     )
 
 
+def reshard_after_forward(fsdp: Fsdp) -> Literal["default", "always", "never"]:
+    """What becomes of gathered parameters after forward: ZeRO stages 1 and 2 keep them."""
+    return fsdp.reshard_after_forward if fsdp.zero_stage == 3 else "never"
+
+
+def reduces_once(fsdp: Fsdp) -> bool:
+    """Whether gradients are reduced with a step's last micro-batch only."""
+    return fsdp.zero_stage == 1 or fsdp.accumulate == "reduce_last"
+
+
 def head_dim(model: Model) -> int:
     """Width of one attention head."""
     return model.head_dim or model.dim // model.n_heads
@@ -96,12 +128,17 @@ def decay_steps(schedule: LrSchedule) -> int:
 
 def parameter_count(model: Model) -> int:
     """Number of parameters of a Llama; a tied matrix counts once."""
-    attention = 2 * model.dim * head_dim(model) * (model.n_heads + n_kv_heads(model))  # q and o, k and v
-    feed_forward = 3 * model.dim * model.ffn_dim  # gate, up, down
     norms = 2 * model.dim
     matrices_of_vocabulary = 1 if model.tie_embeddings else 2
     vocabulary = matrices_of_vocabulary * model.vocab_size * model.dim
-    return vocabulary + model.n_layers * (attention + feed_forward + norms) + model.dim
+    return vocabulary + model.n_layers * (layer_matrices(model) + norms) + model.dim
+
+
+def layer_matrices(model: Model) -> int:
+    """Elements of one layer's matrices."""
+    attention = 2 * model.dim * head_dim(model) * (model.n_heads + n_kv_heads(model))  # q and o, k and v
+    feed_forward = 3 * model.dim * model.ffn_dim  # gate, up, down
+    return attention + feed_forward
 
 
 def layer_numbers(ranges: str, n_layers: int) -> list[int]:

@@ -93,6 +93,8 @@ class Source(Table):
     """Share of the samples that come from here, relative to the other sources."""
     text_key: str = "text"
     """text: the field that holds the text, in .jsonl, .parquet and hub rows."""
+    document_length: PositiveInt | None = None
+    """synthetic: mean length of the documents, in tokens; default: a window is one document."""
     virtual_shards: PositiveInt = 64
     """text: shards that its documents are dealt out to; at least the data-parallel ranks, to divide the tokenizing."""
 
@@ -164,8 +166,8 @@ class ParameterGroup(Table):
 class Optimizer(Table):
     """The update rule."""
 
-    name: Literal["adamw"] = "adamw"
-    """AdamW, with weight decay on matrices only."""
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw; muon: Muon for the matrices of the blocks, AdamW for the rest (needs fsdp.partition = "owner")."""
     lr: PositiveFloat
     """Peak learning rate."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
@@ -174,6 +176,12 @@ class Optimizer(Table):
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices; vectors (norms) have none unless a group says so."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """muon: decay rate of the momentum."""
+    newton_schulz_steps: Annotated[int, Field(gt=0, lt=100)] = 5
+    """muon: iterations that bring the momentum near an orthogonal matrix."""
+    muon_lr_adjustment: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """muon: factor on lr by a matrix's shape; match_rms_adamw: as large as AdamW's updates, so one lr fits both."""
     groups: list[ParameterGroup] = []
     """Parameters with settings of their own; the first pattern that matches a name counts."""
 
@@ -218,21 +226,51 @@ class Mesh(Table):
     """Replicas of the (sharded) model: DDP, or HSDP together with dp_shard."""
     dp_shard: Annotated[int, Field(ge=-1)] = -1
     """Ranks over which FSDP shards parameters; -1: what the other sizes leave."""
+    cp: PositiveInt = 1
+    """Context-parallel ranks, each with its part of every sequence; FSDP shards parameters over them, too."""
     tp: PositiveInt = 1
     """Tensor-parallel ranks, with sequence parallelism between the matrices."""
+    pp: PositiveInt = 1
+    """Pipeline-parallel ranks, each of which holds some of the layers."""
 
 
 class Fsdp(Table):
     """Fully sharded data parallelism."""
 
+    zero_stage: Literal[1, 2, 3] = 3
+    """3: parameters are gathered only to compute; 2: kept from forward to backward; 1: also until the step's end, and
+    gradients are reduced once a step. What 2 and 1 fix (the next key and accumulate) can't be set otherwise."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after forward; default: all but the last group; never: ZeRO-2's memory for its speed."""
+    """Free gathered parameters after forward; default: all but the last group (none if mesh.pp > 1); never: as
+    zero_stage = 2."""
     prefetch_depth: PositiveInt = 1
     """Groups whose gathers are issued ahead of the computation."""
     cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in CPU memory."""
     accumulate: Literal["reduce_every", "reduce_last"] = "reduce_every"
-    """reduce_last: reduce gradients once a step, at the cost of unsharded gradients in memory between micro-batches."""
+    """reduce_last (with mesh.pp > 1 always): reduce gradients once a step; until then they are kept unsharded."""
+    partition: Literal["rows", "owner"] = "rows"
+    """owner: shares whole parameters' optimizer state out to the dp_replicate ranks, instead of cutting by rows."""
+    owner_broadcast_dtype: Literal["bfloat16"] | None = None
+    """owner: send updated parameters, and compute with them, rounded to this; owners keep training.dtype (run key)."""
+
+
+class Context(Table):
+    """Context parallelism: how attention sees the other ranks' part of the sequence (docs/context_parallelism.md)."""
+
+    method: Literal["gather", "ring", "all_to_all"] = "gather"
+    """gather: all keys and values at once; ring: one rank's after another; all_to_all: whole sequence, fewer heads."""
+
+
+class Pipeline(Table):
+    """How mesh.pp ranks share the layers, and in which order they compute the micro-batches."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_v"] = "1f1b"
+    """gpipe: all forwards first; 1f1b: less memory; interleaved_1f1b, zero_bubble_v: less idle time, more messages."""
+    stages_per_rank: Annotated[int, Field(ge=2)] | None = None
+    """interleaved_1f1b: stages on each rank; default: 2."""
+    split: list[PositiveInt] | None = None
+    """Layers of each stage, in order; default: evenly by their cost, the embedding and the head counted."""
 
 
 class ActivationCheckpoint(Table):
@@ -342,6 +380,10 @@ class Config(Table):
     """Arrangement of the ranks."""
     fsdp: Fsdp = Fsdp()
     """Fully sharded data parallelism."""
+    context: Context = Context()
+    """Context parallelism."""
+    pipeline: Pipeline = Pipeline()
+    """Pipeline parallelism."""
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     """What backward recomputes."""
     compile: Compile = Compile()
@@ -358,8 +400,11 @@ class Config(Table):
 
 RUN_TABLES = ("model", "tokenizer", "data", "training", "optimizer", "lr_schedule")
 MACHINE_KEYS_IN_RUN_TABLES = ("training.steps", "training.micro_batch_size")
+RUN_KEYS_IN_MACHINE_TABLES = ("fsdp.owner_broadcast_dtype",)
 
 
 def is_run_key(key: str) -> bool:
     """Whether a dotted key (`"training.seed"`) decides what is learned, and so must not change on a resume."""
-    return key.split(".")[0] in RUN_TABLES and key not in MACHINE_KEYS_IN_RUN_TABLES
+    if key.split(".")[0] in RUN_TABLES:
+        return key not in MACHINE_KEYS_IN_RUN_TABLES
+    return key in RUN_KEYS_IN_MACHINE_TABLES

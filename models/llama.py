@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from configs.layout import head_dim, n_kv_heads
 from configs.schema import Model, RopeScaling
-from models.plan import Plan
+from models.plan import Plan, TensorRole
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # (q, k, v, mask) -> what attention mixes of v
 
 
 class RotaryEmbedding(nn.Module):
@@ -79,18 +80,30 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(query_dim, config.dim, bias=False)
+        self.attend: Attend = attend
+        """What looks at other tokens; where the sequence is cut over ranks, another function stands here."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """x: (batch, seq, dim), mask: (batch, 1, seq, seq) of the pairs allowed, None for plain causal."""
+        """x: (batch, seq, dim), mask: what the model's `mask` made, None for plain causal."""
         heads = (*x.shape[:-1], -1, self.head_dim)  # -1: a tensor-parallel rank holds only some of the heads
         q = rotate(self.q_proj(x).view(heads), cos, sin)
         k = rotate(self.k_proj(x).view(heads), cos, sin)
         v = self.v_proj(x).view(heads)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, heads, seq, head_dim)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Scaled dot-product attention.
+
+    Args:
+        q: (batch, heads, seq, head_dim).
+        k, v: the same with as many heads or fewer (grouped queries).
+        mask: (batch, 1, seq, seq) of the pairs allowed, None for plain causal.
+    """
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 class FeedForward(nn.Module):
@@ -130,8 +143,32 @@ class Head(nn.Linear):
         return F.linear(hidden, self.weight) if loss is None else loss(hidden, self.weight)
 
 
+_TENSOR_ROLES: dict[str, TensorRole] = {
+    "embed_tokens": "embedding",
+    "layers.*.input_layernorm": "norm",
+    "layers.*.self_attn": "gather",
+    "layers.*.self_attn.[qkv]_proj": "column",
+    "layers.*.self_attn.o_proj": "row",
+    "layers.*.post_attention_layernorm": "norm",
+    "layers.*.mlp": "gather",
+    "layers.*.mlp.gate_proj": "column",
+    "layers.*.mlp.up_proj": "column",
+    "layers.*.mlp.down_proj": "row",
+    "norm": "norm",
+    "lm_head": "head",
+}
+
+
 class Llama(nn.Module):
-    """The model; `config` is the job file's `[model]`."""
+    """The model; `config` is the job file's `[model]`.
+
+    A pipeline stage is a model without its other layers and, unless it is the first or the last, with None for
+    `embed_tokens`, or for `norm` and `lm_head`. What is left keeps its name.
+    """
+
+    embed_tokens: nn.Embedding | None
+    norm: nn.RMSNorm | None
+    lm_head: Head | None
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -143,6 +180,8 @@ class Llama(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = RotaryEmbedding(head_dim(config), config.rope_theta, config.rope_scaling)
+        self.mask: Callable[[Tensor], Tensor] = document_mask
+        """Document ids to what each block's `attend` takes; replaced together with that."""
 
     def forward(
         self,
@@ -151,48 +190,42 @@ class Llama(nn.Module):
         document_ids: Tensor | None = None,
         loss: Loss | None = None,
     ) -> Tensor:
-        """Logits (batch, seq, vocab), or the loss if one is given.
+        """Logits (batch, seq, vocab), or the loss if one is given; of a pipeline stage, its last layer's output.
 
         Args:
-            tokens: (batch, seq) ids.
-            positions: (batch, seq); default: 0, 1, 2, ...
+            tokens: (batch, seq) ids; for a later pipeline stage the output of the one before, (batch, seq, dim).
+            positions: (1 or batch, seq); default: 0, 1, 2, ...
             document_ids: (batch, seq); tokens see only earlier ones of the same id. Default: all earlier ones.
             loss: called with the normed hidden states and the head's weight.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         cos, sin = self.rotary(positions)
-        mask = None if document_ids is None else document_mask(document_ids)
-        x = self.embed_tokens(tokens)
+        mask = None if document_ids is None else self.mask(document_ids)
+        x = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
         for block in self.layers.values():
             x = block(x, cos, sin, mask)
-        return self.lm_head(self.norm(x), loss)
+        return x if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x), loss)
 
     @property
     def plan(self) -> Plan:
         """How the model may be cut; see `Plan`."""
+        there = dict(self.named_children())
         blocks = tuple(f"layers.{name}" for name in self.layers)
-        ends = (("embed_tokens",), ("norm", "lm_head"))
+        before = tuple(name for name in ("embed_tokens",) if name in there)
+        after = tuple(name for name in ("norm", "lm_head") if name in there)
         # A tied matrix is needed at both ends of the forward pass: it stays in the root's group, gathered throughout.
         groups = tuple((block,) for block in blocks)
         return Plan(
             blocks=blocks,
-            fsdp_groups=groups if self.config.tie_embeddings else (ends[0], *groups, ends[1]),
-            tensor_parallel={
-                "embed_tokens": "embedding",
-                "layers.*.input_layernorm": "norm",
-                "layers.*.self_attn": "gather",
-                "layers.*.self_attn.[qkv]_proj": "column",
-                "layers.*.self_attn.o_proj": "row",
-                "layers.*.post_attention_layernorm": "norm",
-                "layers.*.mlp": "gather",
-                "layers.*.mlp.gate_proj": "column",
-                "layers.*.mlp.up_proj": "column",
-                "layers.*.mlp.down_proj": "row",
-                "norm": "norm",
-                "lm_head": "head",
-            },
-            save_ops=("aten.mm", "aten._scaled_dot_product_*attention*", "_c10d_functional.reduce_scatter_tensor"),
+            first_block=int(next(iter(self.layers))),
+            n_blocks=self.config.n_layers,
+            before_blocks=before,
+            after_blocks=after,
+            fsdp_groups=groups if self.config.tie_embeddings else tuple(filter(None, (before, *groups, after))),
+            attention=tuple(f"{block}.self_attn" for block in blocks),
+            tensor_parallel={name: role for name, role in _TENSOR_ROLES.items() if name.partition(".")[0] in there},
+            save_ops=("aten.mm", "*._scaled_dot_product_*attention*", "_c10d_functional.reduce_scatter_tensor"),
         )
 
     def init_std(self, name: str) -> float | None:

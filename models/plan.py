@@ -17,8 +17,24 @@ class Plan:
     blocks: tuple[str, ...]
     """The repeated blocks in forward order: the units of activation checkpointing and compilation."""
 
+    first_block: int
+    """Number of the first of `blocks` in the whole model; above 0 on a pipeline's later stages."""
+
+    n_blocks: int
+    """Blocks of the whole model. A pipeline may cut it between any two of them."""
+
+    before_blocks: tuple[str, ...]
+    """Modules that come before the first block, and so belong to a pipeline's first stage."""
+
+    after_blocks: tuple[str, ...]
+    """Modules that come after the last block, and so belong to a pipeline's last stage."""
+
     fsdp_groups: tuple[tuple[str, ...], ...]
     """Modules gathered together, in forward order; what no group names belongs to the root's."""
+
+    attention: tuple[str, ...]
+    """Modules whose `attend(q, k, v, mask)` alone looks at other tokens; the model's `mask(document_ids)` makes its
+    last argument. Where each rank has a part of the sequence, both are replaced."""
 
     tensor_parallel: dict[str, TensorRole]
     """Pattern -> role. embedding: rows of the vocabulary; norm: works on a shard of the sequence; gather: its input is

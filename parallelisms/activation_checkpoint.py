@@ -65,8 +65,10 @@ def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) 
             _compile_within_budget(block, config.memory_budget)
     elif config.mode != "none":
         _declare_attention_deterministic()
-        for layer in selected_layers(config, len(blocks)):
-            _checkpoint(blocks[layer], config, plan.save_ops)
+        selected = selected_layers(config, plan.n_blocks)
+        for number, block in enumerate(blocks, start=plan.first_block):
+            if number in selected:
+                _checkpoint(block, config, plan.save_ops)
 
 
 def _checkpoint(block: nn.Module, config: ActivationCheckpoint, default_ops: Sequence[str]) -> None:

@@ -173,7 +173,7 @@ def _record(
     return recorder, x.untyped_storage().nbytes()
 
 
-class _Reached(Exception):  # noqa: N818
+class _Reached(Exception):
     """Carries a block's inputs out of the model's forward pass, the rest of which need not run."""
 
 

@@ -1,8 +1,16 @@
 """Fully sharded data parallelism (FSDP2, Zhao et al. 2023; per-parameter sharding), HSDP and DDP.
 
-Parameters, gradients and optimizer state are sharded by rows over `dp_shard` and replicated over `dp_replicate`; a
-group's parameters are gathered before it computes. DDP is the case `dp_shard = 1`. It is applied at every degree, 1
-included: that is where compute_dtype and reduce_dtype come from, so that they mean the same everywhere.
+Parameters, gradients and optimizer state are sharded by rows over `dp_shard` x `cp` and replicated over
+`dp_replicate`; a group's parameters are gathered before it computes. DDP is the case `dp_shard = 1`. It is applied at
+every degree, 1 included: that is where compute_dtype and reduce_dtype come from, so that they mean the same everywhere.
+
+The stages of ZeRO (Rajbhandari et al. 2020, section 5) differ in what stays whole while a step computes; between steps
+a rank holds its shards, whatever the stage. With P parameters over N ranks, in elements:
+
+    stage   parameters            gradients                      gathers and reductions a step of m micro-batches
+    3       P / N + some groups   P / N                          2 m, m
+    2       P / N + P             P / N                          m, m
+    1       P / N + P             P / N + P between micro-batches   1, 1
 """
 
 from typing import cast
@@ -12,12 +20,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from configs.layout import reduces_once, reshard_after_forward
 from configs.schema import Fsdp, Training
 from parallelisms.plan import plan_of
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Training) -> None:
-    """Shard each of the plan's groups, then what is left with the root, and set up prefetching."""
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Training, is_stage: bool = False) -> None:
+    """Shard each of the plan's groups, then what is left with the root, and set up prefetching.
+
+    A pipeline stage by default does not reshard after forward: it would gather anew for every micro-batch.
+    """
     # The inputs are not cast: the embedding already has the compute type, and the rotary angles need float32.
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.compute_dtype),
@@ -28,8 +40,8 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Train
     groups = [[model.get_submodule(name) for name in names] for names in plan_of(model).fsdp_groups]
     for modules in groups:
         # The last group's backward follows its forward at once: resharding between them would only gather it twice.
-        is_last = modules is groups[-1]
-        reshard = {"default": not is_last, "always": True, "never": False}[config.reshard_after_forward]
+        is_freed = modules is not groups[-1] and not is_stage
+        reshard = {"default": is_freed, "always": True, "never": False}[reshard_after_forward(config)]
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=mesh,
@@ -54,12 +66,15 @@ def _prefetch(groups: list[FSDPModule], depth: int) -> None:
 def prepare_backward(model: nn.Module, config: Fsdp, is_last_micro_batch: bool) -> None:
     """Say before each micro-batch's backward pass whether it is the step's last, and so whether it reduces gradients.
 
-    With `accumulate = "reduce_last"` the micro-batches before it keep their gradients unsharded, in reduce_dtype.
+    Where gradients are reduced once a step, the micro-batches before it keep them unsharded, in reduce_dtype; ZeRO
+    stage 1 keeps the parameters gathered, too.
     """
     assert isinstance(model, FSDPModule)
     model.set_is_last_backward(is_last_micro_batch)
-    if config.accumulate == "reduce_last":
+    if reduces_once(config):
         model.set_requires_gradient_sync(is_last_micro_batch)
+    if config.zero_stage == 1:
+        model.set_reshard_after_backward(is_last_micro_batch)
 
 
 def reshard(model: nn.Module) -> None:

@@ -16,19 +16,25 @@ from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    pipeline: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Scale the gradients in place so that their global p-norm is at most `max_norm`; all ranks must call it.
 
     Args:
         parameters: those without a gradient are left out.
         max_norm: inf only measures.
         norm_type: p; inf for the largest absolute value.
+        pipeline: the ranks that hold the other stages' parameters.
 
     Returns:
         The norm before clipping, a scalar, the same on all ranks.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = grad_norm(gradients, norm_type)
+    norm = grad_norm(gradients, norm_type, pipeline)
     if math.isfinite(max_norm):
         # As in torch.nn.utils.clip_grads_with_norm_. A norm that is not finite scales nothing to a usable value, but
         # such a step is skipped anyway.
@@ -37,15 +43,17 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: flo
     return norm
 
 
-def grad_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """p-norm of all gradients taken as one vector."""
+def grad_norm(gradients: list[Tensor], norm_type: float, pipeline: dist.ProcessGroup | None = None) -> Tensor:
+    """p-norm of all gradients, those of the `pipeline`'s other ranks included, taken as one vector."""
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         by_groups[_sharding_groups(gradient)].append(_local(gradient))
     totals = [_total_over(groups, local, norm_type) for groups, local in by_groups.items()]
-    if math.isinf(norm_type):
-        return torch.stack(totals).max()
-    return torch.stack(totals).sum() ** (1.0 / norm_type)
+    is_max = math.isinf(norm_type)
+    total = torch.stack(totals).max() if is_max else torch.stack(totals).sum()
+    if pipeline is not None:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=pipeline)
+    return total if is_max else total ** (1.0 / norm_type)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """The mesh: how the ranks are arranged, and the few collectives that the trainer needs on it.
 
-Axes, outermost first: `dp_replicate` (copies of the sharded model), `dp_shard` (FSDP), `tp` (tensor parallel). The
-innermost axis talks most, so its ranks are neighbours, on one machine where there are several. Every axis exists at
-every size, 1 included: one path through the code serves a laptop and a cluster.
+Axes, outermost first: `pp` (pipeline stages), `dp_replicate` (copies of the sharded model), `dp_shard` (FSDP), `cp`
+(context parallel), `tp` (tensor parallel). The innermost axis talks most, so its ranks are neighbours, on one machine
+where there are several. Every axis exists at every size, 1 included: one path through the code serves a laptop and a
+cluster. Context-parallel ranks hold different tokens as data-parallel ones do, so FSDP shards over both at once.
 """
 
 import os
@@ -24,10 +25,14 @@ class Mesh:
     sizes: MeshSizes
     device: torch.device
     fsdp: DeviceMesh
-    """(dp_shard,), or (dp_replicate, dp_shard) where there are replicas: what `fully_shard` takes."""
+    """(shard,), or (dp_replicate, shard) where there are replicas: what `fully_shard` takes; shard: dp_shard x cp."""
+    cp: DeviceMesh
     tp: DeviceMesh
+    pp: DeviceMesh
     dp: DeviceMesh
     """All data-parallel ranks in one dimension: those that see different samples."""
+    tokens: DeviceMesh
+    """Those and the context-parallel ones: all that see different tokens."""
 
     @property
     def dp_rank(self) -> int:
@@ -35,8 +40,13 @@ class Mesh:
         return self.dp.get_local_rank()
 
     def sum_over_dp(self, tensor: Tensor) -> Tensor:
-        """Add `tensor` up over the data-parallel ranks, in place."""
-        dist.all_reduce(tensor, group=self.dp.get_group())
+        """Add `tensor` up over the ranks that hold different tokens (data- and context-parallel), in place."""
+        dist.all_reduce(tensor, group=self.tokens.get_group())
+        return tensor
+
+    def sum_over_pp(self, tensor: Tensor) -> Tensor:
+        """Add `tensor` up over the ranks of the pipeline, in place."""
+        dist.all_reduce(tensor, group=self.pp.get_group())
         return tensor
 
     def max_over_all(self, tensor: Tensor) -> Tensor:
@@ -67,14 +77,17 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
     """Arrange the ranks of the process group as `sizes` says."""
     mesh = init_device_mesh(
         device.type,
-        (sizes.dp_replicate, sizes.dp_shard, sizes.tp),
-        mesh_dim_names=("dp_replicate", "dp_shard", "tp"),
+        (sizes.pp, sizes.dp_replicate, sizes.fsdp_shard, sizes.tp),
+        mesh_dim_names=("pp", "dp_replicate", "shard", "tp"),
     )
-    replicated = mesh["dp_replicate", "dp_shard"]
+    finer = mesh._unflatten("shard", (sizes.dp_shard, sizes.cp), ("dp_shard", "cp"))
     return Mesh(
         sizes=sizes,
         device=device,
-        fsdp=replicated if sizes.dp_replicate > 1 else mesh["dp_shard"],
+        fsdp=mesh["dp_replicate", "shard"] if sizes.dp_replicate > 1 else mesh["shard"],
+        cp=finer["cp"],
         tp=mesh["tp"],
-        dp=replicated._flatten("dp"),
+        pp=mesh["pp"],
+        dp=finer["dp_replicate", "dp_shard"]._flatten("dp"),
+        tokens=mesh["dp_replicate", "shard"]._flatten("tokens"),
     )

@@ -1,6 +1,8 @@
 """The techniques, in the one order in which they compose.
 
-Tensor parallelism changes what the modules hold, so it comes first. Activation checkpointing wraps a block's forward
+A pipeline's stages are cut first: each is a model of its own to the other techniques. Tensor parallelism changes what
+the modules hold, and context parallelism what a block's forward pass calls, so they come before what wraps that.
+Activation checkpointing wraps a block's forward
 pass, and compilation wraps that, so that the compiler sees what is recomputed. FSDP comes last: its gathers and
 reductions run around the compiled blocks. No technique knows the model: each follows the model's plan. Parameter
 names never change, so a checkpoint fits any combination.
@@ -11,17 +13,27 @@ from torch import nn
 from configs.schema import Config
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
+from parallelisms.context import apply_context_parallel
 from parallelisms.fsdp import apply_fsdp
 from parallelisms.mesh import Mesh
+from parallelisms.pipeline import own_stages
 from parallelisms.tensor import apply_tensor_parallel
 
 
-def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> nn.Module:
-    """Apply what the config asks for to a model on the meta device, in place; no parameter has memory yet."""
-    if mesh.sizes.tp > 1:
-        apply_tensor_parallel(model, mesh.tp)
-    apply_activation_checkpoint(model, config.activation_checkpoint)
-    if config.compile.enable:
-        apply_compile(model)
-    apply_fsdp(model, mesh.fsdp, config.fsdp, config.training)
-    return model
+def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> dict[int, nn.Module]:
+    """Apply what the config asks for to a model on the meta device; no parameter has memory yet.
+
+    Returns:
+        The pipeline stages that this rank holds, by number; without a pipeline stage 0, the model itself.
+    """
+    stages = own_stages(model, config, mesh.pp.get_local_rank())
+    for stage in stages.values():
+        if mesh.sizes.tp > 1:
+            apply_tensor_parallel(stage, mesh.tp)
+        if mesh.sizes.cp > 1:
+            apply_context_parallel(stage, mesh.cp, config.context.method)
+        apply_activation_checkpoint(stage, config.activation_checkpoint)
+        if config.compile.enable:
+            apply_compile(stage)
+        apply_fsdp(stage, mesh.fsdp, config.fsdp, config.training, is_stage=mesh.sizes.pp > 1)
+    return stages

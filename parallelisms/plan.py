@@ -14,8 +14,28 @@ class Plan(Protocol):
         """Names of the repeated blocks, in forward order."""
 
     @property
+    def first_block(self) -> int:
+        """Number of the first of `blocks` in the whole model."""
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of the whole model."""
+
+    @property
+    def before_blocks(self) -> tuple[str, ...]:
+        """Modules of a pipeline's first stage."""
+
+    @property
+    def after_blocks(self) -> tuple[str, ...]:
+        """Modules of a pipeline's last stage."""
+
+    @property
     def fsdp_groups(self) -> tuple[tuple[str, ...], ...]:
         """Modules gathered together, in forward order."""
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """Names of the modules whose `attend` alone looks at other tokens."""
 
     @property
     def tensor_parallel(self) -> Mapping[str, str]:

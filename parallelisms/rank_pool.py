@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 class RankPool:
@@ -105,4 +106,7 @@ def _work(connection: Connection) -> None:
             result = (True, traceback.format_exc())
         if dist.is_initialized():
             dist.destroy_process_group()
+        # DTensor remembers how it shards an op together with the mesh, and so with process groups that are gone: the
+        # next case's mesh may equal this one's and yet have groups of other names.
+        _clear_sharding_prop_cache()
         connection.send(result)

@@ -14,10 +14,11 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from configs.errors import KeelError
 from configs.layout import mesh_sizes
 from configs.load import load
-from configs.schema import Config
+from configs.schema import Config, Optimizer
 from models import build_model
 from parallelisms.init import materialize
 from parallelisms.mesh import build_mesh
@@ -51,6 +52,8 @@ class Row:
     name: str
     ranks: int
     overrides: tuple[str, ...]
+    run_overrides: tuple[str, ...] = ()
+    """Those of run keys, which the reference takes as well."""
 
 
 @dataclass
@@ -80,7 +83,7 @@ class Difference:
         return all(value <= bound for value, bound in zip(values, BOUNDS[dtype], strict=True))
 
 
-MESHES: dict[str, tuple[int, dict[str, int]]] = {
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "1 process": (1, {}),
     "DDP 2": (2, {"dp_replicate": 2}),
     "FSDP 2": (2, {"dp_shard": 2}),
@@ -88,17 +91,37 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}),
     "TP 2": (2, {"tp": 2}),
     "FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}),
+    "PP 2": (2, {"pp": 2}),
+    "PP 2 gpipe": (2, {"pp": 2, "pipeline.schedule": "gpipe"}),
+    "PP 2 interleaved": (2, {"pp": 2, "pipeline.schedule": "interleaved_1f1b"}),
+    "PP 2 zero-bubble": (2, {"pp": 2, "pipeline.schedule": "zero_bubble_v"}),
+    "PP 2 of 3 + 1 layers": (2, {"pp": 2, "pipeline.split": "[3, 1]"}),
+    "PP 4": (4, {"pp": 4}),
+    "PP 4 gpipe": (4, {"pp": 4, "pipeline.schedule": "gpipe"}),
+    "PP 2 x FSDP 2": (4, {"pp": 2, "dp_shard": 2}),
+    "PP 2 x FSDP 2 interleaved": (4, {"pp": 2, "dp_shard": 2, "pipeline.schedule": "interleaved_1f1b"}),
+    "PP 2 x FSDP 2 zero-bubble": (4, {"pp": 2, "dp_shard": 2, "pipeline.schedule": "zero_bubble_v"}),
+    "PP 2 x DDP 2": (4, {"pp": 2, "dp_replicate": 2}),
+    "PP 2 x TP 2": (4, {"pp": 2, "tp": 2}),
+    "PP 2 x TP 2 zero-bubble": (4, {"pp": 2, "tp": 2, "pipeline.schedule": "zero_bubble_v"}),
 }
+"""Ranks, and settings: axes of the mesh, other keys by their full name."""
 
 
 def table() -> Iterator[Row]:
-    """Every mesh with every kind of activation checkpointing, eager and compiled, accumulating one and two steps."""
+    """Every mesh with every kind of activation checkpointing, eager and compiled, accumulating one and two steps.
+
+    A pipeline accumulates as many times its number of ranks. What its schedule cannot do is left out.
+    """
     for mesh, mode, compiled, accumulation in itertools.product(
         MESHES, ("none", "full", "selective"), (False, True), (1, 2)
     ):
         ranks, sizes = MESHES[mesh]
-        micro_batch = 8 // (sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1) * accumulation)
-        overrides = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+        if sizes.get("pipeline.schedule") == "zero_bubble_v" and (compiled or mode == "selective"):
+            continue
+        at_once = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1) * sizes.get("pp", 1)
+        micro_batch = 8 // (at_once * accumulation)
+        overrides = {key if "." in key else f"mesh.{key}": size for key, size in sizes.items()} | {
             "activation_checkpoint.mode": mode,
             "compile.enable": str(compiled).lower(),
             "training.micro_batch_size": micro_batch,
@@ -107,7 +130,94 @@ def table() -> Iterator[Row]:
         if accumulation > 1:
             overrides["fsdp.accumulate"] = "reduce_last"
         name = f"{mesh}, {mode}, {'compiled' if compiled else 'eager'}, accumulation {accumulation}"
-        yield Row(name, ranks, tuple(itertools.chain(*((f"--{key}", str(value)) for key, value in overrides.items()))))
+        yield Row(name, ranks, _words(overrides))
+    yield from _zero_rows()
+    yield from _context_rows()
+    yield from _mixed_rows()
+    yield from owner_table()
+
+
+def _zero_rows() -> Iterator[Row]:
+    """The stages of ZeRO at 2 and 4 ranks, accumulating two steps, plain and with all that may interfere."""
+    harder = {"compile.enable": "true", "activation_checkpoint.mode": "selective"}
+    for stage, ranks in itertools.product((1, 2, 3), (2, 4)):
+        overrides = {"fsdp.zero_stage": stage, "training.micro_batch_size": 4 // ranks}
+        yield Row(f"ZeRO {stage}, {ranks} ranks", ranks, _words(overrides))
+        if ranks == 4:
+            replicas = {"mesh.dp_replicate": 2, **harder}
+            yield Row(f"ZeRO {stage}, HSDP 2x2, compiled", ranks, _words(overrides | replicas))
+
+
+def _context_rows() -> Iterator[Row]:
+    """Context parallelism by each method, alone and beside each other axis, accumulating two steps."""
+    documents = {
+        "data.document_mask": "true",
+        "data.sources": '[{name = "documents", kind = "synthetic", document_length = 8}]',
+    }
+    beside: dict[str, dict[str, int]] = {
+        "CP 2": {"cp": 2},
+        "CP 4": {"cp": 4},
+        "CP 2 x FSDP 2": {"cp": 2, "dp_shard": 2},
+        "CP 2 x DDP 2": {"cp": 2, "dp_replicate": 2, "dp_shard": 1},
+        "CP 2 x TP 2": {"cp": 2, "tp": 2},
+    }
+    for (mesh, sizes), method, compiled, masked in itertools.product(
+        beside.items(), ("gather", "ring", "all_to_all"), (False, True), (False, True)
+    ):
+        overrides = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+            "context.method": method,
+            "activation_checkpoint.mode": "selective",
+            "compile.enable": str(compiled).lower(),
+            "training.micro_batch_size": 2 if "dp_replicate" in sizes or "dp_shard" in sizes else 4,
+        }
+        how = f"{'compiled' if compiled else 'eager'}{', documents' if masked else ''}"
+        run = _words(documents) if masked else ()
+        yield Row(f"{mesh}, {method}, {how}", math.prod(sizes.values()), _words(overrides), run)
+
+
+def _mixed_rows() -> Iterator[Row]:
+    """Pairs that no other row has, and three axes at once on 8 ranks; selective checkpointing, accumulating two steps."""
+    mixtures: dict[str, tuple[dict[str, int], int]] = {  # sizes of the axes, micro-batch
+        "PP 2 x CP 2": ({"pp": 2, "cp": 2}, 4),
+        "PP 2 x owner 2": ({"pp": 2, "dp_replicate": 2, "dp_shard": 1}, 2),
+        "FSDP 2 x TP 2 x PP 2": ({"dp_shard": 2, "tp": 2, "pp": 2}, 2),
+        "FSDP 2 x CP 2 x TP 2": ({"dp_shard": 2, "cp": 2, "tp": 2}, 2),
+        "HSDP 2x2 x TP 2": ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, 1),
+        "PP 2 x CP 2 x FSDP 2": ({"pp": 2, "cp": 2, "dp_shard": 2}, 2),
+    }
+    for (name, (sizes, micro_batch)), compiled in itertools.product(mixtures.items(), (False, True)):
+        overrides: dict[str, object] = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+            "activation_checkpoint.mode": "selective",
+            "compile.enable": str(compiled).lower(),
+            "training.micro_batch_size": micro_batch,
+        }
+        if "owner" in name:
+            overrides["fsdp.partition"] = "owner"
+        how = "compiled" if compiled else "eager"
+        yield Row(f"{name}, selective, {how}", math.prod(sizes.values()), _words(overrides))
+
+
+def _words(overrides: Mapping[str, object]) -> tuple[str, ...]:
+    """Overrides as on a command line."""
+    return tuple(itertools.chain(*((f"--{key}", str(value)) for key, value in overrides.items())))
+
+
+def owner_table() -> Iterator[Row]:
+    """The optimizer shared out by owner: AdamW and Muon, over as many replicas as there are ranks."""
+    owner = ("--fsdp.partition", "owner")
+    runs = {"AdamW": (), "Muon": ("--optimizer.name", "muon", *owner)}  # Muon is refused without it
+    variants = {
+        "accumulation 1": {},
+        "accumulation 2": {"fsdp.accumulate": "reduce_last"},
+        "selective, accumulation 2": {"activation_checkpoint.mode": "selective"},
+        "compiled, accumulation 1": {"compile.enable": "true"},
+    }
+    for (variant, options), name, ranks in itertools.product(variants.items(), runs, (1, 2, 4)):
+        overrides = {"mesh.dp_replicate": ranks, "mesh.dp_shard": 1, **options}
+        overrides["training.micro_batch_size"] = 8 // (ranks * (2 if "accumulation 2" in variant else 1))
+        yield Row(
+            f"owner {ranks}, {name}, {variant}", ranks, _words(overrides) + (() if runs[name] else owner), runs[name]
+        )
 
 
 def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
@@ -116,36 +226,54 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
     with torch.device("meta"):
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
     materialize(model, torch.device("cpu"), config.training.seed)
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.optimizer.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups,
-        betas=(config.optimizer.betas[0], config.optimizer.betas[1]),
-        eps=config.optimizer.eps,
-        fused=False,
-        foreach=False,
-    )
+    optimizers = _plain_optimizers(config.optimizer, dict(model.named_parameters()))
     found = Trajectory()
     for step, micro_batches in enumerate(_batches(config, 0, 1)):
         tokens = torch.cat([batch.tokens for batch in micro_batches])
         targets = torch.cat([batch.targets for batch in micro_batches])
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        document_ids = [ids for batch in micro_batches if (ids := batch.document_ids) is not None]
+        logits = _each_document_alone(model, tokens, torch.cat(document_ids)) if document_ids else model(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm, config.training.norm_type)
         if step == 0:
             found.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.lr_schedule, config.optimizer.lr, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config.lr_schedule, config.optimizer.lr, step)
+            optimizer.step()
+        model.zero_grad()
         found.losses.append(loss.item())
         found.norms.append(norm.item())
     found.weights = {name: p.detach() for name, p in model.named_parameters()}
     torch.save(vars(found), path)
+
+
+def _plain_optimizers(config: Optimizer, parameters: dict[str, torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Torch's own: AdamW, after Muon for the matrices between embedding and head where the config names it."""
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    is_muons = {name: config.name == "muon" and p.ndim == 2 and name not in ends for name, p in parameters.items()}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for n, p in parameters.items() if p.ndim == 2 and not is_muons[n]]},
+        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    decay = config.weight_decay
+    optimizers: list[torch.optim.Optimizer] = []
+    if config.name == "muon":
+        hidden = [p for name, p in parameters.items() if is_muons[name]]
+        optimizers = [torch.optim.Muon(hidden, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw")]
+    betas = (config.betas[0], config.betas[1])
+    adamw = torch.optim.AdamW(groups, betas=betas, eps=config.eps, weight_decay=decay, fused=False, foreach=False)
+    return [*optimizers, adamw]
+
+
+def _each_document_alone(model: torch.nn.Module, tokens: Tensor, document_ids: Tensor) -> Tensor:
+    """The logits that a document mask must come to, without any mask."""
+    rows = []
+    for row, ids in zip(tokens, document_ids, strict=True):
+        lengths = ids.unique_consecutive(return_counts=True)[1].tolist()
+        rows.append(torch.cat([model(document[None]) for document in row.split(lengths)], dim=1))
+    return torch.cat(rows)
 
 
 def compare(config_name: str, overrides: tuple[str, ...], path: str) -> Difference | None:
@@ -170,17 +298,24 @@ def _train(config: Config) -> Trajectory:
 
     def keep_first_gradients(*_: object) -> None:
         if not found.gradients:
-            found.gradients = {
-                name: _whole(p.grad) for name, p in learner.model.named_parameters() if p.grad is not None
-            }
+            found.gradients = {name: _whole(p.grad) for name, p in learner.parameters.items() if p.grad is not None}
 
     learner.optimizer.register_step_pre_hook(keep_first_gradients)
     for step, micro_batches in enumerate(_batches(config, mesh.dp_rank, mesh.sizes.dp)):
         result = learner.step(micro_batches, learning_rate(config.lr_schedule, config.optimizer.lr, step))
         found.losses.append(result.loss)
         found.norms.append(result.grad_norm)
-    found.weights = {name: _whole(p) for name, p in learner.model.named_parameters()}
+    learner.finish_update()
+    found.weights = {name: _whole(p) for name, p in learner.parameters.items()}
+    found.gradients, found.weights = _of_all_stages(found.gradients), _of_all_stages(found.weights)
     return found
+
+
+def _of_all_stages(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all ranks: a pipeline's rank has those of its own stages only."""
+    by_rank: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, tensors)
+    return dict(item for tensors in by_rank for item in tensors.items())
 
 
 def _batches(config: Config, dp_rank: int, dp_size: int) -> Iterable[list[MicroBatch]]:
@@ -214,12 +349,15 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 def run_rows(
     pool: RankPool, config_name: str, rows: Iterable[Row], overrides: tuple[str, ...] = ()
 ) -> Iterator[tuple[Row, Difference]]:
-    """Compute the reference once, then each row, and yield its difference."""
+    """Compute the reference once for each run, then each row, and yield its difference."""
+    references: dict[tuple[str, ...], str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "reference.pt")
-        pool.run(1, reference, config_name, overrides, path)
         for row in rows:
-            yield row, pool.run(row.ranks, compare, config_name, overrides + row.overrides, path)[0]
+            run = overrides + row.run_overrides
+            if run not in references:
+                references[run] = str(Path(folder) / f"reference-{len(references)}.pt")
+                pool.run(1, reference, config_name, run, references[run])
+            yield row, pool.run(row.ranks, compare, config_name, run + row.overrides, references[run])[0]
 
 
 def dtype_overrides(dtype: str) -> tuple[str, ...]:

@@ -8,9 +8,9 @@ rest.
 """
 
 import argparse
-import resource
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,6 +28,7 @@ from parallelisms.mesh import build_mesh
 from parallelisms.parallelize import parallelize
 from trainer.console import Console, Row, count, duration, size
 from trainer.memory import estimate_memory
+from trainer.metrics import memory_peak_bytes
 
 
 def shard_bytes(job: LoadedConfig, ranks: int) -> int:
@@ -37,8 +38,8 @@ def shard_bytes(job: LoadedConfig, ranks: int) -> int:
         mesh = build_mesh(mesh_sizes(job.config, ranks), torch.device("cpu"))
         with torch.device("meta"):
             model = build_model(job.config.model).to(getattr(torch, job.config.training.dtype))
-        parallelize(model, mesh, job.config)
-        locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        stages = parallelize(model, mesh, job.config).values()
+        locals_ = [p.to_local() if isinstance(p, DTensor) else p for stage in stages for p in stage.parameters()]
         assert all(p.is_meta for p in locals_)
         return sum(p.numel() * p.element_size() for p in locals_)
     finally:
@@ -53,11 +54,11 @@ def rows(job: LoadedConfig, ranks: int) -> list[Row]:
     estimate = estimate_memory(config, sizes, "cuda")
     return [
         ("model", f"{count(parameter_count(config.model))} parameters"),
-        ("ranks", f"{ranks}: dp_replicate {sizes.dp_replicate}, dp_shard {sizes.dp_shard}, tp {sizes.tp}"),
+        ("ranks", f"{ranks}: {sizes}"),
         ("held by rank 0", f"{size(held)} of parameters; with gradients and optimizer {size(estimate.states)}"),
         ("at the peak", f"about {size(estimate.device)} of a GPU's memory (estimate)"),
         ("built in", duration(time.perf_counter() - started)),
-        ("this process", f"{size(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)} at its peak"),
+        ("this process", f"{size(memory_peak_bytes('cpu'))} at its peak"),
     ]
 
 

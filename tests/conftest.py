@@ -16,6 +16,6 @@ def ranks() -> Iterator[Callable]:
     """`ranks(n, function, *arguments)`: call it on n ranks, return the list of their results."""
     from parallelisms.rank_pool import RankPool
 
-    pool = RankPool(size=4)
+    pool = RankPool(size=8)
     yield pool.run
     pool.close()

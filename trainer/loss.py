@@ -40,6 +40,9 @@ class CrossEntropy:
     """Weight of the squared log-partition: keeps logits from drifting (PaLM, Chowdhery et al. 2022, section 5)."""
     compile: bool = False
     """Compile what happens between the matrix products."""
+    repeatable: bool = False
+    """Let backward run more than once, at the cost of a copy of the gradients: as a zero-bubble pipeline does, which
+    takes the gradients of inputs and weights apart."""
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None
@@ -78,6 +81,7 @@ class _LossWithGradients(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         settings: CrossEntropy,
     ) -> Tensor:
+        ctx.repeatable = settings.repeatable
         gradients = torch.empty_like(hidden), torch.zeros_like(weight, dtype=_softmax_dtype(weight))
         loss = _sweep(hidden, weight, targets, group, settings, gradients)
         ctx.save_for_backward(*gradients)
@@ -88,8 +92,9 @@ class _LossWithGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        # In place: autograd's version check turns a second backward into an error.
-        return grad_hidden.mul_(grad_loss), grad_weight.mul_(grad_loss).to(ctx.weight_dtype), None, None, None
+        # In place, autograd's version check turns a second backward into an error.
+        scale = torch.mul if ctx.repeatable else torch.Tensor.mul_
+        return scale(grad_hidden, grad_loss), scale(grad_weight, grad_loss).to(ctx.weight_dtype), None, None, None
 
 
 def _sweep(

@@ -1,16 +1,28 @@
 """Memory that a rank will need, estimated before anything is built: the answer to "will it fit?".
 
 The states (parameters, gradients, optimizer) are exact: FSDP cuts each parameter by rows, so the largest share is
-ceil(rows / dp_shard) of them, after tensor parallelism has taken its part. The rest is a count of what is alive at the
-worst moment, the start of the backward pass, and good to a few tens of percent: the allocator's fragmentation, kernels'
-workspaces and the CUDA context (about 1 GiB) come on top, and torch.compile often keeps less.
+ceil(rows / (dp_shard x cp)) of them, after tensor parallelism has taken its part; owners (fsdp.partition) hold the
+optimizer's part of whole parameters. The rest is a count of what is alive at the worst moment, the start of the
+backward pass, and good to a few tens of percent: the allocator's fragmentation, kernels' workspaces and the CUDA
+context (about 1 GiB) come on top, and torch.compile often keeps less.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
-from configs.layout import MeshSizes, accumulation_steps, head_dim, layer_numbers, n_kv_heads
+from configs.layout import (
+    MeshSizes,
+    accumulation_steps,
+    head_dim,
+    layer_numbers,
+    n_kv_heads,
+    reduces_once,
+    reshard_after_forward,
+)
 from configs.schema import ActivationCheckpoint, Config, Model
+from configs.stages import layers_of_stages, stages_of_rank, stages_per_rank
+from parallelisms.zero import assign_owners
 from trainer.flops import Shape, parameter_shapes
 from trainer.loss import chunk_rows
 
@@ -47,25 +59,94 @@ class MemoryEstimate:
 
 def estimate_memory(config: Config, sizes: MeshSizes, device_type: str) -> MemoryEstimate:
     """Estimate the memory of one rank of a mesh of `sizes`, on "cpu" or "cuda"."""
-    shapes = {name: _tp_shape(name, shape, sizes.tp) for name, shape in parameter_shapes(config.model).items()}
+    estimates = [_estimate(config, sizes, device_type, _share(config, sizes, rank)) for rank in range(config.mesh.pp)]
+    return max(estimates, key=lambda estimate: estimate.device)
+
+
+def _estimate(config: Config, sizes: MeshSizes, device_type: str, share: "_Share") -> MemoryEstimate:
+    every_shape = parameter_shapes(config.model).items()
+    shapes = {name: _tp_shape(name, shape, sizes.tp) for name, shape in every_shape if share.holds(name)}
     training = config.training
     state_bytes = _BYTES[training.dtype]
-    owned = sum(_sharded(shape, sizes.dp_shard) for shape in shapes.values())
+    shards = {name: _sharded(shape, sizes.fsdp_shard) for name, shape in shapes.items()}
+    owned = sum(shards.values())
     gradients = owned * state_bytes
-    if config.fsdp.accumulate == "reduce_last" and accumulation_steps(config, sizes) > 1:
+    if (reduces_once(config.fsdp) or config.mesh.pp > 1) and accumulation_steps(config, sizes) > 1:
         gradients += sum(map(prod, shapes.values())) * _BYTES[training.reduce_dtype]
     return MemoryEstimate(
         parameters=owned * state_bytes,
         gradients=gradients,
-        optimizer=2 * owned * state_bytes + 4 * len(shapes),  # two moments, and a float32 step count each
+        optimizer=max(optimizer_bytes(config, sizes, shards)),
         gathered=_gathered(config, shapes),
-        activations=_activations(config, sizes.tp),
-        loss=_loss(config, sizes.tp, device_type),
+        activations=_activations(config, sizes, share) + _fetched(config, sizes),
+        loss=_loss(config, sizes, device_type, share),
         offloaded=config.fsdp.cpu_offload,
     )
 
 
+# --------------------------------------------------------------------------- pipeline
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a pipeline rank holds; without a pipeline, everything."""
+
+    layers: frozenset[int]
+    has_embedding: bool
+    has_head: bool
+    in_flight: float
+    """Micro-batches whose activations of these layers it keeps at the worst moment."""
+    losses: int
+    """Micro-batches whose loss is computed and waits for its backward pass."""
+
+    def holds(self, name: str) -> bool:
+        """Whether the parameter `name` is among its own."""
+        if name.startswith("layers."):
+            return int(name.split(".")[1]) in self.layers
+        return self.has_embedding if name.startswith("embed") else self.has_head
+
+
+def _share(config: Config, sizes: MeshSizes, rank: int) -> _Share:
+    stages, layers = stages_of_rank(config, rank), layers_of_stages(config)
+    micro_batches = accumulation_steps(config, sizes) if sizes.pp > 1 else 1
+    return _Share(
+        layers=frozenset(layer for stage in stages for layer in layers[stage]),
+        has_embedding=0 in stages,
+        has_head=len(layers) - 1 in stages,
+        in_flight=_stages_in_flight(config, rank, micro_batches) / len(stages),
+        losses=micro_batches if config.pipeline.schedule == "gpipe" else 1,
+    )
+
+
+def _stages_in_flight(config: Config, rank: int, micro_batches: int) -> int:
+    """Passes of a micro-batch through one stage whose activations a pipeline rank keeps at the worst moment."""
+    ranks, stages = config.mesh.pp, stages_per_rank(config)
+    most = {
+        "gpipe": micro_batches,
+        "1f1b": ranks - rank,
+        "interleaved_1f1b": (stages - 1) * ranks + 2 * (ranks - 1 - rank) + 1,
+        "zero_bubble_v": 2 * ranks,
+    }
+    return min(most[config.pipeline.schedule], stages * micro_batches)
+
+
 # --------------------------------------------------------------------------- states
+
+
+def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int]) -> list[int]:
+    """Bytes of optimizer state on each rank that holds another part of it, of parameters of so many `elements` each.
+
+    AdamW keeps two moments and a float32 step count, Muon one momentum; an owner that sends rounded parameters keeps
+    them in full, too. The buffers of the broadcasts are not counted: they are freed before there are activations.
+    """
+    state_bytes = _BYTES[config.training.dtype]
+    masters = config.fsdp.owner_broadcast_dtype is not None
+    total = [0] * (sizes.dp_replicate if config.fsdp.partition == "owner" else 1)
+    owners = assign_owners(elements, total)
+    for name, size in elements.items():
+        by_muon = config.optimizer.name == "muon" and name.startswith("layers.") and "norm" not in name
+        total[owners[name]] += (masters + (1 if by_muon else 2)) * size * state_bytes + (0 if by_muon else 4)
+    return total
 
 
 def _tp_shape(name: str, shape: Shape, tp: int) -> Shape:
@@ -80,9 +161,9 @@ def _tp_shape(name: str, shape: Shape, tp: int) -> Shape:
     )
 
 
-def _sharded(shape: Shape, dp_shard: int) -> int:
+def _sharded(shape: Shape, n_shards: int) -> int:
     """Elements of the largest FSDP shard."""
-    return ceil(shape[0] / dp_shard) * prod(shape[1:])
+    return ceil(shape[0] / n_shards) * prod(shape[1:])
 
 
 # --------------------------------------------------------------------------- gathered groups
@@ -110,10 +191,11 @@ def _group_sizes(model: Model, shapes: dict[str, Shape]) -> dict[str, int]:
 def _most_alive(groups: dict[str, int], config: Config) -> int:
     """Elements of the groups that are gathered at once."""
     sizes = [size for name, size in groups.items() if name != "root"]
-    if config.fsdp.reshard_after_forward == "never":
+    reshard = reshard_after_forward(config.fsdp)
+    if reshard == "never" or (config.mesh.pp > 1 and reshard == "default"):
         return sum(groups.values())
     window = 1 + config.fsdp.prefetch_depth
-    kept = sizes.pop() if config.fsdp.reshard_after_forward == "default" else 0
+    kept = sizes.pop() if reshard == "default" else 0
     moving = max((sum(sizes[i : i + window]) for i in range(len(sizes))), default=0)
     return groups.get("root", 0) + kept + moving
 
@@ -145,9 +227,14 @@ class _Block:
         return self.query + 2 * self.kv + 2 * self.stream + 2 * self.ffn
 
 
-def _activations(config: Config, tp: int) -> int:
-    """Bytes kept of one micro-batch, one block's worth of recomputation, and the gradients on their way back."""
-    model, checkpointing = config.model, config.activation_checkpoint
+def _tokens(config: Config, sizes: MeshSizes) -> int:
+    """Tokens of a micro-batch on one rank: with context parallelism a part of every sequence."""
+    return config.training.micro_batch_size * config.training.seq_len // sizes.cp
+
+
+def _activations(config: Config, sizes: MeshSizes, share: _Share) -> int:
+    """Bytes kept of the micro-batches in flight, one block's recomputation, and the gradients on their way back."""
+    model, checkpointing, tp = config.model, config.activation_checkpoint, sizes.tp
     block = _Block(
         stream=model.dim / tp,
         normed=model.dim,
@@ -155,14 +242,29 @@ def _activations(config: Config, tp: int) -> int:
         kv=n_kv_heads(model) * head_dim(model) / tp,
         ffn=model.ffn_dim / tp,
     )
-    checkpointed = _checkpointed_layers(checkpointing, model.n_layers)
-    elements = (model.n_layers - checkpointed) * block.everything + checkpointed * _kept(checkpointing, block)
+    checkpointed = len(share.layers.intersection(_checkpointed_layers(checkpointing, model.n_layers)))
+    elements = (len(share.layers) - checkpointed) * block.everything + checkpointed * _kept(checkpointing, block)
+    elements *= share.in_flight
     if checkpointed:
         elements += block.everything
-    elements += block.stream + block.normed  # the final norm's input and output
+    if share.has_head:
+        elements += block.stream + block.normed  # the final norm's input and output
     elements += block.stream + 2 * block.ffn  # gradients of the stream and of a feed-forward's inside
-    tokens = config.training.micro_batch_size * config.training.seq_len
-    return ceil(tokens * elements * _BYTES[config.training.compute_dtype])
+    return ceil(_tokens(config, sizes) * elements * _BYTES[config.training.compute_dtype])
+
+
+def _fetched(config: Config, sizes: MeshSizes) -> int:
+    """Bytes of the other ranks' keys and values that attention holds in backward, and of the gradients by them.
+
+    gather: all of them, with their gradients once as they are made and once as they are sent; ring: those at hand and
+    the next, with the gradients at hand, arriving and leaving.
+    """
+    if sizes.cp == 1 or config.context.method == "all_to_all":
+        return 0
+    compute = _BYTES[config.training.compute_dtype]
+    shares, of_gradients = (sizes.cp, 2 * sizes.cp) if config.context.method == "gather" else (2, 3)
+    elements = 2 * n_kv_heads(config.model) * head_dim(config.model) * _tokens(config, sizes) // sizes.tp
+    return elements * (shares * compute + of_gradients * max(compute, 4))
 
 
 def _kept(config: ActivationCheckpoint, block: _Block) -> float:
@@ -177,21 +279,24 @@ def _kept(config: ActivationCheckpoint, block: _Block) -> float:
     return block.stream + saves_attention * block.query + saves_matmuls * matmuls
 
 
-def _checkpointed_layers(config: ActivationCheckpoint, n_layers: int) -> int:
-    """How many layers the mode applies to."""
+def _checkpointed_layers(config: ActivationCheckpoint, n_layers: int) -> Sequence[int]:
+    """The layers that the mode applies to."""
     if config.mode == "none":
-        return 0
+        return ()
     if config.mode == "budget":
-        return n_layers
+        return range(n_layers)
     layers = layer_numbers(config.layers, n_layers) if config.layers else range(n_layers)
-    return len(layers) // config.every_nth_layer
+    return layers[config.every_nth_layer - 1 :: config.every_nth_layer]
 
 
-def _loss(config: Config, tp: int, device_type: str) -> int:
+def _loss(config: Config, sizes: MeshSizes, device_type: str, share: _Share) -> int:
     """Bytes of a chunk of logits, in compute_dtype and once more for the softmax, and of the gradients made ahead."""
+    if not share.has_head:
+        return 0
     model, training = config.model, config.training
-    tokens, vocabulary = training.micro_batch_size * training.seq_len, ceil(model.vocab_size / tp)
+    tokens, vocabulary = _tokens(config, sizes), ceil(model.vocab_size / sizes.tp)
     compute = _BYTES[training.compute_dtype]
     softmax = max(compute, 4)
     chunk = chunk_rows(tokens, vocabulary * softmax, device_type) * vocabulary
-    return chunk * (compute + softmax) + vocabulary * model.dim * softmax + tokens * model.dim * compute
+    ahead = vocabulary * model.dim * softmax + tokens * model.dim * compute
+    return chunk * (compute + softmax) + share.losses * ahead

@@ -120,8 +120,11 @@ def memory_peak_bytes(device_type: str) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux; getrusage would count what the parent held when it forked this process
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others KiB
 
 
 # --------------------------------------------------------------------------- the record

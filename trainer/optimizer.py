@@ -1,55 +1,119 @@
-"""AdamW over named parameters, sharded or not.
+"""AdamW over named parameters, sharded or not; or Muon for the hidden matrices, and AdamW for the rest.
 
 One fused kernel walks through parameters, gradients and both moments at once: on a 10M-parameter model and 2 CPU
 threads 6 ms a step where `foreach` takes 24 (with DTensors, as `fully_shard` makes them; without 5 and 21). The state
 is there from the start, so its memory is known before the first step and a checkpoint can be read into it in place.
+
+Muon (Jordan 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982) replaces a matrix's momentum by
+the nearest orthogonal matrix, for which it needs all of it: it runs where whole parameters have owners. Embedding and
+head, whose rows are looked up or compared one by one, and the norms stay with AdamW.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import AdamW
+from torch.optim import AdamW, Muon
 from torch.optim import Optimizer as TorchOptimizer
 
 from configs.errors import ConfigError
 from configs.schema import Optimizer, ParameterGroup
+from parallelisms.zero import OwnerPartition
 
 _FUSED_DEVICES = ("cpu", "cuda")
 _REST = ParameterGroup(pattern="*")
 
 
-def build_optimizer(config: Optimizer, named_parameters: Sequence[tuple[str, Parameter]]) -> AdamW:
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2) with its state, all zero.
+Partition = Callable[[list[dict[str, Any]]], OwnerPartition]
+"""Shares parameter groups out to owners (see there)."""
+
+
+def build_optimizer(
+    config: Optimizer,
+    named_parameters: Sequence[tuple[str, Parameter]],
+    hidden_matrices: Collection[str] = (),
+    partition: Partition | None = None,
+    model_names: Sequence[str] = (),
+) -> TorchOptimizer:
+    """The optimizer with its state, all zero: AdamW (Loshchilov and Hutter 2019, algorithm 2), or Muon with it.
 
     Only matrices decay, vectors (norms) do not, unless a group in `config.groups` says otherwise for them.
+
+    Args:
+        hidden_matrices: names of the parameters that Muon updates, if `config.name` says so.
+        partition: None updates all that this rank holds of every parameter; Muon needs one.
+        model_names: of the whole model's parameters, where these are only a pipeline stage's.
 
     Raises:
         ConfigError: a group's pattern gets no parameter.
     """
-    owners = _owners(config.groups, [name for name, _ in named_parameters])
-    members: dict[tuple[float, float], list[Parameter]] = {}
+    of_muon = set(hidden_matrices) if config.name == "muon" else set()
+    named_groups = _groups(config, named_parameters, of_muon, model_names)
+    optimizer: TorchOptimizer
+    if partition is not None:
+        makers = {False: partial(_adamw, config), True: partial(_muon, config)}
+        optimizer = partition([{**group, "optimizer": makers[is_muon]} for is_muon, group in named_groups])
+    else:
+        assert not of_muon, "Muon needs whole matrices, and so a partition by owner"
+        optimizer = _adamw(config, [group for _, group in named_groups])
+    set_lr(optimizer, config.lr)
+    return optimizer
+
+
+def _groups(
+    config: Optimizer,
+    named_parameters: Sequence[tuple[str, Parameter]],
+    of_muon: Collection[str],
+    model_names: Sequence[str],
+) -> list[tuple[bool, dict[str, Any]]]:
+    """The parameter groups, each with whether it is Muon's."""
+    settings = _settings_of(config.groups, model_names or [name for name, _ in named_parameters])
+    members: dict[tuple[bool, float, float], list[tuple[str, Parameter]]] = {}
     for name, parameter in named_parameters:
-        group = owners[name]
-        decay = group.weight_decay
+        decay = settings[name].weight_decay
         if decay is None:
             decay = config.weight_decay if parameter.ndim >= 2 else 0.0
-        members.setdefault((group.lr_scale, decay), []).append(parameter)
-    optimizer = AdamW(
-        [
-            {"params": parameters, "weight_decay": weight_decay, "lr_scale": lr_scale}
-            for (lr_scale, weight_decay), parameters in members.items()
-        ],
-        betas=(config.betas[0], config.betas[1]),
-        eps=config.eps,
-        fused=all(parameter.device.type in _FUSED_DEVICES for _, parameter in named_parameters),
-    )
-    set_lr(optimizer, config.lr)
-    _create_state(optimizer)
+        members.setdefault((name in of_muon, settings[name].lr_scale, decay), []).append((name, parameter))
+    return [
+        (is_muon, {"params": named, "weight_decay": weight_decay, "lr_scale": lr_scale, "lr": config.lr})
+        for (is_muon, lr_scale, weight_decay), named in members.items()
+    ]
+
+
+def _adamw(config: Optimizer, groups: list[dict[str, Any]]) -> AdamW:
+    optimizer = AdamW(groups, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=_can_fuse(groups))
+    for parameter, group in _members(optimizer):
+        # What AdamW would make at its first step (a step with zero gradients would decay the weights).
+        optimizer.state[parameter] = {
+            # The fused kernel counts on the device; the others read the count on the CPU.
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu"),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
     return optimizer
+
+
+def _muon(config: Optimizer, groups: list[dict[str, Any]]) -> Muon:
+    optimizer = Muon(
+        groups, momentum=config.momentum, ns_steps=config.newton_schulz_steps, adjust_lr_fn=config.muon_lr_adjustment
+    )
+    for parameter, _ in _members(optimizer):
+        optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+    return optimizer
+
+
+def _members(optimizer: TorchOptimizer) -> list[tuple[Parameter, dict[str, Any]]]:
+    return [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _can_fuse(groups: list[dict[str, Any]]) -> bool:
+    parameters = [named[1] if isinstance(named, tuple) else named for group in groups for named in group["params"]]
+    return all(parameter.device.type in _FUSED_DEVICES for parameter in parameters)
 
 
 def set_lr(optimizer: TorchOptimizer, lr: float) -> None:
@@ -58,10 +122,19 @@ def set_lr(optimizer: TorchOptimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_scale"]
 
 
+def saved_weights(optimizer: TorchOptimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
+    """What this rank saves of the parameters, by name: its shards of all, or the whole of those that it owns."""
+    if not isinstance(optimizer, OwnerPartition):
+        return {name: parameter.detach() for name, parameter in parameters.items()}
+    owned = optimizer.owned()
+    return {name: owned[parameter] for name, parameter in parameters.items() if parameter in owned}
+
+
 def optimizer_state(optimizer: TorchOptimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
     """The optimizer's own tensors as "optimizer.<parameter>.<key>"; writing into them in place restores a state.
 
-    The keys are AdamW's: `exp_avg` and `exp_avg_sq`, shaped and sharded as the parameter, and the scalar `step`.
+    The keys are AdamW's, `exp_avg` and `exp_avg_sq`, shaped and sharded as the parameter, and the scalar `step`; or
+    Muon's `momentum_buffer`. With a partition they are those of the parameters that this rank owns.
     """
     return {
         f"optimizer.{name}.{key}": tensor
@@ -70,27 +143,15 @@ def optimizer_state(optimizer: TorchOptimizer, parameters: Mapping[str, Paramete
     }
 
 
-def _owners(groups: Sequence[ParameterGroup], names: Sequence[str]) -> dict[str, ParameterGroup]:
+def _settings_of(groups: Sequence[ParameterGroup], names: Sequence[str]) -> dict[str, ParameterGroup]:
     """The group of each parameter: the first whose pattern matches its name, else one without settings."""
-    owners = {name: next((group for group in groups if fnmatchcase(name, group.pattern)), _REST) for name in names}
+    chosen = {name: next((group for group in groups if fnmatchcase(name, group.pattern)), _REST) for name in names}
     for index, group in enumerate(groups):
-        if any(owner is group for owner in owners.values()):
+        if any(setting is group for setting in chosen.values()):
             continue
         where = f'optimizer.groups[{index}]: pattern "{group.pattern}"'
         if any(fnmatchcase(name, group.pattern) for name in names):
             raise ConfigError(f"{where} gets no parameter, since earlier patterns match all of its own; move it up")
         nearest = ", ".join(difflib.get_close_matches(group.pattern, names, n=3, cutoff=0))
         raise ConfigError(f"{where} matches no parameter; the nearest names are {nearest}")
-    return owners
-
-
-def _create_state(optimizer: AdamW) -> None:
-    """Make what AdamW would make at its first step (a step with zero gradients would decay the weights)."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                # The fused kernel counts on the device; the others read the count on the CPU.
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu"),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            }
+    return chosen

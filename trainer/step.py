@@ -6,6 +6,7 @@ loss or gradient norm is not finite changes nothing, on all ranks alike, since b
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,14 +16,18 @@ from torch.optim import Optimizer
 
 from configs.schema import Config
 from models import build_model
-from parallelisms.fsdp import prepare_backward, reshard
+from parallelisms.context import shard_batch
 from parallelisms.grad_norm import clip_grad_norm
 from parallelisms.init import materialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import parallelize
+from parallelisms.passes import Call, OneByOne, Passes
+from parallelisms.pipeline import Pipeline
+from parallelisms.plan import plan_of
+from parallelisms.zero import OwnerPartition
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.loss import CrossEntropy
-from trainer.optimizer import build_optimizer, optimizer_state, set_lr
+from trainer.optimizer import build_optimizer, optimizer_state, saved_weights, set_lr
 
 
 @dataclass(frozen=True)
@@ -43,22 +48,21 @@ class Learner:
 
     config: Config
     mesh: Mesh
-    model: nn.Module
+    parameters: dict[str, nn.Parameter]
+    """This rank's, or its shards of them: those of the whole model, or of its pipeline stages."""
+    passes: Passes
     optimizer: Optimizer
     loss: CrossEntropy
 
     def step(self, micro_batches: list[MicroBatch], lr: float) -> StepResult:
         """Update the model by this rank's share of a global batch; all ranks must call it."""
+        micro_batches = self._own_part(micro_batches)
         valid_tokens = self._valid_tokens(micro_batches)
-        scale = self.mesh.sizes.dp / valid_tokens  # FSDP averages gradients over the ranks; their sum is wanted
-        total = torch.zeros_like(valid_tokens)
-        for batch in micro_batches:
-            prepare_backward(self.model, self.config.fsdp, is_last_micro_batch=batch is micro_batches[-1])
-            loss_sum = self._loss_sum(batch, self.loss)
-            (loss_sum * scale).backward()
-            total += loss_sum.detach()
-        training = self.config.training
-        grad_norm = clip_grad_norm(self.model.parameters(), training.max_norm, training.norm_type)
+        scale = (
+            self.mesh.sizes.token_ranks / valid_tokens
+        )  # FSDP averages gradients over the ranks; their sum is wanted
+        total = self.passes.train([self._call(batch, self.loss) for batch in micro_batches], scale)
+        grad_norm = self._clip()
         result = _result(self.mesh.sum_over_dp(total) / valid_tokens, grad_norm)
         if not result.skipped:
             set_lr(self.optimizer, lr)
@@ -66,50 +70,110 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         return result
 
-    @torch.no_grad()
-    def evaluate(self, micro_batches: list[MicroBatch]) -> Tensor:
-        """(sum of the cross-entropy, valid tokens) over this rank's micro-batches, float64, (2,)."""
-        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+    def evaluate(self, micro_batches: list[MicroBatch], token_bytes: Tensor | None) -> Tensor:
+        """(sum of the cross-entropy, valid tokens, their bytes of text) over this rank's share, float64, (3,).
+
+        Args:
+            micro_batches: as for `step`.
+            token_bytes: (vocab,) bytes of text that each token stands for; None: they are not counted.
+        """
+        micro_batches = self._own_part(micro_batches)
         cross_entropy = replace(self.loss, z_loss_weight=0.0)
-        for batch in micro_batches:
-            total[0] += self._loss_sum(batch, cross_entropy)
-            total[1] += (batch.targets != IGNORED).sum()
-        reshard(self.model)
-        return total
+        loss_sum = self.passes.evaluate([self._call(batch, cross_entropy) for batch in micro_batches])
+        n_bytes = 0 if token_bytes is None else sum(int(token_bytes[_valid(batch)].sum()) for batch in micro_batches)
+        return torch.stack((loss_sum, *loss_sum.new_tensor([_count_valid(micro_batches), n_bytes])))
 
     def state(self) -> dict[str, Tensor]:
-        """Everything a checkpoint holds in tensors, by name; loading into them in place restores it.
+        """Everything a checkpoint holds in tensors, by name; loading into them in place, and `was_loaded`, restores it.
 
         To be asked for anew each time: FSDP pads its shards at the first forward pass, which gives them new memory.
         """
-        parameters = dict(self.model.named_parameters())
-        model = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
-        return model | optimizer_state(self.optimizer, parameters)
+        weights = saved_weights(self.optimizer, self.parameters)
+        model = {f"model.{name}": weight for name, weight in weights.items()}
+        return model | optimizer_state(self.optimizer, self.parameters)
 
-    def _loss_sum(self, batch: MicroBatch, loss: CrossEntropy) -> Tensor:
+    def was_loaded(self) -> None:
+        """Bring what was read into `state` to all ranks that need it; all ranks must call it."""
+        if isinstance(self.optimizer, OwnerPartition):
+            self.optimizer.owned_were_loaded()
+
+    def finish_update(self) -> None:
+        """Wait for updated parameters that are still on their way; the next forward pass would do so as well."""
+        if isinstance(self.optimizer, OwnerPartition):
+            self.optimizer.wait()
+
+    def _own_part(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """What this rank computes of its samples: with context parallelism a part of every sequence."""
+        return [shard_batch(batch, self.mesh.cp, self.config.context.method) for batch in micro_batches]
+
+    def _call(self, batch: MicroBatch, loss: CrossEntropy) -> Call:
         batch = batch.to(self.mesh.device)
+        positions = batch.positions
+        if positions is None:  # a later pipeline stage sees no tokens to count
+            positions = torch.arange(batch.tokens.shape[1], device=self.mesh.device)[None]
         of_targets = partial(loss, targets=batch.targets)
-        return self.model(batch.tokens, batch.positions, batch.document_ids, loss=of_targets)
+        return Call(batch.tokens, {"positions": positions, "document_ids": batch.document_ids, "loss": of_targets})
+
+    def _clip(self) -> Tensor:
+        """Clip the gradients; returns their norm before."""
+        training, pipeline = self.config.training, self.mesh.pp.get_group()
+        return clip_grad_norm(self.parameters.values(), training.max_norm, training.norm_type, pipeline)
 
     def _valid_tokens(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Target tokens of the global batch that count; a float64 scalar: exact, and every backend can add it up."""
-        count = sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches)
-        return self.mesh.sum_over_dp(torch.tensor(count, dtype=torch.float64, device=self.mesh.device))
+        count = torch.tensor(_count_valid(micro_batches), dtype=torch.float64, device=self.mesh.device)
+        return self.mesh.sum_over_dp(count)
 
 
 def build_learner(config: Config, mesh: Mesh) -> Learner:
     """Build the model without memory, cut it over the mesh, then give each rank its shard's initial weights."""
     with torch.device("meta"):
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
-    parallelize(model, mesh, config)
-    materialize(model, mesh.device, config.training.seed, offload=config.fsdp.cpu_offload)
+    names = [name for name, _ in model.named_parameters()]
+    stages = parallelize(model, mesh, config)
+    for stage in stages.values():
+        materialize(stage, mesh.device, config.training.seed, offload=config.fsdp.cpu_offload)
     return Learner(
         config=config,
         mesh=mesh,
-        model=model,
-        optimizer=build_optimizer(config.optimizer, list(model.named_parameters())),
-        loss=CrossEntropy(z_loss_weight=config.training.z_loss_weight, compile=config.compile.enable),
+        parameters={name: p for stage in stages.values() for name, p in stage.named_parameters()},
+        passes=Pipeline(stages, config, mesh) if mesh.sizes.pp > 1 else OneByOne(stages[0], config.fsdp),
+        optimizer=_optimizer(config, mesh, list(stages.values()), names),
+        loss=CrossEntropy(
+            z_loss_weight=config.training.z_loss_weight,
+            compile=config.compile.enable,
+            repeatable=config.pipeline.schedule == "zero_bubble_v" and mesh.sizes.pp > 1,
+        ),
     )
+
+
+def _optimizer(config: Config, mesh: Mesh, stages: Sequence[nn.Module], model_names: Sequence[str]) -> Optimizer:
+    """The optimizer of the parameters in `stages`; `model_names`: of all the model's."""
+    named_parameters = [named for stage in stages for named in stage.named_parameters()]
+    if config.fsdp.partition == "rows":
+        return build_optimizer(config.optimizer, named_parameters, model_names=model_names)
+    in_blocks = tuple(f"{block}." for stage in stages for block in plan_of(stage).blocks)
+    hidden_matrices = [name for name, p in named_parameters if p.ndim == 2 and name.startswith(in_blocks)]
+    dtype = config.fsdp.owner_broadcast_dtype
+    partition = partial(
+        OwnerPartition,
+        process_group=mesh.dp.get_group(),
+        broadcast_dtype=getattr(torch, dtype) if dtype else None,
+    )
+    optimizer = build_optimizer(config.optimizer, named_parameters, hidden_matrices, partition, model_names)
+    assert isinstance(optimizer, OwnerPartition)
+    for stage in stages:
+        optimizer.overlap_forward(stage)
+    return optimizer
+
+
+def _valid(batch: MicroBatch) -> Tensor:
+    """The targets that count."""
+    return batch.targets[batch.targets != IGNORED]
+
+
+def _count_valid(micro_batches: list[MicroBatch]) -> int:
+    return sum(len(_valid(batch)) for batch in micro_batches)
 
 
 def _result(loss: Tensor, grad_norm: Tensor) -> StepResult:

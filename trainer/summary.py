@@ -9,6 +9,7 @@ from pathlib import Path
 
 from configs.layout import MeshSizes, accumulation_steps, head_dim, n_kv_heads, parameter_count
 from configs.schema import Config
+from configs.stages import layers_of_stages
 from trainer.console import Row, count, duration, size
 from trainer.flops import flops_per_token
 from trainer.lifecycle import State
@@ -75,7 +76,8 @@ def _precision(config: Config) -> str:
 
 
 def _ranks(sizes: MeshSizes, device_name: str) -> str:
-    axes = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp}
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+    axes = {name: getattr(sizes, name) for name in names}
     mesh = " x ".join(f"{name} {ranks}" for name, ranks in axes.items() if ranks > 1)
     return f"{sizes.world_size} on {device_name}" + (f": {mesh}" if mesh else "")
 
@@ -83,13 +85,33 @@ def _ranks(sizes: MeshSizes, device_name: str) -> str:
 def _techniques(config: Config) -> str:
     """What differs from plain eager training."""
     used = [
+        f"ZeRO stage {config.fsdp.zero_stage}" if config.fsdp.zero_stage < 3 else "",
+        _pipeline(config),
+        f"context parallelism by {config.context.method}" if config.mesh.cp > 1 else "",
         "torch.compile" if config.compile.enable else "",
         f"activation checkpointing {config.activation_checkpoint.mode}"
         if config.activation_checkpoint.mode != "none"
         else "",
         "states offloaded to the CPU" if config.fsdp.cpu_offload else "",
+        _owners(config),
+        "Muon for the blocks' matrices" if config.optimizer.name == "muon" else "",
     ]
     return ", ".join(filter(None, used))
+
+
+def _owners(config: Config) -> str:
+    if config.fsdp.partition == "rows":
+        return ""
+    rounded = config.fsdp.owner_broadcast_dtype
+    return "optimizer by owner" + (f", who sends parameters in {rounded}" if rounded else "")
+
+
+def _pipeline(config: Config) -> str:
+    """The schedule, and how many layers each stage holds; empty without a pipeline."""
+    if config.mesh.pp == 1:
+        return ""
+    layers = " + ".join(str(len(layers)) for layers in layers_of_stages(config))
+    return f"pipeline {config.pipeline.schedule} of {layers} layers"
 
 
 def _batch(config: Config, sizes: MeshSizes) -> str:

@@ -88,6 +88,7 @@ class Trainer:
             tokenizer_hash=load_tokenizer(config.tokenizer.path).hash if config.tokenizer.path else None,
         )
         saved = self.checkpoints.resume(self.learner.state())
+        self.learner.was_loaded()  # also where only weights were, from checkpoint.init_from
         self.run = RunState(**saved["run"]) if saved else RunState()
         self.first_step = self.run.step
         self._build_loaders(saved["data"] if saved else {"next_sample": 0, "sources": None})

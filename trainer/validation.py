@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.data.loader import IGNORED, MicroBatch
+from trainer.data.loader import MicroBatch
 from trainer.step import Learner
 
 
@@ -37,13 +37,11 @@ def validate(
     Returns:
         None if `is_over` ended it.
     """
-    total = torch.zeros(3, dtype=torch.float64, device=learner.mesh.device)  # loss sum, valid tokens, their bytes
+    total = torch.zeros(3, dtype=torch.float64, device=learner.mesh.device)
     for micro_batches in steps:
         if is_over():
             return None
-        total[:2] += learner.evaluate(micro_batches)
-        if token_bytes is not None:
-            total[2] += sum(int(token_bytes[b.targets[b.targets != IGNORED]].sum()) for b in micro_batches)
+        total += learner.evaluate(micro_batches, token_bytes)
     loss_sum, tokens, n_bytes = learner.mesh.sum_over_dp(total).tolist()
     return ValidationResult(
         loss=loss_sum / tokens if tokens else math.nan,

@@ -35,6 +35,13 @@ CASES = {
     ),
     "TP, selective": (2, ("--mesh.tp", "2", "--activation_checkpoint.mode", "selective")),
     "FSDP x TP": (4, ("--mesh.tp", "2")),
+    "CP by gather, selective": (2, ("--mesh.cp", "2", "--activation_checkpoint.mode", "selective")),
+    "CP by ring": (2, ("--mesh.cp", "2", "--context.method", "ring")),
+    "CP x TP by all_to_all, full": (
+        4,
+        ("--mesh.cp", "2", "--mesh.tp", "2", "--context.method", "all_to_all", "--activation_checkpoint.mode", "full"),
+    ),
+    "ZeRO 1": (2, ("--fsdp.zero_stage", "1")),
 }
 
 

@@ -19,6 +19,27 @@ CHOSEN = [
     "HSDP 2x2, none, compiled, accumulation 1",
     "TP 2, none, compiled, accumulation 1",
     "FSDP 2 x TP 2, selective, compiled, accumulation 2",
+    "PP 2 gpipe, selective, eager, accumulation 1",
+    "PP 2 interleaved, none, eager, accumulation 2",
+    "PP 2 of 3 + 1 layers, full, eager, accumulation 1",
+    "PP 4, selective, eager, accumulation 2",
+    "PP 2 x FSDP 2, selective, compiled, accumulation 2",
+    "PP 2 x FSDP 2 zero-bubble, none, eager, accumulation 2",
+    "PP 2 x DDP 2, none, eager, accumulation 1",
+    "PP 2 x TP 2, selective, eager, accumulation 2",
+    "ZeRO 1, 4 ranks",
+    "ZeRO 2, HSDP 2x2, compiled",
+    "CP 4, gather, eager",
+    "CP 2, ring, eager, documents",
+    "CP 2 x FSDP 2, gather, compiled, documents",
+    "CP 2 x DDP 2, ring, eager",
+    "CP 2 x TP 2, all_to_all, compiled, documents",
+    "PP 2 x CP 2, selective, eager",
+    "PP 2 x owner 2, selective, eager",
+    "FSDP 2 x TP 2 x PP 2, selective, eager",
+    "FSDP 2 x CP 2 x TP 2, selective, eager",
+    "HSDP 2x2 x TP 2, selective, eager",
+    "PP 2 x CP 2 x FSDP 2, selective, eager",
 ]
 MORE = {
     # name: (ranks, overrides of the run, overrides of the machine)
@@ -29,6 +50,8 @@ MORE = {
     "every second layer": (2, {}, {"activation_checkpoint.mode": "full", "activation_checkpoint.every_nth_layer": 2}),
     "tied embedding, FSDP 2 x TP 2": (4, {"model.tie_embeddings": "true"}, {"mesh.tp": 2}),
     "tied embedding, compiled": (2, {"model.tie_embeddings": "true"}, {"compile.enable": "true"}),
+    "inf norm, PP 2 x FSDP 2": (4, {"training.norm_type": "inf", "training.max_norm": 0.01}, {"mesh.pp": 2}),
+    "always reshard, PP 2 x FSDP 2": (4, {}, {"mesh.pp": 2, "fsdp.reshard_after_forward": "always"}),
     "inf norm, FSDP 2 x TP 2": (4, {"training.norm_type": "inf", "training.max_norm": 0.01}, {"mesh.tp": 2}),
 }
 
@@ -42,7 +65,10 @@ def assert_parity(ranks, rows, dtype="float64", overrides=()):
 
 
 def test_the_table_is_whole():
-    assert len(ROWS) == 7 * 3 * 2 * 2
+    without_zero_bubble, zero_bubble = 17, 3  # the latter neither compiled nor with selective checkpointing
+    dense = without_zero_bubble * 3 * 2 * 2 + zero_bubble * 2 * 2
+    zero_stages, context, mixed, owner = 9, 5 * 3 * 2 * 2, 6 * 2, 4 * 2 * 3
+    assert len(ROWS) == dense + zero_stages + context + mixed + owner
 
 
 def test_chosen_rows_in_float64(ranks):

@@ -77,6 +77,35 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ("mesh.tp=4 model.vocab_size=510", "--mesh.tp: tp 4 does not divide model.vocab_size 510 (510 / 4 = 127.50)"),
         ("mesh.tp=4 training.seq_len=30", "--mesh.tp: tp 4 does not divide training.seq_len 30 (30 / 4 = 7.50)"),
         (
+            "mesh.cp=4 training.seq_len=36",
+            "--mesh.cp: 2 x cp 4 = 8 does not divide training.seq_len 36 (36 / 8 = 4.50): a rank takes two chunks",
+        ),
+        (
+            "mesh.cp=2 mesh.tp=2 training.seq_len=36",
+            "--mesh.cp: 2 x cp 2 x tp 2 = 8 does not divide training.seq_len 36 (36 / 8 = 4.50)",
+        ),
+        (
+            "mesh.cp=8 context.method=all_to_all model.n_heads=8 training.seq_len=36",
+            "--mesh.cp: cp 8 = 8 does not divide training.seq_len 36 (36 / 8 = 4.50): a rank takes one chunk",
+        ),
+        (
+            "mesh.cp=4 context.method=all_to_all model.n_kv_heads=2",
+            '--context.method: "all_to_all" splits the heads over the ranks, but cp 4 = 4 does not divide n_kv_heads 2 '
+            '(2 / 4 = 0.50); use "gather" or "ring", or another cp',
+        ),
+        (
+            "mesh.cp=2 mesh.tp=2 context.method=all_to_all model.n_kv_heads=2",
+            "but cp 2 x tp 2 = 4 does not divide n_kv_heads 2 (2 / 4 = 0.50)",
+        ),
+        (
+            "fsdp.zero_stage=2 fsdp.reshard_after_forward=always",
+            "--fsdp.reshard_after_forward: zero_stage 2 keeps parameters gathered from forward to backward",
+        ),
+        ("fsdp.zero_stage=1 fsdp.reshard_after_forward=always", "zero_stage 1 keeps parameters gathered"),
+        ("fsdp.zero_stage=2 fsdp.accumulate=reduce_last", "--fsdp.accumulate: zero_stage 2 reduces every micro-batch"),
+        ("fsdp.zero_stage=1 fsdp.accumulate=reduce_every", "--fsdp.accumulate: zero_stage 1 reduces once a step"),
+        (SOURCE % ("text", ",path='x',document_length=9") + " tokenizer.path=t", 'does nothing with kind "text"'),
+        (
             "activation_checkpoint.mode=full activation_checkpoint.save_ops=['aten.mm']",
             '--activation_checkpoint.save_ops: save_ops does nothing in mode "full", only in "selective"',
         ),
@@ -119,6 +148,40 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "validation.sources=[{name='v',kind='tokens',path='b/validation'}]",
             "nothing will be in b/validation: data.prepare.validation_fraction is 0",
         ),
+        (
+            "mesh.pp=2 pipeline.split=[3,2]",
+            "--pipeline.split: split [3, 2] covers 3 + 2 = 5 layers, but n_layers is 4",
+        ),
+        (
+            "mesh.pp=2 pipeline.split=[4]",
+            "--pipeline.split: split [4] has a number for each of 1 stages, but there are pp 2",
+        ),
+        ("mesh.pp=5", "--mesh.pp: pp 5 = 5 stages are more than n_layers 4: each needs a layer"),
+        (
+            "mesh.pp=3 pipeline.schedule=interleaved_1f1b training.micro_batch_size=8",
+            "--mesh.pp: pp 3 x 2 stages a rank = 6 stages are more than n_layers 4",
+        ),
+        (
+            "mesh.pp=4 training.micro_batch_size=4",
+            "--training.micro_batch_size: global_batch_size 8 / (dp 1 x micro_batch_size 4) = 2 micro-batches are too "
+            'few for schedule "1f1b": it needs one for each of pp 4 stages; change one of them',
+        ),
+        (
+            "mesh.pp=2 pipeline.schedule=interleaved_1f1b training.global_batch_size=5",
+            '= 5 micro-batches do not fit schedule "interleaved_1f1b": it computes them in 5 // pp 2 = 2 rounds of '
+            "equal size, and 2 does not divide 5",
+        ),
+        ("pipeline.stages_per_rank=2", '--pipeline.stages_per_rank: stages_per_rank does nothing with schedule "1f1b"'),
+        ("mesh.pp=2 model.tie_embeddings=true", "--mesh.pp: pp 2 puts the embedding on the first stage and the head"),
+        ("mesh.pp=2 pipeline.schedule=zero_bubble_v compile.enable=true", "and a compiled block has only one"),
+        (
+            "mesh.pp=2 pipeline.schedule=zero_bubble_v activation_checkpoint.mode=selective",
+            'what activation checkpointing of mode "selective" keeps lasts for one',
+        ),
+        (
+            "mesh.pp=2 pipeline.schedule=zero_bubble_v fsdp.reshard_after_forward=always",
+            "parameters that FSDP freed would be missing in the second",
+        ),
         ("validation.interval=5", "--validation.interval: interval 5 needs [[validation.sources]]"),
         ("lr_schedule.warmup_steps=11", "--lr_schedule.warmup_steps: warmup_steps 11 is above total_steps 10"),
         ("lr_schedule.decay_steps=3", 'decay_steps does nothing with name "cosine"'),
@@ -127,6 +190,35 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "--lr_schedule.decay_steps: warmup_steps 7 + decay_steps 4 = 11 is above total_steps 10",
         ),
         ("optimizer.groups=[{pattern='a'},{pattern='a'}]", 'the pattern "a" stands above already; the first counts'),
+        (
+            "fsdp.owner_broadcast_dtype=bfloat16",
+            '--fsdp.owner_broadcast_dtype: owner_broadcast_dtype does nothing with partition "rows", only "owner"',
+        ),
+        (
+            "fsdp.partition=owner fsdp.owner_broadcast_dtype=bfloat16 training.dtype=bfloat16",
+            'owner_broadcast_dtype does nothing: training.dtype is "bfloat16" too',
+        ),
+        (
+            "fsdp.partition=owner mesh.tp=2",
+            '--fsdp.partition: partition "owner" needs whole parameters, and tp 2 cuts them; set mesh.tp = 1',
+        ),
+        (
+            "fsdp.partition=owner mesh.cp=2",
+            '--fsdp.partition: partition "owner" needs whole parameters, and cp 2 cuts them; set mesh.cp = 1',
+        ),
+        ("fsdp.partition=owner fsdp.zero_stage=2", '--fsdp.zero_stage: zero_stage does nothing with partition "owner"'),
+        (
+            "fsdp.partition=owner mesh.dp_replicate=2 mesh.dp_shard=2",
+            'partition "owner" needs whole parameters, and dp_shard 2 cuts them (on 4 ranks, dp_replicate 2); '
+            "set mesh.dp_replicate = 4 and mesh.dp_shard = 1",
+        ),
+        (
+            "optimizer.name=muon",
+            '--optimizer.name: Muon makes whole matrices orthogonal, and partition "rows" cuts them; set fsdp.',
+        ),
+        ("optimizer.momentum=0.9", 'momentum does nothing with name "adamw", only with "muon"; leave it out'),
+        ("optimizer.newton_schulz_steps=6", "newton_schulz_steps does nothing"),
+        ("optimizer.muon_lr_adjustment=original", "muon_lr_adjustment does nothing"),
         ("profile.memory_snapshot=true", "memory_snapshot needs start_step above 0"),
         ("profile.memory_snapshot=true profile.start_step=1 job.device=cpu", "memory_snapshot records CUDA memory"),
         ("profile.start_step=9", "the trace would end at step 11, after training.steps 10"),
@@ -156,6 +248,13 @@ def test_a_wrong_combination_is_one_problem(settings, message):
         "job.name=a/b job.output_dir=x",
         "checkpoint.load=0",
         "training.max_norm=inf training.norm_type=inf",
+        "fsdp.partition=owner fsdp.owner_broadcast_dtype=bfloat16 mesh.dp_replicate=2",
+        "fsdp.partition=owner optimizer.name=muon optimizer.momentum=0.9 optimizer.muon_lr_adjustment=original",
+        "mesh.cp=2 mesh.tp=2 training.seq_len=40",
+        "mesh.cp=2 context.method=all_to_all training.seq_len=30",
+        "context.method=all_to_all model.n_kv_heads=1",
+        "fsdp.zero_stage=1 fsdp.accumulate=reduce_last",
+        "fsdp.zero_stage=2 fsdp.reshard_after_forward=never",
     ],
 )
 def test_a_right_combination_passes(settings):
@@ -165,6 +264,12 @@ def test_a_right_combination_passes(settings):
 @pytest.mark.parametrize(
     ("settings", "world_size", "message"),
     [
+        (
+            "mesh.cp=2 mesh.dp_shard=2",
+            2,
+            "2 ranks cannot form the mesh: dp_replicate 1 x dp_shard 2 x cp 2 x tp 1 = 4, not 2; start 4 ranks",
+        ),
+        ("mesh.cp=2 mesh.tp=2", 6, "6 ranks cannot form the mesh: dp_replicate 1 x cp 2 x tp 2 = 4 does not divide 6"),
         ("mesh.tp=2 mesh.dp_shard=2", 8, "dp_replicate 1 x dp_shard 2 x tp 2 = 4, not 8; start 4 ranks"),
         ("mesh.tp=4", 6, "6 ranks cannot form the mesh: dp_replicate 1 x tp 4 = 4 does not divide 6"),
         ("mesh.dp_replicate=2", 1, "1 rank cannot form the mesh: dp_replicate 2 x tp 1 = 2 does not divide 1"),
@@ -174,6 +279,7 @@ def test_a_right_combination_passes(settings):
             "dp_replicate 1 x dp_shard 3 x micro_batch_size 2 = 6 does not divide 8; a global batch of 6 or 12",
         ),
         ("training.micro_batch_size=8", 2, "a global batch of 16 would do"),
+        ("fsdp.partition=owner", 4, "dp_shard 4 cuts them (on 4 ranks, dp_replicate 1); set mesh.dp_replicate = 4"),
     ],
 )
 def test_what_depends_on_the_number_of_ranks(settings, world_size, message):

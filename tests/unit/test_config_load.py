@@ -232,6 +232,16 @@ def test_machine_keys_are_free_to_change(folder):
     old = load("shared/base.toml").config.model_dump()
     words = ["--training.steps=99", "--training.micro_batch_size=2", "--mesh.tp=2", "--compile.enable=true"]
     assert run_key_diff(old, load("shared/base.toml", words).config.model_dump()) == []
+    words = ["--fsdp.partition=owner"]
+    assert run_key_diff(old, load("shared/base.toml", words).config.model_dump()) == []
+
+
+def test_a_machine_key_that_changes_values_is_a_run_key(folder):
+    old = load("shared/base.toml").config.model_dump()
+    words = ["--fsdp.partition=owner", "--fsdp.owner_broadcast_dtype=bfloat16"]
+    assert run_key_diff(old, load("shared/base.toml", words).config.model_dump()) == [
+        'fsdp.owner_broadcast_dtype: (not set) -> "bfloat16"'
+    ]
 
 
 def test_a_config_that_went_through_toml_has_not_changed(folder):

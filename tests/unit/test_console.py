@@ -284,6 +284,9 @@ def test_the_summary_names_what_differs():
     )
     rows = summary(changed, device_name="NVIDIA H200", peak=989.5e12, resumed_step=120)
     assert rows["technique"] == "torch.compile, activation checkpointing full, states offloaded to the CPU"
+    assert summary(config(fsdp={"partition": "owner"}, optimizer={"name": "muon"}))["technique"] == (
+        "optimizer by owner, Muon for the blocks' matrices"
+    )
     assert rows["precision"].startswith("float32 parameters and optimizer, bfloat16 forward")
     assert "989.5 TFLOP/s" in rows["FLOPs"]
     assert "of the host's memory" in rows["memory"]

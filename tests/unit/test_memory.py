@@ -67,6 +67,31 @@ def test_unreduced_gradients_are_whole_and_only_where_there_is_accumulation():
         assert estimate_memory(settings, MeshSizes(1, 2, 1), "cpu").gradients == sharded + extra
 
 
+def test_zero_stages_keep_what_they_say():
+    stages = [
+        estimate_memory(config(training={"micro_batch_size": 1}, fsdp={"zero_stage": stage}), MeshSizes(1, 2, 1), "cpu")
+        for stage in (1, 2, 3)
+    ]
+    whole = sum(p.numel() for p in build_model(config().model).parameters()) * 4
+    assert stages[0].gradients - whole == stages[1].gradients == stages[2].gradients
+    assert stages[0].gathered == stages[1].gathered > stages[2].gathered
+    assert len({(stage.parameters, stage.optimizer) for stage in stages}) == 1
+
+
+def test_context_parallel_ranks_hold_a_share_of_states_and_of_each_sequence():
+    settings = {
+        method: config(context={"method": method}, model={"n_kv_heads": 4})
+        for method in ("gather", "ring", "all_to_all")
+    }
+    alone = estimate_memory(settings["all_to_all"], ONE, "cpu")
+    parts = {method: estimate_memory(s, MeshSizes(1, 1, 1, cp=4), "cpu") for method, s in settings.items()}
+    assert parts["gather"].parameters == estimate_memory(settings["gather"], MeshSizes(1, 4, 1), "cpu").parameters
+    assert parts["all_to_all"].activations == alone.activations / 4
+    keys_and_values = 2 * 64 * 4 * 128 / 4 * 4  # width, sequences, tokens of a rank, bytes
+    assert parts["gather"].activations - parts["all_to_all"].activations == keys_and_values * (4 + 2 * 4)
+    assert parts["ring"].activations - parts["all_to_all"].activations == keys_and_values * (2 + 3)
+
+
 def test_offloaded_states_are_not_the_devices():
     kept, offloaded = (estimate_memory(config(fsdp={"cpu_offload": off}), ONE, "cuda") for off in (False, True))
     assert kept.device - offloaded.device == kept.states

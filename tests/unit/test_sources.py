@@ -84,3 +84,12 @@ def test_random_tokens_cover_the_vocabulary_evenly():
     counts = np.bincount(np.concatenate([read(source, i, 999)[0] for i in range(100)]), minlength=10)
     assert len(counts) == 10
     assert np.abs(counts - 10_000).max() < 500  # five standard deviations
+
+
+def test_random_documents_have_the_mean_length_and_leave_the_tokens_as_they_are():
+    source = SyntheticSource("random", 1000, 0, document_length=16)
+    windows = [read(source, i, 1023) for i in range(50)]
+    starts = sum(len(window[1]) for window in windows)
+    assert abs(starts / (50 * 1024) - 1 / 16) < 0.006  # five standard deviations
+    assert windows[3][0] == read(SyntheticSource("random", 1000, 0), 3, 1023)[0]
+    assert windows[3][1] == read(source, 3, 1023)[1]

@@ -260,7 +260,7 @@ def _build_source(
 ) -> SampleSource:
     seq_len, vocab_size, seed = config.training.seq_len, config.model.vocab_size, config.training.seed
     if source.kind == "synthetic":
-        return SyntheticSource(source.name, vocab_size, seed)
+        return SyntheticSource(source.name, vocab_size, seed, source.document_length)
     assert source.path is not None  # that, and text's tokenizer, configs.checks has seen to
     if source.kind == "tokens":
         folder = TokenFolder(source.path, vocab_size, tokenizer.hash if tokenizer else None)

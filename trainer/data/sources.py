@@ -80,11 +80,11 @@ class TokenSource:
 
 
 class SyntheticSource:
-    """Uniform random tokens, each window keyed by (seed, name, ordinal) and a document of its own; for benchmarks."""
+    """Uniform random tokens, each window keyed by (seed, name, ordinal); for benchmarks and proofs."""
 
-    def __init__(self, name: str, vocab_size: int, seed: int) -> None:
-        """Draw ids below `vocab_size`."""
-        self._vocab_size = vocab_size
+    def __init__(self, name: str, vocab_size: int, seed: int, document_length: int | None = None) -> None:
+        """Draw ids below `vocab_size`, in documents of this mean length; None: a window is one document."""
+        self._vocab_size, self._document_length = vocab_size, document_length
         self._key = derive_key("synthetic", seed, name)
 
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:
@@ -92,10 +92,13 @@ class SyntheticSource:
         return ordinals
 
     def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
-        """Draw window number `address`; `starts` stays empty. See `SampleSource`."""
-        philox = np.random.Philox(key=np.array([self._key, address], dtype=np.uint64))
-        tokens[:] = np.random.Generator(philox).integers(0, self._vocab_size, len(tokens))
+        """Draw window number `address`. See `SampleSource`."""
+        generator = np.random.Generator(np.random.Philox(key=np.array([self._key, address], dtype=np.uint64)))
+        tokens[:] = generator.integers(0, self._vocab_size, len(tokens))
+        if starts is not None and self._document_length is not None:
+            starts[:] = generator.random(len(starts)) < 1 / self._document_length
 
     def state(self) -> dict[str, Any]:
         """What the draws depend on besides the seed."""
-        return {"fingerprint": f"synthetic, vocabulary {self._vocab_size}"}
+        documents = "" if self._document_length is None else f", documents of {self._document_length}"
+        return {"fingerprint": f"synthetic, vocabulary {self._vocab_size}{documents}"}

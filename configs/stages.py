@@ -1,0 +1,100 @@
+"""Which layers each pipeline stage holds, and which stages each rank: the arithmetic of `mesh.pp` and `[pipeline]`.
+
+Without torch, like all arithmetic that the checks and the estimates share with the run. Without a pipeline there is
+one stage, which holds everything.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from configs.errors import ConfigError
+from configs.layout import head_dim, layer_matrices
+from configs.schema import Config
+
+
+def stages_per_rank(config: Config) -> int:
+    """Stages on each pipeline rank."""
+    if config.mesh.pp == 1 or config.pipeline.schedule in ("gpipe", "1f1b"):
+        return 1
+    return config.pipeline.stages_per_rank or 2
+
+
+def n_stages(config: Config) -> int:
+    """Stages of the whole pipeline."""
+    return config.mesh.pp * stages_per_rank(config)
+
+
+def rank_of_stage(config: Config, stage: int) -> int:
+    """Pipeline rank that holds a stage: round by round, or, for `zero_bubble_v`, there and back again."""
+    turn, place = divmod(stage, config.mesh.pp)
+    is_way_back = config.pipeline.schedule == "zero_bubble_v" and turn == 1
+    return config.mesh.pp - 1 - place if is_way_back else place
+
+
+def stages_of_rank(config: Config, rank: int) -> list[int]:
+    """The stages that a pipeline rank holds, ascending."""
+    return [stage for stage in range(n_stages(config)) if rank_of_stage(config, stage) == rank]
+
+
+def layers_of_stages(config: Config) -> list[range]:
+    """Numbers of the layers that each stage holds.
+
+    Raises:
+        ConfigError: there are more stages than layers, or `pipeline.split` does not fit.
+    """
+    stages, n_layers = n_stages(config), config.model.n_layers
+    shown = f"pp {config.mesh.pp}" + (f" x {stages_per_rank(config)} stages a rank" if stages > config.mesh.pp else "")
+    if stages > n_layers:
+        raise ConfigError(f"{shown} = {stages} stages are more than n_layers {n_layers}: each needs a layer")
+    split = config.pipeline.split if config.mesh.pp > 1 else None
+    counts = _even_split(config) if split is None else split
+    if len(counts) != stages:
+        raise ConfigError(f"split {counts} has {len(counts)} stages, but there are {shown} = {stages}")
+    if sum(counts) != n_layers:
+        summed = " + ".join(map(str, counts))
+        raise ConfigError(f"split {counts} covers {summed} = {sum(counts)} layers, but n_layers is {n_layers}")
+    ends = list(accumulate(counts))
+    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+
+def _even_split(config: Config) -> Sequence[int]:
+    """Layers of each stage such that the slowest stage is as fast as can be, and memory is even where time allows.
+
+    The layers are alike, so each goes to the stage that has the least to do so far. Time counts a token's FLOPs, which
+    are as the elements of the matrices that it is multiplied with, and half of the attention scores. The embedding
+    takes memory, but hardly time: its stage comes last among equals. Then come earlier stages, which keep the
+    activations of more micro-batches.
+    """
+    model, stages = config.model, n_stages(config)
+    layer = layer_matrices(model)
+    vocabulary = model.vocab_size * model.dim
+    layer_time = layer + model.n_heads * head_dim(model) * config.training.seq_len
+    counts, time, memory = [1] * stages, [layer_time] * stages, [layer] * stages
+    memory[0] += vocabulary
+    memory[-1] += vocabulary
+    time[-1] += vocabulary
+    for _ in range(model.n_layers - stages):
+        next_one = min(range(stages), key=lambda stage: (time[stage], memory[stage], -stage))
+        counts[next_one] += 1
+        time[next_one] += layer_time
+        memory[next_one] += layer
+    return counts
+
+
+def fewest_micro_batches(config: Config) -> int:
+    """The fewest micro-batches that the schedule can run in a step."""
+    return config.mesh.pp if config.pipeline.schedule == "1f1b" else 1
+
+
+def check_micro_batches(config: Config, micro_batches: int) -> None:
+    """Raise ConfigError if the schedule cannot run that many micro-batches a step."""
+    ranks = config.mesh.pp
+    batches = f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
+    if micro_batches < fewest_micro_batches(config):
+        raise ConfigError(f'{batches} are too few for schedule "1f1b": it needs one for each of pp {ranks} stages')
+    rounds = max(1, micro_batches // ranks)
+    if config.pipeline.schedule == "interleaved_1f1b" and micro_batches % rounds:
+        raise ConfigError(
+            f'{batches} do not fit schedule "interleaved_1f1b": it computes them in {micro_batches} // pp {ranks} = '
+            f"{rounds} rounds of equal size, and {rounds} does not divide {micro_batches}"
+        )

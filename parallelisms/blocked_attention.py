@@ -1,0 +1,194 @@
+"""Attention of some queries to a block of keys, in a form that blocks can be put together of.
+
+Softmax over several blocks is exact from each block's own output and logsumexp: the outputs are averaged with weights
+exp(logsumexp), as FlashAttention does inside its kernel (Dao et al. 2022, section 3.1) and ring attention over ranks
+(Liu et al. 2023). Backward is simpler still: given the output and logsumexp of the whole, a block's gradients are its
+part of the whole's.
+
+PyTorch's flash kernels give and take the logsumexp; they are used where they exist (CPU: every type; CUDA: 16-bit types
+without document masks). Elsewhere the scores are written out. A mask of documents is made for a tile of queries at a
+time, so no tensor of (queries x keys) exists for a whole block.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Elements of a tile's mask, and of its scores for one head: 16 MiB in float32 on a CPU, whose kernel writes no scores
+# out; on a GPU, with 32 heads, 512 MiB of scores.
+_TILE_ELEMENTS = 1 << 22
+
+aten = torch.ops.aten
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of logsumexps, and in which partial sums over blocks are kept."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, Tensor] | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention of `q` to this block of keys alone.
+
+    Args:
+        q: (batch, heads, queries, head_dim).
+        k, v: (batch, kv_heads, keys, head_dim); heads are a multiple of kv_heads.
+        documents: (batch, queries) and (batch, keys) ids; a query sees keys of its own document only. None: all.
+        causal: query i sees the keys up to i, of as many keys as there are queries; else it sees all.
+
+    Returns:
+        Output, shaped as q and in the accumulation type, and logsumexp (batch, heads, queries), which is -inf where a
+        query sees no key of the block (its output is then 0).
+    """
+    if documents is None and _flash_takes(q):
+        out, logsumexp = _flash(q, k, v, causal)
+        return out.to(logsumexp.dtype), logsumexp
+    out = q.new_empty(q.shape, dtype=accumulation_dtype(q.dtype))
+    logsumexp = out.new_empty(q.shape[:-1])
+    for rows, mask in _tiles(q, k, documents, causal):
+        out[:, :, rows], logsumexp[:, :, rows] = _attend_tile(q[:, :, rows], k, v, mask)
+    return out, logsumexp
+
+
+def attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    documents: tuple[Tensor, Tensor] | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What this block of keys adds to the gradients by q, k and v, in the accumulation type.
+
+    Args:
+        grad: gradient by the whole's output, shaped as q.
+        out, logsumexp: of all blocks together, out in the type of q.
+        q, k, v, documents, causal: as `attend` had them for this block.
+    """
+    if documents is None and _flash_takes(q):
+        gradients = _flash_backward(grad, q, k, v, out, logsumexp, causal)
+        return tuple(gradient.to(logsumexp.dtype) for gradient in gradients)  # type: ignore[return-value]
+    by_q, by_k, by_v = (torch.zeros_like(tensor, dtype=logsumexp.dtype) for tensor in (q, k, v))
+    for rows, mask in _tiles(q, k, documents, causal):
+        by_q[:, :, rows], tile_by_k, tile_by_v = _attend_tile_backward(
+            grad[:, :, rows], q[:, :, rows], k, v, out[:, :, rows], logsumexp[:, :, rows], mask
+        )
+        by_k += tile_by_k
+        by_v += tile_by_v
+    return by_q, by_k, by_v
+
+
+def merge_(out: Tensor, logsumexp: Tensor, block_out: Tensor, block_logsumexp: Tensor) -> None:
+    """Take a further block of keys into `out` and `logsumexp`, in place; they have seen at least one key each."""
+    total = torch.logaddexp(logsumexp, block_logsumexp)
+    out.mul_((logsumexp - total).exp_().unsqueeze(-1))
+    out.add_(block_out * (block_logsumexp - total).exp_().unsqueeze(-1))
+    logsumexp.copy_(total)
+
+
+# --------------------------------------------------------------------------- PyTorch's kernels
+
+
+def _flash_takes(q: Tensor) -> bool:
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    return q.device.type == "cpu" or (is_half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256)
+
+
+def _takes_bias(q: Tensor) -> bool:
+    """Whether there is a kernel that gives the logsumexp and takes a mask."""
+    return q.device.type == "cpu"
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.device.type == "cpu":
+        op = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return op(grad, q, k, v, out, logsumexp, 0.0, causal)
+    random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
+    lengths = None, None, q.shape[2], k.shape[2]  # cumulative ones are for packed batches only
+    op = aten._scaled_dot_product_flash_attention_backward
+    return op(grad, q, k, v, out, logsumexp, *lengths, 0.0, causal, random, random)
+
+
+# --------------------------------------------------------------------------- tiles under a mask
+
+
+def _tiles(
+    q: Tensor, k: Tensor, documents: tuple[Tensor, Tensor] | None, causal: bool
+) -> Iterator[tuple[slice, Tensor | None]]:
+    """Slices of the queries, each with its mask, broadcastable to (batch, heads, rows, keys), of the pairs allowed."""
+    n_queries, n_keys = q.shape[2], k.shape[2]
+    n_rows = max(1, _TILE_ELEMENTS // n_keys)
+    keys = torch.arange(n_keys, device=q.device)
+    for start in range(0, n_queries, n_rows):
+        rows = slice(start, min(start + n_rows, n_queries))
+        mask = None
+        if causal:
+            mask = (keys[rows, None] >= keys)[None, None]
+        if documents is not None:
+            same = (documents[0][:, rows, None] == documents[1][:, None, :])[:, None]
+            mask = same if mask is None else same & mask
+        yield rows, mask
+
+
+def _attend_tile(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `attend`, with the mask made."""
+    dtype = accumulation_dtype(q.dtype)
+    if mask is not None and _takes_bias(q):
+        op = aten._scaled_dot_product_flash_attention_for_cpu
+        out, logsumexp = op(q, k, v, 0.0, False, attn_mask=_bias(mask, q.dtype))
+        # The kernel says 0 for a query that sees nothing.
+        return out.to(dtype), logsumexp.masked_fill(~mask.any(-1), -math.inf)
+    scores = _scores(q, k, mask)
+    logsumexp = scores.logsumexp(-1)
+    weights = (scores - logsumexp.masked_fill(logsumexp == -math.inf, 0).unsqueeze(-1)).exp_()
+    return (weights.to(v.dtype) @ _for_each_head(v, q)).to(dtype), logsumexp
+
+
+def _attend_tile_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, mask: Tensor | None
+) -> tuple[Tensor, ...]:
+    """As `attend_backward`, with the mask made (FlashAttention, Dao et al. 2022, algorithm 4)."""
+    dtype = logsumexp.dtype
+    if mask is not None and _takes_bias(q):
+        op = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        gradients = op(grad, q, k, v, out, logsumexp, 0.0, False, attn_mask=_bias(mask, q.dtype))
+        return tuple(gradient.to(dtype) for gradient in gradients)
+    weights = (_scores(q, k, mask) - logsumexp.unsqueeze(-1)).exp_()
+    by_weights = grad @ _for_each_head(v, q).mT
+    delta = (grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
+    by_scores = (weights * (by_weights.to(dtype) - delta) / math.sqrt(q.shape[-1])).to(q.dtype)
+    by_k = _over_heads(by_scores.mT @ q, k)
+    by_v = _over_heads(weights.to(grad.dtype).mT @ grad, v)
+    return (by_scores @ _for_each_head(k, q)).to(dtype), by_k.to(dtype), by_v.to(dtype)
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    scores = (q @ _for_each_head(k, q).mT).to(accumulation_dtype(q.dtype)) / math.sqrt(q.shape[-1])
+    return scores if mask is None else scores.masked_fill_(~mask, -math.inf)
+
+
+def _for_each_head(kv: Tensor, q: Tensor) -> Tensor:
+    """Keys or values repeated for the query heads that share them."""
+    return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
+
+
+def _over_heads(gradient: Tensor, kv: Tensor) -> Tensor:
+    """The gradient of `_for_each_head`: (batch, heads, ...) -> (batch, kv_heads, ...)."""
+    return gradient.unflatten(1, (kv.shape[1], -1)).sum(2)

@@ -1,0 +1,353 @@
+"""Context parallelism: every rank holds a part of each sequence, and attention alone looks beyond it.
+
+The ranks of the `cp` axis read the same samples and keep their part of the tokens (`shard_batch`); positions come
+along, since a rotary angle depends on the place in the whole sequence. Of the model one function is replaced, the
+`attend` of the plan's attention modules, by one of three methods (docs/context_parallelism.md says when to use which):
+
+    gather      all ranks' keys and values at once (Llama 3, Dubey et al. 2024, section 3.3.2)
+    ring        one rank's after another, on their way round a ring (Liu et al. 2023, arXiv:2310.01889)
+    all_to_all  the whole sequence for some of the heads (DeepSpeed Ulysses, Jacobs et al. 2023, arXiv:2309.14509)
+
+The first two keep the queries where they are. A causal query sees only the past, so equal stretches would leave the
+first rank idle: rank r of n takes the chunks r and 2n - 1 - r of 2n (zigzag), and all see as many keys. For backward
+they keep their own keys and values and fetch the others' again, so that all that a rank keeps is its part.
+
+The collectives run inside ops of their own, which torch.compile and selective checkpointing take as they are: what
+leaves such an op has arrived.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from parallelisms.blocked_attention import accumulation_dtype, attend, attend_backward, merge_
+from parallelisms.plan import plan_of
+
+_c10d = torch.ops._c10d_functional
+
+Method = Literal["gather", "ring", "all_to_all"]
+
+
+class Batch(Protocol):
+    """A dataclass with these among its fields, int64, (batch, seq)."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def targets(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor | None:
+        """None: 0, 1, 2, ..."""
+
+    @property
+    def document_ids(self) -> Tensor | None: ...
+
+
+B = TypeVar("B", bound=Batch)
+
+
+def shard_batch(batch: B, mesh: DeviceMesh, method: Method) -> B:
+    """This rank's part of every sequence, (batch, seq / cp); the document ids stay whole: attention needs them all.
+
+    Args:
+        batch: of whole sequences, the same on all ranks of `mesh`.
+        mesh: the one axis `cp`.
+        method: as for `apply_context_parallel`.
+    """
+    if mesh.size() == 1:
+        return batch
+    part = part_of(batch.tokens.shape[1], mesh.size(), mesh.get_local_rank(), method).to(batch.tokens.device)
+    positions = part[None] if batch.positions is None else batch.positions[:, part]
+    return replace(batch, tokens=batch.tokens[:, part], targets=batch.targets[:, part], positions=positions)  # type: ignore[type-var]
+
+
+def part_of(seq_len: int, n_ranks: int, rank: int, method: Method) -> Tensor:
+    """Indices in the sequence of the tokens that a rank holds, ascending, (seq_len / n_ranks,)."""
+    sequence = torch.arange(seq_len)
+    if method == "all_to_all":
+        return sequence.chunk(n_ranks)[rank]
+    chunks = sequence.chunk(2 * n_ranks)
+    return torch.cat((chunks[rank], chunks[2 * n_ranks - 1 - rank]))
+
+
+def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method) -> None:
+    """Let the attention of a model, which is given `shard_batch`'s parts, see whole sequences.
+
+    Args:
+        model: its plan names the attention modules.
+        mesh: the one axis `cp`.
+        method: the sequence's length must be a multiple of twice the ranks; with all_to_all of the ranks, and the heads
+            of keys and values too.
+    """
+    group = mesh.get_group().group_name
+    attention: list[Any] = [model.get_submodule(name) for name in plan_of(model).attention]
+    if method == "all_to_all":
+        for module in attention:
+            module.attend = partial(_attend_some_heads, attend=module.attend, group=group)
+        return
+    model.mask = _document_ids  # type: ignore[assignment]
+    for module in attention:
+        module.attend = partial(_attend_part, group=group, method=method)
+
+
+def _document_ids(document_ids: Tensor) -> Tensor:
+    """In the place of a mask: one is made tile by tile, where it is needed."""
+    return document_ids
+
+
+# --------------------------------------------------------------------------- gather and ring
+
+
+def _attend_part(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: str, method: Method) -> Tensor:
+    """Causal attention of this rank's queries to the whole sequence; shapes as in the model's own `attend`."""
+    return _context_attention(q, k, v, documents, group, method)[0]
+
+
+# The name lets a model's pattern for attention ops (`save_ops`) match this one, too.
+@torch.library.custom_op("keel::_scaled_dot_product_context_attention", mutates_args=())
+def _context_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: str, method: str
+) -> tuple[Tensor, Tensor]:
+    """Output, shaped as q, and its logsumexp (batch, heads, seq / cp)."""
+    ranks = _Ranks(q, documents, group)
+    own = torch.stack((k, v))
+    out, logsumexp = attend(q, k, v, ranks.documents(ranks.rank, ranks.all, ranks.all), causal=True)
+    for source, (k_there, v_there) in _TRANSPORTS[method](own, ranks.group).others():
+        rows, keys = ranks.visible(source)
+        documents_seen = ranks.documents(source, rows, keys)
+        block = attend(q[:, :, rows], k_there[:, :, keys], v_there[:, :, keys], documents_seen, causal=False)
+        merge_(out[:, :, rows], logsumexp[:, :, rows], *block)
+    # Laid out as the projection that follows wants it, so that one tensor is kept for both.
+    out = out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    return out, logsumexp.contiguous()
+
+
+@_context_attention.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
+    return out, q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+
+
+@torch.library.custom_op("keel::_scaled_dot_product_context_attention_backward", mutates_args=())
+def _context_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    documents: Tensor | None,
+    group: str,
+    method: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by this rank's queries, keys and values; the latter two sum up what flows back from all ranks."""
+    ranks = _Ranks(q, documents, group)
+    own = torch.stack((k, v))
+    of_own = ranks.documents(ranks.rank, ranks.all, ranks.all)
+    by_q, *by_own = attend_backward(grad, q, k, v, out, logsumexp, of_own, causal=True)
+    transport = _TRANSPORTS[method](own, ranks.group)
+    transport.give_back(ranks.rank, torch.stack(by_own))
+    for source, (k_there, v_there) in transport.others():
+        rows, keys = ranks.visible(source)
+        by_rows, *by_keys = attend_backward(
+            grad[:, :, rows],
+            q[:, :, rows],
+            k_there[:, :, keys],
+            v_there[:, :, keys],
+            out[:, :, rows],
+            logsumexp[:, :, rows],
+            ranks.documents(source, rows, keys),
+            causal=False,
+        )
+        by_q[:, :, rows] += by_rows
+        by_source = torch.zeros_like(own, dtype=by_q.dtype)
+        by_source[:, :, :, keys] = torch.stack(by_keys)
+        transport.give_back(source, by_source)
+    by_k, by_v = transport.given_back()
+    return by_q.to(q.dtype).contiguous(), by_k.to(k.dtype).contiguous(), by_v.to(v.dtype, copy=True).contiguous()
+
+
+@_context_attention_backward.register_fake
+def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, documents, ctx.group, ctx.method = inputs
+    ctx.save_for_backward(q, k, v, *output, documents)
+
+
+def _backward(ctx: Any, grad: Tensor, _by_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _context_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.group, ctx.method)
+    return *gradients, None, None, None
+
+
+_context_attention.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(name)  # type: ignore[arg-type]  # a type of its own since torch 2.13, str before
+
+
+class _Ranks:
+    """Which queries of this rank see which keys of another, in zigzag order."""
+
+    all = slice(None)
+
+    def __init__(self, q: Tensor, documents: Tensor | None, group: str) -> None:
+        """
+        Args:
+            q: this rank's queries, (batch, heads, seq / cp, head_dim).
+            documents: ids of the whole sequence, (batch, seq).
+            group: its name.
+        """
+        self.group = _group(group)
+        self.rank, self.n_ranks = self.group.rank(), self.group.size()
+        self._chunk = q.shape[2] // 2
+        self._documents = documents
+
+    def visible(self, source: int) -> tuple[slice, slice]:
+        """(queries here, keys there) of the one block in which every query sees every key: half of all pairs.
+
+        Of an earlier rank both our chunks see the first chunk; of a later rank our second chunk sees both.
+        """
+        if source < self.rank:
+            return self.all, slice(0, self._chunk)
+        return slice(self._chunk, None), self.all
+
+    def documents(self, source: int, rows: slice, keys: slice) -> tuple[Tensor, Tensor] | None:
+        """Document ids of queries here and keys there; None where there are no documents."""
+        if self._documents is None:
+            return None
+        return self._of(self.rank)[:, rows], self._of(source)[:, keys]
+
+    def _of(self, rank: int) -> Tensor:
+        assert self._documents is not None
+        part = part_of(self._documents.shape[1], self.n_ranks, rank, "gather")
+        return self._documents[:, part.to(self._documents.device)]
+
+
+class _Gather:
+    """All ranks' keys and values in one collective, and all gradients back in one."""
+
+    def __init__(self, own: Tensor, group: dist.ProcessGroup) -> None:
+        """own: keys and values, (2, batch, kv_heads, seq / cp, head_dim)."""
+        self._own, self._group = own.contiguous(), group
+        self._by_source: dict[int, Tensor] = {}
+
+    def others(self) -> Iterator[tuple[int, Tensor]]:
+        """Every other rank's number with its keys and values."""
+        n_ranks, name = self._group.size(), self._group.group_name
+        gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(self._own, n_ranks, name))
+        for source, there in enumerate(gathered.unflatten(0, (n_ranks, -1))):
+            if source != self._group.rank():
+                yield source, there
+
+    def give_back(self, source: int, gradient: Tensor) -> None:
+        """Contribute to the gradient of a rank's keys and values; once for each, the own first."""
+        self._by_source[source] = gradient
+
+    def given_back(self) -> Tensor:
+        """What all ranks contributed to the own keys and values."""
+        n_ranks, name = self._group.size(), self._group.group_name
+        gradients = torch.cat([self._by_source[source] for source in range(n_ranks)])
+        return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(gradients, "sum", n_ranks, name))
+
+
+class _Ring:
+    """Keys and values go round the ranks, the next ones arriving while these are computed with; sums follow them.
+
+    See `_Gather` for the methods.
+    """
+
+    def __init__(self, own: Tensor, group: dist.ProcessGroup) -> None:
+        self._own, self._group = own.contiguous(), group
+        self._sum: Callable[[], Tensor] | None = None
+
+    def others(self) -> Iterator[tuple[int, Tensor]]:
+        rank, n_ranks = self._group.rank(), self._group.size()
+        arriving = self._pass_on(self._own)
+        for step in range(1, n_ranks):
+            keys_values = arriving()
+            if step < n_ranks - 1:
+                arriving = self._pass_on(keys_values)
+            yield (rank - step) % n_ranks, keys_values
+
+    def give_back(self, source: int, gradient: Tensor) -> None:
+        """The rank before had this source one step ago: its sum arrives here, is added to and goes on."""
+        if self._sum is not None:
+            gradient += self._sum()
+        self._sum = self._pass_on(gradient)
+
+    def given_back(self) -> Tensor:
+        assert self._sum is not None
+        return self._sum()
+
+    def _pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Send to the next rank; returns a function that waits for what the one before sent."""
+        rank, n_ranks = self._group.rank(), self._group.size()
+        arriving = torch.empty_like(tensor)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, group=self._group, group_peer=(rank + 1) % n_ranks),
+                dist.P2POp(dist.irecv, arriving, group=self._group, group_peer=(rank - 1) % n_ranks),
+            ]
+        )
+
+        def wait() -> Tensor:
+            for work in works:
+                work.wait()
+            return arriving
+
+        return wait
+
+
+_TRANSPORTS: dict[str, type[_Gather] | type[_Ring]] = {"gather": _Gather, "ring": _Ring}
+
+
+# --------------------------------------------------------------------------- all to all
+
+
+def _attend_some_heads(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attend: Callable[..., Tensor], group: str
+) -> Tensor:
+    """The model's own `attend` on whole sequences of this rank's share of the heads."""
+    q, k, v = (_exchange(tensor, 1, 2, group) for tensor in (q, k, v))
+    return _exchange(attend(q, k, v, mask), 2, 1, group)
+
+
+@torch.library.custom_op("keel::exchange", mutates_args=())
+def _exchange(x: Tensor, split_dim: int, join_dim: int, group: str) -> Tensor:
+    """Give every rank its share of `split_dim`, and join at `join_dim`, in the order of ranks, what they give."""
+    given = torch.stack(x.chunk(_group(group).size(), split_dim))
+    ones = [1] * len(given)
+    taken = _c10d.wait_tensor(_c10d.all_to_all_single(given, ones, ones, group))
+    return torch.cat(taken.unbind(), join_dim)
+
+
+@_exchange.register_fake
+def _(x: Tensor, split_dim: int, join_dim: int, group: str) -> Tensor:
+    n_ranks = _group(group).size()
+    shape = list(x.shape)
+    shape[split_dim] //= n_ranks
+    shape[join_dim] *= n_ranks
+    return x.new_empty(shape)
+
+
+def _keep_dims(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, *ctx.arguments = inputs
+
+
+def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    split_dim, join_dim, group = ctx.arguments
+    return _exchange(grad, join_dim, split_dim, group), None, None, None
+
+
+_exchange.register_autograd(_exchange_back, setup_context=_keep_dims)

@@ -1,0 +1,148 @@
+"""Pipeline parallelism: each rank holds some of the layers, and micro-batches flow through the ranks.
+
+`gpipe` (Huang et al. 2019) runs all forward passes, then all backward passes; `1f1b` (Narayanan et al. 2019) alternates
+them and so keeps the activations of at most as many micro-batches as there are ranks; `interleaved_1f1b` (Narayanan et
+al. 2021, section 2.2) gives each rank several stages, and `zero_bubble_v` (Qi et al. 2023, section 6) two, there and
+back, and puts the gradients of the weights where ranks would wait. The schedules are those of
+`torch.distributed.pipelining`.
+
+A stage is a model of the same class with parts missing, whose parameters keep their names: initial weights, optimizer
+groups and checkpoints fit any number of stages. Gradients are reduced over the data-parallel ranks once a step: the
+stages keep their parameters gathered and their gradients unsharded until the last micro-batch is through.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+
+from configs.layout import accumulation_steps
+from configs.schema import Config
+from configs.stages import layers_of_stages, n_stages, rank_of_stage, stages_of_rank
+from parallelisms.fsdp import reshard
+from parallelisms.mesh import Mesh
+from parallelisms.passes import Call
+from parallelisms.plan import plan_of
+
+_SCHEDULES: dict[str, Callable[..., Any]] = {
+    "gpipe": lambda stages, **settings: ScheduleGPipe(stages[0], **settings),
+    "1f1b": lambda stages, **settings: Schedule1F1B(stages[0], **settings),
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zero_bubble_v": ScheduleZBVZeroBubble,
+}
+
+
+def own_stages(model: nn.Module, config: Config, rank: int) -> dict[int, nn.Module]:
+    """The stages of a model on the meta device that a pipeline rank holds, by number; the model itself if it is one."""
+    layers = layers_of_stages(config)
+    if len(layers) == 1:
+        return {0: model}
+    return {stage: _cut(deepcopy(model), layers[stage]) for stage in stages_of_rank(config, rank)}
+
+
+def _cut(model: nn.Module, layers: range) -> nn.Module:
+    """Take away from a whole model what the stage with these layers does not hold."""
+    plan = plan_of(model)
+    gone = [name for number, name in enumerate(plan.blocks) if number not in layers]
+    gone += plan.before_blocks if layers.start > 0 else ()
+    gone += plan.after_blocks if layers.stop < plan.n_blocks else ()
+    for name in gone:
+        parent, _, child = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        if isinstance(owner, nn.ModuleDict):
+            del owner[child]
+        else:
+            setattr(owner, child, None)
+    return model
+
+
+class Pipeline:
+    """The passes of micro-batches through the stages; as `Passes`."""
+
+    def __init__(self, stages: Mapping[int, nn.Module], config: Config, mesh: Mesh) -> None:
+        """Of this rank's `stages`, with parameters in memory and every other technique applied."""
+        self._modules, self._mesh = stages, mesh
+        self._n_stages = n_stages(config)
+        self._owners = [rank_of_stage(config, stage) for stage in range(self._n_stages)]
+        training = config.training
+        self._hidden = torch.empty(
+            (training.micro_batch_size, training.seq_len // (mesh.sizes.cp * mesh.sizes.tp), config.model.dim),
+            dtype=getattr(torch, training.compute_dtype),
+            device="meta",
+            requires_grad=True,
+        )
+        self._stages = [self._stage(number, module) for number, module in stages.items()]
+        self._schedule = _SCHEDULES[config.pipeline.schedule](
+            self._stages,
+            n_microbatches=accumulation_steps(config, mesh.sizes),
+            loss_fn=torch.mul,  # of a micro-batch's loss and what the schedule calls its target: the scale
+            scale_grads=False,
+        )
+
+    def _stage(self, number: int, module: nn.Module) -> PipelineStage:
+        # With the shapes given, torch need not run the model once to find them.
+        tokens = torch.empty(self._hidden.shape[:2], dtype=torch.int64, device="meta")
+        loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
+        return PipelineStage(
+            module,
+            number,
+            self._n_stages,
+            self._mesh.device,
+            input_args=tokens if number == 0 else self._hidden,
+            output_args=loss if number == self._n_stages - 1 else self._hidden,
+            group=self._mesh.pp.get_group(),
+        )
+
+    def train(self, calls: Sequence[Call], scale: Tensor) -> Tensor:
+        """As `Passes.train`."""
+        for stage in self._stages:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        scaled_losses: list[Tensor] = []
+        # What the schedule's `step` does, less its cutting of a batch into micro-batches: they are cut already.
+        self._schedule._step_microbatches(
+            arg_mbs=[(call.tokens,) for call in calls],
+            kwarg_mbs=[call.arguments for call in calls],
+            target_mbs=[scale] * len(calls),
+            losses=scaled_losses,
+            return_outputs=False,
+        )
+        return self._sum(loss.detach() / scale for loss in scaled_losses)
+
+    @torch.no_grad()
+    def evaluate(self, calls: Sequence[Call]) -> Tensor:
+        """As `Passes.evaluate`."""
+        losses = [output for call in calls for output in self._forward(call)]
+        for module in self._modules.values():
+            reshard(module)
+        return self._sum(losses)
+
+    def _forward(self, call: Call) -> Iterable[Tensor]:
+        """Run a micro-batch through this rank's stages; yields the loss if the last one is among them."""
+        x = call.tokens
+        for number, module in self._modules.items():
+            if number > 0 and self._owners[number - 1] != self._mesh.pp.get_local_rank():
+                x = torch.empty_like(self._hidden, device=self._mesh.device)
+                dist.recv(x, group=self._mesh.pp.get_group(), group_src=self._owners[number - 1])
+            x = module(x, **call.arguments)
+            if number == self._n_stages - 1:
+                yield x
+            elif self._owners[number + 1] != self._mesh.pp.get_local_rank():
+                dist.send(x, group=self._mesh.pp.get_group(), group_dst=self._owners[number + 1])
+
+    def _sum(self, losses: Iterable[Tensor]) -> Tensor:
+        """The sum of the last stage's losses, on all ranks of the pipeline."""
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        for loss in losses:
+            total += loss
+        return self._mesh.sum_over_pp(total)

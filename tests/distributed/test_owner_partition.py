@@ -1,0 +1,261 @@
+"""The optimizer shared out by owner against torch's own over all parameters: the same bits, whatever happens to it."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+from torch.optim import SGD, Adagrad, AdamW, Muon, RMSprop
+
+from parallelisms import zero
+from parallelisms.zero import OwnerPartition, select_groups
+
+SHAPES = {"a": (4, 6), "b": (5,), "c": (6, 3), "d": (2, 2), "e": (7,), "f": (3, 3)}
+MATRICES, VECTORS = [n for n, s in SHAPES.items() if len(s) == 2], [n for n, s in SHAPES.items() if len(s) == 1]
+LRS = (0.1, 0.02)
+OPTIMIZERS = {
+    "AdamW": AdamW,
+    "AdamW fused": partial(AdamW, fused=True),
+    "SGD": partial(SGD, momentum=0.9, nesterov=True),
+    "Adagrad": Adagrad,
+    "RMSprop": partial(RMSprop, centered=True),
+}
+
+
+def parameters(names=tuple(SHAPES)):
+    generator = torch.Generator().manual_seed(3)
+    made = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+    return {name: Parameter(made[name]) for name in names}
+
+
+def set_gradients(params, step):
+    """Of those that are not frozen; the same on all ranks, as after a reduction."""
+    for index, parameter in enumerate(params.values()):
+        generator = torch.Generator().manual_seed(1000 * step + index)
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameter.grad = gradient if parameter.requires_grad else None
+
+
+def group_of(params, names, **settings):
+    return {"params": [(name, params[name]) for name in names], **settings}
+
+
+def partition(params, make, names=None, **keywords):
+    """One group of matrices and one of vectors."""
+    chosen = [[n for n in kind if n in (names or params)] for kind in (MATRICES, VECTORS)]
+    groups = [group_of(params, kind, optimizer=make, lr=lr) for kind, lr in zip(chosen, LRS, strict=True) if kind]
+    return OwnerPartition(groups, dist.group.WORLD, **keywords)
+
+
+def plain(params, make, names=None):
+    chosen = [[n for n in kind if n in (names or params)] for kind in (MATRICES, VECTORS)]
+    return make([{"params": [params[n] for n in kind], "lr": lr} for kind, lr in zip(chosen, LRS, strict=True) if kind])
+
+
+def assert_equal(found, expected):
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def in_small_buckets(make_name):
+    whole, zero.BUCKET_BYTES = zero.BUCKET_BYTES, 150
+    owned = follow_torch(make_name)
+    zero.BUCKET_BYTES = whole
+    return owned
+
+
+def follow_torch(make_name, steps=4):
+    """Steps under a schedule; returns the names that this rank has state of."""
+    ours, theirs = parameters(), parameters()
+    optimizer, reference = partition(ours, OPTIMIZERS[make_name]), plain(theirs, OPTIMIZERS[make_name])
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.7**step) for o in (optimizer, reference)]
+    for step in range(steps):
+        for params, either, schedule in zip((ours, theirs), (optimizer, reference), schedules, strict=True):
+            set_gradients(params, step)
+            either.step()
+            either.zero_grad()
+            schedule.step()
+        assert_equal(ours, theirs)
+        assert not any(plain.grad is not None for plain in optimizer._mine.values())
+    assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in reference.param_groups]
+    return [name for name, parameter in ours.items() if optimizer.state[parameter]]
+
+
+@pytest.mark.parametrize(
+    ("function", "make_name"), [*((follow_torch, name) for name in OPTIMIZERS), (in_small_buckets, "AdamW")]
+)
+def test_any_torch_optimizer_with_groups_and_a_schedule(ranks, function, make_name):
+    owned = ranks(3, function, make_name)
+    assert sorted(name for names in owned for name in names) == sorted(SHAPES)  # each parameter's state is on one rank
+    assert all(owned)
+
+
+def single():
+    params, reference = parameters(["a"]), parameters(["a"])
+    optimizer, expected = partition(params, AdamW), plain(reference, AdamW)
+    for step in range(3):
+        for either, of in ((params, optimizer), (reference, expected)):
+            set_gradients(either, step)
+            of.step()
+    assert_equal(params, reference)
+    optimizer.load_state_dict(optimizer.state_dict())
+    return len(optimizer._mine)
+
+
+def test_ranks_that_own_nothing(ranks):
+    assert ranks(4, single) == [1, 0, 0, 0]
+
+
+def change_under_way():
+    """Freeze and unfreeze, add a group, move a parameter, and step by a closure; beside a plain optimizer."""
+    ours, theirs = parameters(), parameters()
+    optimizer, reference = partition(ours, AdamW, "abcd"), plain(theirs, AdamW, "abcd")
+    before = dict(optimizer._owner)
+    for step in range(8):
+        if step in (2, 4):  # "a" and "b" rest for two steps
+            for params in (ours, theirs):
+                params["a"].requires_grad_(step == 4)
+                params["b"].requires_grad_(step == 4)
+        if step == 3:
+            optimizer.add_param_group(group_of(ours, "ef", optimizer=AdamW, lr=0.3, weight_decay=0.5))
+            reference.add_param_group({"params": [theirs["e"], theirs["f"]], "lr": 0.3, "weight_decay": 0.5})
+        if step == 5:  # as FSDP does when it pins offloaded memory
+            ours["c"].data = ours["c"].detach().clone()
+        calls = []
+        for params, either in ((ours, optimizer), (theirs, reference)):
+
+            def closure(params=params, step=step, calls=calls):
+                assert torch.is_grad_enabled()
+                set_gradients(params, step)
+                calls.append(step)
+                return f"loss {step}"
+
+            assert either.step(closure) == f"loss {step}"
+        assert calls == [step, step]
+        assert_equal(ours, theirs)
+    assert all(optimizer._owner[parameter] == owner for parameter, owner in before.items())
+    steps = {name: optimizer.state[p]["step"].item() for name, p in ours.items() if optimizer.state[p]}
+    return steps, sum(p.numel() for p in optimizer._mine)
+
+
+def test_freezing_unfreezing_an_added_group_and_closures(ranks):
+    results = ranks(3, change_under_way)
+    steps = {name: step for found, _ in results for name, step in found.items()}
+    assert steps == {"a": 6, "b": 6, "c": 8, "d": 8, "e": 5, "f": 5}
+    sizes = [size for _, size in results]
+    assert max(sizes) - min(sizes) <= 9  # the added group went to those who had less
+
+
+def frozen_is_not_sent():
+    params = parameters("ab")
+    optimizer = partition(params, AdamW)
+    params["a"].requires_grad_(False)
+    sent = []
+    start = optimizer._start
+    optimizer._start = lambda bucket: (sent.extend(bucket), start(bucket))[1]
+    set_gradients(params, 0)
+    optimizer.step()
+    return len(sent) == 1 and sent[0] is params["b"]
+
+
+def test_what_is_frozen_is_not_sent(ranks):
+    assert ranks(2, frozen_is_not_sent) == [True, True]
+
+
+def export(make_name, folder):
+    """Two steps, the full state to all and to rank 1, then a plain optimizer goes on beside."""
+    params = parameters()
+    optimizer = partition(params, OPTIMIZERS[make_name])
+    for step in range(2):
+        set_gradients(params, step)
+        optimizer.step()
+    to_all, to_one = optimizer.state_dict(), optimizer.state_dict(rank=1)
+    if dist.get_rank() != 1:
+        assert to_one == {}
+    else:
+        torch.save((to_one, {name: p.data for name, p in params.items()}), folder / "exported.pt")
+        assert repr(to_one) == repr(to_all)
+    copies = {name: Parameter(p.detach().clone()) for name, p in params.items()}
+    reference = plain(copies, OPTIMIZERS[make_name])
+    reference.load_state_dict(to_all)
+    for step in range(2, 5):
+        for either, of in ((params, optimizer), (copies, reference)):
+            set_gradients(either, step)
+            of.step()
+        assert_equal(params, copies)
+    return {name: p.detach() for name, p in params.items()}
+
+
+def take_up(make_name, folder):
+    """Load the export of other ranks into a partition over these."""
+    state, values = torch.load(folder / "exported.pt")
+    params = {name: Parameter(values[name].clone()) for name in SHAPES}
+    optimizer = partition(params, OPTIMIZERS[make_name])
+    optimizer.load_state_dict(state)
+    for step in range(2, 5):
+        set_gradients(params, step)
+        optimizer.step()
+    return {name: p.detach() for name, p in params.items()}
+
+
+@pytest.mark.parametrize("make_name", ["AdamW", "SGD"])
+def test_exported_state_goes_on_in_plain_torch_and_at_another_world_size(ranks, tmp_path, make_name):
+    expected = ranks(4, export, make_name, tmp_path)[0]
+    for result in ranks(2, take_up, make_name, tmp_path):
+        assert_equal(result, expected)
+
+
+def export_muon():
+    """Groups of two optimizers, the second group Muon's: each torch optimizer takes its part."""
+    params = parameters()
+    settings = {"params": [(n, params[n]) for n in VECTORS], "optimizer": AdamW, "lr": 0.02}
+    groups = [settings, group_of(params, MATRICES, optimizer=Muon, lr=0.1)]
+    optimizer = OwnerPartition(groups, dist.group.WORLD)
+    set_gradients(params, 0)
+    optimizer.step()
+    copies = {name: Parameter(p.detach().clone()) for name, p in params.items()}
+    muon, adamw = Muon([copies[n] for n in MATRICES]), AdamW([copies[n] for n in VECTORS])
+    state = optimizer.state_dict()
+    muon.load_state_dict(select_groups(state, [1]))
+    adamw.load_state_dict(select_groups(state, [0]))
+    for step in (1, 2):
+        set_gradients(params, step)
+        set_gradients(copies, step)
+        for either in (optimizer, muon, adamw):
+            either.step()
+        assert_equal(params, copies)
+
+
+def test_two_optimizers_in_one_partition(ranks):
+    ranks(3, export_muon)
+
+
+def rounded(ranks_dtype):
+    """Masters against an emulation: a plain optimizer over masters, its results rounded."""
+    params, masters = parameters(), parameters()
+    optimizer, reference = partition(params, AdamW, broadcast_dtype=ranks_dtype), plain(masters, AdamW)
+    for step in range(4):
+        assert_equal(params, {name: master.detach().to(ranks_dtype).double() for name, master in masters.items()})
+        set_gradients(params, step)
+        set_gradients(masters, step)
+        optimizer.step()
+        reference.step()
+    names = {parameter: name for name, parameter in params.items()}
+    assert_equal(
+        {names[p]: tensor for p, tensor in optimizer.owned().items()},
+        {names[p]: masters[names[p]] for p in optimizer.owned()},
+    )
+
+
+def test_owners_keep_what_they_send_rounded(ranks):
+    ranks(3, rounded, torch.bfloat16)
+
+
+def unnamed():
+    with pytest.raises(ValueError, match="need names"):
+        OwnerPartition([{"params": list(parameters().values()), "optimizer": AdamW}], dist.group.WORLD)
+
+
+def test_parameters_need_names(ranks):
+    ranks(1, unnamed)

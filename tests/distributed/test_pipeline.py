@@ -1,0 +1,127 @@
+"""A pipeline against one process, in what the parity table does not hold: documents, validation, skips, memory."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from configs.layout import accumulation_steps, mesh_sizes
+from configs.load import load
+from parallelisms.mesh import build_mesh
+from trainer.data.loader import IGNORED, MicroBatch
+from trainer.memory import _stages_in_flight
+from trainer.step import Learner, StepResult, build_learner
+
+STEPS, BATCH, SEQ_LEN = 3, 8, 32
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_v")
+
+
+def build(*overrides: str) -> Learner:
+    config = load("parity.toml", overrides, dist.get_world_size()).config
+    return build_learner(config, build_mesh(mesh_sizes(config, dist.get_world_size()), torch.device("cpu")))
+
+
+def micro_batches(step: int) -> list[MicroBatch]:
+    """Windows of several documents, in which some targets do not count: of some micro-batches none."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(512, (BATCH, SEQ_LEN + 1), generator=generator)
+    starts = torch.rand(BATCH, SEQ_LEN, generator=generator) < 0.1
+    targets = tokens[:, 1:].masked_fill(torch.rand(BATCH, SEQ_LEN, generator=generator) < 0.3, IGNORED)
+    targets[step] = IGNORED
+    index = torch.arange(SEQ_LEN)
+    positions = index - torch.where(starts, index, 0).cummax(1).values
+    rows = (tokens[:, :-1], targets, positions, starts.cumsum(1))
+    return [MicroBatch(*(tensor[i : i + 1] for tensor in rows), samples=[i]) for i in range(BATCH)]
+
+
+def documents(*overrides: str) -> tuple[list[StepResult], torch.Tensor]:
+    """What the steps found, and the (loss sum, tokens) of a validation between them."""
+    learner = build(*overrides)
+    results = [learner.step(micro_batches(0), 1e-3)]
+    evaluated = learner.evaluate(micro_batches(STEPS)[:3])
+    results += [learner.step(micro_batches(step), 1e-3) for step in range(1, STEPS)]
+    return results, evaluated
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_documents_and_validation(ranks, schedule):
+    [(expected, evaluated)] = ranks(1, documents)
+    assert all(not result.skipped for result in expected)
+    tp = () if schedule != "1f1b" else ("--mesh.tp", "2")
+    found = ranks(4 if tp else 2, documents, "--mesh.pp", "2", "--pipeline.schedule", schedule, *tp)
+    assert all(result == found[0][0] for result, _ in found)
+    for mine, theirs in zip(found[0][0], expected, strict=True):
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-12)
+        assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-12)
+    for _, (loss_sum, tokens) in found:
+        assert loss_sum.item() == pytest.approx(evaluated[0].item(), rel=1e-12)
+        assert tokens == evaluated[1]
+
+
+def poisoned(stage: int) -> tuple[bool, bool, bool]:
+    """A step with one weight of one stage not a number: whether it was skipped, changed nothing, and knew the norm."""
+    learner = build("--mesh.pp", "2")
+    if learner.mesh.pp.get_local_rank() == stage:
+        weight = next(iter(learner.parameters.values())).to_local()
+        weight.detach().view(-1)[0] = math.nan
+    before = local_state(learner)
+    result = learner.step(micro_batches(0), 1e-3)
+    after = local_state(learner)
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    return result.skipped, same, math.isnan(result.grad_norm)
+
+
+def local_state(learner: Learner) -> dict[str, torch.Tensor]:
+    state = {name: getattr(tensor, "to_local", lambda t=tensor: t)() for name, tensor in learner.state().items()}
+    return {name: tensor.detach().nan_to_num(1e9) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_step_that_is_not_finite_on_one_stage_is_skipped_on_all(ranks, stage):
+    assert ranks(2, poisoned, stage) == [(True, True, True)] * 2
+
+
+def parameter_names(*overrides: str) -> list[str]:
+    return list(build(*overrides).parameters)
+
+
+def test_stages_share_out_the_parameters(ranks):
+    [whole] = ranks(1, parameter_names)
+    for schedule in SCHEDULES:
+        first, second = ranks(2, parameter_names, "--mesh.pp", "2", "--pipeline.schedule", schedule)
+        assert not set(first) & set(second)
+        assert set(first) | set(second) == set(whole)
+        assert "embed_tokens.weight" in first
+        assert ("lm_head.weight" in first) == (schedule == "zero_bubble_v")
+
+
+def optimizer_groups(pattern: str) -> list[int]:
+    settings = f"[{{pattern = '{pattern}', lr_scale = 0.5}}]"
+    learner = build("--mesh.pp", "2", "--optimizer.groups", settings)
+    return [len(group["params"]) for group in learner.optimizer.param_groups if group["lr_scale"] == 0.5]
+
+
+def test_an_optimizer_group_may_lie_on_one_stage(ranks):
+    assert ranks(2, optimizer_groups, "lm_head.weight") == [[], [1]]
+
+
+def in_flight(schedule: str, micro_batch: int) -> tuple[int, int]:
+    """The most passes through a stage that wait for their backward pass on this rank: counted, and estimated."""
+    settings = ("--mesh.pp", str(dist.get_world_size()), "--training.micro_batch_size", str(micro_batch))
+    learner = build(*settings, "--model.n_layers", "8", "--pipeline.schedule", schedule)
+    rank, waiting, most = learner.mesh.pp.get_local_rank(), 0, 0
+    for action in learner.passes._schedule.pipeline_order[rank]:
+        kind = action.computation_type.value if action else ""
+        waiting += {"F": 1, "B": -1, "I": -1}.get(kind, 0)
+        most = max(most, waiting)
+    sizes = learner.mesh.sizes
+    return most, _stages_in_flight(learner.config, rank, accumulation_steps(learner.config, sizes))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("n", "micro_batch"), [(2, 1), (2, 4), (4, 1), (4, 2)])
+def test_the_estimate_knows_how_many_micro_batches_are_in_flight(ranks, schedule, n, micro_batch):
+    fills = schedule != "zero_bubble_v" or BATCH // micro_batch >= 2 * n  # else the estimate is an upper bound
+    for counted, estimated in ranks(n, in_flight, schedule, micro_batch):
+        assert counted == estimated if fills else counted <= estimated
