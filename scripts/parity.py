@@ -176,7 +176,7 @@ def _context_rows() -> Iterator[Row]:
 
 
 def _mixed_rows() -> Iterator[Row]:
-    """Pairs that no other row has, and three axes at once on 8 ranks; selective checkpointing, accumulating two steps."""
+    """Pairs that no other row has, and three axes on 8 ranks; selective checkpointing, accumulating two steps."""
     mixtures: dict[str, tuple[dict[str, int], int]] = {  # sizes of the axes, micro-batch
         "PP 2 x CP 2": ({"pp": 2, "cp": 2}, 4),
         "PP 2 x owner 2": ({"pp": 2, "dp_replicate": 2, "dp_shard": 1}, 2),
