@@ -278,7 +278,6 @@ class CheckpointManager:
             self._failed(error)
             return time.perf_counter() - started
         if unfinished is None:
-            self._log(f"checkpoint {folder.name} is there already")
             return time.perf_counter() - started
         draft = self._draft(step, trainer_state["tokens"], data_fingerprint or {}, validation_loss)
         self._pending = _Save(started, unfinished, draft, json.dumps(trainer_state), Future())

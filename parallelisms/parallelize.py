@@ -14,7 +14,7 @@ from configs.schema import Config
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.context import apply_context_parallel
-from parallelisms.fsdp import apply_fsdp
+from parallelisms.fsdp import apply_fsdp, is_needed
 from parallelisms.mesh import Mesh
 from parallelisms.pipeline import own_stages
 from parallelisms.tensor import apply_tensor_parallel
@@ -35,5 +35,6 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> dict[int, nn.Mo
         apply_activation_checkpoint(stage, config.activation_checkpoint)
         if config.compile.enable:
             apply_compile(stage)
-        apply_fsdp(stage, mesh.fsdp, config.fsdp, config.training, is_stage=mesh.sizes.pp > 1)
+        if is_needed(mesh.sizes.world_size, config.fsdp, config.training):
+            apply_fsdp(stage, mesh.fsdp, config.fsdp, config.training, is_stage=mesh.sizes.pp > 1)
     return stages

@@ -224,6 +224,16 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ("profile.start_step=9", "the trace would end at step 11, after training.steps 10"),
         ("job.name=a/b", '--job.name: the run folder is runs/<name>, so name "a/b" must be a plain folder name'),
         ("checkpoint.load=-5", "--checkpoint.load: there is no step -5"),
+        ("checkpoint.load=5 checkpoint.init_from=x", "--checkpoint.init_from: init_from is for a run that starts anew"),
+        ("checkpoint.keep_every=5", "--checkpoint.keep_every: keep_every does nothing with keep_last = 0"),
+        (
+            "checkpoint.keep_last=1 checkpoint.keep_best=1",
+            "--checkpoint.keep_best: keep_best needs a validation at every checkpoint",
+        ),
+        (
+            "training.dtype=bfloat16 checkpoint.optimizer_dtype=bfloat16",
+            "--checkpoint.optimizer_dtype: optimizer_dtype does nothing here",
+        ),
     ],
 )
 def test_a_wrong_combination_is_one_problem(settings, message):
