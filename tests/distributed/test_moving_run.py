@@ -1,0 +1,46 @@
+"""One run moved through five meshes, by its checkpoints alone, against the run that stayed where it was."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from configs.load import load
+from trainer.console import Console
+from trainer.lifecycle import StopRequest
+from trainer.metrics import TimeLedger
+from trainer.trainer import Trainer
+
+STEPS = 3  # on each mesh
+STAY: tuple[str, ...] = ("--training.micro_batch_size", "1")
+MESHES = [
+    (4, ("--mesh.dp_shard", "4", "--training.micro_batch_size", "2")),
+    (4, ("--mesh.tp", "2", "--activation_checkpoint.mode", "selective")),
+    (4, ("--mesh.pp", "2", "--training.micro_batch_size", "2")),
+    (4, ("--mesh.cp", "2", "--context.method", "ring", "--fsdp.zero_stage", "2")),
+    (1, STAY),
+]
+
+
+def go_on(folder: str, steps: int, overrides: tuple[str, ...]) -> list[float]:
+    """Train the run in `folder` up to `steps`, through the trainer; the losses of this launch."""
+    words = ("--job.output_dir", folder, "--training.steps", str(steps), "--metrics.tensorboard", "false")
+    job = load("parity.toml", (*words, *overrides), dist.get_world_size())
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with Console(dist.get_rank()) as console:
+        trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger())
+        assert trainer.train() == "done"
+    return trainer.losses
+
+
+def test_a_run_moved_through_five_meshes_learns_the_same(ranks, tmp_path):
+    stayed = ranks(1, go_on, str(tmp_path / "stayed"), STEPS * len(MESHES), STAY)[0]
+    moved: list[float] = []
+    for n_ranks, overrides in MESHES:
+        results = ranks(n_ranks, go_on, str(tmp_path / "moved"), len(moved) + STEPS, overrides)
+        assert all(losses == results[0] for losses in results)
+        moved += results[0]
+    assert len(moved) == len(stayed) == 15
+    differences = [abs(m - s) / s for m, s in zip(moved, stayed, strict=True)]
+    print(f"largest relative difference of the losses over five meshes: {max(differences):.1e}")
+    assert max(differences) <= 1e-10
