@@ -120,8 +120,8 @@ def bytes_kept(seq_len, method, n_ranks):
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = learner.model(batch.tokens, batch.positions, loss=lambda hidden, weight: hidden)
-    weights = {p.untyped_storage().data_ptr() for p in learner.model.parameters()}  # gathered, in stage 2
+        hidden = learner.passes.model(batch.tokens, batch.positions, loss=lambda hidden, weight: hidden)
+    weights = {p.untyped_storage().data_ptr() for p in learner.passes.model.parameters()}  # gathered, in stage 2
     loader.close()
     assert hidden.requires_grad
     return sum(size for storage, size in kept.items() if storage not in weights)
@@ -130,8 +130,8 @@ def bytes_kept(seq_len, method, n_ranks):
 @pytest.mark.parametrize("method", METHODS)
 def test_four_ranks_keep_a_quarter_each(ranks, method):
     (alone,) = ranks(1, bytes_kept, 2048, method, 1)
-    # After all_to_all, attention's output is kept as it was computed and as it came back: 3 layers, dim 64, float64.
-    twice = 3 * 512 * 64 * 8 if method == "all_to_all" else 0
+    # After all_to_all, attention's output is kept as it was computed and as it came back: 4 layers, dim 64, float64.
+    twice = 4 * 512 * 64 * 8 if method == "all_to_all" else 0
     for kept in ranks(4, bytes_kept, 2048, method, 4):
         assert kept == pytest.approx(alone / 4 + twice, rel=0.01)
 

@@ -34,7 +34,7 @@ def measure(stage: int, ranks_per_replica: int) -> dict[str, int]:
     sizes = mesh_sizes(config, n_ranks)
     mesh = build_mesh(sizes, torch.device("cpu"))
     learner = build_learner(config, mesh)
-    model, shards = learner.model, list(learner.model.parameters())
+    model, shards = learner.passes.model, list(learner.parameters.values())
     loader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
     found: dict[str, int] = {}
     passes = []
