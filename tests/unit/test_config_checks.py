@@ -152,10 +152,7 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "mesh.pp=2 pipeline.split=[3,2]",
             "--pipeline.split: split [3, 2] covers 3 + 2 = 5 layers, but n_layers is 4",
         ),
-        (
-            "mesh.pp=2 pipeline.split=[4]",
-            "--pipeline.split: split [4] has a number for each of 1 stages, but there are pp 2",
-        ),
+        ("mesh.pp=2 pipeline.split=[4]", "--pipeline.split: split [4] has 1 stages, but there are pp 2 = 2"),
         ("mesh.pp=5", "--mesh.pp: pp 5 = 5 stages are more than n_layers 4: each needs a layer"),
         (
             "mesh.pp=3 pipeline.schedule=interleaved_1f1b training.micro_batch_size=8",
