@@ -168,6 +168,7 @@ def long_step(seq_len):
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before), result.loss
 
 
+@pytest.mark.long
 def test_a_sequence_of_131072_tokens_on_four_ranks(ranks):
     """The pairs of a rank's queries and all keys are 4 Gi; none of it may be written out."""
     for grown, loss in ranks(4, long_step, 1 << 17):

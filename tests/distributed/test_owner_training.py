@@ -119,6 +119,7 @@ def manager_of(folder):
 # --------------------------------------------------------------------------- parity
 
 
+@pytest.mark.long
 def test_chosen_rows_in_float64(ranks):
     assert_parity(ranks, [ROWS[name] for name in CHOSEN])
 

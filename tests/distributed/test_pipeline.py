@@ -39,7 +39,7 @@ def documents(*overrides: str) -> tuple[list[StepResult], torch.Tensor]:
     """What the steps found, and the (loss sum, tokens) of a validation between them."""
     learner = build(*overrides)
     results = [learner.step(micro_batches(0), 1e-3)]
-    evaluated = learner.evaluate(micro_batches(STEPS)[:3])
+    evaluated = learner.evaluate(micro_batches(STEPS)[:3], None)
     results += [learner.step(micro_batches(step), 1e-3) for step in range(1, STEPS)]
     return results, evaluated
 

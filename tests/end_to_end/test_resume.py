@@ -27,6 +27,7 @@ def test_stops_leave_no_trace_in_losses_and_weights(tmp_path: Path, ranks: int, 
     assert_same_tensors(tensors(tmp_path / "stopped"), tensors(tmp_path / "straight"))
 
 
+@pytest.mark.long
 def test_a_resume_leaves_no_trace_compiled_on_a_mesh_of_two_dimensions(tmp_path: Path):
     """Four ranks that compile take long to start: the straight run itself saves what the other goes on from."""
     words = "--training.micro_batch_size 4 --mesh.tp 2 --compile.enable true"
