@@ -36,7 +36,7 @@ def micro_batches(step: int) -> list[MicroBatch]:
 
 
 def documents(*overrides: str) -> tuple[list[StepResult], torch.Tensor]:
-    """What the steps found, and the (loss sum, tokens) of a validation between them."""
+    """What the steps found, and the (loss sum, tokens, bytes) of a validation between them."""
     learner = build(*overrides)
     results = [learner.step(micro_batches(0), 1e-3)]
     evaluated = learner.evaluate(micro_batches(STEPS)[:3], None)
@@ -54,7 +54,7 @@ def test_documents_and_validation(ranks, schedule):
     for mine, theirs in zip(found[0][0], expected, strict=True):
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-12)
         assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-12)
-    for _, (loss_sum, tokens) in found:
+    for _, (loss_sum, tokens, _) in found:
         assert loss_sum.item() == pytest.approx(evaluated[0].item(), rel=1e-12)
         assert tokens == evaluated[1]
 
