@@ -39,7 +39,7 @@ class Mesh:
         """Which share of every global batch this rank computes."""
         return self.dp.get_local_rank()
 
-    def sum_over_dp(self, tensor: Tensor) -> Tensor:
+    def sum_over_tokens(self, tensor: Tensor) -> Tensor:
         """Add `tensor` up over the ranks that hold different tokens (data- and context-parallel), in place."""
         dist.all_reduce(tensor, group=self.tokens.get_group())
         return tensor

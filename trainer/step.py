@@ -63,7 +63,7 @@ class Learner:
         )  # FSDP averages gradients over the ranks; their sum is wanted
         total = self.passes.train([self._call(batch, self.loss) for batch in micro_batches], scale)
         grad_norm = self._clip()
-        result = _result(self.mesh.sum_over_dp(total) / valid_tokens, grad_norm)
+        result = _result(self.mesh.sum_over_tokens(total) / valid_tokens, grad_norm)
         if not result.skipped:
             set_lr(self.optimizer, lr)
             self.optimizer.step()
@@ -122,7 +122,7 @@ class Learner:
     def _valid_tokens(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Target tokens of the global batch that count; a float64 scalar: exact, and every backend can add it up."""
         count = torch.tensor(_count_valid(micro_batches), dtype=torch.float64, device=self.mesh.device)
-        return self.mesh.sum_over_dp(count)
+        return self.mesh.sum_over_tokens(count)
 
 
 def build_learner(config: Config, mesh: Mesh) -> Learner:

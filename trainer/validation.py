@@ -42,7 +42,7 @@ def validate(
         if is_over():
             return None
         total += learner.evaluate(micro_batches, token_bytes)
-    loss_sum, tokens, n_bytes = learner.mesh.sum_over_dp(total).tolist()
+    loss_sum, tokens, n_bytes = learner.mesh.sum_over_tokens(total).tolist()
     return ValidationResult(
         loss=loss_sum / tokens if tokens else math.nan,
         bits_per_byte=loss_sum / math.log(2) / n_bytes if n_bytes else None,
