@@ -1,5 +1,7 @@
 """Initial weights are the same bits on every mesh, and no rank draws a full copy."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
@@ -30,8 +32,9 @@ def sharded(sizes: MeshSizes, config: Model = CONFIG):
 
 
 def digest(sizes: MeshSizes, block_elements: int) -> dict[str, torch.Tensor]:
-    init.BLOCK_ELEMENTS = block_elements  # small blocks: several to a matrix, cut by the shards' borders
-    return {name: p.full_tensor().detach() for name, p in sharded(sizes).named_parameters()}
+    # Small blocks: several to a matrix, cut by the shards' borders.
+    with patch.object(init, "BLOCK_ELEMENTS", block_elements):
+        return {name: p.full_tensor().detach() for name, p in sharded(sizes).named_parameters()}
 
 
 def test_the_same_bits_on_every_mesh(ranks):
@@ -45,7 +48,6 @@ def test_the_same_bits_on_every_mesh(ranks):
 
 def drawn_elements(sizes: MeshSizes) -> tuple[int, int]:
     """Elements this rank draws, and elements of the whole model."""
-    init.BLOCK_ELEMENTS = 1 << 8
     drawn = 0
     draw = init._truncated_normal
 
@@ -54,11 +56,8 @@ def drawn_elements(sizes: MeshSizes) -> tuple[int, int]:
         drawn += torch.Size(shape).numel()
         return draw(shape, std, key)
 
-    init._truncated_normal = counting
-    try:
+    with patch.multiple(init, BLOCK_ELEMENTS=1 << 8, _truncated_normal=counting):
         model = sharded(sizes)
-    finally:
-        init._truncated_normal = draw
     return drawn, sum(p.numel() for p in model.parameters())
 
 

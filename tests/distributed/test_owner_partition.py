@@ -1,6 +1,7 @@
 """The optimizer shared out by owner against torch's own over all parameters: the same bits, whatever happens to it."""
 
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -59,10 +60,8 @@ def assert_equal(found, expected):
 
 
 def in_small_buckets(make_name):
-    whole, zero.BUCKET_BYTES = zero.BUCKET_BYTES, 150
-    owned = follow_torch(make_name)
-    zero.BUCKET_BYTES = whole
-    return owned
+    with patch.object(zero, "BUCKET_BYTES", 150):
+        return follow_torch(make_name)
 
 
 def follow_torch(make_name, steps=4):
