@@ -172,6 +172,33 @@ def _tensor_parallel(config: Config, _: int | None) -> Iterator[Problem]:
             yield "mesh.tp", f"tp {tp} does not divide {key} {size} ({size} / {tp} = {size / tp:.2f})"
 
 
+def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Every rank of `ep` holds as many whole experts as any other, and `ep` is a part of the ranks of dp_shard x cp."""
+    ep, n_experts = config.mesh.ep, getattr(config.model, "n_experts", None)
+    if ep == 1:
+        return
+    if not n_experts:
+        yield "mesh.ep", f"ep {ep} shares experts out, but model.n_experts is not set; leave ep out"
+        return
+    if n_experts % ep:
+        yield (
+            "mesh.ep",
+            f"ep {ep} does not divide model.n_experts {n_experts} ({n_experts} / {ep} = {n_experts / ep:.2f})",
+        )
+    try:
+        sizes = mesh_sizes(config, world_size or smallest_world_size(config.mesh))
+    except ConfigError:
+        return  # the mesh's own problem
+    if sizes.fsdp_shard % ep:
+        shards = sizes.fsdp_shard
+        yield (
+            "mesh.ep",
+            f"ep {ep} does not divide dp_shard {sizes.dp_shard} x cp {sizes.cp} = {shards} ({shards} / {ep} = "
+            f"{shards / ep:.2f}): it shares the experts out to those ranks; set ep to a divisor of {shards}, or change "
+            "dp_shard",
+        )
+
+
 def _owner_partition(config: Config, world_size: int | None) -> Iterator[Problem]:
     fsdp = config.fsdp
     if fsdp.partition == "rows":
@@ -444,6 +471,7 @@ _RULES: tuple[Callable[[Config, int | None], Iterator[Problem]], ...] = (
     _lr_schedule,
     _mesh,
     _tensor_parallel,
+    _expert_parallel,
     _owner_partition,
     _muon,
     _context_parallel,

@@ -5,8 +5,9 @@ is a device, and the trainer uses the same functions, so that what was checked i
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Literal
 
 from configs.errors import ConfigError
@@ -22,6 +23,8 @@ class MeshSizes:
     tp: int
     cp: int = 1
     pp: int = 1
+    ep: int = 1
+    """Cuts dp_shard x cp anew, for the experts alone; no axis beside the others."""
 
     @property
     def dp(self) -> int:
@@ -34,8 +37,13 @@ class MeshSizes:
         return self.dp_shard * self.cp
 
     @property
+    def expert_shard(self) -> int:
+        """Ranks over which FSDP shards the experts of one expert-parallel rank."""
+        return self.fsdp_shard // self.ep
+
+    @property
     def token_ranks(self) -> int:
-        """Ranks that hold different tokens of a global batch, and over which FSDP averages their gradients."""
+        """Ranks that hold different tokens of a global batch, and over which FSDP adds up their gradients."""
         return self.dp * self.cp
 
     @property
@@ -43,7 +51,8 @@ class MeshSizes:
         return self.token_ranks * self.tp * self.pp
 
     def __str__(self) -> str:
-        return product_of_axes(self)
+        of_experts = f"; experts: ep {self.ep} x shard {self.expert_shard}" if self.ep > 1 else ""
+        return product_of_axes(self) + of_experts
 
 
 def product_of_axes(sizes: MeshSizes | Mesh) -> str:
@@ -54,6 +63,12 @@ def product_of_axes(sizes: MeshSizes | Mesh) -> str:
 
 def smallest_world_size(mesh: Mesh) -> int:
     """The fewest ranks that the mesh can be built of; with `dp_shard = -1` any multiple of it will do, too."""
+    fewest_shards = lcm(mesh.ep, mesh.cp) // mesh.cp if mesh.dp_shard == -1 else 1  # ep divides dp_shard x cp
+    return _product(mesh) * fewest_shards
+
+
+def _product(mesh: Mesh) -> int:
+    """Of the sizes, without a `dp_shard` that is left open."""
     return mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp * mesh.pp
 
 
@@ -63,23 +78,19 @@ def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
     Raises:
         ConfigError: the sizes do not multiply to the world size.
     """
-    mesh = config.mesh
-    smallest = smallest_world_size(mesh)
-    if mesh.dp_shard == -1 and world_size % smallest == 0:
-        return MeshSizes(mesh.dp_replicate, world_size // smallest, mesh.tp, cp=mesh.cp, pp=mesh.pp)
-    if world_size == smallest and mesh.dp_shard != -1:
-        return MeshSizes(mesh.dp_replicate, mesh.dp_shard, mesh.tp, cp=mesh.cp, pp=mesh.pp)
-    ranks = f"{world_size} rank{'s' * (world_size != 1)}"
-    start = f"{smallest} ranks (torchrun --nproc-per-node {smallest})"
-    if mesh.dp_shard == -1:
+    mesh, product = config.mesh, _product(config.mesh)
+    left_open = mesh.dp_shard == -1
+    if world_size % product or (not left_open and world_size != product):
+        ranks = f"{world_size} rank{'s' * (world_size != 1)}"
+        smallest = smallest_world_size(mesh)
+        start = f"{smallest} ranks (torchrun --nproc-per-node {smallest})"
+        problem = f"does not divide {world_size}" if left_open else f"not {world_size}"
         raise ConfigError(
-            f"{ranks} cannot form the mesh: {product_of_axes(mesh)} = {smallest} does not divide {world_size}; "
-            f"start {start} or a multiple, or change [mesh]"
+            f"{ranks} cannot form the mesh: {product_of_axes(mesh)} = {product}{'' if left_open else ','} {problem}; "
+            f"start {start}{' or a multiple' if left_open else ''}, or change [mesh]"
         )
-    raise ConfigError(
-        f"{ranks} cannot form the mesh: {product_of_axes(mesh)} = {smallest}, not {world_size}; start {start}, or "
-        "change [mesh]"
-    )
+    dp_shard = world_size // product if left_open else mesh.dp_shard
+    return MeshSizes(mesh.dp_replicate, dp_shard, mesh.tp, cp=mesh.cp, pp=mesh.pp, ep=mesh.ep)
 
 
 def accumulation_steps(config: Config, sizes: MeshSizes) -> int:
@@ -109,6 +120,15 @@ def reshard_after_forward(fsdp: Fsdp) -> Literal["default", "always", "never"]:
 def reduces_once(fsdp: Fsdp) -> bool:
     """Whether gradients are reduced with a step's last micro-batch only."""
     return fsdp.zero_stage == 1 or fsdp.accumulate == "reduce_last"
+
+
+def cut_dim(shape: Sequence[int], n_shards: int) -> int:
+    """The dimension by which FSDP cuts a parameter; uneven cuts of the first one are padded, of others impossible.
+
+    Matrices of experts, (experts, out, in), are cut within the experts where those do not divide evenly and `out` does:
+    8 experts on 64 ranks would leave 56 with nothing.
+    """
+    return int(len(shape) == 3 and shape[0] % n_shards != 0 and shape[1] % n_shards == 0)
 
 
 def head_dim(model: Model) -> int:

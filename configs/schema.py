@@ -232,6 +232,8 @@ class Mesh(Table):
     """Tensor-parallel ranks, with sequence parallelism between the matrices."""
     pp: PositiveInt = 1
     """Pipeline-parallel ranks, each of which holds some of the layers."""
+    ep: PositiveInt = 1
+    """Expert-parallel ranks, each with its share of the experts: cuts dp_shard x cp anew, adds no ranks."""
 
 
 class Fsdp(Table):

@@ -15,44 +15,82 @@ a rank holds its shards, whatever the stage. With P parameters over N ranks, in 
     1       P / N + P             P / N + P between micro-batches   1, 1
 """
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
-from configs.layout import reduces_once, reshard_after_forward
+from configs.layout import cut_dim, reduces_once, reshard_after_forward
 from configs.schema import Fsdp, Training
+from parallelisms.mesh import Mesh
 from parallelisms.plan import plan_of
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Training, is_stage: bool = False) -> None:
+def apply_fsdp(model: nn.Module, mesh: Mesh, config: Fsdp, training: Training) -> None:
     """Shard each of the plan's groups, then what is left with the root, and set up prefetching.
 
-    A pipeline stage by default does not reshard after forward: it would gather anew for every micro-batch.
+    Experts that expert parallelism has shared out are sharded apart from their group, over the ranks that hold the
+    same ones. A pipeline stage by default does not reshard after forward: it would gather anew for every micro-batch.
     """
-    # The inputs are not cast: the embedding already has the compute type, and the rotary angles need float32.
-    precision = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, training.compute_dtype),
-        reduce_dtype=getattr(torch, training.reduce_dtype),
-        cast_forward_inputs=False,
-    )
-    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.cpu_offload else OffloadPolicy()
-    groups = [[model.get_submodule(name) for name in names] for names in plan_of(model).fsdp_groups]
-    for modules in groups:
+    plan = plan_of(model)
+    units: list[list[FSDPModule]] = []
+    for names in plan.fsdp_groups:
         # The last group's backward follows its forward at once: resharding between them would only gather it twice.
-        is_freed = modules is not groups[-1] and not is_stage
+        is_freed = names is not plan.fsdp_groups[-1] and mesh.sizes.pp == 1
         reshard = {"default": is_freed, "always": True, "never": False}[reshard_after_forward(config)]
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            mesh=mesh,
-            mp_policy=precision,
-            offload_policy=offload,
-            reshard_after_forward=reshard,
-        )
-    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
-    _prefetch([cast(FSDPModule, modules[0]) for modules in groups], config.prefetch_depth)
+        shard = partial(_shard, reshard=reshard, config=config, training=training)
+        apart = _inside(plan.experts, names) if mesh.sizes.ep > 1 else ()
+        experts = [shard([model.get_submodule(name)], mesh.expert_fsdp) for name in apart]
+        units.append([shard([model.get_submodule(name) for name in names], mesh.fsdp), *experts])
+    _shard([model], mesh.fsdp, reshard=False, config=config, training=training)
+    _prefetch(units, config.prefetch_depth)
+
+
+def _inside(names: Sequence[str], outer: Sequence[str]) -> tuple[str, ...]:
+    """Those of `names` that are modules within those of `outer`."""
+    return tuple(name for name in names if name.startswith(tuple(f"{module}." for module in outer)))
+
+
+def _shard(modules: list[nn.Module], mesh: DeviceMesh, reshard: bool, config: Fsdp, training: Training) -> FSDPModule:
+    """Shard the parameters of `modules` as one group; returns the first module, whose forward pass gathers them."""
+    n_shards = mesh.size(mesh.ndim - 1)
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return Shard(cut_dim(local.shape, n_shards))
+
+    fully_shard(
+        modules if len(modules) > 1 else modules[0],
+        mesh=mesh,
+        # The inputs are not cast: the embedding already has the compute type, and the rotary angles need float32.
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=getattr(torch, training.compute_dtype),
+            reduce_dtype=getattr(torch, training.reduce_dtype),
+            cast_forward_inputs=False,
+        ),
+        offload_policy=CPUOffloadPolicy(torch.cuda.is_available()) if config.cpu_offload else OffloadPolicy(),
+        reshard_after_forward=reshard,
+        shard_placement_fn=placement,
+    )
+    group = cast(FSDPModule, modules[0])
+    _add_up_gradients(group)
+    return group
+
+
+def _add_up_gradients(group: FSDPModule) -> None:
+    """Let its reductions add gradients up; FSDP's own rule is the average over the group's ranks.
+
+    The loss is divided by the tokens of the global batch already. An average would divide an expert's gradient by fewer
+    ranks than that of a matrix which every rank applies, for the expert sees the tokens of all `ep` ranks.
+    """
+    group.set_gradient_divide_factor(1.0)
+    group.set_force_sum_reduction_for_comms(True)  # gloo knows no sum that multiplies first
 
 
 def is_needed(world_size: int, config: Fsdp, training: Training) -> bool:
@@ -61,14 +99,16 @@ def is_needed(world_size: int, config: Fsdp, training: Training) -> bool:
     return world_size > 1 or converts or config.cpu_offload or config.partition == "owner"
 
 
-def _prefetch(groups: list[FSDPModule], depth: int) -> None:
+def _prefetch(groups: list[list[FSDPModule]], depth: int) -> None:
     """Issue the gathers of the `depth` next groups, in each direction, before a group computes.
 
-    FSDP's own rule is one group ahead in backward, and in forward only what the CPU happens to run ahead.
+    FSDP's own rule is one group ahead in backward, and in forward only what the CPU happens to run ahead. A group's
+    first module says when it computes; experts with a mesh of their own follow it in the same group.
     """
-    for i, group in enumerate(groups):
-        group.set_modules_to_forward_prefetch(groups[i + 1 : i + 1 + depth])
-        group.set_modules_to_backward_prefetch(groups[max(0, i - depth) : i][::-1])
+    for i, (first, *own_experts) in enumerate(groups):
+        after, before = groups[i + 1 : i + 1 + depth], groups[max(0, i - depth) : i][::-1]
+        first.set_modules_to_forward_prefetch([*own_experts, *chain(*after)])
+        first.set_modules_to_backward_prefetch([*own_experts, *chain(*before)])
 
 
 def prepare_backward(model: nn.Module, config: Fsdp, is_last_micro_batch: bool) -> None:

@@ -4,6 +4,7 @@ Axes, outermost first: `pp` (pipeline stages), `dp_replicate` (copies of the sha
 (context parallel), `tp` (tensor parallel). The innermost axis talks most, so its ranks are neighbours, on one machine
 where there are several. Every axis exists at every size, 1 included: one path through the code serves a laptop and a
 cluster. Context-parallel ranks hold different tokens as data-parallel ones do, so FSDP shards over both at once.
+For the experts those same ranks are cut anew, into `expert_shard` x `ep` (expert parallel).
 """
 
 import os
@@ -33,6 +34,10 @@ class Mesh:
     """All data-parallel ranks in one dimension: those that see different samples."""
     tokens: DeviceMesh
     """Those and the context-parallel ones: all that see different tokens."""
+    ep: DeviceMesh
+    """(ep,), or (ep, tp) where there is tensor parallelism: over what experts are cut before FSDP shards them."""
+    expert_fsdp: DeviceMesh
+    """(expert_shard,), or (dp_replicate, expert_shard): what `fully_shard` takes for them."""
 
     @property
     def dp_rank(self) -> int:
@@ -81,13 +86,17 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
         mesh_dim_names=("pp", "dp_replicate", "shard", "tp"),
     )
     finer = mesh._unflatten("shard", (sizes.dp_shard, sizes.cp), ("dp_shard", "cp"))
+    experts = mesh._unflatten("shard", (sizes.expert_shard, sizes.ep), ("expert_shard", "ep"))
+    replicas = ("dp_replicate",) if sizes.dp_replicate > 1 else ()
     return Mesh(
         sizes=sizes,
         device=device,
-        fsdp=mesh["dp_replicate", "shard"] if sizes.dp_replicate > 1 else mesh["shard"],
+        fsdp=mesh[*replicas, "shard"],
         cp=finer["cp"],
         tp=mesh["tp"],
         pp=mesh["pp"],
         dp=finer["dp_replicate", "dp_shard"]._flatten("dp"),
         tokens=mesh["dp_replicate", "shard"]._flatten("tokens"),
+        ep=experts["ep", "tp"] if sizes.tp > 1 else experts["ep"],
+        expert_fsdp=experts[*replicas, "expert_shard"],
     )

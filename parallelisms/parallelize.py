@@ -13,6 +13,7 @@ from configs.schema import Config
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.context import apply_context_parallel
+from parallelisms.expert import apply_expert_parallel
 from parallelisms.fsdp import apply_fsdp, is_needed
 from parallelisms.mesh import Mesh
 from parallelisms.pipeline import own_stages
@@ -29,11 +30,13 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> dict[int, nn.Mo
     for stage in stages.values():
         if mesh.sizes.tp > 1:
             apply_tensor_parallel(stage, mesh.tp)
+        if mesh.sizes.ep > 1:
+            apply_expert_parallel(stage, mesh.ep)
         if mesh.sizes.cp > 1:
             apply_context_parallel(stage, mesh.cp, config.context.method)
         apply_activation_checkpoint(stage, config.activation_checkpoint)
         if config.compile.enable:
             apply_compile(stage)
         if is_needed(mesh.sizes.world_size, config.fsdp, config.training):
-            apply_fsdp(stage, mesh.fsdp, config.fsdp, config.training, is_stage=mesh.sizes.pp > 1)
+            apply_fsdp(stage, mesh, config.fsdp, config.training)
     return stages

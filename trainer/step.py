@@ -58,10 +58,7 @@ class Learner:
         """Update the model by this rank's share of a global batch; all ranks must call it."""
         micro_batches = self._own_part(micro_batches)
         valid_tokens = self._valid_tokens(micro_batches)
-        scale = (
-            self.mesh.sizes.token_ranks / valid_tokens
-        )  # FSDP averages gradients over the ranks; their sum is wanted
-        total = self.passes.train([self._call(batch, self.loss) for batch in micro_batches], scale)
+        total = self.passes.train([self._call(batch, self.loss) for batch in micro_batches], 1.0 / valid_tokens)
         grad_norm = self._clip()
         result = _result(self.mesh.sum_over_tokens(total) / valid_tokens, grad_norm)
         if not result.skipped:

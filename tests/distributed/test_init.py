@@ -26,7 +26,7 @@ def sharded(sizes: MeshSizes, config: Model = CONFIG):
     if sizes.tp > 1:
         apply_tensor_parallel(model, mesh.tp)
     training = Training(steps=1, seq_len=8, global_batch_size=8)
-    apply_fsdp(model, mesh.fsdp, Fsdp(), training)
+    apply_fsdp(model, mesh, Fsdp(), training)
     materialize(model, torch.device("cpu"), seed=3)
     return model
 
