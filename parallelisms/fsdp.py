@@ -79,7 +79,8 @@ def _shard(modules: list[nn.Module], mesh: DeviceMesh, reshard: bool, config: Fs
         shard_placement_fn=placement,
     )
     group = cast(FSDPModule, modules[0])
-    _add_up_gradients(group)
+    if mesh.size() > 1:
+        _add_up_gradients(group)
     return group
 
 

@@ -59,7 +59,7 @@ def mistakes(text, *overrides, world_size=None):
         ("training.warmup = 1", "job.toml:2: unknown key training.warmup; did you mean lr_schedule.warmup_steps?"),
         ("[model]\nhidden_size = 1", "job.toml:3: unknown key model.hidden_size; did you mean model.dim?"),
         ("steps = 1", "job.toml:2: unknown key steps; did you mean training.steps?"),
-        ("[mesh]\nqq = 1", "job.toml:3: unknown key mesh.qq; [mesh] has dp_replicate, dp_shard, cp, tp, pp"),
+        ("[mesh]\nqq = 1", "job.toml:3: unknown key mesh.qq; [mesh] has dp_replicate, dp_shard, cp, tp, pp, ep"),
         ("[trainning]\nx = 1", "job.toml:2: unknown table [trainning]; did you mean [training]?"),
         ("[training]\nmesh.tp = 1", "job.toml:3: unknown table [training.mesh]; did you mean [mesh]?"),
         (
