@@ -174,7 +174,7 @@ def _tensor_parallel(config: Config, _: int | None) -> Iterator[Problem]:
 
 def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Every rank of `ep` holds as many whole experts as any other, and `ep` is a part of the ranks of dp_shard x cp."""
-    ep, n_experts = config.mesh.ep, getattr(config.model, "n_experts", None)
+    ep, n_experts = config.mesh.ep, config.model.n_experts
     if ep == 1:
         return
     if not n_experts:
