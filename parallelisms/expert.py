@@ -13,12 +13,13 @@ experts.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Shard
 
 from parallelisms.plan import plan_of
@@ -38,7 +39,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         for parameter_name, parameter in experts.named_parameters(recurse=False):
             setattr(experts, parameter_name, nn.Parameter(_own_experts(parameter, mesh)))
         experts.local = _local
-        experts.forward = partial(_on_their_ranks, experts.forward, mesh.get_group("ep"))
+        experts.forward = partial(_on_their_ranks, experts.forward, mesh.get_group("ep").group_name)
 
 
 def _own_experts(parameter: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -54,90 +55,105 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _on_their_ranks(
-    forward: Callable[[Tensor, Tensor], Tensor], group: dist.ProcessGroup, rows: Tensor, counts: Tensor
-) -> Tensor:
+def _on_their_ranks(forward: Callable[[Tensor, Tensor], Tensor], group: str, rows: Tensor, counts: Tensor) -> Tensor:
     """`forward`, the experts' own, where the experts are.
 
     Args:
         forward: of this rank's experts.
-        group: the ranks that share the experts out, in the order of the experts.
+        group: name of the process group whose ranks share the experts out, in the order of the experts.
         rows: (n, dim), sorted by expert.
         counts: (n_experts,) int64, rows of each expert.
     """
-    route = _route(counts, group)
-    results = forward(cast(Tensor, _There.apply(rows, route)), route.counts)
-    return cast(Tensor, _Back.apply(results, route))
+    own_counts, *route = _route(counts, group)
+    results = forward(_send(rows, *route, group), own_counts)
+    return _return(results, *route, len(rows), group)
 
 
-class _Route(NamedTuple):
-    """Where rows go."""
-
-    group: dist.ProcessGroup
-    sent: list[int]
-    """Rows that go from here to each rank."""
-    received: list[int]
-    """Rows that come here from each rank."""
-    counts: Tensor
-    """(own experts,) int64: rows for each expert of this rank."""
-    by_expert: Tensor
-    """(rows received,) int64: where the rows, in order of their experts, are in the order in which they arrive."""
-    as_arrived: Tensor
-    """The inverse."""
+# --------------------------------------------------------------------------- ops: compilers take them as they are
 
 
-def _route(counts: Tensor, group: dist.ProcessGroup) -> _Route:
-    """Tell every rank how many rows it will get for each of its experts; counts: (n_experts,)."""
-    leaving = counts.unflatten(0, (group.size(), -1))  # (ranks, own experts of each)
-    arriving = _all_to_all(counts, None, None, group).view_as(leaving)
+@torch.library.custom_op("keel::route_to_experts", mutates_args=())
+def _route(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tell every rank how many rows it will get for each of its experts.
+
+    Args:
+        counts: (n_experts,) int64, rows that leave this rank for each expert.
+        group: as for `_on_their_ranks`.
+
+    Returns:
+        counts: (own experts,) int64, rows that arrive for each expert of this rank.
+        sizes: (2, ranks) int64, in CPU memory: rows that leave for each rank, and that arrive from it.
+        by_expert: (rows that arrive,) int64: the order of arrival -> by expert.
+        as_arrived: the inverse.
+    """
+    n_ranks = _group(group).size()
+    leaving = counts.unflatten(0, (n_ranks, -1))  # (ranks, experts of each)
+    arriving = _all_to_all(counts, [leaving.shape[1]] * n_ranks, [leaving.shape[1]] * n_ranks, group).view_as(leaving)
     # The CPU waits for the device here: a collective's sizes must be known to it.
-    sent, received = torch.stack((leaving.sum(1), arriving.sum(1))).tolist()
+    sizes = torch.stack((leaving.sum(1), arriving.sum(1))).cpu()
     # Rows arrive by rank, and from each rank by expert.
-    experts = torch.arange(arriving.shape[1], device=counts.device).repeat(group.size())
-    by_expert = experts.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
+    experts = torch.arange(arriving.shape[1], device=counts.device).repeat(n_ranks)
+    n_arriving = int(sizes[1].sum())
+    by_expert = experts.repeat_interleave(arriving.flatten(), output_size=n_arriving).argsort(stable=True)
     as_arrived = torch.empty_like(by_expert)
-    as_arrived[by_expert] = torch.arange(len(by_expert), device=counts.device)
-    return _Route(group, sent, received, arriving.sum(0), by_expert, as_arrived)
+    as_arrived[by_expert] = torch.arange(n_arriving, device=counts.device)
+    return arriving.sum(0), sizes, by_expert, as_arrived
 
 
-def _send(rows: Tensor, route: _Route) -> Tensor:
-    """Rows by expert here -> rows by expert at their experts' ranks."""
-    return _all_to_all(rows, route.received, route.sent, route.group)[route.by_expert]
+@_route.register_fake
+def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n_ranks = _group(group).size()
+    by_expert = counts.new_empty(torch.library.get_ctx().new_dynamic_size())
+    sizes = counts.new_empty(2, n_ranks, device="cpu")
+    return counts.new_empty(len(counts) // n_ranks), sizes, by_expert, torch.empty_like(by_expert)
 
 
-def _return(rows: Tensor, route: _Route) -> Tensor:
-    """The way back."""
-    return _all_to_all(rows[route.as_arrived], route.sent, route.received, route.group)
+@torch.library.custom_op("keel::send_to_experts", mutates_args=())
+def _send(rows: Tensor, sizes: Tensor, by_expert: Tensor, as_arrived: Tensor, group: str) -> Tensor:
+    """Rows by expert here, (n, dim) -> rows by expert where their experts are, (rows that arrive, dim)."""
+    leaving, arriving = sizes.tolist()
+    return _all_to_all(rows, arriving, leaving, group)[by_expert]
 
 
-class _There(torch.autograd.Function):
-    """Rows go to their experts; their gradients come back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: _Route) -> Tensor:
-        ctx.route = route
-        return _send(rows, route)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _return(grad, ctx.route), None
+@_send.register_fake
+def _(rows: Tensor, sizes: Tensor, by_expert: Tensor, as_arrived: Tensor, group: str) -> Tensor:
+    return rows.new_empty(len(by_expert), rows.shape[1])
 
 
-class _Back(torch.autograd.Function):
-    """Results come back; their gradients go to the experts."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: _Route) -> Tensor:
-        ctx.route = route
-        return _return(rows, route)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _send(grad, ctx.route), None
+@torch.library.custom_op("keel::return_from_experts", mutates_args=())
+def _return(rows: Tensor, sizes: Tensor, by_expert: Tensor, as_arrived: Tensor, n: int, group: str) -> Tensor:
+    """The way back of `_send`; n: how many rows had left this rank."""
+    leaving, arriving = sizes.tolist()
+    return _all_to_all(rows[as_arrived], leaving, arriving, group)
 
 
-def _all_to_all(x: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:
-    """Send to each rank its rows of x, and return in the ranks' order what they send; None: as many to each."""
-    if received is None or sent is None:
-        received = sent = [len(x) // group.size()] * group.size()
-    return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), received, sent, group.group_name))
+@_return.register_fake
+def _(rows: Tensor, sizes: Tensor, by_expert: Tensor, as_arrived: Tensor, n: int, group: str) -> Tensor:
+    return rows.new_empty(n, rows.shape[1])
+
+
+def _keep_route(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    rows, *route = inputs[:4]
+    ctx.save_for_backward(*route)
+    ctx.n, ctx.group = len(rows), inputs[-1]
+
+
+def _return_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _return(grad, *ctx.saved_tensors, ctx.n, ctx.group), None, None, None, None
+
+
+def _send_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _send(grad, *ctx.saved_tensors, ctx.group), None, None, None, None, None
+
+
+_send.register_autograd(_return_gradients, setup_context=_keep_route)
+_return.register_autograd(_send_gradients, setup_context=_keep_route)
+
+
+def _all_to_all(x: Tensor, arriving: list[int], leaving: list[int], group: str) -> Tensor:
+    """Send each rank its rows of x; what the ranks send, in their order."""
+    return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), arriving, leaving, group))
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(name)  # type: ignore[arg-type]  # a type of its own since torch 2.13, str before

@@ -18,7 +18,7 @@ a rank holds its shards, whatever the stage. With P parameters over N ranks, in 
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -45,9 +45,12 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, config: Fsdp, training: Training) -
         is_freed = names is not plan.fsdp_groups[-1] and mesh.sizes.pp == 1
         reshard = {"default": is_freed, "always": True, "never": False}[reshard_after_forward(config)]
         shard = partial(_shard, reshard=reshard, config=config, training=training)
+        modules = [model.get_submodule(name) for name in names]
         apart = _inside(plan.experts, names) if mesh.sizes.ep > 1 else ()
         experts = [shard([model.get_submodule(name)], mesh.expert_fsdp) for name in apart]
-        units.append([shard([model.get_submodule(name) for name in names], mesh.fsdp), *experts])
+        units.append([shard(modules, mesh.fsdp), *experts])
+        for module in experts:
+            _compute_within(module, modules[0])
     _shard([model], mesh.fsdp, reshard=False, config=config, training=training)
     _prefetch(units, config.prefetch_depth)
 
@@ -82,6 +85,20 @@ def _shard(modules: list[nn.Module], mesh: DeviceMesh, reshard: bool, config: Fs
     if mesh.size() > 1:
         _add_up_gradients(group)
     return group
+
+
+def _compute_within(inner: FSDPModule, outer: nn.Module) -> None:
+    """Gather and reduce the parameters of `inner` when `outer`, which contains it, computes.
+
+    Left where FSDP puts them, its hooks would run amid the forward pass of `outer`: torch.compile would break the graph
+    there, and activation checkpointing would run them again with the recomputation, and gather twice. The names are
+    FSDP's own, the same in torch 2.11 and 2.13.
+    """
+    state: Any = fully_shard.state(cast(nn.Module, inner))  # type: ignore[attr-defined]
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    outer.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+    outer.register_forward_hook(state._post_forward)
 
 
 def _add_up_gradients(group: FSDPModule) -> None:
