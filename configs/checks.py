@@ -183,7 +183,8 @@ def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem
     if n_experts % ep:
         yield (
             "mesh.ep",
-            f"ep {ep} does not divide model.n_experts {n_experts} ({n_experts} / {ep} = {n_experts / ep:.2f})",
+            f"ep {ep} does not divide model.n_experts {n_experts} ({n_experts} / {ep} = {n_experts / ep:.2f}): every "
+            "rank holds as many experts",
         )
     try:
         sizes = mesh_sizes(config, world_size or smallest_world_size(config.mesh))

@@ -37,7 +37,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 @grouped_mm.register_fake
 def _(rows: Tensor, weights: Tensor, _counts: Tensor) -> Tensor:
-    return rows.new_empty(len(rows), weights.shape[1])
+    return rows.new_empty(rows.shape[0], weights.shape[1])  # len() would fix a size that is known to run time only
 
 
 @torch.library.custom_op("keel::grouped_outer", mutates_args=())

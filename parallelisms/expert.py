@@ -66,7 +66,7 @@ def _on_their_ranks(forward: Callable[[Tensor, Tensor], Tensor], group: str, row
     """
     own_counts, *route = _route(counts, group)
     results = forward(_send(rows, *route, group), own_counts)
-    return _return(results, *route, len(rows), group)
+    return _return(results, *route, rows.shape[0], group)
 
 
 # --------------------------------------------------------------------------- ops: compilers take them as they are
@@ -117,7 +117,7 @@ def _send(rows: Tensor, sizes: Tensor, by_expert: Tensor, as_arrived: Tensor, gr
 
 @_send.register_fake
 def _(rows: Tensor, sizes: Tensor, by_expert: Tensor, as_arrived: Tensor, group: str) -> Tensor:
-    return rows.new_empty(len(by_expert), rows.shape[1])
+    return rows.new_empty(by_expert.shape[0], rows.shape[1])
 
 
 @torch.library.custom_op("keel::return_from_experts", mutates_args=())
@@ -135,7 +135,7 @@ def _(rows: Tensor, sizes: Tensor, by_expert: Tensor, as_arrived: Tensor, n: int
 def _keep_route(ctx: Any, inputs: tuple, output: Tensor) -> None:
     rows, *route = inputs[:4]
     ctx.save_for_backward(*route)
-    ctx.n, ctx.group = len(rows), inputs[-1]
+    ctx.n, ctx.group = rows.shape[0], inputs[-1]
 
 
 def _return_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -71,6 +71,16 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ("training.dtype=float64", 'all float64 or none, but compute_dtype is "float32" and reduce_dtype is "float32"'),
         ("mesh.dp_shard=0", "--mesh.dp_shard: dp_shard must be 1 or more, or -1 for what the other sizes leave, got 0"),
         ("training.global_batch_size=9 training.micro_batch_size=4", "9 sequences cannot be cut into micro-batches"),
+        ("mesh.ep=2", "--mesh.ep: ep 2 shares experts out, but model.n_experts is not set; leave ep out"),
+        (
+            "mesh.ep=3 model.n_experts=8 training.global_batch_size=6",
+            "--mesh.ep: ep 3 does not divide model.n_experts 8 (8 / 3 = 2.67): every rank holds as many experts",
+        ),
+        (
+            "mesh.ep=4 mesh.dp_shard=3 mesh.cp=2 model.n_experts=8 training.global_batch_size=6",
+            "--mesh.ep: ep 4 does not divide dp_shard 3 x cp 2 = 6 (6 / 4 = 1.50): it shares the experts out to those "
+            "ranks; set ep to a divisor of 6, or change dp_shard",
+        ),
         ("mesh.tp=8", "--mesh.tp: tp 8 does not divide model.n_heads 4 (4 / 8 = 0.50)"),
         ("mesh.tp=4 model.n_kv_heads=2", "--mesh.tp: tp 4 does not divide model.n_kv_heads 2 (2 / 4 = 0.50)"),
         ("mesh.tp=4 model.ffn_dim=130", "--mesh.tp: tp 4 does not divide model.ffn_dim 130 (130 / 4 = 32.50)"),

@@ -51,3 +51,14 @@ def test_layer_numbers():
     assert layer_numbers("0-2, 5", 6) == [0, 1, 2, 5]
     assert layer_numbers("3", 4) == [3]
     assert layer_numbers("0-7", 8) == list(range(8))
+
+
+@given(SIZES, SIZES, SIZES, st.integers(1, 4))
+def test_the_smallest_mesh_can_share_the_experts_out(cp, tp, ep, multiple):
+    mesh = Mesh(cp=cp, tp=tp, ep=ep)
+    smallest = smallest_world_size(mesh)
+    fewer = [shards * cp * tp for shards in range(1, smallest // (cp * tp)) if shards * cp % ep == 0]
+    assert not fewer
+    sizes = mesh_sizes(config_with(mesh), multiple * smallest)
+    assert sizes.ep * sizes.expert_shard == sizes.dp_shard * cp
+    assert sizes.world_size == multiple * smallest
