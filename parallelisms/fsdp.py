@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
 from torch.distributed.tensor import DTensor, Shard
 
 from configs.layout import reduces_once, reshard_after_forward
@@ -61,7 +60,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Train
 
 
 def _placement(model: nn.Module, shards: int) -> Callable[[nn.Parameter], Shard | None]:
-    """By which dimension a parameter is cut: the first, or, of stacked experts that the ranks do not divide, the second.
+    """By which dimension a parameter is cut: the first, or, of experts that the ranks cannot divide, the second.
 
     Else of 8 experts over 64 ranks 8 ranks would hold all. FSDP wants any but the first dimension to divide evenly.
     """
