@@ -7,8 +7,16 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from configs.layout import MeshSizes, accumulation_steps, head_dim, n_kv_heads, parameter_count
-from configs.schema import Config
+from configs.layout import (
+    MeshSizes,
+    accumulation_steps,
+    active_parameter_count,
+    expert_dim,
+    head_dim,
+    n_kv_heads,
+    parameter_count,
+)
+from configs.schema import Config, Model
 from configs.stages import layers_of_stages
 from trainer.console import Row, count, duration, size
 from trainer.flops import flops_per_token
@@ -61,10 +69,24 @@ def _model(config: Config) -> str:
     if n_kv_heads(model) != model.n_heads:
         heads += f", {n_kv_heads(model)} of keys and values"
     tied = ", tied" if model.tie_embeddings else ""
+    active = "" if model.n_experts is None else f", {count(active_parameter_count(model))} active"
     return (
-        f"{model.architecture}, {count(parameter_count(model))} parameters ({parameter_count(model):,})\n"
+        f"{model.architecture}, {count(parameter_count(model))} parameters ({parameter_count(model):,}){active}\n"
         f"{model.n_layers} layers, dim {model.dim}, {heads}, ffn_dim {model.ffn_dim}, "
-        f"vocabulary {model.vocab_size:,}{tied}"
+        f"vocabulary {model.vocab_size:,}{tied}{_experts(model)}"
+    )
+
+
+def _experts(model: Model) -> str:
+    """A line on the mixtures; empty for a dense model."""
+    if model.n_experts is None:
+        return ""
+    shared = f" and {model.n_shared_experts} shared" if model.n_shared_experts else ""
+    dense = f", {model.n_dense_layers} layers dense" if model.n_dense_layers else ""
+    balance = model.router.load_balance.replace("_", " ")
+    return (
+        f"\n{model.experts_per_token} of {model.n_experts} experts{shared} of width {expert_dim(model)}{dense}; "
+        f"load balance: {balance}"
     )
 
 
@@ -79,7 +101,8 @@ def _ranks(sizes: MeshSizes, device_name: str) -> str:
     names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
     axes = {name: getattr(sizes, name) for name in names}
     mesh = " x ".join(f"{name} {ranks}" for name, ranks in axes.items() if ranks > 1)
-    return f"{sizes.world_size} on {device_name}" + (f": {mesh}" if mesh else "")
+    experts = f"\nexperts on ep {sizes.ep} x shard {sizes.expert_shard} of them" if sizes.ep > 1 else ""
+    return f"{sizes.world_size} on {device_name}" + (f": {mesh}" if mesh else "") + experts
 
 
 def _techniques(config: Config) -> str:
