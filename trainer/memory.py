@@ -1,10 +1,11 @@
 """Memory that a rank will need, estimated before anything is built: the answer to "will it fit?".
 
 The states (parameters, gradients, optimizer) are exact: FSDP cuts each parameter by rows, so the largest share is
-ceil(rows / (dp_shard x cp)) of them, after tensor parallelism has taken its part (experts: those of an expert-parallel
-rank, over the ranks that hold the same ones); owners (fsdp.partition) hold the optimizer's part of whole parameters. The rest is a count of what is alive at the worst moment, the start of the
-backward pass, and good to a few tens of percent: the allocator's fragmentation, kernels' workspaces and the CUDA
-context (about 1 GiB) come on top, and torch.compile often keeps less.
+ceil(rows / (dp_shard x cp)) of them, after tensor parallelism has taken its part. Experts are cut by expert over `ep`
+first, and then over the ranks that hold the same ones. Owners (fsdp.partition) hold the optimizer's part of whole
+parameters. The rest is a count of what is alive at the worst moment, the start of the backward pass, with experts of
+equal load, and good to a few tens of percent: the allocator's fragmentation, kernels' workspaces and the CUDA context
+(about 1 GiB) come on top, and torch.compile often keeps less.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,13 +1,29 @@
 """Experts on their own mesh: the exchange of rows against the same experts on one rank, and who holds what."""
 
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
+from checkpoint.safe_read import read_metadata
+from checkpoint.store import shards_of, write
+from configs.layout import mesh_sizes, parameter_count
+from configs.load import load
+from parallelisms import expert
 from parallelisms.expert import apply_expert_parallel
+from parallelisms.mesh import build_mesh
+from scripts.parity import Row, dtype_overrides, expert_rows
+from trainer.data.loader import build_loader
+from trainer.memory import estimate_memory
+from trainer.step import Learner, build_learner
 
+ROWS_BY_NAME = {row.name: row for row in expert_rows()}
 N_EXPERTS, DIM, ROWS = 8, 4, 6  # rows of each rank
 
 
@@ -53,7 +69,8 @@ def exchanged(choices: list[list[int]]):
     out = model.experts(rows, counts_of(choices, rank))
     out.pow(2).sum().backward()
     weight = model.experts.weight
-    assert isinstance(weight, DTensor) and weight.placements == (Shard(0),) and weight.shape[0] == N_EXPERTS
+    assert isinstance(weight, DTensor)
+    assert (weight.placements, weight.shape[0]) == ((Shard(0),), N_EXPERTS)
     return out.detach(), rows.grad, weight.grad.full_tensor()
 
 
@@ -76,3 +93,95 @@ def test_rows_come_back_from_their_experts(ranks, name, n_ranks):
         torch.testing.assert_close(out, expected[rank].detach(), rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(by_rows, whole[rank].grad, rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(by_weight, model.experts.weight.grad, rtol=1e-13, atol=1e-13)
+
+
+# --------------------------------------------------------------------------- on a mesh of their own
+
+
+def learner_of(row: Row) -> Learner:
+    config = load("parity.toml", dtype_overrides("float64") + row.run_overrides + row.overrides, row.ranks).config
+    return build_learner(config, build_mesh(mesh_sizes(config, row.ranks), torch.device("cpu")))
+
+
+def expert_rows_received(row: Row) -> list[list[int]]:
+    """Rows that each expert of this rank gets, for each exchange of a step."""
+    received: list[list[int]] = []
+    route = expert._route
+
+    def watched(counts, group):
+        own_counts, *rest = route(counts, group)
+        received.append(own_counts.tolist())
+        return own_counts, *rest
+
+    with patch.object(expert, "_route", watched):
+        learner = learner_of(row)
+        loader = build_loader(learner.config, learner.mesh.dp_rank, learner.mesh.sizes.dp, start_sample=0)
+        learner.step(next(loader), lr=1e-3)
+        loader.close()
+    return received
+
+
+@pytest.mark.parametrize("name", ["EP 2, eager", "EP 4, eager", "EP 2 x FSDP 2, eager", "EP 2 x PP 2, eager"])
+def test_in_the_parity_rows_some_experts_get_nothing(ranks, name):
+    received = ranks(ROWS_BY_NAME[name].ranks, expert_rows_received, ROWS_BY_NAME[name])
+    exchanges = [counts for of_rank in received for counts in of_rank]
+    assert any(0 in counts for counts in exchanges)
+    assert all(len(set(counts)) > 1 for counts in exchanges)  # uneven
+
+
+def bytes_held(row: Row) -> tuple[int, int, int, int]:
+    """Of this rank: experts, other parameters, optimizer state; and the parameters by estimate."""
+    learner = learner_of(row)
+    sizes: Counter[bool] = Counter()
+    for name, parameter in learner.parameters.items():
+        sizes[".experts." in name] += parameter.to_local().nbytes
+    states = [t for p in learner.parameters.values() for t in learner.optimizer.state[p].values() if t.dim()]
+    optimizer = sum(t.to_local().nbytes for t in states)
+    return sizes[True], sizes[False], optimizer, estimate_memory(learner.config, learner.mesh.sizes, "cpu").parameters
+
+
+@pytest.mark.parametrize("name", ["EP 2, eager", "EP 2 x FSDP 2, eager", "EP 4, eager", "EP 2 x DDP 2, eager"])
+def test_bytes_follow_the_formula(ranks, name):
+    """Experts: all of their elements / (ep x expert_shard); the rest / (dp_shard x cp)."""
+    row = ROWS_BY_NAME[name]
+    config = load("parity.toml", row.run_overrides + row.overrides, row.ranks).config
+    model, sizes = config.model, mesh_sizes(config, row.ranks)
+    experts = 8 * 3 * model.n_experts * model.expert_dim * model.dim * (model.n_layers - model.n_dense_layers)
+    others = 8 * parameter_count(model) - experts
+    for held, other, optimizer, estimated in ranks(row.ranks, bytes_held, row):
+        assert held == experts // (sizes.ep * sizes.expert_shard)
+        assert other == others // sizes.fsdp_shard
+        assert optimizer == 2 * (held + other)
+        assert estimated == held + other
+
+
+def saved_chunks(row: Row, folder: str) -> dict[str, tuple]:
+    """Save this rank's state without any gather; returns where its shards of experts begin, by name."""
+
+    def no_gather(*_: object, **__: object) -> None:
+        raise AssertionError("a save gathers nothing")
+
+    learner = learner_of(row)
+    forbidden = ("all_gather", "all_gather_into_tensor", "all_gather_single", "all_to_all_single", "broadcast")
+    with ExitStack() as stack:
+        for owner, names in ((dist, forbidden), (DTensor, ("full_tensor", "redistribute"))):
+            for name in names:
+                if hasattr(owner, name):
+                    stack.enter_context(patch.object(owner, name, no_gather))
+        shards = shards_of(learner.state())
+        write(Path(folder), shards, dist.group.WORLD)
+    return {name: tuple(shard.offsets) for name, shard in shards.items() if ".experts." in name and shard.local.dim()}
+
+
+@pytest.mark.parametrize("name", ["EP 2 x FSDP 2, eager", "EP 4, eager"])
+def test_each_rank_writes_its_own_experts(ranks, name, tmp_path):
+    row = ROWS_BY_NAME[name]
+    by_rank = ranks(row.ranks, saved_chunks, row, str(tmp_path))
+    metadata = read_metadata(tmp_path)
+    files = {(index.fqn, tuple(index.offset)): info.relative_path for index, info in metadata.storage_data.items()}
+    names = set(by_rank[0])
+    assert {n.rpartition(".")[2] for n in names} == {"gate_proj", "up_proj", "down_proj", "exp_avg", "exp_avg_sq"}
+    for rank, offsets in enumerate(by_rank):
+        for name, offset in offsets.items():
+            assert files[name, offset].startswith(f"__{rank}_"), (name, offset)
+    assert all(len({offsets[name] for offsets in by_rank}) == row.ranks for name in names)
