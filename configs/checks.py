@@ -77,7 +77,7 @@ def _experts(config: Config, _: int | None) -> Iterator[Problem]:
     model = config.model
     if model.n_experts is None:
         for name in ("experts_per_token", "n_shared_experts", "expert_dim", "n_dense_layers", "router"):
-            if name in model.model_fields_set:
+            if getattr(model, name) != type(model).model_fields[name].default:
                 yield f"model.{name}", f"{name} does nothing without experts: set model.n_experts, or leave it out"
         return
     if model.experts_per_token > model.n_experts:
@@ -109,7 +109,7 @@ def _router(config: Config, _: int | None) -> Iterator[Problem]:
             "renormalize = false",
         )
     for name, rule in {"auxiliary_loss_weight": "auxiliary_loss", "bias_update_rate": "bias"}.items():
-        if name in router.model_fields_set and router.load_balance != rule:
+        if getattr(router, name) != type(router).model_fields[name].default and router.load_balance != rule:
             yield (
                 f"model.router.{name}",
                 f'{name} does nothing with load_balance "{router.load_balance}", only with "{rule}"; leave it out',

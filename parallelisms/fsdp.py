@@ -126,7 +126,11 @@ def _prefetch(groups: list[list[FSDPModule]], depth: int) -> None:
     for i, (first, *own_experts) in enumerate(groups):
         after, before = groups[i + 1 : i + 1 + depth], groups[max(0, i - depth) : i][::-1]
         first.set_modules_to_forward_prefetch([*own_experts, *chain(*after)])
-        first.set_modules_to_backward_prefetch([*own_experts, *chain(*before)])
+        # Without a list FSDP follows its own rule, by which, from the second micro-batch on, the first group gathers
+        # the last one once more, for nothing. Itself is gathered already.
+        first.set_modules_to_backward_prefetch([*own_experts, *chain(*before)] or [first])
+        for experts in own_experts:
+            experts.set_modules_to_backward_prefetch([experts])
 
 
 def prepare_backward(model: nn.Module, config: Fsdp, is_last_micro_batch: bool) -> None:
