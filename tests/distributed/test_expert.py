@@ -18,7 +18,8 @@ from configs.load import load
 from parallelisms import expert
 from parallelisms.expert import apply_expert_parallel
 from parallelisms.mesh import build_mesh
-from scripts.parity import Row, dtype_overrides, expert_rows
+from scripts.parity import MOE, Row, dtype_overrides, expert_rows
+from tests.distributed.test_parity import assert_parity, words
 from trainer.data.loader import build_loader
 from trainer.memory import estimate_memory
 from trainer.step import Learner, build_learner
@@ -185,3 +186,40 @@ def test_each_rank_writes_its_own_experts(ranks, name, tmp_path):
         for name, offset in offsets.items():
             assert files[name, offset].startswith(f"__{rank}_"), (name, offset)
     assert all(len({offsets[name] for offsets in by_rank}) == row.ranks for name in names)
+
+
+# --------------------------------------------------------------------------- the same run
+
+
+CHOSEN = [  # `scripts/parity.py --rows "*EP *"` runs all
+    "EP 2, compiled",
+    "EP 2 x FSDP 2, eager",
+    "EP 2 x TP 2, eager",
+    "EP 2 x PP 2, eager",
+    "EP 4 over CP 2, eager",
+    "EP 2 x DDP 2, eager",
+]
+MORE = {
+    # name: (ranks, overrides of the run, overrides of the machine)
+    "3-norm": (4, {"training.norm_type": 3.0}, {"mesh.ep": 2}),
+    "inf norm": (4, {"training.norm_type": "inf", "training.max_norm": 0.01}, {"mesh.ep": 2}),
+    "ZeRO 1": (4, {}, {"mesh.ep": 2, "fsdp.zero_stage": 1}),
+    "full checkpointing, always reshard": (
+        4,
+        {},
+        {"mesh.ep": 2, "activation_checkpoint.mode": "full", "fsdp.reshard_after_forward": "always"},
+    ),
+    "experts that the ranks cannot share": (4, {"model.n_experts": 6}, {"mesh.ep": 2}),
+}
+
+
+def test_experts_apart_do_not_change_the_run(ranks):
+    assert_parity(ranks, [ROWS_BY_NAME[name] for name in CHOSEN], overrides=("--training.steps", "3"))
+
+
+def test_other_options(ranks):
+    rows = [
+        Row(name, n_ranks, words({"training.micro_batch_size": 1} | machine), words(MOE | run))
+        for name, (n_ranks, run, machine) in MORE.items()
+    ]
+    assert_parity(ranks, rows, overrides=("--training.steps", "3"))

@@ -10,6 +10,7 @@ from configs.layout import MeshSizes
 from configs.schema import Fsdp, Model, Training
 from models import build_model
 from parallelisms import init
+from parallelisms.expert import apply_expert_parallel
 from parallelisms.fsdp import apply_fsdp
 from parallelisms.init import local_indices, materialize
 from parallelisms.mesh import build_mesh
@@ -17,6 +18,11 @@ from parallelisms.tensor import apply_tensor_parallel
 
 # Rows that neither 2 nor 4 divides, so that some shards are uneven and some ranks own nothing of the norms.
 CONFIG = Model(dim=66, n_layers=2, n_heads=2, head_dim=34, ffn_dim=130, vocab_size=1002)
+# Of 3 experts on an expert-parallel rank 2 ranks have halves each, since 2 does not divide 3 but their 10 rows; of 6
+# experts 4 ranks have two, two, two and none, or quarters where they divide the rows.
+EXPERTS = Model(
+    dim=12, n_layers=2, n_heads=2, ffn_dim=20, vocab_size=30, n_experts=6, expert_dim=10, n_shared_experts=1
+)
 
 
 def sharded(sizes: MeshSizes, config: Model = CONFIG):
@@ -25,22 +31,40 @@ def sharded(sizes: MeshSizes, config: Model = CONFIG):
         model = build_model(config)
     if sizes.tp > 1:
         apply_tensor_parallel(model, mesh.tp)
+    if sizes.ep > 1:
+        apply_expert_parallel(model, mesh.ep)
     training = Training(steps=1, seq_len=8, global_batch_size=8)
     apply_fsdp(model, mesh, Fsdp(), training)
     materialize(model, torch.device("cpu"), seed=3)
     return model
 
 
-def digest(sizes: MeshSizes, block_elements: int) -> dict[str, torch.Tensor]:
+def digest(sizes: MeshSizes, block_elements: int, config: Model = CONFIG) -> dict[str, torch.Tensor]:
     # Small blocks: several to a matrix, cut by the shards' borders.
     with patch.object(init, "BLOCK_ELEMENTS", block_elements):
-        return {name: p.full_tensor().detach() for name, p in sharded(sizes).named_parameters()}
+        return {name: p.full_tensor().detach() for name, p in sharded(sizes, config).named_parameters()}
 
 
 def test_the_same_bits_on_every_mesh(ranks):
     one = ranks(1, digest, MeshSizes(1, 1, 1), 1 << 10)[0]
     for sizes in (MeshSizes(1, 2, 1), MeshSizes(1, 4, 1), MeshSizes(2, 2, 1), MeshSizes(1, 1, 2), MeshSizes(1, 2, 2)):
         for found in ranks(sizes.world_size, digest, sizes, 1 << 10):
+            assert found.keys() == one.keys()
+            for name, value in one.items():
+                assert torch.equal(found[name], value), (sizes, name)
+
+
+def test_the_same_experts_on_every_mesh(ranks):
+    one = ranks(1, digest, MeshSizes(1, 1, 1), 1 << 5, EXPERTS)[0]
+    for sizes in (
+        MeshSizes(1, 2, 1, ep=2),
+        MeshSizes(1, 4, 1),
+        MeshSizes(1, 4, 1, ep=2),
+        MeshSizes(2, 2, 1, ep=2),
+        MeshSizes(1, 2, 2, ep=2),
+        MeshSizes(1, 1, 1, cp=3, ep=3),
+    ):
+        for found in ranks(sizes.world_size, digest, sizes, 1 << 5, EXPERTS):
             assert found.keys() == one.keys()
             for name, value in one.items():
                 assert torch.equal(found[name], value), (sizes, name)

@@ -1,11 +1,13 @@
-"""One run moved through five meshes, by its checkpoints alone, against the run that stayed where it was."""
+"""One run moved through several meshes, by its checkpoints alone, against the run that stayed where it was."""
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from configs.load import load
+from scripts.parity import MOE_BIAS, _words
 from trainer.console import Console
 from trainer.lifecycle import StopRequest
 from trainer.metrics import TimeLedger
@@ -22,6 +24,14 @@ MESHES = [
 ]
 
 
+EP_MESHES = [
+    (4, ("--mesh.ep", "4", "--training.micro_batch_size", "2")),
+    (4, ("--mesh.ep", "2", "--activation_checkpoint.mode", "full")),
+    (2, ("--mesh.ep", "1")),
+    (4, ("--mesh.ep", "4", "--mesh.cp", "2")),
+]
+
+
 def go_on(folder: str, steps: int, overrides: tuple[str, ...]) -> list[float]:
     """Train the run in `folder` up to `steps`, through the trainer; the losses of this launch."""
     words = ("--job.output_dir", folder, "--training.steps", str(steps), "--metrics.tensorboard", "false")
@@ -33,14 +43,16 @@ def go_on(folder: str, steps: int, overrides: tuple[str, ...]) -> list[float]:
     return trainer.losses
 
 
-def test_a_run_moved_through_five_meshes_learns_the_same(ranks, tmp_path):
-    stayed = ranks(1, go_on, str(tmp_path / "stayed"), STEPS * len(MESHES), STAY)[0]
+@pytest.mark.parametrize(("meshes", "run"), [(MESHES, {}), (EP_MESHES, MOE_BIAS)], ids=["dense", "experts"])
+def test_a_run_moved_through_meshes_learns_the_same(ranks, tmp_path, meshes, run):
+    of_run = _words(run)
+    stayed = ranks(1, go_on, str(tmp_path / "stayed"), STEPS * len(meshes), STAY + of_run)[0]
     moved: list[float] = []
-    for n_ranks, overrides in MESHES:
-        results = ranks(n_ranks, go_on, str(tmp_path / "moved"), len(moved) + STEPS, overrides)
+    for n_ranks, overrides in meshes:
+        results = ranks(n_ranks, go_on, str(tmp_path / "moved"), len(moved) + STEPS, overrides + of_run)
         assert all(losses == results[0] for losses in results)
         moved += results[0]
-    assert len(moved) == len(stayed) == 15
+    assert len(moved) == len(stayed) == STEPS * len(meshes)
     differences = [abs(m - s) / s for m, s in zip(moved, stayed, strict=True)]
-    print(f"largest relative difference of the losses over five meshes: {max(differences):.1e}")
+    print(f"largest relative difference of the losses over the meshes: {max(differences):.1e}")
     assert max(differences) <= 1e-10
