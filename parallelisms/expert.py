@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Shard
@@ -64,7 +65,7 @@ def _on_their_ranks(forward: Callable[[Tensor, Tensor], Tensor], group: str, row
         rows: (n, dim), sorted by expert.
         counts: (n_experts,) int64, rows of each expert.
     """
-    own_counts, *route = _route(counts, group)
+    own_counts, *route = _route(counts, rows.shape[0], group)
     results = forward(_send(rows, *route, group), own_counts)
     return _return(results, *route, rows.shape[0], group)
 
@@ -73,11 +74,12 @@ def _on_their_ranks(forward: Callable[[Tensor, Tensor], Tensor], group: str, row
 
 
 @torch.library.custom_op("keel::route_to_experts", mutates_args=())
-def _route(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _route(counts: Tensor, n: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tell every rank how many rows it will get for each of its experts.
 
     Args:
         counts: (n_experts,) int64, rows that leave this rank for each expert.
+        n: their sum.
         group: as for `_on_their_ranks`.
 
     Returns:
@@ -101,9 +103,13 @@ def _route(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @_route.register_fake
-def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(counts: Tensor, n: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n_ranks = _group(group).size()
-    by_expert = counts.new_empty(torch.library.get_ctx().new_dynamic_size())
+    try:
+        n_arriving = torch.library.get_ctx().new_dynamic_size()
+    except DynamicOutputShapeException:  # where sizes must be numbers, without values: as many as with an even load
+        n_arriving = n
+    by_expert = counts.new_empty(n_arriving)
     sizes = counts.new_empty(2, n_ranks, device="cpu")
     return counts.new_empty(len(counts) // n_ranks), sizes, by_expert, torch.empty_like(by_expert)
 

@@ -63,7 +63,11 @@ class Mesh:
 def groups_of_axes(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     """The process groups of this rank by the axis along which their ranks are arranged."""
     meshes = {"dp": mesh.dp, "tokens": mesh.tokens, "cp": mesh.cp, "tp": mesh.tp, "pp": mesh.pp}
-    shard = {str(name): mesh.fsdp[name].get_group() for name in mesh.fsdp.mesh_dim_names or ()}
+    shard = {
+        str(name): axes[name].get_group()
+        for axes in (mesh.ep, mesh.expert_fsdp, mesh.fsdp)
+        for name in axes.mesh_dim_names or ()
+    }
     return {name: axis.get_group() for name, axis in meshes.items()} | shard
 
 

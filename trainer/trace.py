@@ -2,6 +2,7 @@
 
 The ranks are those of a fake process group, whose collectives return at once, and the tensors are fake ones, which
 have a shape and no memory. What runs is the trainer's own code: the same wrappers, passes, clipping and optimizer.
+Experts have equal loads; what tells their ranks how many rows will come, a few numbers, is not counted.
 """
 
 from collections import defaultdict
@@ -40,6 +41,8 @@ _OPS = {
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
     "_c10d_functional::all_reduce": "all_reduce",
     "_c10d_functional::all_to_all_single": "all_to_all",
+    "keel::send_to_experts": "all_to_all",
+    "keel::return_from_experts": "all_to_all",
 }
 """Names of the dispatcher's ops -> of the collectives."""
 

@@ -109,8 +109,8 @@ def expert_rows_received(row: Row) -> list[list[int]]:
     received: list[list[int]] = []
     route = expert._route
 
-    def watched(counts, group):
-        own_counts, *rest = route(counts, group)
+    def watched(counts, n, group):
+        own_counts, *rest = route(counts, n, group)
         received.append(own_counts.tolist())
         return own_counts, *rest
 

@@ -8,7 +8,7 @@ from configs.layout import mesh_sizes
 from configs.load import load
 from parallelisms.mesh import build_mesh
 from trainer.step import build_learner
-from trainer.trace import record_step, trace_step
+from trainer.trace import Collective, record_step, trace_step
 
 MESHES = {
     "FSDP 2 x TP 2": ("--mesh.tp", "2", "--activation_checkpoint.mode", "selective"),
@@ -32,3 +32,12 @@ def real(name):
 def test_as_over_real_ranks(ranks, name):
     found = ranks(4, real, name)
     assert [found[0], found[3]] == [trace_step(config_of(name), 4, rank) for rank in (0, 3)]
+
+
+def test_rows_travel_to_experts_and_back_and_so_do_their_gradients():
+    words = ("--mesh.ep", "2", "--model.n_experts", "8", "--model.experts_per_token", "2")
+    traffic = trace_step(load("parity.toml", words, 4).config, 4, 0)
+    n_layers, micro_batches, rows_of_64_float64 = 4, 2, 32 * 2 * 64 * 8
+    exchanges = traffic[Collective("all_to_all", "ep")]
+    assert exchanges.calls == n_layers * micro_batches * 4
+    assert exchanges.n_bytes == exchanges.calls * rows_of_64_float64
