@@ -25,7 +25,7 @@ CHOSEN = [
 
 
 def test_the_mesh_does_not_change_a_mixture(ranks):
-    assert_parity(ranks, [ROWS[name] for name in CHOSEN], overrides=("--training.steps", "3"))
+    assert_parity(ranks, [ROWS[name] for name in CHOSEN])
 
 
 def _measured(machine):
