@@ -57,7 +57,7 @@ def _threads() -> int:
 
 
 def _unset(tensor: Tensor) -> Tensor:
-    """Mark every element as not initialized yet; integers have no value for it."""
+    """Mark every element as not initialized yet; integers have no mark."""
     with torch.no_grad():
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
