@@ -105,6 +105,7 @@ def _route(counts: Tensor, n: int, group: str) -> tuple[Tensor, Tensor, Tensor, 
 @_route.register_fake
 def _(counts: Tensor, n: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n_ranks = _group(group).size()
+    n_arriving: int | torch.SymInt
     try:
         n_arriving = torch.library.get_ctx().new_dynamic_size()
     except DynamicOutputShapeException:  # where sizes must be numbers, without values: as many as with an even load
