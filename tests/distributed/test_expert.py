@@ -209,6 +209,16 @@ MORE = {
         {},
         {"mesh.ep": 2, "activation_checkpoint.mode": "full", "fsdp.reshard_after_forward": "always"},
     ),
+    "exchange kept": (
+        4,
+        {},
+        {
+            "mesh.ep": 2,
+            "activation_checkpoint.mode": "selective",
+            "activation_checkpoint.save_ops": '["aten.topk", "keel.grouped_mm", "keel.*_experts"]',
+        },
+    ),
+    "zero-bubble": (4, {}, {"mesh.ep": 2, "mesh.pp": 2, "pipeline.schedule": "zero_bubble_v"}),
     "experts that the ranks cannot share": (4, {"model.n_experts": 6}, {"mesh.ep": 2}),
 }
 

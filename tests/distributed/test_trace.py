@@ -34,10 +34,13 @@ def test_as_over_real_ranks(ranks, name):
     assert [found[0], found[3]] == [trace_step(config_of(name), 4, rank) for rank in (0, 3)]
 
 
-def test_rows_travel_to_experts_and_back_and_so_do_their_gradients():
-    words = ("--mesh.ep", "2", "--model.n_experts", "8", "--model.experts_per_token", "2")
+@pytest.mark.parametrize(("mode", "repeated"), [("none", 0), ("full", 2)])
+def test_rows_travel_to_experts_and_back_and_so_do_their_gradients(mode, repeated):
+    words = ("--mesh.ep", "2", "--model.n_experts", "8", "--activation_checkpoint.mode", mode)
     traffic = trace_step(load("parity.toml", words, 4).config, 4, 0)
     n_layers, micro_batches, rows_of_64_float64 = 4, 2, 32 * 2 * 64 * 8
     exchanges = traffic[Collective("all_to_all", "ep")]
-    assert exchanges.calls == n_layers * micro_batches * 4
+    assert exchanges.calls == n_layers * micro_batches * (4 + repeated)
     assert exchanges.n_bytes == exchanges.calls * rows_of_64_float64
+    # Experts are gathered with their block: not once more for what is recomputed.
+    assert traffic[Collective("all_gather", "expert_shard")].calls == n_layers * micro_batches * 2
