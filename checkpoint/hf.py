@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from checkpoint import manifest as manifests
 from checkpoint.hf_config import Shape, checkpoint_name, seq_len_of, tensor_shapes, to_hf, to_keel
 from checkpoint.manifest import FileEntry, Manifest, damaged, is_plain_name, read_manifest
+from checkpoint.pin import Pin
 from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import (
     SAFETENSORS_DTYPES,
@@ -89,8 +90,6 @@ def export_hf(
     model = _model_of(manifest, checkpoint)
     shapes = tensor_shapes(model)
     own_dtype = _check_tensors(checkpoint, metadata, shapes)
-    if verify == "hash":
-        _check_content(checkpoint, manifest, metadata)
     target = getattr(torch, dtype) if dtype else own_dtype
     count = _Counter(progress, sum(n_bytes(shape, own_dtype) for shape in shapes.values()))
     shards = _shards(shapes, target, max_shard_bytes)
@@ -98,7 +97,9 @@ def export_hf(
     def tensor_of(name: str) -> Tensor:
         return count(read_tensor(checkpoint, metadata, checkpoint_name(name)))
 
-    with _unfinished(output) as folder:
+    with Pin(checkpoint), _unfinished(output) as folder:
+        if verify == "hash":
+            _check_content(checkpoint, manifest, metadata)
         for name, shard in shards.items():
             write_safetensors(folder / name, shard, target, tensor_of)
         seq_len = manifest.config.get("training", {}).get("seq_len", 0)
