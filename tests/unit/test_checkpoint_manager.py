@@ -26,6 +26,8 @@ from checkpoint.safe_read import read_metadata
 from checkpoint.store import SaveFailed
 from configs.errors import ConfigError, UserError
 from configs.schema import Checkpoint
+from tests.unit.hf_support import TINY, make_model
+from tests.unit.hf_support import save as save_model
 
 CONFIG = {"model": {"dim": 8}, "training": {"max_norm": float("inf"), "seed": 0}}
 
@@ -448,6 +450,14 @@ def test_weights_of_another_run(tmp_path):
     manifest = read_manifest(step_folder(tmp_path / "new", 2))
     assert manifest.initialized_from == manifests.Origin(read_manifest(source).run_id, 7)
     assert manifest.parent == manifests.Origin(manifest.run_id, 1)
+
+
+def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
+    source = save_model(tmp_path / "imported", make_model(TINY["tied"]))  # as scripts/import_hf.py does
+    state = make_state(5)
+    with pytest.raises(ConfigError, match=r'imported holds a model.*no run.*set checkpoint.init_from = ".*imported"'):
+        make_manager(tmp_path / "run", load=str(source)).resume(state)
+    assert_equal(state, make_state(5))
 
 
 def test_weights_of_another_model_are_refused(tmp_path):
