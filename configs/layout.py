@@ -5,7 +5,7 @@ is a device, and the trainer uses the same functions, so that what was checked i
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -126,19 +126,50 @@ def decay_steps(schedule: LrSchedule) -> int:
     return schedule.decay_steps or max(1, schedule.total_steps // 10)
 
 
+def expert_dim(model: Model) -> int:
+    """Inner width of one expert."""
+    return model.expert_dim or model.ffn_dim
+
+
+def is_mixture(model: Model, layer: int) -> bool:
+    """Whether a layer has experts in the place of a dense feed-forward."""
+    return model.n_experts is not None and layer >= model.n_dense_layers
+
+
 def parameter_count(model: Model) -> int:
     """Number of parameters of a Llama; a tied matrix counts once."""
-    norms = 2 * model.dim
-    matrices_of_vocabulary = 1 if model.tie_embeddings else 2
-    vocabulary = matrices_of_vocabulary * model.vocab_size * model.dim
-    return vocabulary + model.n_layers * (layer_matrices(model) + norms) + model.dim
+    return _parameters(model, [layer_matrices(model, layer) for layer in range(model.n_layers)])
 
 
-def layer_matrices(model: Model) -> int:
-    """Elements of one layer's matrices."""
+def active_parameter_count(model: Model) -> int:
+    """Parameters that one token makes use of: all but those of the experts that it is not sent to."""
+    return _parameters(model, [active_matrices(model, layer) for layer in range(model.n_layers)])
+
+
+def _parameters(model: Model, layers: Sequence[int]) -> int:
+    """Vocabulary and norms, added to the layers' matrices."""
+    vocabulary = (1 if model.tie_embeddings else 2) * model.vocab_size * model.dim
+    norms = (2 * model.n_layers + 1) * model.dim
+    return vocabulary + sum(layers) + norms
+
+
+def layer_matrices(model: Model, layer: int) -> int:
+    """Elements of a layer's matrices."""
+    return _matrices(model, layer, model.n_experts or 0)
+
+
+def active_matrices(model: Model, layer: int) -> int:
+    """Elements of a layer's matrices that a token is multiplied with."""
+    return _matrices(model, layer, model.experts_per_token)
+
+
+def _matrices(model: Model, layer: int, experts: int) -> int:
+    """Elements of a layer's matrices if it had so many experts for its router to choose from."""
     attention = 2 * model.dim * head_dim(model) * (model.n_heads + n_kv_heads(model))  # q and o, k and v
-    feed_forward = 3 * model.dim * model.ffn_dim  # gate, up, down
-    return attention + feed_forward
+    if not is_mixture(model, layer):
+        return attention + 3 * model.dim * model.ffn_dim  # gate, up, down
+    router = (model.n_experts or 0) * model.dim
+    return attention + router + 3 * model.dim * expert_dim(model) * (experts + model.n_shared_experts)
 
 
 def layer_numbers(ranges: str, n_layers: int) -> list[int]:
@@ -163,11 +194,12 @@ def layer_numbers(ranges: str, n_layers: int) -> list[int]:
 
 def tensor_parallel_sizes(config: Config) -> Mapping[str, int]:
     """What tensor parallelism cuts, by key: each must be a multiple of mesh.tp."""
-    kv_heads = {} if config.model.n_kv_heads is None else {"model.n_kv_heads": config.model.n_kv_heads}
+    model = config.model
+    optional = {"model.n_kv_heads": model.n_kv_heads, "model.expert_dim": model.expert_dim}
     return {
-        "model.n_heads": config.model.n_heads,
-        **kv_heads,
-        "model.ffn_dim": config.model.ffn_dim,
-        "model.vocab_size": config.model.vocab_size,
+        "model.n_heads": model.n_heads,
+        **{key: size for key, size in optional.items() if size is not None},
+        "model.ffn_dim": model.ffn_dim,
+        "model.vocab_size": model.vocab_size,
         "training.seq_len": config.training.seq_len,  # sequence parallelism between the matrices
     }

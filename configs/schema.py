@@ -40,11 +40,26 @@ class RopeScaling(Table):
     """Sequence length of the training before the stretch, in tokens."""
 
 
+class Router(Table):
+    """How a mixture of experts chooses the experts of a token, and keeps their load even."""
+
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the experts: shares of all (Mixtral), or each for itself (DeepSeek-V3)."""
+    renormalize: bool = True
+    """Divide the weights of a token's chosen experts by their sum."""
+    load_balance: Literal["auxiliary_loss", "bias", "none"] = "auxiliary_loss"
+    """auxiliary_loss: over each sequence (Switch; DeepSeek-V3, eq. 17); bias: on the choice (Wang et al. 2024)."""
+    auxiliary_loss_weight: PositiveFloat = 0.01
+    """auxiliary_loss: its weight beside the mean cross-entropy; summed over layers, averaged over sequences."""
+    bias_update_rate: PositiveFloat = 0.001
+    """bias: how far an expert's bias moves after each step."""
+
+
 class Model(Table):
     """Shape of the model."""
 
     architecture: Literal["llama"] = "llama"
-    """Architecture to build: Llama 2 and 3.x."""
+    """Architecture to build: Llama 2 and 3.x; with n_experts Mixtral, DeepSeekMoE and their kin."""
     dim: PositiveInt
     """Width of the residual stream."""
     n_layers: PositiveInt
@@ -57,6 +72,18 @@ class Model(Table):
     """Width of one head; default: dim / n_heads."""
     ffn_dim: PositiveInt
     """Inner width of the SwiGLU feed-forward."""
+    n_experts: Annotated[int, Field(ge=2)] | None = None
+    """Experts of a layer's mixture, each a SwiGLU feed-forward; default: dense feed-forwards."""
+    experts_per_token: PositiveInt = 2
+    """Experts that each token is sent to."""
+    n_shared_experts: NonNegativeInt = 0
+    """Experts beside them that see every token (DeepSeekMoE)."""
+    expert_dim: PositiveInt | None = None
+    """Inner width of an expert; default: ffn_dim, which with this key set is that of the dense layers alone."""
+    n_dense_layers: NonNegativeInt = 0
+    """First layers that have a dense feed-forward instead of experts."""
+    router: Router = Router()
+    """Choice of the experts, and their balance."""
     vocab_size: PositiveInt
     """Number of tokens the model knows; equals the tokenizer's."""
     rope_theta: PositiveFloat = 10000.0

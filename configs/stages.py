@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from configs.errors import ConfigError
-from configs.layout import head_dim, layer_matrices
+from configs.layout import active_matrices, head_dim, layer_matrices
 from configs.schema import Config
 
 
@@ -60,15 +60,17 @@ def layers_of_stages(config: Config) -> list[range]:
 def _even_split(config: Config) -> Sequence[int]:
     """Layers of each stage such that the slowest stage is as fast as can be, and memory is even where time allows.
 
-    The layers are alike, so each goes to the stage that has the least to do so far. Time counts a token's FLOPs, which
-    are as the elements of the matrices that it is multiplied with, and half of the attention scores. The embedding
+    The layers are taken as alike (where some have experts, each as their mean), so each goes to the stage that has the
+    least to do so far. Time counts a token's FLOPs, which are as the elements of the matrices that it is multiplied
+    with, and half of the attention scores. The embedding
     takes memory, but hardly time: its stage comes last among equals. Then come earlier stages, which keep the
     activations of more micro-batches.
     """
     model, stages = config.model, n_stages(config)
-    layer = layer_matrices(model)
+    layer = sum(layer_matrices(model, layer) for layer in range(model.n_layers)) // model.n_layers
+    active = sum(active_matrices(model, layer) for layer in range(model.n_layers)) // model.n_layers
     vocabulary = model.vocab_size * model.dim
-    layer_time = layer + model.n_heads * head_dim(model) * config.training.seq_len
+    layer_time = active + model.n_heads * head_dim(model) * config.training.seq_len
     counts, time, memory = [1] * stages, [layer_time] * stages, [layer] * stages
     memory[0] += vocabulary
     memory[-1] += vocabulary

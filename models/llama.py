@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""Llama 2 and 3.x: RMSNorm, rotary positions, grouped-query attention, SwiGLU; with experts, Mixtral and its kin.
 
 Plain single-device PyTorch: no mesh, rank or process group is known here. Modules and weights are named and laid out
 as in Hugging Face's `LlamaForCausalLM` (rotary halves split, not interleaved; names without its leading "model."), so
@@ -10,14 +10,16 @@ never exist as a whole.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.layout import head_dim, n_kv_heads
+from configs.layout import head_dim, is_mixture, n_kv_heads
 from configs.schema import Model, RopeScaling
+from models.feed_forward import FeedForward
+from models.moe import Load, MixtureOfExperts
 from models.plan import Plan, TensorRole
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
@@ -106,33 +108,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     )
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020)."""
-
-    def __init__(self, config: Model) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Block(nn.Module):
     """Attention and feed-forward, each on the normed residual stream and added to it."""
 
-    def __init__(self, config: Model) -> None:
+    def __init__(self, config: Model, layer: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = FeedForward(config)
+        self.mlp = MixtureOfExperts(config) if is_mixture(config, layer) else FeedForward(config.dim, config.ffn_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x: (batch, seq, dim) -> the same shape."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Load | None]:
+        """x: (batch, seq, dim) -> the same shape, and what was asked of the experts if there are any."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        normed = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, MixtureOfExperts):
+            out, load = self.mlp(normed)
+            return x + out, load
+        return x + self.mlp(normed), None
 
 
 class Head(nn.Linear):
@@ -143,20 +136,48 @@ class Head(nn.Linear):
         return F.linear(hidden, self.weight) if loss is None else loss(hidden, self.weight)
 
 
-_TENSOR_ROLES: dict[str, TensorRole] = {
-    "embed_tokens": "embedding",
-    "layers.*.input_layernorm": "norm",
-    "layers.*.self_attn": "gather",
-    "layers.*.self_attn.[qkv]_proj": "column",
-    "layers.*.self_attn.o_proj": "row",
-    "layers.*.post_attention_layernorm": "norm",
-    "layers.*.mlp": "gather",
-    "layers.*.mlp.gate_proj": "column",
-    "layers.*.mlp.up_proj": "column",
-    "layers.*.mlp.down_proj": "row",
-    "norm": "norm",
-    "lm_head": "head",
+_BLOCK_ROLES: dict[str, TensorRole] = {
+    "input_layernorm": "norm",
+    "self_attn": "gather",
+    "self_attn.[qkv]_proj": "column",
+    "self_attn.o_proj": "row",
+    "post_attention_layernorm": "norm",
 }
+_DENSE_ROLES: dict[str, TensorRole] = {
+    "mlp": "gather",
+    "mlp.gate_proj": "column",
+    "mlp.up_proj": "column",
+    "mlp.down_proj": "row",
+}
+_EXPERT_ROLES: dict[str, TensorRole] = {
+    "mlp": "parts",
+    "mlp.router.weight": "part_whole",
+    "mlp.experts.gate_proj": "part_column",
+    "mlp.experts.up_proj": "part_column",
+    "mlp.experts.down_proj": "part_row",
+}
+_SHARED_ROLES: dict[str, TensorRole] = {
+    "mlp.shared_experts.gate_proj.weight": "part_column",
+    "mlp.shared_experts.up_proj.weight": "part_column",
+    "mlp.shared_experts.down_proj.weight": "part_row",
+}
+_SAVE_OPS = ("aten.mm", "*._scaled_dot_product_*attention*", "_c10d_functional.reduce_scatter_tensor")
+# The choice of experts is kept: a recomputed score may differ in its last bit where it was compiled another way, and
+# another expert's rows would then be read out of what was kept.
+_SAVE_OPS_OF_EXPERTS = ("keel.grouped_mm", "aten.topk")
+
+_END_ROLES: dict[str, TensorRole] = {"embed_tokens": "embedding", "norm": "norm", "lm_head": "head"}
+
+
+def _roles(block: Block) -> Iterator[tuple[str, TensorRole]]:
+    """Role of each part of a block under tensor parallelism."""
+    yield from _BLOCK_ROLES.items()
+    if isinstance(block.mlp, FeedForward):
+        yield from _DENSE_ROLES.items()
+        return
+    yield from _EXPERT_ROLES.items()
+    if block.mlp.shared_experts is not None:
+        yield from _SHARED_ROLES.items()
 
 
 class Llama(nn.Module):
@@ -174,7 +195,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.lm_head = Head(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
@@ -204,7 +225,10 @@ class Llama(nn.Module):
         mask = None if document_ids is None else self.mask(document_ids)
         x = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
         for block in self.layers.values():
-            x = block(x, cos, sin, mask)
+            x, load = block(x, cos, sin, mask)
+            # Here, and not where it arises: activation checkpointing runs a block twice. Validation is not counted.
+            if load is not None and torch.is_grad_enabled():
+                block.mlp.router.record(load)
         return x if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x), loss)
 
     @property
@@ -216,6 +240,9 @@ class Llama(nn.Module):
         after = tuple(name for name in ("norm", "lm_head") if name in there)
         # A tied matrix is needed at both ends of the forward pass: it stays in the root's group, gathered throughout.
         groups = tuple((block,) for block in blocks)
+        mixtures = [
+            f"layers.{name}.mlp" for name, block in self.layers.items() if isinstance(block.mlp, MixtureOfExperts)
+        ]
         return Plan(
             blocks=blocks,
             first_block=int(next(iter(self.layers))),
@@ -224,8 +251,11 @@ class Llama(nn.Module):
             after_blocks=after,
             fsdp_groups=groups if self.config.tie_embeddings else tuple(filter(None, (before, *groups, after))),
             attention=tuple(f"{block}.self_attn" for block in blocks),
-            tensor_parallel={name: role for name, role in _TENSOR_ROLES.items() if name.partition(".")[0] in there},
-            save_ops=("aten.mm", "*._scaled_dot_product_*attention*", "_c10d_functional.reduce_scatter_tensor"),
+            experts=tuple(f"{mixture}.experts" for mixture in mixtures),
+            routers=tuple(f"{mixture}.router" for mixture in mixtures),
+            tensor_parallel={name: role for name, role in _END_ROLES.items() if name in there}
+            | {f"layers.{name}.{part}": role for name, block in self.layers.items() for part, role in _roles(block)},
+            save_ops=_SAVE_OPS + (_SAVE_OPS_OF_EXPERTS if mixtures else ()),
         )
 
     def init_std(self, name: str) -> float | None:
@@ -237,7 +267,7 @@ class Llama(nn.Module):
         """
         if "norm" in name:
             return None
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.removesuffix(".weight").endswith(("o_proj", "down_proj")):
             return self.config.init_std / math.sqrt(2 * (int(name.split(".")[1]) + 1))
         return self.config.init_std
 

@@ -7,7 +7,9 @@ and its plan; no technique changes.
 from dataclasses import dataclass
 from typing import Literal
 
-TensorRole = Literal["embedding", "norm", "gather", "column", "row", "head"]
+TensorRole = Literal[
+    "embedding", "norm", "gather", "column", "row", "head", "parts", "part_whole", "part_column", "part_row"
+]
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,23 @@ class Plan:
     """Modules whose `attend(q, k, v, mask)` alone looks at other tokens; the model's `mask(document_ids)` makes its
     last argument. Where each rank has a part of the sequence, both are replaced."""
 
+    experts: tuple[str, ...]
+    """Modules that hold the weights of a mixture's experts, the expert as the first dimension of each parameter, and
+    are called with (rows sorted by expert (n, dim), rows of each expert (experts,)). Their attribute `local` makes of
+    a parameter what is computed with."""
+
+    routers: tuple[str, ...]
+    """Modules that choose among experts. They count tokens in `tokens_per_expert` and the sum of `entropy`, may have a
+    `bias` that balances, and take `sum_over_sequence` and `balance_scale` from whoever cuts the batch."""
+
     tensor_parallel: dict[str, TensorRole]
     """Pattern -> role. embedding: rows of the vocabulary; norm: works on a shard of the sequence; gather: its input is
     gathered from the sequence's shards; column, row: the weight is cut by output or input features; head: rows of
-    the vocabulary, and the loss with them."""
+    the vocabulary, and the loss with them.
+
+    parts: the module's input is gathered, each rank computes a part of a sum, and the sum is cut by the sequence
+    again. The parameters (not modules) inside: part_column, part_row: cut by output or input features, the last but
+    one and the last dimension; part_whole: whole on each rank, its gradient a part of a sum, too."""
 
     save_ops: tuple[str, ...]
     """Ops whose outputs selective activation checkpointing keeps unless the config names others: the costly ones."""

@@ -15,12 +15,15 @@ a rank holds its shards, whatever the stage. With P parameters over N ranks, in 
     1       P / N + P             P / N + P between micro-batches   1, 1
 """
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from torch.distributed.tensor import DTensor, Shard
 
 from configs.layout import reduces_once, reshard_after_forward
 from configs.schema import Fsdp, Training
@@ -39,6 +42,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Train
         cast_forward_inputs=False,
     )
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.cpu_offload else OffloadPolicy()
+    placement = _placement(model, mesh.size(-1))
     groups = [[model.get_submodule(name) for name in names] for names in plan_of(model).fsdp_groups]
     for modules in groups:
         # The last group's backward follows its forward at once: resharding between them would only gather it twice.
@@ -50,9 +54,25 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Train
             mp_policy=precision,
             offload_policy=offload,
             reshard_after_forward=reshard,
+            shard_placement_fn=placement,
         )
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
     _prefetch([cast(FSDPModule, modules[0]) for modules in groups], config.prefetch_depth)
+
+
+def _placement(model: nn.Module, shards: int) -> Callable[[nn.Parameter], Shard | None]:
+    """By which dimension a parameter is cut: the first, or, of stacked experts that the ranks do not divide, the second.
+
+    Else of 8 experts over 64 ranks 8 ranks would hold all. FSDP wants any but the first dimension to divide evenly.
+    """
+    experts = {p for name in plan_of(model).experts for p in model.get_submodule(name).parameters()}
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        inside = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        divides = inside.shape[0] % shards == 0 or inside.shape[1] % shards
+        return None if parameter not in experts or divides else Shard(1)
+
+    return place
 
 
 def is_needed(world_size: int, config: Fsdp, training: Training) -> bool:

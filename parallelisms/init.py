@@ -39,7 +39,8 @@ def materialize(model: nn.Module, device: torch.device, seed: int, offload: bool
         model.to_empty(device="cpu" if offload else device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module.register_buffer(name, _unset(buffer.to(device)), persistent=False)
+            is_persistent = name not in module._non_persistent_buffers_set
+            module.register_buffer(name, _unset(buffer.to(device)), persistent=is_persistent)
         if hasattr(module, "init_buffers"):
             cast(Callable[[], None], module.init_buffers)()
     init_std = cast(Callable[[str], float | None], model.init_std)
@@ -68,16 +69,22 @@ def _initialize(parameter: Tensor, std: float | None, key: str, pool: ThreadPool
         return
     if local.numel() == 0:
         return
-    rows, *columns = local_indices(parameter)
-    block_rows = max(1, BLOCK_ELEMENTS // (parameter.numel() // parameter.shape[0]))
+    *stacked, columns = local_indices(parameter)
+    n_columns = parameter.shape[-1]
+    n_rows = parameter.numel() // n_columns
+    # Of stacked matrices (a mixture's experts) the rows of one after the other, so that a block is no larger for them.
+    rows = torch.zeros(1, dtype=torch.int64)
+    for size, index in zip(parameter.shape, stacked, strict=False):
+        rows = (rows[:, None] * size + index).flatten()
+    local = local.view(len(rows), len(columns))
+    block_rows = max(1, BLOCK_ELEMENTS // n_columns)
 
     def fill(block: int) -> None:
         here = (rows // block_rows == block).nonzero().flatten()  # positions in the shard of the block's rows
-        shape = (min(block_rows, parameter.shape[0] - block * block_rows), *parameter.shape[1:])
+        shape = (min(block_rows, n_rows - block * block_rows), n_columns)
         values = _truncated_normal(shape, std, f"{key}/{block}")[rows[here] - block * block_rows]
-        for dim, index in enumerate(columns, start=1):
-            if len(index) < values.shape[dim]:
-                values = values.index_select(dim, index)
+        if len(columns) < n_columns:
+            values = values.index_select(1, columns)
         local[here[0] : here[-1] + 1] = values.to(local)
 
     list(pool.map(fill, (rows // block_rows).unique().tolist()))
@@ -109,7 +116,7 @@ def _truncated_normal(shape: Iterable[int], std: float, key: str) -> Tensor:
 
 
 def check_initialized(model: nn.Module) -> None:
-    """Find parameters and buffers that were forgotten: NaN anywhere, or zero everywhere.
+    """Find what was forgotten: parameters and buffers with NaN anywhere, parameters that are zero everywhere.
 
     Raises:
         RuntimeError: naming each of them.
@@ -117,7 +124,8 @@ def check_initialized(model: nn.Module) -> None:
     forgotten = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.numel() and (local.isnan().any() or not local.any()):
+        is_zero = isinstance(tensor, nn.Parameter) and not local.any()
+        if local.numel() and (local.isnan().any() or is_zero):
             forgotten.append(name)
     if forgotten:
         raise RuntimeError(f"never initialized: {', '.join(forgotten)}")

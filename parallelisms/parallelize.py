@@ -14,6 +14,7 @@ from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.context import apply_context_parallel
 from parallelisms.fsdp import apply_fsdp, is_needed
+from parallelisms.load_balance import apply_load_balance
 from parallelisms.mesh import Mesh
 from parallelisms.pipeline import own_stages
 from parallelisms.tensor import apply_tensor_parallel
@@ -31,6 +32,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> dict[int, nn.Mo
             apply_tensor_parallel(stage, mesh.tp)
         if mesh.sizes.cp > 1:
             apply_context_parallel(stage, mesh.cp, config.context.method)
+        apply_load_balance(stage, mesh, config)
         apply_activation_checkpoint(stage, config.activation_checkpoint)
         if config.compile.enable:
             apply_compile(stage)

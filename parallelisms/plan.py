@@ -38,8 +38,16 @@ class Plan(Protocol):
         """Names of the modules whose `attend` alone looks at other tokens."""
 
     @property
+    def experts(self) -> tuple[str, ...]:
+        """Names of the modules that hold the weights of experts."""
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Names of the modules that choose among experts."""
+
+    @property
     def tensor_parallel(self) -> Mapping[str, str]:
-        """Pattern of module names -> role."""
+        """Pattern of module or parameter names -> role."""
 
     @property
     def save_ops(self) -> tuple[str, ...]:

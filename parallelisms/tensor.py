@@ -53,6 +53,16 @@ class _Embedding(RowwiseParallel):
         return module
 
 
+def _whole_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Gather the slices of the sequence into a plain tensor of which each rank computes a part of a sum.
+
+    So each rank contributes a part of its gradient, too: backward reduce-scatters them.
+    """
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [SEQUENCE], run_check=False)
+    return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
 class _Head(ParallelStyle):
     """Rows of the vocabulary, and the loss on them: it is called with this rank's rows and the group to reduce over."""
 
@@ -62,10 +72,7 @@ class _Head(ParallelStyle):
         return module
 
     def _prepare(self, mesh: DeviceMesh, hidden: Tensor, loss: Callable | None = None) -> tuple[Tensor, Callable]:
-        if not isinstance(hidden, DTensor):
-            hidden = DTensor.from_local(hidden, mesh, [SEQUENCE], run_check=False)
-        # Each rank's rows contribute a part of the gradient of the hidden states: backward reduce-scatters them.
-        hidden = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        hidden = _whole_sequence(hidden, mesh)
 
         def on_local_rows(hidden: Tensor, weight: DTensor) -> Tensor:
             if loss is None:
@@ -76,6 +83,21 @@ class _Head(ParallelStyle):
         return hidden, on_local_rows
 
 
+class _Parts(ParallelStyle):
+    """The module sees the whole sequence as a plain tensor, and what it returns first is a part of a sum."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        forward = module.forward
+
+        def on_parts(x: Tensor) -> tuple:
+            part, *others = forward(_whole_sequence(x, device_mesh))
+            whole = DTensor.from_local(part, device_mesh, [Partial()], run_check=False)
+            return whole.redistribute(placements=[SEQUENCE]).to_local(), *others
+
+        module.forward = on_parts
+        return module
+
+
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding": _Embedding,
     "norm": SequenceParallel,
@@ -83,7 +105,10 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "column": ColwiseParallel,
     "row": lambda: RowwiseParallel(output_layouts=SEQUENCE),
     "head": _Head,
+    "parts": _Parts,
 }
+_PARTS: dict[str, int | None] = {"part_column": -2, "part_row": -1, "part_whole": None}
+"""Dimension by which a parameter inside a module of role parts is cut."""
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -92,11 +117,32 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         ValueError: a pattern of the plan matches no module.
     """
-    names = [name for name, _ in model.named_modules()]
+    names = [name for name, _ in [*model.named_modules(), *model.named_parameters()]]
     with ties_kept(model):
         for pattern, role in plan_of(model).tensor_parallel.items():
             matches = [name for name in names if fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")]
             if not matches:
-                raise ValueError(f"the tensor-parallel plan names {pattern!r}, which matches no module")
+                raise ValueError(f"the tensor-parallel plan names {pattern!r}, which matches nothing in the model")
             for name in matches:
-                parallelize_module(model.get_submodule(name), mesh, _STYLES[role]())
+                if role in _PARTS:
+                    _cut_parameter(model, name, mesh, _PARTS[role])
+                else:
+                    parallelize_module(model.get_submodule(name), mesh, _STYLES[role]())
+
+
+def _cut_parameter(model: nn.Module, name: str, mesh: DeviceMesh, dim: int | None) -> None:
+    """Replace a parameter by this rank's part of it (None: a copy), and let its module compute with the plain tensor.
+
+    A copy's gradient arises in parts: each rank has what flows back through its part of the other matrices.
+    """
+    owner_name, _, attribute = name.rpartition(".")
+    owner: Any = model.get_submodule(owner_name)
+    whole = owner.get_parameter(attribute)
+    placement = Replicate() if dim is None else Shard(dim % whole.ndim)
+    setattr(owner, attribute, nn.Parameter(distribute_tensor(whole, mesh, [placement])))
+    if isinstance(owner, nn.Linear):
+        owner.forward = lambda x: F.linear(x, owner.weight.to_local())
+    elif dim is None:
+        owner.local = lambda parameter: parameter.to_local(grad_placements=[Partial()])
+    else:
+        owner.local = lambda parameter: parameter.to_local()

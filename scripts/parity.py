@@ -134,6 +134,7 @@ def table() -> Iterator[Row]:
     yield from _zero_rows()
     yield from _context_rows()
     yield from _mixed_rows()
+    yield from moe_rows()
     yield from owner_table()
 
 
@@ -197,6 +198,48 @@ def _mixed_rows() -> Iterator[Row]:
         yield Row(f"{name}, selective, {how}", math.prod(sizes.values()), _words(overrides))
 
 
+# A dense first layer, a shared expert, and so many experts that some get no token of a micro-batch. The auxiliary loss
+# weighs much, so that a wrong share of it shows.
+MOE: dict[str, object] = {
+    "model.n_experts": 32,
+    "model.experts_per_token": 2,
+    "model.n_shared_experts": 1,
+    "model.expert_dim": 16,
+    "model.n_dense_layers": 1,
+    "model.router.auxiliary_loss_weight": 0.1,
+}
+MOE_BIAS: dict[str, object] = {
+    **{key: value for key, value in MOE.items() if "auxiliary" not in key},
+    "model.router.load_balance": "bias",
+    "model.router.scoring": "sigmoid",
+    "model.router.bias_update_rate": 0.01,
+}
+
+
+def moe_rows() -> Iterator[Row]:
+    """A mixture of experts, each balance rule on each axis; selective checkpointing, accumulating two steps."""
+    meshes: dict[str, tuple[dict[str, int], int]] = {  # sizes of the axes, micro-batch
+        "1 process": ({}, 4),
+        "FSDP 2": ({"dp_shard": 2}, 2),
+        "HSDP 2x2": ({"dp_replicate": 2, "dp_shard": 2}, 1),
+        "TP 2": ({"tp": 2}, 4),
+        "PP 2": ({"pp": 2}, 4),
+        "CP 2": ({"cp": 2}, 4),
+        "FSDP 2 x CP 2 x TP 2": ({"dp_shard": 2, "cp": 2, "tp": 2}, 2),
+    }
+    rules = {"auxiliary loss": MOE, "bias": MOE_BIAS}
+    for (name, (sizes, micro_batch)), (rule, run), compiled in itertools.product(
+        meshes.items(), rules.items(), (False, True)
+    ):
+        overrides: dict[str, object] = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+            "activation_checkpoint.mode": "selective",
+            "compile.enable": str(compiled).lower(),
+            "training.micro_batch_size": micro_batch,
+        }
+        how = "compiled" if compiled else "eager"
+        yield Row(f"MoE {rule}, {name}, {how}", math.prod(sizes.values()), _words(overrides), _words(run))
+
+
 def _words(overrides: Mapping[str, object]) -> tuple[str, ...]:
     """Overrides as on a command line."""
     return tuple(itertools.chain(*((f"--{key}", str(value)) for key, value in overrides.items())))
@@ -232,9 +275,10 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
         tokens = torch.cat([batch.tokens for batch in micro_batches])
         targets = torch.cat([batch.targets for batch in micro_batches])
         document_ids = [ids for batch in micro_batches if (ids := batch.document_ids) is not None]
+        choices = _Choices(model, config)
         logits = _each_document_alone(model, tokens, torch.cat(document_ids)) if document_ids else model(tokens)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        loss.backward()
+        (loss + choices.auxiliary_loss()).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm, config.training.norm_type)
         if step == 0:
             found.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -242,6 +286,7 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config.lr_schedule, config.optimizer.lr, step)
             optimizer.step()
+        choices.move_biases()
         model.zero_grad()
         found.losses.append(loss.item())
         found.norms.append(norm.item())
@@ -249,12 +294,57 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
     torch.save(vars(found), path)
 
 
+class _Choices:
+    """What each router of a model did with a global batch, computed once more, in plain words."""
+
+    def __init__(self, model: torch.nn.Module, config: Config) -> None:
+        """Watch the routers; to be made before the forward pass."""
+        self.settings, self.k = config.model.router, config.model.experts_per_token
+        self.inputs: dict[Any, Tensor] = {}
+        self.tokens: dict[Any, Tensor] = {}
+        self.hooks = [
+            model.get_submodule(name).register_forward_hook(
+                lambda router, inputs, _: self.inputs.__setitem__(router, inputs[0])
+            )
+            for name in model.plan.routers
+        ]
+
+    def auxiliary_loss(self) -> Tensor | float:
+        """weight * sum over layers of the mean over sequences of sum over experts of f * P."""
+        for hook in self.hooks:
+            hook.remove()
+        losses = []
+        for router, x in self.inputs.items():
+            shares, chosen = self._shares_and_choice(router, x)
+            self.tokens[router] = chosen.sum(dim=(0, 1))
+            f = chosen.mean(dim=1) * chosen.shape[2] / self.k
+            losses += [(f * shares.mean(dim=1)).sum(dim=1).mean()]
+        is_used = self.settings.load_balance == "auxiliary_loss"
+        return self.settings.auxiliary_loss_weight * sum(losses) if is_used else 0.0
+
+    def move_biases(self) -> None:
+        """After `auxiliary_loss`: up for an expert with fewer tokens than the mean, down for one with more."""
+        for router, tokens in self.tokens.items():
+            if router.bias is not None:
+                fewer, more = tokens < tokens.mean(), tokens > tokens.mean()
+                router.bias[fewer] += self.settings.bias_update_rate
+                router.bias[more] -= self.settings.bias_update_rate
+
+    def _shares_and_choice(self, router: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Both (sequences, tokens, experts): shares of the scores, and 1 where an expert was chosen, else 0."""
+        logits = x @ router.weight.T
+        scores = logits.softmax(-1) if self.settings.scoring == "softmax" else logits.sigmoid()
+        preference = scores if router.bias is None else scores + router.bias
+        chosen = torch.zeros_like(scores).scatter(2, preference.argsort(2, descending=True)[..., : self.k], 1.0)
+        return scores / scores.sum(2, keepdim=True), chosen
+
+
 def _plain_optimizers(config: Optimizer, parameters: dict[str, torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
     """Torch's own: AdamW, after Muon for the matrices between embedding and head where the config names it."""
     ends = ("embed_tokens.weight", "lm_head.weight")
     is_muons = {name: config.name == "muon" and p.ndim == 2 and name not in ends for name, p in parameters.items()}
     groups: list[dict[str, Any]] = [
-        {"params": [p for n, p in parameters.items() if p.ndim == 2 and not is_muons[n]]},
+        {"params": [p for n, p in parameters.items() if p.ndim >= 2 and not is_muons[n]]},
         {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
     decay = config.weight_decay

@@ -19,6 +19,7 @@ from models import build_model
 from parallelisms.context import shard_batch
 from parallelisms.grad_norm import clip_grad_norm
 from parallelisms.init import materialize
+from parallelisms.load_balance import LoadBalance
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import parallelize
 from parallelisms.passes import Call, OneByOne, Passes
@@ -53,6 +54,7 @@ class Learner:
     passes: Passes
     optimizer: Optimizer
     loss: CrossEntropy
+    load_balance: LoadBalance
 
     def step(self, micro_batches: list[MicroBatch], lr: float) -> StepResult:
         """Update the model by this rank's share of a global batch; all ranks must call it."""
@@ -68,6 +70,7 @@ class Learner:
             set_lr(self.optimizer, lr)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.load_balance.finish_step(result.skipped)
         return result
 
     def evaluate(self, micro_batches: list[MicroBatch], token_bytes: Tensor | None) -> Tensor:
@@ -90,7 +93,8 @@ class Learner:
         """
         weights = saved_weights(self.optimizer, self.parameters)
         model = {f"model.{name}": weight for name, weight in weights.items()}
-        return model | optimizer_state(self.optimizer, self.parameters)
+        biases = {f"model.{name}": bias for name, bias in self.load_balance.state().items()}
+        return model | biases | optimizer_state(self.optimizer, self.parameters)
 
     def was_loaded(self) -> None:
         """Bring what was read into `state` to all ranks that need it; all ranks must call it."""
@@ -144,6 +148,7 @@ def build_learner(config: Config, mesh: Mesh) -> Learner:
             compile=config.compile.enable,
             repeatable=config.pipeline.schedule == "zero_bubble_v" and mesh.sizes.pp > 1,
         ),
+        load_balance=LoadBalance(stages, config, mesh),
     )
 
 

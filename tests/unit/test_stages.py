@@ -29,7 +29,7 @@ def config(pp, n_layers=8, vocab_size=512, **pipeline):
 def slowest(job, counts):
     """Time of the slowest stage, in matrix elements and attention scores a token."""
     model = job.model
-    layer = layer_matrices(model) + model.n_heads * head_dim(model) * job.training.seq_len
+    layer = layer_matrices(model, 0) + model.n_heads * head_dim(model) * job.training.seq_len
     return max([*(n * layer for n in counts[:-1]), counts[-1] * layer + model.vocab_size * model.dim])
 
 
@@ -51,7 +51,7 @@ def test_the_embedding_and_the_head_count():
         return [len(layers) for layers in layers_of_stages(config(4, 32, vocab_size))]
 
     assert counts(1) == [8, 8, 8, 8]
-    layer = layer_matrices(PARITY.model)
+    layer = layer_matrices(PARITY.model, 0)
     heavy = 3 * layer // PARITY.model.dim  # an embedding and a head that each weigh as much as three layers
     assert counts(heavy) == [8, 9, 9, 6]
 

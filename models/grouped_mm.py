@@ -1,0 +1,88 @@
+"""Matrix products of groups of rows, each group with a matrix of its own: what the experts of a mixture compute.
+
+How many rows a group has is known only on the device. Torch's grouped matmul reads it there, in one kernel for all
+groups; where it has none for the type, the groups are multiplied one by one. Either way it is one op here, with the
+shape of the output known beforehand, so that torch.compile takes it into a graph without a break and activation
+checkpointing can keep its output by name.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_GROUPED = getattr(F, "grouped_mm", None) or torch._grouped_mm  # public since torch 2.10
+
+
+@torch.library.custom_op("keel::grouped_mm", mutates_args=())
+def grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each group's rows by its matrix.
+
+    Args:
+        rows: (n, in), those of the first group first; a group may be empty, and all of them.
+        weights: (groups, out, in).
+        counts: (groups,) int64, rows of each group; their sum is n.
+
+    Returns:
+        (n, out).
+    """
+    if _has_kernel(rows, weights):
+        return _GROUPED(rows, weights.transpose(1, 2), offs=_ends(counts))
+    out = rows.new_empty(len(rows), weights.shape[1])
+    for part, weight in zip(_parts(counts), weights, strict=True):
+        torch.mm(rows[part], weight.T, out=out[part])
+    return out
+
+
+@grouped_mm.register_fake
+def _(rows: Tensor, weights: Tensor, _counts: Tensor) -> Tensor:
+    return rows.new_empty(len(rows), weights.shape[1])
+
+
+@torch.library.custom_op("keel::grouped_outer", mutates_args=())
+def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
+    """left: (n, out), right: (n, in) -> (groups, out, in): each group's left^T right, zero where it is empty."""
+    if _has_kernel(left, right):
+        return _GROUPED(left.T, right, offs=_ends(counts))
+    out = left.new_empty(len(counts), left.shape[1], right.shape[1])
+    for part, group in zip(_parts(counts), out, strict=True):
+        torch.mm(left[part].T, right[part], out=group)
+    return out
+
+
+@_grouped_outer.register_fake
+def _(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
+    return left.new_empty(len(counts), left.shape[1], right.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    rows, weights, counts = ctx.saved_tensors
+    grad = grad.contiguous()  # an expanded one has strides that the kernel refuses
+    by_rows = grouped_mm(grad, weights.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
+    by_weights = _grouped_outer(grad, rows, counts) if ctx.needs_input_grad[1] else None
+    return by_rows, by_weights, None
+
+
+grouped_mm.register_autograd(_backward, setup_context=_keep)
+
+
+def _has_kernel(*operands: Tensor) -> bool:
+    """Whether torch's own can be used: its rows begin at multiples of 16 bytes, and there is at least one."""
+    alike = operands[0].dtype in (torch.bfloat16, torch.float16, torch.float32)
+    aligned = all(size * t.element_size() % 16 == 0 for t in operands for size in t.shape[-2:][t.ndim == 2 :])
+    return alike and aligned and len(operands[0]) > 0
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0).to(torch.int32)
+
+
+def _parts(counts: Tensor) -> list[slice]:
+    """Each group's rows. The device's counts must be known here for that."""
+    ends = counts.cumsum(0).tolist()
+    return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
