@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
 from torch.distributed.tensor import DTensor, Shard
 
 from configs.layout import reduces_once, reshard_after_forward
