@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,6 +125,30 @@ def test_state_comes_back_bit_for_bit(tmp_path, mode):
     assert_equal(state, make_state(8))
 
 
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """And the name, too, before the checkpoint counts as saved: the order of what the kernel is asked."""
+    done, fsync, rename = [], os.fsync, Path.rename
+
+    def synced(descriptor):
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def renamed(path, target):
+        done.append(f"{path.name} -> {Path(target).name}")
+        return rename(path, target)
+
+    manager = begun(tmp_path / "checkpoints", mode="sync")
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    manager.save(1, make_state(1), {"tokens": 1})
+    *files, unfinished, named, parent = done
+    assert unfinished == "step-00000001.tmp"
+    assert named == "step-00000001.tmp -> step-00000001"
+    assert parent == "checkpoints"
+    written = {path.name for path in step_folder(tmp_path / "checkpoints", 1).iterdir()}
+    assert {name.removesuffix(".tmp") for name in files if "->" not in name} == written
+
+
 def test_interval(tmp_path):
     manager = make_manager(tmp_path, interval=10)
     assert [step for step in range(1, 31) if manager.should_save(step)] == [10, 20, 30]
@@ -163,11 +188,14 @@ def test_one_save_in_flight(tmp_path, monkeypatch):
         return names
 
     monkeypatch.setattr(store, "write", slow_write)
-    manager = begun(tmp_path, mode="async")
+    log = []
+    manager = begun(tmp_path, mode="async", log=log)
     first = manager.save(1, make_state(1), {"tokens": 1})
     second = manager.save(2, make_state(2), {"tokens": 2})
     manager.close()
     assert first < 0.2 <= second
+    for step, stall in ((1, first), (2, second)):
+        assert f"checkpoint step-0000000{step}: training waited {stall:.3f} s" in log
     assert steps_in(tmp_path) == [1, 2]
 
 
@@ -262,9 +290,12 @@ def test_choices(tmp_path):
     with pytest.raises(UserError, match="is no checkpoint"):
         resumed(tmp_path / "run", load=str(tmp_path))
     assert steps_in(tmp_path / "run") == [1, 2, 30]
-    state = make_state(4)
-    assert make_manager(tmp_path / "run", load="none").resume(state) is None
+    state, log = make_state(4), []
+    assert make_manager(tmp_path / "run", log=log, load="none").resume(state) is None
     assert_equal(state, make_state(4))
+    assert log == ["starting from newly drawn weights: checkpoint.load is none"]
+    make_manager(tmp_path / "empty", log=log).resume(state)
+    assert f"checkpoint.load is latest, and {tmp_path / 'empty'} has no checkpoint" in log[-1]
 
 
 def test_lineage(tmp_path):
