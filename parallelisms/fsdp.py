@@ -87,7 +87,9 @@ def _prefetch(groups: list[FSDPModule], depth: int) -> None:
     """
     for i, group in enumerate(groups):
         group.set_modules_to_forward_prefetch(groups[i + 1 : i + 1 + depth])
-        group.set_modules_to_backward_prefetch(groups[max(0, i - depth) : i][::-1])
+        # Without a list FSDP follows its own rule, by which, from the second micro-batch on, the first group gathers
+        # the last one once more, for nothing. Itself is gathered already.
+        group.set_modules_to_backward_prefetch(groups[max(0, i - depth) : i][::-1] or [group])
 
 
 def prepare_backward(model: nn.Module, config: Fsdp, is_last_micro_batch: bool) -> None:
