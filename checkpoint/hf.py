@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoint import manifest as manifests
 from checkpoint.compare import described, require_same
-from checkpoint.hf_config import Shape, checkpoint_name, seq_len_of, tensor_shapes, to_hf, to_keel
+from checkpoint.hf_config import Shape, checkpoint_shapes, place_of, seq_len_of, tensor_shapes, to_hf, to_keel
 from checkpoint.manifest import Manifest, damaged, is_plain_name, read_manifest
 from checkpoint.output import finish, unfinished_folder, write_bytes, write_json
 from checkpoint.pin import Pin
@@ -87,13 +87,14 @@ def export_hf(
     manifest, metadata = read_manifest(checkpoint), read_metadata(checkpoint)
     model = _model_of(manifest, checkpoint)
     shapes = tensor_shapes(model)
-    own_dtype = _check_tensors(checkpoint, metadata, shapes)
+    own_dtype = _check_tensors(checkpoint, metadata, checkpoint_shapes(model))
     target = getattr(torch, dtype) if dtype else own_dtype
     count = Counter(progress, sum(n_bytes(shape, own_dtype) for shape in shapes.values()))
     shards = _shards(shapes, target, max_shard_bytes)
+    stacks = _Stacks(checkpoint, metadata)
 
     def tensor_of(name: str) -> Tensor:
-        return count(read_tensor(checkpoint, metadata, checkpoint_name(name)))
+        return count(stacks.read(name))
 
     with Pin(checkpoint), unfinished_folder(output) as folder:
         if verify == "hash":
@@ -108,6 +109,25 @@ def export_hf(
         for name, content in tokenizer.files.items():
             write_bytes(folder / name, content)
         finish(folder, output)
+
+
+class _Stacks:
+    """Reads tensors by Hugging Face's names; stacked experts once for all of them, who follow one another."""
+
+    def __init__(self, checkpoint: Path, metadata: Metadata) -> None:
+        self._checkpoint, self._metadata = checkpoint, metadata
+        self._name, self._stack = "", torch.empty(0)
+
+    def read(self, name: str) -> Tensor:
+        place = place_of(name)
+        if place.name != self._name:
+            self._name, self._stack = "", torch.empty(0)  # freed before the next is read
+        if place.expert is None:
+            return read_tensor(self._checkpoint, self._metadata, place.name)
+        if not self._name:
+            self._stack = read_tensor(self._checkpoint, self._metadata, place.name)
+            self._name = place.name
+        return self._stack[place.expert]
 
 
 def _model_of(manifest: Manifest, checkpoint: Path) -> Model:
@@ -127,7 +147,7 @@ def _check_tensors(checkpoint: Path, metadata: Metadata, shapes: Mapping[str, Sh
     require_same(
         f"checkpoint {checkpoint} does not hold the model that its {manifests.MANIFEST_NAME} describes",
         {name: described(entry.size, entry.properties.dtype) for name, entry in saved.items()},
-        {checkpoint_name(name): described(shape, dtype) for name, shape in shapes.items()},
+        {name: described(shape, dtype) for name, shape in shapes.items()},
     )
     return dtype
 
@@ -198,7 +218,8 @@ def import_hf(
     target = getattr(torch, dtype) if dtype else _common_dtype(tensors)
     count = Counter(progress, sum(n_bytes(shape, target) for shape in shapes.values()))
     with unfinished_folder(output) as folder:
-        stream = ((checkpoint_name(name), count(_read(name, tensors[name], target))) for name in shapes)
+        places = checkpoint_shapes(model).items()
+        stream = ((place, count(_read_place(place, shape, tensors, target))) for place, shape in places)
         files = write_tensors(folder, stream)
         tables = {"model": model.model_dump()}
         if tokenizer:
@@ -281,6 +302,18 @@ def _read(name: str, tensor: _SourceTensor, dtype: torch.dtype) -> Tensor:
     """The tensor in memory of its own; the mapped file is let go of."""
     with _opened(tensor.path) as file:
         return file.get_tensor(name).to(dtype, copy=True)
+
+
+def _read_place(place: str, shape: Shape, tensors: Mapping[str, _SourceTensor], dtype: torch.dtype) -> Tensor:
+    """What a checkpoint has under the name `place`: a tensor as it is, or those of the experts, stacked."""
+    sources = {name: tensor for name, tensor in tensors.items() if place_of(name).name == place}
+    if len(shape) < 3:
+        ((name, tensor),) = sources.items()
+        return _read(name, tensor, dtype)
+    stack = torch.empty(shape, dtype=dtype)
+    for name, tensor in sources.items():
+        stack[place_of(name).expert] = _read(name, tensor, dtype)
+    return stack
 
 
 @contextmanager

@@ -4,9 +4,10 @@ Only what Keel can train exactly as it stands is translated. A field that would 
 another activation, another kind of rotary scaling) is refused by its name, never dropped.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -16,7 +17,8 @@ from configs.schema import Model, RopeScaling
 
 Shape = tuple[int, ...]
 
-ARCHITECTURE = "LlamaForCausalLM"
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
+"""By `model_type`; the second where there are experts."""
 
 _NAMES = {
     "vocab_size": "vocab_size",
@@ -32,8 +34,20 @@ _NAMES = {
 }
 """Field of config.json -> key of [model]."""
 
+_EXPERT_NAMES = {"num_local_experts": "n_experts", "num_experts_per_tok": "experts_per_token"}
+"""Those of Mixtral besides. Its weight of the auxiliary loss is not taken: the loss is of another form there."""
+
 _DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False}
 """Those of LlamaConfig where they aren't Keel's, or might not stay so."""
+
+_MIXTRAL_DEFAULTS = {
+    **_DEFAULTS,
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_THETAS = {"llama": 10000.0, "mixtral": 1000000.0}
 
 _SCALING_NAMES = {
     "factor": "factor",
@@ -48,6 +62,8 @@ _FIXED = {
     "mlp_bias": False,
     "attention_dropout": 0.0,
     "quantization_config": None,
+    "sliding_window": None,
+    "router_jitter_noise": 0.0,
 }
 """What Keel's Llama is in any case; a config that says otherwise is of another model."""
 
@@ -62,9 +78,7 @@ def tensor_shapes(model: Model) -> dict[str, Shape]:
         "self_attn.v_proj": (key_value, model.dim),
         "self_attn.o_proj": (model.dim, query),
         "post_attention_layernorm": (model.dim,),
-        "mlp.gate_proj": (model.ffn_dim, model.dim),
-        "mlp.up_proj": (model.ffn_dim, model.dim),
-        "mlp.down_proj": (model.dim, model.ffn_dim),
+        **(_expert_shapes(model) if model.n_experts else _feed_forward_shapes(model)),
     }
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (model.vocab_size, model.dim)}
     for layer in range(model.n_layers):
@@ -75,9 +89,54 @@ def tensor_shapes(model: Model) -> dict[str, Shape]:
     return shapes
 
 
-def checkpoint_name(name: str) -> str:
-    """Of the tensor that Hugging Face calls `name`; only the output head stands beside its "model." there."""
-    return f"model.{name.removeprefix('model.')}"
+def _feed_forward_shapes(model: Model) -> dict[str, Shape]:
+    inner, outer = (model.ffn_dim, model.dim), (model.dim, model.ffn_dim)
+    return {"mlp.gate_proj": inner, "mlp.up_proj": inner, "mlp.down_proj": outer}
+
+
+def _expert_shapes(model: Model) -> dict[str, Shape]:
+    """One projection of all experts after the other, as they are stacked in a checkpoint."""
+    assert model.n_experts is not None
+    shapes: dict[str, Shape] = {"block_sparse_moe.gate": (model.n_experts, model.dim)}
+    for matrix, shape in zip(_EXPERT_MATRICES, _feed_forward_shapes(model).values(), strict=True):
+        shapes |= {f"block_sparse_moe.experts.{expert}.{matrix}": shape for expert in range(model.n_experts)}
+    return shapes
+
+
+_EXPERT_MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+"""Mixtral's names of an expert's matrices -> ours, in the order of a feed-forward's."""
+
+
+class Place(NamedTuple):
+    """Where a checkpoint has a tensor of Hugging Face's."""
+
+    name: str
+    """Of the checkpoint's tensor."""
+    expert: int | None = None
+    """Which part of it, along the first dimension; None: it is the whole."""
+
+
+def place_of(name: str) -> Place:
+    """Of the tensor that Hugging Face calls `name`; only the output head stands beside its "model." there.
+
+    Mixtral's experts have a tensor each, in a checkpoint they are stacked.
+    """
+    match = re.fullmatch(r"(model\.layers\.\d+)\.block_sparse_moe\.(?:gate|experts\.(\d+)\.(w[123]))\.weight", name)
+    if match is None:
+        return Place(f"model.{name.removeprefix('model.')}")
+    layer, expert, matrix = match.groups()
+    if expert is None:
+        return Place(f"{layer}.mlp.router.weight")
+    return Place(f"{layer}.mlp.experts.{_EXPERT_MATRICES[matrix]}", int(expert))
+
+
+def checkpoint_shapes(model: Model) -> dict[str, Shape]:
+    """Names and shapes of the model's tensors as a checkpoint has them, in the order of `tensor_shapes`."""
+    shapes: dict[str, Shape] = {}
+    for name, shape in tensor_shapes(model).items():
+        place = place_of(name)
+        shapes[place.name] = shape if place.expert is None else (model.n_experts or 0, *shape)
+    return shapes
 
 
 def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
@@ -91,12 +150,14 @@ def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: in
             f"model.dim {model.dim} is no multiple of n_heads {model.n_heads}, which transformers asks of a Llama "
             "whatever its head_dim; so there is no Hugging Face folder of this model"
         )
+    _check_mixture(model)
+    kind, names = ("mixtral", _NAMES | _EXPERT_NAMES) if model.n_experts else ("llama", _NAMES)
     values = model.model_dump()
     theta, scaling = {"rope_theta": model.rope_theta}, _scaling_to_hf(model.rope_scaling)
     return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        **{name: values[key] for name, key in _NAMES.items()},
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        **{name: values[key] for name, key in names.items()},
         "num_key_value_heads": n_kv_heads(model),
         "head_dim": head_dim(model),
         "max_position_embeddings": max(seq_len, _stretched_seq_len(model.rope_scaling)),
@@ -110,6 +171,23 @@ def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: in
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+
+
+def _check_mixture(model: Model) -> None:
+    """Raise UserError for a mixture of experts that is no Mixtral."""
+    if model.n_experts is None:
+        return
+    as_mixtral = {
+        "n_shared_experts": (model.n_shared_experts, 0),
+        "n_dense_layers": (model.n_dense_layers, 0),
+        "router.scoring": (model.router.scoring, "softmax"),
+        "router.renormalize": (model.router.renormalize, True),
+    }
+    found = [f"model.{key} is {value!r}, not {its!r}" for key, (value, its) in as_mixtral.items() if value != its]
+    if model.router.load_balance == "bias":
+        found.append("model.router.load_balance is 'bias', and Mixtral's router has none")
+    if found:
+        raise UserError(f"of the mixtures of experts Keel exports those in the shape of Mixtral; {'; '.join(found)}")
 
 
 def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -127,17 +205,19 @@ def to_keel(config: Mapping[str, Any], path: Path) -> Model:
 
     Raises: UserError that names the field, if Keel can't train the model as it is.
     """
-    architectures = config.get("architectures") or []
-    if config.get("model_type") != "llama" or architectures not in ([], [ARCHITECTURE]):
+    kind, architectures = str(config.get("model_type")), config.get("architectures") or []
+    if kind not in ARCHITECTURES or architectures not in ([], [ARCHITECTURES[kind]]):
         what = f"model_type {config.get('model_type')!r}, architectures {architectures!r}"
-        raise UserError(f"{path}: {what}: not supported; Keel imports {ARCHITECTURE} (Llama 2 and 3.x)")
+        supported = f"{ARCHITECTURES['llama']} (Llama 2 and 3.x) and {ARCHITECTURES['mixtral']}"
+        raise UserError(f"{path}: {what}: not supported; Keel imports {supported}")
     for field, value in _FIXED.items():
         if config.get(field, value) != value:
             raise _unsupported(path, field, config[field], f"Keel's Llama has {value!r}")
-    given = _DEFAULTS | {name: config[name] for name in _NAMES if config.get(name) is not None}
-    values = {_NAMES[name]: value for name, value in given.items()}
+    names, defaults = (_NAMES, _DEFAULTS) if kind == "llama" else (_NAMES | _EXPERT_NAMES, _MIXTRAL_DEFAULTS)
+    given = defaults | {name: config[name] for name in names if config.get(name) is not None}
+    values = {names[name]: value for name, value in given.items()}
     try:
-        return Model.model_validate(values | _rope_to_keel(config, path))
+        return Model.model_validate(values | _rope_to_keel(config, path, _THETAS[kind]))
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: {_field(first['loc'])}: {first['msg']}") from None
@@ -148,23 +228,23 @@ def seq_len_of(config: Mapping[str, Any]) -> int:
     return int(config.get("max_position_embeddings", 2048))
 
 
-def _rope_to_keel(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _rope_to_keel(config: Mapping[str, Any], path: Path, theta: float) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` of [model], from where the newer or the older form has them."""
     field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(field) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    theta = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
+    given = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", theta))}
     if kind not in ("default", "llama3"):
         raise _unsupported(path, f"{field}.rope_type", kind, 'Keel knows "default" and "llama3"')
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise _unsupported(path, "partial_rotary_factor", partial, "Keel rotates whole heads")
     if kind == "default":
-        return theta
+        return given
     missing = [name for name in _SCALING_NAMES if name not in rope]
     if missing:
         raise UserError(f"{path}: {field}.{missing[0]} is missing, which rope_type llama3 needs")
-    return theta | {"rope_scaling": {key: rope[name] for name, key in _SCALING_NAMES.items()}}
+    return given | {"rope_scaling": {key: rope[name] for name, key in _SCALING_NAMES.items()}}
 
 
 def _unsupported(path: Path, field: str, value: Any, instead: str) -> UserError:
@@ -173,5 +253,5 @@ def _unsupported(path: Path, field: str, value: Any, instead: str) -> UserError:
 
 def _field(location: tuple[str | int, ...]) -> str:
     """The name in config.json of the key of [model] at `location`."""
-    names = {key: name for name, key in (_NAMES | _SCALING_NAMES).items()}
+    names = {key: name for name, key in (_NAMES | _EXPERT_NAMES | _SCALING_NAMES).items()}
     return ".".join(names.get(str(part), str(part)) for part in location)

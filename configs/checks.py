@@ -14,6 +14,7 @@ from configs.keys import schema_keys
 from configs.layout import (
     accumulation_steps,
     decay_steps,
+    expert_dim,
     head_dim,
     layer_numbers,
     mesh_sizes,
@@ -70,6 +71,49 @@ def _kv_heads(config: Config, _: int | None) -> Iterator[Problem]:
             f"n_heads {model.n_heads} is not divisible by n_kv_heads {model.n_kv_heads} ({model.n_heads} / "
             f"{model.n_kv_heads} = {model.n_heads / n_kv_heads(model):.2f}): every key head serves as many query heads",
         )
+
+
+def _experts(config: Config, _: int | None) -> Iterator[Problem]:
+    model = config.model
+    if model.n_experts is None:
+        for name in ("experts_per_token", "n_shared_experts", "expert_dim", "n_dense_layers", "router"):
+            if getattr(model, name) != type(model).model_fields[name].default:
+                yield f"model.{name}", f"{name} does nothing without experts: set model.n_experts, or leave it out"
+        return
+    if model.experts_per_token > model.n_experts:
+        yield (
+            "model.experts_per_token",
+            f"experts_per_token {model.experts_per_token} is above n_experts {model.n_experts}: each is chosen once",
+        )
+    if model.n_dense_layers >= model.n_layers:
+        yield (
+            "model.n_dense_layers",
+            f"n_dense_layers {model.n_dense_layers} of n_layers {model.n_layers} leaves no layer for the experts",
+        )
+    if model.n_dense_layers == 0 and expert_dim(model) != model.ffn_dim:
+        yield (
+            "model.expert_dim",
+            f"with n_dense_layers = 0 no layer has the dense feed-forward of ffn_dim {model.ffn_dim}: set ffn_dim = "
+            f"{model.expert_dim} and leave expert_dim out, or set n_dense_layers",
+        )
+
+
+def _router(config: Config, _: int | None) -> Iterator[Problem]:
+    model, router = config.model, config.model.router
+    if model.n_experts is None:
+        return
+    if model.experts_per_token == 1 and router.renormalize:
+        yield (
+            "model.router.renormalize",
+            "with experts_per_token = 1 renormalize makes every weight 1, from which the router learns nothing: set "
+            "renormalize = false",
+        )
+    for name, rule in {"auxiliary_loss_weight": "auxiliary_loss", "bias_update_rate": "bias"}.items():
+        if getattr(router, name) != type(router).model_fields[name].default and router.load_balance != rule:
+            yield (
+                f"model.router.{name}",
+                f'{name} does nothing with load_balance "{router.load_balance}", only with "{rule}"; leave it out',
+            )
 
 
 def _rope_scaling(config: Config, _: int | None) -> Iterator[Problem]:
@@ -211,6 +255,12 @@ def _muon(config: Config, _: int | None) -> Iterator[Problem]:
             "optimizer.name",
             'Muon makes whole matrices orthogonal, and partition "rows" cuts them; set fsdp.partition = "owner" and '
             "mesh.dp_shard = 1, with dp_replicate for the ranks",
+        )
+    if optimizer.name == "muon" and config.model.n_experts is not None:
+        yield (
+            "optimizer.name",
+            f"Muon makes single matrices orthogonal, and the weights of {config.model.n_experts} experts are stacked "
+            'in one tensor; set name = "adamw"',
         )
     for name in ("momentum", "newton_schulz_steps", "muon_lr_adjustment"):
         key = f"optimizer.{name}"
@@ -435,6 +485,8 @@ _RULES: tuple[Callable[[Config, int | None], Iterator[Problem]], ...] = (
     _checkpoint,
     _head_width,
     _kv_heads,
+    _experts,
+    _router,
     _rope_scaling,
     _tokenizer,
     _sources,

@@ -4,9 +4,9 @@ import textwrap
 from collections.abc import Iterator
 
 from configs.keys import Key, schema_keys
-from configs.layout import accumulation_steps, mesh_sizes, parameter_count, smallest_world_size
+from configs.layout import accumulation_steps, active_parameter_count, mesh_sizes, parameter_count, smallest_world_size
 from configs.load import LoadedConfig
-from configs.schema import RUN_TABLES, Config
+from configs.schema import RUN_TABLES, Config, Model
 from configs.stages import fewest_micro_batches
 from configs.toml_text import value_text
 
@@ -77,9 +77,15 @@ def summary(loaded: LoadedConfig, world_size: int | None) -> str:
     tokens = batch * config.training.seq_len
     steps = config.training.steps
     return (
-        f"{loaded.file} is valid ({_short(parameter_count(config.model))} parameters, global batch {batch} sequences = "
+        f"{loaded.file} is valid ({_parameters(config.model)}, global batch {batch} sequences = "
         f"{tokens:,} tokens, {steps:,} steps = {_short(steps * tokens)} tokens, {_ranks(config, world_size)})"
     )
+
+
+def _parameters(model: Model) -> str:
+    """All of them, and of a mixture of experts those that a token meets."""
+    active = "" if model.n_experts is None else f", {_short(active_parameter_count(model))} active"
+    return f"{_short(parameter_count(model))} parameters{active}"
 
 
 def _ranks(config: Config, world_size: int | None) -> str:

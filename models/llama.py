@@ -11,6 +11,7 @@ never exist as a whole.
 
 import math
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from configs.layout import head_dim, is_mixture, n_kv_heads
 from configs.schema import Model, RopeScaling
 from models.feed_forward import FeedForward
-from models.moe import Load, MixtureOfExperts
+from models.moe import Load, MixtureOfExperts, Router
 from models.plan import Plan, TensorRole
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
@@ -169,10 +170,10 @@ _SAVE_OPS_OF_EXPERTS = ("keel.grouped_mm", "aten.topk")
 _END_ROLES: dict[str, TensorRole] = {"embed_tokens": "embedding", "norm": "norm", "lm_head": "head"}
 
 
-def _roles(block: Block) -> Iterator[tuple[str, TensorRole]]:
+def _roles(block: nn.Module) -> Iterator[tuple[str, TensorRole]]:
     """Role of each part of a block under tensor parallelism."""
     yield from _BLOCK_ROLES.items()
-    if isinstance(block.mlp, FeedForward):
+    if not isinstance(block.mlp, MixtureOfExperts):
         yield from _DENSE_ROLES.items()
         return
     yield from _EXPERT_ROLES.items()
@@ -224,11 +225,11 @@ class Llama(nn.Module):
         cos, sin = self.rotary(positions)
         mask = None if document_ids is None else self.mask(document_ids)
         x = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
-        for block in self.layers.values():
+        for name, block in self.layers.items():
             x, load = block(x, cos, sin, mask)
             # Here, and not where it arises: activation checkpointing runs a block twice. Validation is not counted.
             if load is not None and torch.is_grad_enabled():
-                block.mlp.router.record(load)
+                cast(Router, self.get_submodule(f"layers.{name}.mlp.router")).record(load)
         return x if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x), loss)
 
     @property

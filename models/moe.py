@@ -68,9 +68,10 @@ class Router(nn.Module):
         assert config.n_experts is not None
         self.config, self.settings = config, config.router
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
-        self.register_buffer("bias", torch.empty(config.n_experts) if self.settings.load_balance == "bias" else None)
-        self.register_buffer("tokens_per_expert", torch.empty(config.n_experts), persistent=False)
-        self.register_buffer("entropy", torch.empty(()), persistent=False)
+        self.register_buffer("bias", torch.zeros(config.n_experts) if self.settings.load_balance == "bias" else None)
+        counts = torch.zeros(config.n_experts, dtype=torch.int64)
+        self.register_buffer("tokens_per_expert", counts, persistent=False)
+        self.register_buffer("entropy", torch.zeros((), dtype=torch.float64), persistent=False)
         self.local: Callable[[Tensor], Tensor] = _unchanged
         """What a technique that keeps the weight in another form puts here: the weight to compute with."""
         self.sum_over_sequence: Callable[[Tensor], Tensor] = _unchanged

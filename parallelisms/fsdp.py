@@ -60,7 +60,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Train
 
 
 def _placement(model: nn.Module, shards: int) -> Callable[[nn.Parameter], Shard | None]:
-    """By which dimension a parameter is cut: the first, or, of stacked experts that the ranks do not divide, the second.
+    """By which dimension a parameter is cut: the first, or, of experts that the ranks cannot divide, the second.
 
     Else of 8 experts over 64 ranks 8 ranks would hold all. FSDP wants any but the first dimension to divide evenly.
     """

@@ -57,9 +57,9 @@ def _threads() -> int:
 
 
 def _unset(tensor: Tensor) -> Tensor:
-    """Mark every element as not initialized yet."""
+    """Mark every element as not initialized yet; integers have no mark."""
     with torch.no_grad():
-        return tensor.fill_(float("nan"))
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
 
 def _initialize(parameter: Tensor, std: float | None, key: str, pool: ThreadPoolExecutor) -> None:

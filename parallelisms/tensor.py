@@ -140,7 +140,8 @@ def _cut_parameter(model: nn.Module, name: str, mesh: DeviceMesh, dim: int | Non
     whole = owner.get_parameter(attribute)
     placement = Replicate() if dim is None else Shard(dim % whole.ndim)
     setattr(owner, attribute, nn.Parameter(distribute_tensor(whole, mesh, [placement])))
-    if isinstance(owner, nn.Linear):
+    is_linear = isinstance(model.get_submodule(owner_name), nn.Linear)
+    if is_linear:
         owner.forward = lambda x: F.linear(x, owner.weight.to_local())
     elif dim is None:
         owner.local = lambda parameter: parameter.to_local(grad_placements=[Partial()])

@@ -35,6 +35,7 @@ from configs.schema import Config, Optimizer
 from models import build_model
 from parallelisms.init import materialize
 from parallelisms.mesh import build_mesh
+from parallelisms.plan import plan_of
 from parallelisms.rank_pool import RankPool
 from trainer.data.loader import MicroBatch, build_loader
 from trainer.lr_schedule import learning_rate
@@ -306,7 +307,7 @@ class _Choices:
             model.get_submodule(name).register_forward_hook(
                 lambda router, inputs, _: self.inputs.__setitem__(router, inputs[0])
             )
-            for name in model.plan.routers
+            for name in plan_of(model).routers
         ]
 
     def auxiliary_loss(self) -> Tensor | float:

@@ -4,7 +4,8 @@ Forward and backward of one token cost, as in appendix B of PaLM (Chowdhery et a
 
     6 * matrix elements + 12 * layers * heads * head_dim * seq_len        [full]
 
-A matrix costs 2 FLOPs an element forward and 4 backward; the embedding is looked up, not multiplied, and not counted
+A matrix costs 2 FLOPs an element forward and 4 backward; of a mixture of experts those count that a token is sent to
+(none is dropped, so all are computed). The embedding is looked up, not multiplied, and not counted
 unless the head is tied to it; attention multiplies queries by keys, and scores by values. Norms, rotary positions,
 softmax and SwiGLU's product are left out, and so is what activation checkpointing computes twice.
 
@@ -19,9 +20,8 @@ embedding besides); multiply `mfu` by full / causal, both in the start-up summar
 """
 
 from dataclasses import dataclass
-from math import prod
 
-from configs.layout import head_dim, n_kv_heads
+from configs.layout import active_matrices, expert_dim, head_dim, is_mixture, n_kv_heads
 from configs.schema import Model
 
 Shape = tuple[int, ...]
@@ -30,24 +30,41 @@ Shape = tuple[int, ...]
 def parameter_shapes(model: Model) -> dict[str, Shape]:
     """Name -> shape of each parameter of the Llama that `[model]` describes; a tied head is not named twice."""
     query, kv = model.n_heads * head_dim(model), n_kv_heads(model) * head_dim(model)
-    block = {
+    attention: dict[str, Shape] = {
         "input_layernorm.weight": (model.dim,),
         "self_attn.q_proj.weight": (query, model.dim),
         "self_attn.k_proj.weight": (kv, model.dim),
         "self_attn.v_proj.weight": (kv, model.dim),
         "self_attn.o_proj.weight": (model.dim, query),
         "post_attention_layernorm.weight": (model.dim,),
-        "mlp.gate_proj.weight": (model.ffn_dim, model.dim),
-        "mlp.up_proj.weight": (model.ffn_dim, model.dim),
-        "mlp.down_proj.weight": (model.dim, model.ffn_dim),
     }
     shapes: dict[str, Shape] = {"embed_tokens.weight": (model.vocab_size, model.dim)}
     for layer in range(model.n_layers):
+        block = attention | (
+            _mixture(model) if is_mixture(model, layer) else _feed_forward("mlp", model.dim, model.ffn_dim)
+        )
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in block.items()}
     shapes["norm.weight"] = (model.dim,)
     if not model.tie_embeddings:
         shapes["lm_head.weight"] = (model.vocab_size, model.dim)
     return shapes
+
+
+def _feed_forward(name: str, dim: int, inner: int) -> dict[str, Shape]:
+    shapes = {"gate_proj": (inner, dim), "up_proj": (inner, dim), "down_proj": (dim, inner)}
+    return {f"{name}.{matrix}.weight": shape for matrix, shape in shapes.items()}
+
+
+def _mixture(model: Model) -> dict[str, Shape]:
+    experts, inner = model.n_experts or 0, expert_dim(model)
+    shapes = {
+        "mlp.router.weight": (experts, model.dim),
+        "mlp.experts.gate_proj": (experts, inner, model.dim),
+        "mlp.experts.up_proj": (experts, inner, model.dim),
+        "mlp.experts.down_proj": (experts, model.dim, inner),
+    }
+    shared = model.n_shared_experts * inner
+    return shapes | (_feed_forward("mlp.shared_experts", model.dim, shared) if shared else {})
 
 
 @dataclass(frozen=True)
@@ -62,9 +79,8 @@ class TokenFlops:
 
 def flops_per_token(model: Model, seq_len: int) -> TokenFlops:
     """FLOPs a token of a sequence of `seq_len`, by the formulas at the top of this file."""
-    shapes = parameter_shapes(model)
-    looked_up = () if model.tie_embeddings else ("embed_tokens.weight",)
-    matrices = sum(prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name not in looked_up)
+    head = model.vocab_size * model.dim
+    matrices = sum(active_matrices(model, layer) for layer in range(model.n_layers)) + head
     attention = model.n_layers * model.n_heads * head_dim(model) * seq_len
     return TokenFlops(causal=6 * matrices + 6 * attention, full=6 * matrices + 12 * attention)
 

@@ -14,7 +14,9 @@ from math import ceil, prod
 from configs.layout import (
     MeshSizes,
     accumulation_steps,
+    expert_dim,
     head_dim,
+    is_mixture,
     layer_numbers,
     n_kv_heads,
     reduces_once,
@@ -150,19 +152,18 @@ def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int
 
 
 def _tp_shape(name: str, shape: Shape, tp: int) -> Shape:
-    """What a tensor-parallel rank holds: norms whole, o_proj and down_proj cut by columns, the others by rows."""
-    if len(shape) == 1:
+    """A tensor-parallel rank's part: norms and routers whole, o_proj and down_proj cut by columns, the rest by rows."""
+    if len(shape) == 1 or "router" in name:
         return shape
-    rows, columns = shape
-    return (
-        (rows, ceil(columns / tp))
-        if name.endswith(("o_proj.weight", "down_proj.weight"))
-        else (ceil(rows / tp), columns)
-    )
+    *stacked, rows, columns = shape
+    by_columns = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
+    return (*stacked, rows, ceil(columns / tp)) if by_columns else (*stacked, ceil(rows / tp), columns)
 
 
 def _sharded(shape: Shape, n_shards: int) -> int:
-    """Elements of the largest FSDP shard."""
+    """Elements of the largest FSDP shard: by the first dimension, or by the second of experts that it cannot divide."""
+    if len(shape) == 3 and shape[0] % n_shards and shape[1] % n_shards == 0:
+        return prod(shape) // n_shards
     return ceil(shape[0] / n_shards) * prod(shape[1:])
 
 
@@ -214,17 +215,33 @@ class _Block:
     query: float
     kv: float
     ffn: float
+    """Inside of the feed-forward, or of all experts that a token meets."""
+    routed: float = 0.0
+    """A row for each expert that the token is sent to."""
 
     @property
     def everything(self) -> float:
         """Kept without checkpointing: both norms' inputs and outputs, q, k, v and the attention's output, gate, up,
-        silu(gate) and its product with up."""
-        return 2 * self.stream + 2 * self.normed + 2 * self.query + 2 * self.kv + 4 * self.ffn
+        silu(gate) and its product with up; the experts' inputs, and their outputs as they come and by token."""
+        return 2 * self.stream + 2 * self.normed + 2 * self.query + 2 * self.kv + 4 * self.ffn + 3 * self.routed
 
     @property
     def matmul_outputs(self) -> float:
         """Of q, k, v, o, gate, up and down."""
-        return self.query + 2 * self.kv + 2 * self.stream + 2 * self.ffn
+        return self.query + 2 * self.kv + 2 * self.stream + 2 * self.ffn + self.routed
+
+
+def _block(model: Model, layer: int, tp: int) -> _Block:
+    mixture = is_mixture(model, layer)
+    experts = model.experts_per_token + model.n_shared_experts
+    return _Block(
+        stream=model.dim / tp,
+        normed=model.dim,
+        query=model.n_heads * head_dim(model) / tp,
+        kv=n_kv_heads(model) * head_dim(model) / tp,
+        ffn=(experts * expert_dim(model) if mixture else model.ffn_dim) / tp,
+        routed=model.experts_per_token * model.dim if mixture else 0,
+    )
 
 
 def _tokens(config: Config, sizes: MeshSizes) -> int:
@@ -234,22 +251,16 @@ def _tokens(config: Config, sizes: MeshSizes) -> int:
 
 def _activations(config: Config, sizes: MeshSizes, share: _Share) -> int:
     """Bytes kept of the micro-batches in flight, one block's recomputation, and the gradients on their way back."""
-    model, checkpointing, tp = config.model, config.activation_checkpoint, sizes.tp
-    block = _Block(
-        stream=model.dim / tp,
-        normed=model.dim,
-        query=model.n_heads * head_dim(model) / tp,
-        kv=n_kv_heads(model) * head_dim(model) / tp,
-        ffn=model.ffn_dim / tp,
-    )
-    checkpointed = len(share.layers.intersection(_checkpointed_layers(checkpointing, model.n_layers)))
-    elements = (len(share.layers) - checkpointed) * block.everything + checkpointed * _kept(checkpointing, block)
-    elements *= share.in_flight
-    if checkpointed:
-        elements += block.everything
+    model, checkpointing = config.model, config.activation_checkpoint
+    blocks = {layer: _block(model, layer, sizes.tp) for layer in share.layers}
+    recomputed = share.layers.intersection(_checkpointed_layers(checkpointing, model.n_layers))
+    kept = [_kept(checkpointing, b) if layer in recomputed else b.everything for layer, b in blocks.items()]
+    elements = sum(kept) * share.in_flight
+    elements += max((blocks[layer].everything for layer in recomputed), default=0)
+    widest = max(blocks.values(), key=lambda block: block.ffn)
     if share.has_head:
-        elements += block.stream + block.normed  # the final norm's input and output
-    elements += block.stream + 2 * block.ffn  # gradients of the stream and of a feed-forward's inside
+        elements += widest.stream + widest.normed  # the final norm's input and output
+    elements += widest.stream + 2 * widest.ffn  # gradients of the stream and of a feed-forward's inside
     return ceil(_tokens(config, sizes) * elements * _BYTES[config.training.compute_dtype])
 
 

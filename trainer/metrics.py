@@ -1,7 +1,8 @@
 """What a run records: `metrics.jsonl`, TensorBoard files, and where the time went.
 
 `metrics.jsonl` has one JSON object a logged step, flushed as it is written, with the keys of `StepMetrics` in its
-order. A validated step is always logged, and its object has the two validation keys besides. Floats are written with
+order. A validated step is always logged, and its object has the two validation keys besides; a mixture of experts has
+three of its own. Floats are written with
 `repr`, so that reading them back gives the same bits. JSON has no NaN: a value that is not finite is null, and a key
 `skipped` says what it was. A resume cuts the file back to the step it goes on from, so that no step stands there
 twice; the TensorBoard files are told the same by their purge step.
@@ -157,18 +158,32 @@ class StepMetrics:
     """Seconds since the epoch."""
     validation_loss: float | None = None
     validation_bits_per_byte: float | None = None
+    tokens_per_expert: dict[int, list[int]] | None = None
+    """Of a mixture of experts: by number of the layer, tokens of the step's global batch sent to each expert."""
+    load_imbalance: float | None = None
+    """The busiest expert's tokens over the mean of its layer, of the layer where that is most; 1: even."""
+    router_entropy: float | None = None
+    """Mean over tokens and layers of the entropy of the router's scores, in nats."""
 
     def to_json(self) -> str:
-        """One line of JSON, with the validation keys only where there was a validation."""
+        """One line of JSON; the keys of validation and of experts are there only where there is a value."""
         record = asdict(self)
-        for key in ("validation_loss", "validation_bits_per_byte"):
-            if record[key] is None:
-                del record[key]
+        for key in [key for key in _OPTIONAL if record[key] is None]:
+            del record[key]
         bad = {key: value for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
         if bad:
             record |= dict.fromkeys(bad)
             record["skipped"] = ", ".join(f"{key} is {value}" for key, value in bad.items())
         return json.dumps(record, allow_nan=False)
+
+
+_OPTIONAL = (
+    "validation_loss",
+    "validation_bits_per_byte",
+    "tokens_per_expert",
+    "load_imbalance",
+    "router_entropy",
+)
 
 
 class MetricsLog:
@@ -238,6 +253,8 @@ _TAGS = {
     "mfu": "speed/mfu",
     "tflops": "speed/tflops",
     "memory_peak_bytes": "memory/peak_bytes",
+    "load_imbalance": "router/load_imbalance",
+    "router_entropy": "router/entropy",
 }
 
 
@@ -249,6 +266,7 @@ class _Curves:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event_type, self._summary_type = event_pb2.Event, summary_pb2.Summary
+        self._histogram_type = summary_pb2.HistogramProto
         self._writer = EventFileWriter(str(folder))
         # Makes TensorBoard drop what earlier files hold of this step and later ones.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -261,7 +279,22 @@ class _Curves:
             for key, tag in _TAGS.items()
             if record[key] is not None
         ]
+        for layer, tokens in (metrics.tokens_per_expert or {}).items():
+            histogram = self._bars(tokens)
+            values.append(self._summary_type.Value(tag=f"router/tokens_per_expert/{layer}", histo=histogram))
         self._add(step=metrics.step, wall_time=metrics.time, summary=self._summary_type(value=values))
+
+    def _bars(self, heights: list[int]) -> Any:
+        """A histogram with a bar of width 1 for each number."""
+        return self._histogram_type(
+            min=0,
+            max=len(heights),
+            num=sum(heights),
+            sum=sum(i * height for i, height in enumerate(heights)),
+            sum_squares=sum(i * i * height for i, height in enumerate(heights)),
+            bucket_limit=range(1, len(heights) + 1),
+            bucket=heights,
+        )
 
     def close(self) -> None:
         self._writer.close()

@@ -7,8 +7,16 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from configs.layout import MeshSizes, accumulation_steps, head_dim, n_kv_heads, parameter_count
-from configs.schema import Config
+from configs.layout import (
+    MeshSizes,
+    accumulation_steps,
+    active_parameter_count,
+    expert_dim,
+    head_dim,
+    n_kv_heads,
+    parameter_count,
+)
+from configs.schema import Config, Model
 from configs.stages import layers_of_stages
 from trainer.console import Row, count, duration, size
 from trainer.flops import flops_per_token
@@ -61,10 +69,24 @@ def _model(config: Config) -> str:
     if n_kv_heads(model) != model.n_heads:
         heads += f", {n_kv_heads(model)} of keys and values"
     tied = ", tied" if model.tie_embeddings else ""
+    active = "" if model.n_experts is None else f", {count(active_parameter_count(model))} active"
     return (
-        f"{model.architecture}, {count(parameter_count(model))} parameters ({parameter_count(model):,})\n"
+        f"{model.architecture}, {count(parameter_count(model))} parameters ({parameter_count(model):,}){active}\n"
         f"{model.n_layers} layers, dim {model.dim}, {heads}, ffn_dim {model.ffn_dim}, "
-        f"vocabulary {model.vocab_size:,}{tied}"
+        f"vocabulary {model.vocab_size:,}{tied}{_experts(model)}"
+    )
+
+
+def _experts(model: Model) -> str:
+    """A line on the mixtures; empty for a dense model."""
+    if model.n_experts is None:
+        return ""
+    shared = f" and {model.n_shared_experts} shared" if model.n_shared_experts else ""
+    dense = f", {model.n_dense_layers} layers dense" if model.n_dense_layers else ""
+    balance = model.router.load_balance.replace("_", " ")
+    return (
+        f"\n{model.experts_per_token} of {model.n_experts} experts{shared} of width {expert_dim(model)}{dense}; "
+        f"load balance: {balance}"
     )
 
 

@@ -239,6 +239,7 @@ class Trainer:
         speed = self.ledger.throughput(self._tokens_per_step)
         flops = flops_per_token(self.config.model, self.config.training.seq_len).causal
         tflops = tflops_per_device(speed.tokens_per_second, flops, self.mesh.sizes.world_size)
+        balance = self.learner.load_balance.measure()
         metrics = StepMetrics(
             step=self.run.step,
             loss=result.loss,
@@ -252,6 +253,7 @@ class Trainer:
             time=time.time(),
             validation_loss=validation.loss if validation else None,
             validation_bits_per_byte=validation.bits_per_byte if validation else None,
+            **(vars(balance) if balance else {}),
         )
         self.console.step(metrics)
         if self.metrics_log:

@@ -68,8 +68,8 @@ def assert_parity(ranks, rows, dtype="float64", overrides=()):
 def test_the_table_is_whole():
     without_zero_bubble, zero_bubble = 17, 3  # the latter neither compiled nor with selective checkpointing
     dense = without_zero_bubble * 3 * 2 * 2 + zero_bubble * 2 * 2
-    zero_stages, context, mixed, owner = 9, 5 * 3 * 2 * 2, 6 * 2, 4 * 2 * 3
-    assert len(ROWS) == dense + zero_stages + context + mixed + owner
+    zero_stages, context, mixed, owner, experts = 9, 5 * 3 * 2 * 2, 6 * 2, 4 * 2 * 3, 7 * 2 * 2
+    assert len(ROWS) == dense + zero_stages + context + mixed + owner + experts
 
 
 @pytest.mark.parametrize("name", CHOSEN)

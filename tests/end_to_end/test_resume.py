@@ -8,10 +8,12 @@ import pytest
 from tests.end_to_end.launch import assert_same_tensors, curve, finish, launch, records, start, status, tensors
 from tests.end_to_end.signals import signal_at_step
 
+EXPERTS = "--model.n_experts 8 --model.router.load_balance bias --model.router.bias_update_rate 0.1"
 CASES = [
     pytest.param(2, "--checkpoint.mode sync", (7, 13), id="FSDP 2, eager, sync"),
     pytest.param(2, "--checkpoint.mode async --compile.enable true", (9,), id="FSDP 2, compiled, async"),
     pytest.param(4, "--checkpoint.mode async --mesh.tp 2", (7, 13), id="FSDP 2 x TP 2, eager, async"),
+    pytest.param(2, f"--checkpoint.mode async {EXPERTS}", (9,), id="FSDP 2, experts with a bias"),
 ]
 
 

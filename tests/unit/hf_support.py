@@ -24,6 +24,7 @@ TINY = {
         rope_scaling=RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=16),
         tie_embeddings=True,
     ),
+    "mixtral": Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=96, n_experts=6),
 }
 
 

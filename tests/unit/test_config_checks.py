@@ -68,6 +68,33 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "model.rope_scaling={factor=8.0,low_freq_factor=4.0}",
             "high_freq_factor 4.0 must be above low_freq_factor 4.0",
         ),
+        (
+            "model.n_shared_experts=1",
+            "--model.n_shared_experts: n_shared_experts does nothing without experts: set model.n_experts, or leave it",
+        ),
+        ("model.router.renormalize=false", "router does nothing without experts"),
+        ("model.n_experts=4 model.experts_per_token=5", "experts_per_token 5 is above n_experts 4"),
+        ("model.n_experts=4 model.n_dense_layers=4", "n_dense_layers 4 of n_layers 4 leaves no layer for the experts"),
+        (
+            "model.n_experts=4 model.expert_dim=64",
+            "with n_dense_layers = 0 no layer has the dense feed-forward of ffn_dim 128: set ffn_dim = 64",
+        ),
+        (
+            "model.n_experts=4 model.experts_per_token=1",
+            "renormalize makes every weight 1, from which the router learns nothing",
+        ),
+        (
+            "model.n_experts=4 model.router.bias_update_rate=0.01",
+            'bias_update_rate does nothing with load_balance "auxiliary_loss", only with "bias"',
+        ),
+        (
+            "model.n_experts=4 optimizer.name=muon fsdp.partition=owner",
+            "the weights of 4 experts are stacked in one tensor",
+        ),
+        (
+            "model.n_experts=4 model.n_dense_layers=1 model.expert_dim=66 mesh.tp=4",
+            "tp 4 does not divide model.expert_dim 66 (66 / 4 = 16.50)",
+        ),
         ("training.dtype=float64", 'all float64 or none, but compute_dtype is "float32" and reduce_dtype is "float32"'),
         ("mesh.dp_shard=0", "--mesh.dp_shard: dp_shard must be 1 or more, or -1 for what the other sizes leave, got 0"),
         ("training.global_batch_size=9 training.micro_batch_size=4", "9 sequences cannot be cut into micro-batches"),

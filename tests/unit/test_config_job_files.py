@@ -1,18 +1,19 @@
 """The job files in configs/: valid, of the published sizes, and their comments true."""
 
 import re
+from math import prod
 from pathlib import Path
 
 import pytest
 
-from configs.layout import parameter_count, smallest_world_size
+from configs.layout import active_parameter_count, parameter_count, smallest_world_size
 from configs.load import JOB_FILES, load
 from scripts.config_schema import SCHEMA_FILE, schema_text
 from trainer.flops import parameter_shapes
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Sizes of the checkpoints that Meta published, as their safetensors indices count them.
+# Sizes of the published checkpoints, as their safetensors indices count them.
 PUBLISHED = {
     "llama_1b": 1_235_814_400,
     "llama_3b": 3_212_749_824,
@@ -20,8 +21,12 @@ PUBLISHED = {
     "llama_8b": 8_030_261_248,
     "llama_70b": 70_553_706_496,
     "llama_405b": 405_853_388_800,
+    "mixtral_8x7b": 46_702_792_704,
+    "deepseek_moe_16b": 16_375_728_128,
 }
+ACTIVE = {"mixtral_8x7b": 12.9, "deepseek_moe_16b": 2.8}  # billions, as their papers say
 HARDWARE = {"debug": 1, "llama_1b": 1, "llama_3b": 8, "llama_7b": 8, "llama_8b": 8, "llama_70b": 256, "llama_405b": 512}
+HARDWARE |= {"moe_debug": 1, "mixtral_8x7b": 64, "deepseek_moe_16b": 32}
 
 
 @pytest.mark.parametrize("file", sorted(JOB_FILES.glob("*.toml")), ids=lambda file: file.stem)
@@ -51,7 +56,12 @@ def test_sizes_are_the_published_ones(name, count):
 def test_the_formula_counts_what_the_shapes_hold(name):
     model = load(name).config.model
     shapes = parameter_shapes(model).values()
-    assert parameter_count(model) == sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes)
+    assert parameter_count(model) == sum(map(prod, shapes))
+
+
+@pytest.mark.parametrize(("name", "billions"), ACTIVE.items())
+def test_active_parameters_are_the_published_ones(name, billions):
+    assert active_parameter_count(load(name).config.model) / 1e9 == pytest.approx(billions, abs=0.05)
 
 
 @pytest.mark.parametrize("name", HARDWARE)

@@ -15,10 +15,11 @@ SHAPES = [
     TOY | {"n_kv_heads": None, "head_dim": 16},
     TOY | {"tie_embeddings": True, "n_layers": 1},
 ]
+MIXTURE = TOY | {"n_experts": 5, "n_shared_experts": 2, "expert_dim": 24, "n_dense_layers": 1}
 LLAMA_7B = Model(dim=4096, n_layers=32, n_heads=32, ffn_dim=11008, vocab_size=32000)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, MIXTURE])
 def test_parameters_are_those_of_the_model(shape):
     with torch.device("meta"):
         model = build_model(Model(**shape))
@@ -35,6 +36,14 @@ def test_the_full_formula_is_what_torch_counts(shape, seq_len):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
     assert counter.get_total_flops() == flops_per_token(config, seq_len).full * batch * seq_len
+
+
+def test_a_token_pays_for_its_experts_and_the_router():
+    """Two experts and two shared ones, each half as wide as the dense feed-forward, cost as two of that."""
+    dense, mixture = Model(**TOY), Model(**MIXTURE)
+    feed_forward, router = 3 * 32 * 48, 5 * 32
+    more = flops_per_token(mixture, 8).full - flops_per_token(dense, 8).full
+    assert more == 6 * 2 * (feed_forward + router)
 
 
 def test_the_causal_formula_halves_attention_alone():

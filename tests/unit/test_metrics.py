@@ -126,6 +126,23 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     assert "speed/mfu" not in events.Tags()["scalars"]
 
 
+def test_experts_have_keys_and_curves_of_their_own(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLog(tmp_path, tensorboard=True)
+    tokens = {1: [3, 0, 5], 2: [4, 4, 0]}
+    log.write(metrics(1, tokens_per_expert=tokens, load_imbalance=1.875, router_entropy=0.5))
+    log.close()
+    (record,) = read(tmp_path)
+    assert list(record) == [*CONTRACT_KEYS, "tokens_per_expert", "load_imbalance", "router_entropy"]
+    assert record["tokens_per_expert"] == {"1": [3, 0, 5], "2": [4, 4, 0]}
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [e.value for e in events.Scalars("router/load_imbalance")] == [1.875]
+    assert [e.value for e in events.Scalars("router/entropy")] == [0.5]
+    (event,) = events.Histograms("router/tokens_per_expert/1")
+    assert list(event.histogram_value.bucket) == tokens[1]
+
+
 def test_metrics_need_neither_torch_nor_tensorboard_unless_asked(tmp_path):
     program = (
         "import sys, pathlib, trainer.metrics as m; m.MetricsLog(pathlib.Path(sys.argv[1]), tensorboard=False);"

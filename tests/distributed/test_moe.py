@@ -1,0 +1,62 @@
+"""Mixtures of experts over ranks: rows of the parity table, biases across a resume, and what is measured."""
+
+import math
+
+import pytest
+import torch
+
+from configs.layout import mesh_sizes
+from configs.load import load
+from parallelisms.mesh import build_mesh
+from scripts.parity import MOE_BIAS, _batches, moe_rows
+from tests.distributed.test_parity import assert_parity, words
+from trainer.step import build_learner
+
+ROWS = {row.name: row for row in moe_rows()}
+CHOSEN = [
+    "MoE auxiliary loss, FSDP 2, compiled",
+    "MoE auxiliary loss, TP 2, eager",
+    "MoE auxiliary loss, FSDP 2 x CP 2 x TP 2, eager",
+    "MoE auxiliary loss, PP 2, eager",
+    "MoE bias, HSDP 2x2, eager",
+    "MoE bias, CP 2, eager",
+    "MoE bias, PP 2, eager",
+]
+
+
+def test_the_mesh_does_not_change_a_mixture(ranks):
+    assert_parity(ranks, [ROWS[name] for name in CHOSEN])
+
+
+def _measured(machine):
+    """After three steps: the balance of the last, the biases, and a bias before and after a step that was skipped."""
+    n_ranks = torch.distributed.get_world_size()
+    config = load("parity.toml", [*words(MOE_BIAS | machine), "--training.steps", "3"], n_ranks).config
+    mesh = build_mesh(mesh_sizes(config, n_ranks), torch.device("cpu"))
+    learner = build_learner(config, mesh)
+    for batches in _batches(config, mesh.dp_rank, mesh.sizes.dp):
+        learner.step(batches, 1e-3)
+    found = learner.load_balance.measure()
+    biases = {name: bias.tolist() for name, bias in learner.load_balance.state().items()}
+    next(iter(learner.parameters.values())).data.fill_(float("nan"))
+    assert learner.step(batches, 1e-3).skipped
+    assert biases == {name: bias.tolist() for name, bias in learner.load_balance.state().items()}
+    return found, biases
+
+
+def test_balance_and_biases_are_those_of_one_process(ranks):
+    ((expected, biases),) = ranks(1, _measured, {})
+    assert expected.tokens_per_expert.keys() == {1, 2, 3}
+    loads = list(expected.tokens_per_expert.values())
+    assert all(sum(load) == 8 * 32 * 2 for load in loads)
+    assert expected.load_imbalance == max(max(load) * 32 / (8 * 32 * 2) for load in loads)
+    assert 0 < expected.router_entropy < math.log(32)
+    assert {round(abs(value), 6) for bias in biases.values() for value in bias} <= {0.0, 0.01, 0.02, 0.03}
+    meshes = {"mesh.dp_shard": 2, "mesh.pp": 2}, {"mesh.tp": 2, "mesh.cp": 2}, {"mesh.dp_replicate": 4}
+    for machine in meshes:
+        results = ranks(4, _measured, machine)
+        assert dict(item for _, found in results for item in found.items()) == biases
+        for balance, _ in results:
+            assert balance.tokens_per_expert == expected.tokens_per_expert
+            assert balance.load_imbalance == expected.load_imbalance
+            assert balance.router_entropy == pytest.approx(expected.router_entropy, rel=1e-12)

@@ -1,0 +1,115 @@
+"""A mixture of experts against loops over tokens and experts, and its balance against the published formulas."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from configs.schema import Model, Router
+from models.grouped_mm import grouped_mm
+from models.llama import Llama
+from models.moe import MixtureOfExperts
+
+COUNTS = [3, 0, 5, 1, 0]
+
+
+def mixture(**settings):
+    router = Router(**settings.pop("router", {}))
+    config = Model(dim=16, n_layers=1, n_heads=2, ffn_dim=8, vocab_size=8, n_experts=6, router=router, **settings)
+    module = MixtureOfExperts(config).double()
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        parameter.data.normal_(0, 0.5)
+    module.router.init_buffers()
+    return module
+
+
+def swiglu(x, gate, up, down):
+    return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n_in", "n_out"), [(16, 24), (7, 9)])
+@pytest.mark.parametrize("counts", [COUNTS, [0] * 5])
+def test_grouped_products_are_those_of_a_loop(dtype, n_in, n_out, counts):
+    torch.manual_seed(0)
+    rows = torch.randn(sum(counts), n_in, dtype=dtype, requires_grad=True)
+    weights = torch.randn(len(counts), n_out, n_in, dtype=dtype, requires_grad=True)
+    grad = torch.randn(sum(counts), n_out, dtype=dtype)
+    out = grouped_mm(rows, weights, torch.tensor(counts))
+    expected = torch.cat([part @ weight.T for part, weight in zip(rows.split(counts), weights, strict=True)])
+    assert_close(out, expected)
+    found = torch.autograd.grad(out, (rows, weights), grad)
+    assert_close(found, torch.autograd.grad(expected, (rows, weights), grad))
+
+
+def test_the_op_is_sound_for_the_compiler():
+    rows, weights = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((9, 4), (5, 3, 4)))
+    torch.library.opcheck(grouped_mm, (rows, weights, torch.tensor(COUNTS)))
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("bias", [None, [0.0, 0.0, -9.0, 0.0, 9.0, 0.0]])
+def test_each_token_gets_its_experts(scoring, renormalize, bias):
+    balance = {"load_balance": "bias" if bias else "none"}
+    module = mixture(n_shared_experts=2, router={"scoring": scoring, "renormalize": renormalize, **balance})
+    if bias:
+        module.router.bias += torch.tensor(bias)
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    out, load = module(x)
+    experts, shared, chosen = module.experts, module.shared_experts, []
+    for token, result in zip(x.flatten(0, 1), out.flatten(0, 1), strict=True):
+        logits = module.router.weight @ token
+        scores = logits.softmax(0) if scoring == "softmax" else logits.sigmoid()
+        preference = scores + torch.tensor(bias or [0.0] * 6)
+        best = sorted(range(6), key=lambda i: -preference[i])[:2]
+        chosen += best
+        total = scores[best].sum() if renormalize else 1.0
+        parts = [
+            scores[i] / total * swiglu(token, experts.gate_proj[i], experts.up_proj[i], experts.down_proj[i])
+            for i in best
+        ]
+        of_shared = swiglu(token, shared.gate_proj.weight, shared.up_proj.weight, shared.down_proj.weight)
+        assert_close(result, sum(parts) + of_shared)
+    assert load.tokens.tolist() == [chosen.count(i) for i in range(6)]
+    if bias:
+        assert load.tokens[2] == 0, "an expert that no token wants"
+        assert load.tokens[4] == 10
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_backward_adds_the_auxiliary_loss_and_forward_does_not(scoring):
+    module = mixture(router={"scoring": scoring, "auxiliary_loss_weight": 0.3})
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    plain, _ = module(x)
+    module.router.balance_scale = 0.5
+    out, _ = module(x)
+    assert torch.equal(out, plain)
+    out.square().sum().backward()
+    found = module.router.weight.grad.clone()
+    module.zero_grad()
+    logits = x @ module.router.weight.T
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    loss = 0.0
+    for sequence in scores:
+        shares = sequence / sequence.sum(-1, keepdim=True)
+        chosen = sequence.topk(2).indices.flatten().tolist()
+        loss += sum(6 / (2 * 7) * chosen.count(i) * shares[:, i].mean() for i in range(6))
+    (plain.square().sum() + 0.5 * 0.3 * loss).backward()
+    assert_close(found, module.router.weight.grad)
+
+
+def test_evaluation_and_recomputation_count_no_tokens():
+    config = Model(dim=16, n_layers=2, n_heads=2, ffn_dim=8, vocab_size=8, n_experts=4, n_dense_layers=1, expert_dim=4)
+    model = Llama(config)
+    tokens = torch.randint(0, 8, (3, 5))
+    with torch.no_grad():
+        model(tokens)
+    router = model.get_submodule("layers.1.mlp.router")
+    assert not router.tokens_per_expert.any()
+    model(tokens)
+    model(tokens)
+    assert router.tokens_per_expert.sum() == 2 * 3 * 5 * 2
+    assert model.plan.routers == ("layers.1.mlp.router",)
+    assert model.plan.experts == ("layers.1.mlp.experts",)
