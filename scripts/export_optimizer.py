@@ -31,8 +31,6 @@ from trainer.lr_schedule import learning_rate
 from trainer.optimizer import plain_optimizers, set_lr
 from trainer.step import hidden_matrices
 
-MEMORY_INFO = Path("/proc/meminfo")
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export what the command line says; returns the exit code."""
@@ -47,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     optimizers,
                     experts,
                     gather=options.gather,
-                    max_bytes=options.max_bytes or _free_bytes(),
+                    max_bytes=options.max_bytes or free_bytes(),
                     verify=options.verify,
                     progress=report,
                 )
@@ -78,12 +76,21 @@ def _described(checkpoint: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     return {name: optimizer.state_dict() for name, optimizer in optimizers.items()}, experts
 
 
-def _free_bytes() -> int:
-    """Memory that can be taken now without swapping; on another system than Linux, all that there is."""
-    if MEMORY_INFO.exists():
-        lines = dict(line.split(":") for line in MEMORY_INFO.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def free_bytes(root: Path = Path("/")) -> int:
+    """Memory that can be taken now: of the machine's without swapping, and of what a cluster or container grants.
+
+    On another system than Linux, all that the machine has.
+    """
+    if not (root / "proc/meminfo").exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    groups = (root / "proc/self/cgroup").read_text().splitlines()
+    group = root / "sys/fs/cgroup" / next((line[4:] for line in groups if line.startswith("0::/")), "")
+    limit, used = group / "memory.max", group / "memory.current"
+    if not limit.exists() or limit.read_text().strip() == "max":
+        return free
+    return min(free, int(limit.read_text()) - int(used.read_text()))
 
 
 def _parser() -> argparse.ArgumentParser:

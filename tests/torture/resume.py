@@ -32,12 +32,14 @@ from trainer.trainer import Trainer
 JOB = Path(__file__).parents[1] / "end_to_end" / "tiny.toml"
 STOPS = (2, 4, 6)
 """The step at which each launch ends; the undisturbed run goes to the last at once."""
+EXPERTS = "--model.n_experts 4 --model.experts_per_token 2 --model.router.load_balance bias"
 MESHES = {
     "FSDP 2": "--mesh.dp_shard 2",
     "TP 2": "--mesh.tp 2",
     "PP 2": "--mesh.pp 2",
     "CP 2": "--mesh.cp 2",
     "owner 2": "--mesh.dp_replicate 2 --mesh.dp_shard 1 --fsdp.partition owner",
+    "experts, FSDP 2": EXPERTS,
 }
 MIXED = "--training.compute_dtype bfloat16 --training.reduce_dtype float32"
 QUIET = "--metrics.tensorboard false --lr_schedule.total_steps 6"

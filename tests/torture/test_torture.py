@@ -16,6 +16,7 @@ CHOSEN_RESUMES = [
     "PP 2, full, eager",
     "CP 2, selective, eager",
     "owner 2, full, eager",
+    "experts, FSDP 2, none, eager",
     "FSDP 2, none, compiled",
 ]
 
