@@ -8,7 +8,7 @@ import torch
 from configs.layout import mesh_sizes
 from configs.load import load
 from parallelisms.mesh import build_mesh
-from scripts.parity import MOE_BIAS, _batches, moe_rows
+from scripts.parity import MOE, MOE_BIAS, Row, _batches, moe_rows
 from tests.distributed.test_parity import assert_parity, words
 from trainer.step import build_learner
 
@@ -22,6 +22,17 @@ CHOSEN = [
     "MoE bias, CP 2, eager",
     "MoE bias, PP 2, eager",
 ]
+
+MORE = [
+    # Five experts over two ranks: FSDP cuts the second dimension, which tensor parallelism has cut before.
+    Row("5 experts, FSDP 2 x TP 2", 4, words({"mesh.tp": 2}), words(MOE | {"model.n_experts": 5})),
+    Row("PP 2 zero-bubble", 2, words({"mesh.pp": 2, "pipeline.schedule": "zero_bubble_v"}), words(MOE)),
+]
+
+
+@pytest.mark.parametrize("row", MORE, ids=lambda row: row.name)
+def test_other_meshes(ranks, row):
+    assert_parity(ranks, [row])
 
 
 def test_the_mesh_does_not_change_a_mixture(ranks):
