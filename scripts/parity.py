@@ -199,10 +199,10 @@ def _mixed_rows() -> Iterator[Row]:
         yield Row(f"{name}, selective, {how}", math.prod(sizes.values()), _words(overrides))
 
 
-# A dense first layer, a shared expert, and so many experts that some get no token of a micro-batch. The auxiliary loss
-# weighs much, so that a wrong share of it shows.
+# A dense first layer, a shared expert, and so many experts that at every step but the first some get no token of the
+# whole batch (others five times the mean). The auxiliary loss weighs much, so that a wrong share of it shows.
 MOE: dict[str, object] = {
-    "model.n_experts": 32,
+    "model.n_experts": 64,
     "model.experts_per_token": 2,
     "model.n_shared_experts": 1,
     "model.expert_dim": 16,

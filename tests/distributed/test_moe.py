@@ -22,7 +22,6 @@ CHOSEN = [
     "MoE bias, CP 2, eager",
     "MoE bias, PP 2, eager",
 ]
-
 MORE = [
     # Five experts over two ranks: FSDP cuts the second dimension, which tensor parallelism has cut before.
     Row("5 experts, FSDP 2 x TP 2", 4, words({"mesh.tp": 2}), words(MOE | {"model.n_experts": 5})),
@@ -60,8 +59,9 @@ def test_balance_and_biases_are_those_of_one_process(ranks):
     assert expected.tokens_per_expert.keys() == {1, 2, 3}
     loads = list(expected.tokens_per_expert.values())
     assert all(sum(load) == 8 * 32 * 2 for load in loads)
-    assert expected.load_imbalance == max(max(load) * 32 / (8 * 32 * 2) for load in loads)
-    assert 0 < expected.router_entropy < math.log(32)
+    assert any(0 in load for load in loads), "an expert that got no token of the whole batch"
+    assert expected.load_imbalance == max(max(load) * 64 / (8 * 32 * 2) for load in loads)
+    assert 0 < expected.router_entropy < math.log(64)
     assert {round(abs(value), 6) for bias in biases.values() for value in bias} <= {0.0, 0.01, 0.02, 0.03}
     meshes = {"mesh.dp_shard": 2, "mesh.pp": 2}, {"mesh.tp": 2, "mesh.cp": 2}, {"mesh.dp_replicate": 4}
     for machine in meshes:
