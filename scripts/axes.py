@@ -35,8 +35,9 @@ WARM_UP_STEPS = 1
 def meshes(ranks: int, global_batch: int) -> dict[str, dict[str, object]]:
     """Overrides of the config, by the axis that the ranks are arranged along."""
     share = max(1, global_batch // ranks)
-    data, model = {"training.micro_batch_size": share}, {"training.micro_batch_size": global_batch}
-    replicas = {"mesh.dp_replicate": ranks, "mesh.dp_shard": 1, **data}
+    data: dict[str, object] = {"training.micro_batch_size": share}
+    model: dict[str, object] = {"training.micro_batch_size": global_batch}
+    replicas: dict[str, object] = {"mesh.dp_replicate": ranks, "mesh.dp_shard": 1, **data}
     return {
         "FSDP": data,
         "ZeRO 1": {"fsdp.zero_stage": 1, **data},
@@ -72,7 +73,7 @@ def seconds_a_step(config_name: str, overrides: tuple[str, ...], steps: int) -> 
 def measure(config_name: str, words: list[str], rounds: int, steps: int) -> dict[str, list[float]]:
     """Step times over one process's, by mesh, one a round."""
     batch = load(config_name, words).config.training.global_batch_size
-    cases = {"1 process": (1, {"training.micro_batch_size": batch})}
+    cases: dict[str, tuple[int, dict[str, object]]] = {"1 process": (1, {"training.micro_batch_size": batch})}
     cases |= {f"{axis} {ranks}": (ranks, changes) for ranks in RANKS for axis, changes in meshes(ranks, batch).items()}
     ratios: dict[str, list[float]] = {name: [] for name in cases}
     pool = RankPool(size=max(RANKS))
