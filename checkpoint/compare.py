@@ -1,6 +1,6 @@
-"""How two checkpoints differ, tensor by tensor, whatever mesh wrote each."""
+"""How two checkpoints differ, tensor by tensor, whatever mesh wrote each, and one from what it should hold."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +8,9 @@ import torch
 
 from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import entry_of, read_tensor
+from configs.errors import UserError
+
+SHOWN_DIFFERENCES = 8
 
 
 @dataclass(frozen=True)
@@ -50,3 +53,20 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
     gap = (a.double() - b.double()).abs()
     largest = f"the largest value is {a.abs().max():.3g}"
     return f"{int(unequal.sum()):,} of {len(a):,} values, by up to {gap.max():.3g} ({largest})"
+
+
+def require_same(what: str, found: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    """Raise UserError, which begins with `what`, if the tensors (name to description) are not the expected ones."""
+    lines = [
+        f"\n  {name}: {found.get(name, 'missing')}, expected: {expected.get(name, 'no such tensor')}"
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ]
+    if lines:
+        more = f"\n  and {len(lines) - SHOWN_DIFFERENCES} more" if len(lines) > SHOWN_DIFFERENCES else ""
+        raise UserError(f"{what}:{''.join(lines[:SHOWN_DIFFERENCES])}{more}")
+
+
+def described(shape: Sequence[int], dtype: torch.dtype | None = None) -> str:
+    """A tensor in a word or two."""
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}" if dtype else str(list(shape))

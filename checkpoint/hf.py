@@ -6,9 +6,7 @@ touched. From a stranger's folder only safetensors and JSON are read, in neither
 """
 
 import json
-import os
-import shutil
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
@@ -23,24 +21,26 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoint import manifest as manifests
+from checkpoint.compare import described, require_same
 from checkpoint.hf_config import Shape, checkpoint_shapes, place_of, seq_len_of, tensor_shapes, to_hf, to_keel
-from checkpoint.manifest import FileEntry, Manifest, damaged, is_plain_name, read_manifest
+from checkpoint.manifest import Manifest, damaged, is_plain_name, read_manifest
+from checkpoint.output import finish, unfinished_folder, write_bytes, write_json
+from checkpoint.pin import Pin
 from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import (
     SAFETENSORS_DTYPES,
+    Counter,
+    Progress,
     entry_of,
     n_bytes,
     read_tensor,
-    synced_file,
     write_safetensors,
     write_tensors,
 )
+from checkpoint.verify import check_tensors
 from configs.errors import UserError
 from configs.schema import Model
 from configs.toml_text import table_text
-
-Progress = Callable[[int, int], Any]
-"""Called after each tensor with its and the earlier ones' bytes, and those in all; what it raises ends the work."""
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Hugging Face's own default for years: files that every file system and server takes."""
@@ -49,7 +49,6 @@ CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MODEL_TOML = "model.toml"
-SHOWN_DIFFERENCES = 8
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
@@ -89,29 +88,27 @@ def export_hf(
     model = _model_of(manifest, checkpoint)
     shapes = tensor_shapes(model)
     own_dtype = _check_tensors(checkpoint, metadata, checkpoint_shapes(model))
-    if verify == "hash":
-        _check_content(checkpoint, manifest, metadata)
     target = getattr(torch, dtype) if dtype else own_dtype
-    count = _Counter(progress, sum(n_bytes(shape, own_dtype) for shape in shapes.values()))
+    count = Counter(progress, sum(n_bytes(shape, own_dtype) for shape in shapes.values()))
     shards = _shards(shapes, target, max_shard_bytes)
     stacks = _Stacks(checkpoint, metadata)
 
     def tensor_of(name: str) -> Tensor:
         return count(stacks.read(name))
 
-    with _unfinished(output) as folder:
+    with Pin(checkpoint), unfinished_folder(output) as folder:
+        if verify == "hash":
+            check_tensors(checkpoint, manifest, metadata, "model.")
         for name, shard in shards.items():
             write_safetensors(folder / name, shard, target, tensor_of)
         seq_len = manifest.config.get("training", {}).get("seq_len", 0)
-        _write_json(folder / CONFIG_NAME, to_hf(model, _name(target), seq_len, tokenizer.bos_id, tokenizer.eos_id))
-        _write_json(folder / INDEX_NAME, _index(shards, target))
+        write_json(folder / CONFIG_NAME, to_hf(model, _name(target), seq_len, tokenizer.bos_id, tokenizer.eos_id))
+        write_json(folder / INDEX_NAME, _index(shards, target))
         marks = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-        _write_json(folder / "generation_config.json", {key: i for key, i in marks.items() if i is not None})
+        write_json(folder / "generation_config.json", {key: i for key, i in marks.items() if i is not None})
         for name, content in tokenizer.files.items():
-            _write(folder / name, content)
-        _sync(folder)
-        folder.rename(output)
-        _sync(output.parent)
+            write_bytes(folder / name, content)
+        finish(folder, output)
 
 
 class _Stacks:
@@ -147,22 +144,12 @@ def _check_tensors(checkpoint: Path, metadata: Metadata, shapes: Mapping[str, Sh
     names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
     saved = {name: entry_of(metadata, name) for name in names}
     dtype = next((entry.properties.dtype for entry in saved.values()), torch.float32)
-    _compare(
+    require_same(
         f"checkpoint {checkpoint} does not hold the model that its {manifests.MANIFEST_NAME} describes",
-        {name: _described(entry.size, entry.properties.dtype) for name, entry in saved.items()},
-        {name: _described(shape, dtype) for name, shape in shapes.items()},
+        {name: described(entry.size, entry.properties.dtype) for name, entry in saved.items()},
+        {name: described(shape, dtype) for name, shape in shapes.items()},
     )
     return dtype
-
-
-def _check_content(checkpoint: Path, manifest: Manifest, metadata: Metadata) -> None:
-    """Read every file that holds a part of the model, and compare it with its hash."""
-    places = metadata.storage_data.items()
-    files = {place.relative_path for index, place in places if index.fqn.startswith("model.")}
-    for name in sorted(files):
-        damage = manifests.content_damage(checkpoint, name, manifest.files[name])
-        if damage:
-            raise damaged(checkpoint, damage)
 
 
 def _shards(shapes: Mapping[str, Shape], dtype: torch.dtype, max_bytes: int) -> dict[str, dict[str, Shape]]:
@@ -223,23 +210,23 @@ def import_hf(
     tensors = _tensors_in(source)
     _check_tied_head(model, tensors)
     shapes = tensor_shapes(model)
-    _compare(
+    require_same(
         f"{source} does not hold the model that its {CONFIG_NAME} describes",
-        {name: _described(tensor.shape) for name, tensor in tensors.items()},
-        {name: _described(shape) for name, shape in shapes.items()},
+        {name: described(tensor.shape) for name, tensor in tensors.items()},
+        {name: described(shape) for name, shape in shapes.items()},
     )
     target = getattr(torch, dtype) if dtype else _common_dtype(tensors)
-    count = _Counter(progress, sum(n_bytes(shape, target) for shape in shapes.values()))
-    with _unfinished(output) as folder:
+    count = Counter(progress, sum(n_bytes(shape, target) for shape in shapes.values()))
+    with unfinished_folder(output) as folder:
         places = checkpoint_shapes(model).items()
         stream = ((place, count(_read_place(place, shape, tensors, target))) for place, shape in places)
         files = write_tensors(folder, stream)
         tables = {"model": model.model_dump()}
         if tokenizer:
-            files[tokenizer.name] = _write(folder / tokenizer.name, tokenizer.read_bytes())
+            files[tokenizer.name] = write_bytes(folder / tokenizer.name, tokenizer.read_bytes())
             tables["tokenizer"] = {"path": str(output / tokenizer.name)}
         toml = _toml_heading(source, output) + table_text(tables)
-        files[MODEL_TOML] = _write(folder / MODEL_TOML, toml.encode())
+        files[MODEL_TOML] = write_bytes(folder / MODEL_TOML, toml.encode())
         training = {"dtype": _name(target), "seq_len": seq_len_of(config)}
         tokenizer_hash = files[tokenizer.name].xxh3 if tokenizer else None
         manifests.commit(folder, _draft(tables | {"training": training}, tokenizer_hash), files, "{}")
@@ -359,54 +346,8 @@ def _common_dtype(tensors: Mapping[str, _SourceTensor]) -> torch.dtype:
 # ------------------------------------------------------------------ both
 
 
-class _Counter:
-    """Passes tensors through and reports their bytes."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        self._done += tensor.nbytes
-        self._progress(self._done, self._total)
-        return tensor
-
-
-def _compare(what: str, found: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    """Raise UserError, which begins with `what`, if the tensors (name to description) are not the expected ones."""
-    lines = [
-        f"\n  {name}: {found.get(name, 'missing')}, expected: {expected.get(name, 'no such tensor')}"
-        for name in sorted(found.keys() | expected.keys())
-        if found.get(name) != expected.get(name)
-    ]
-    if lines:
-        more = f"\n  and {len(lines) - SHOWN_DIFFERENCES} more" if len(lines) > SHOWN_DIFFERENCES else ""
-        raise UserError(f"{what}:{''.join(lines[:SHOWN_DIFFERENCES])}{more}")
-
-
-def _described(shape: Sequence[int], dtype: torch.dtype | None = None) -> str:
-    return f"{_name(dtype)} {list(shape)}" if dtype else str(list(shape))
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-@contextmanager
-def _unfinished(output: Path) -> Generator[Path, None, None]:
-    """An empty folder beside `output` that the block fills and renames; it goes away if the block fails."""
-    if output.exists():
-        raise UserError(f"{output} exists; name another folder, or move it away")
-    folder = output.with_name(output.name + manifests.UNFINISHED)
-    try:
-        if folder.exists():
-            shutil.rmtree(folder)  # what a killed process has left behind
-        folder.mkdir(parents=True)
-        yield folder
-    except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise UserError(f"{output} could not be written: {error}") from None
-        raise
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -419,21 +360,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__} instead of an object")
     return content
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    _write(path, (json.dumps(content, indent=2) + "\n").encode())
-
-
-def _write(path: Path, content: bytes) -> FileEntry:
-    with synced_file(path) as file:
-        file.write(content)
-    return file.entry()
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -31,6 +31,7 @@ from checkpoint import folder as folders
 from checkpoint import manifest as manifests
 from checkpoint import store
 from checkpoint.manifest import Damaged, FileEntry, Manifest, Origin, RunChange, damaged
+from checkpoint.pin import Pinned, remove
 from checkpoint.safe_read import read_metadata
 from checkpoint.store import SaveFailed, Shard, State, on_rank_zero, save_failed
 from checkpoint.verify import content_damages
@@ -176,6 +177,11 @@ class CheckpointManager:
 
     def _load(self, folder: Path, state: State) -> Found:
         found = on_rank_zero(self._writers, lambda: _read(folder))
+        if not found.trainer_state:  # scripts/import_hf.py has made it
+            raise ConfigError(
+                f"checkpoint.load: {folder} holds a model's weights, but no run to go on from; to start one from them, "
+                f'set checkpoint.init_from = "{folder}", and checkpoint.load back to "latest"'
+            )
         changes = self._changes(found)
         self._verify(found)
         self._fill(found, state, _may_resume_from)
@@ -482,7 +488,9 @@ def _commit(save: _Save, files: dict[str, FileEntry]) -> Manifest:
 def _removed(folder: Path) -> str:
     """Remove a checkpoint; says how that went."""
     try:
-        manifests.remove(folder)
+        remove(folder)
+    except Pinned as error:
+        return f"{error}; a later save removes it"
     except OSError as error:
         return f"checkpoint {folder.name} is not kept any more, but can't be removed: {error}"
     return f"checkpoint {folder.name}: removed, it is not kept any more"

@@ -164,9 +164,9 @@ def commit(unfinished: Path, draft: Manifest, files: Mapping[str, FileEntry], tr
     entry = FileEntry(len(trainer), xxhash.xxh3_128_hexdigest(trainer))
     manifest = replace(draft, files={**dict(sorted(files.items())), TRAINER_NAME: entry})
     _write_synced(unfinished / MANIFEST_NAME, sealed(json.dumps(asdict(manifest), indent=1)).encode())
-    _sync(unfinished)
+    sync_folder(unfinished)
     unfinished.rename(unfinished.with_suffix(""))
-    _sync(unfinished.parent)
+    sync_folder(unfinished.parent)
     return manifest
 
 
@@ -263,7 +263,7 @@ def _write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the folder's entries outlast a power cut; data files are synced by who wrote them, folders are not."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoint import manifest as manifests
 from checkpoint.manifest import Manifest
+from checkpoint.pin import Pin
 from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import entry_of, n_bytes, read_tensor, write_tensors
 from checkpoint.verify import check, shares
@@ -28,6 +29,11 @@ def reshard(source: Path, output: Path, n_files: int, progress: Callable[[int, i
     on from the one as from the other. `progress` is told the bytes done and those in all.
     Raises: UserError if `source` is damaged, `output` exists, there are fewer tensors than files, or the disk refuses.
     """
+    with Pin(source):
+        return _reshard(source, output, n_files, progress)
+
+
+def _reshard(source: Path, output: Path, n_files: int, progress: Callable[[int, int], Any]) -> Manifest:
     manifest = check(source)
     metadata, trainer_state = read_metadata(source), json.dumps(manifests.read_trainer_state(source))
     sizes = {name: _n_bytes(metadata, name) for name in metadata.state_dict_metadata}

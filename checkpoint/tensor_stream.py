@@ -38,6 +38,9 @@ SAFETENSORS_DTYPES = {
 }
 """The floating-point types that models are kept in, by safetensors' names."""
 
+Progress = Callable[[int, int], Any]
+"""Called after each tensor with its and the earlier ones' bytes, and those in all; what it raises ends the work."""
+
 
 def read_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:
     """The whole tensor `name` of the checkpoint in `folder`, however many ranks have written it.
@@ -48,11 +51,11 @@ def read_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:
     """
     entry = entry_of(metadata, name)
     if len(entry.chunks) == 1:
-        return _read_part(folder, metadata, name, entry.chunks[0])
+        return read_part(folder, metadata, name, entry.chunks[0])
     whole = torch.empty(entry.size, dtype=entry.properties.dtype)
     for chunk in entry.chunks:
         box = tuple(slice(start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True))
-        whole[box] = _read_part(folder, metadata, name, chunk)
+        whole[box] = read_part(folder, metadata, name, chunk)
     return whole
 
 
@@ -63,7 +66,8 @@ def entry_of(metadata: Metadata, name: str) -> TensorStorageMetadata:
     return entry
 
 
-def _read_part(folder: Path, metadata: Metadata, name: str, chunk: ChunkStorageMetadata) -> Tensor:
+def read_part(folder: Path, metadata: Metadata, name: str, chunk: ChunkStorageMetadata) -> Tensor:
+    """One of the parts that the index knows of a tensor. Raises: UserError as `read_tensor` does."""
     place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
     dtype = entry_of(metadata, name).properties.dtype
     try:
@@ -144,6 +148,18 @@ def write_safetensors(
 def n_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes of a tensor's values."""
     return prod(shape) * dtype.itemsize
+
+
+class Counter:
+    """Passes tensors through and reports their bytes."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        self._done += tensor.nbytes
+        self._progress(self._done, self._total)
+        return tensor
 
 
 class SyncedFile:

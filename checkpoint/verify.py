@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoint.manifest import FileEntry, Manifest, content_damage, damaged, read_manifest
 
@@ -34,6 +35,15 @@ def check(folder: Path) -> Manifest:
     if problems := [problem for problem in found if problem]:
         raise damaged(folder, "; ".join(problems))
     return manifest
+
+
+def check_tensors(folder: Path, manifest: Manifest, metadata: Metadata, prefix: str) -> None:
+    """Read every file that holds a part of a tensor of such a name, and compare it with its hash. Raises: Damaged."""
+    places = metadata.storage_data.items()
+    files = {place.relative_path for index, place in places if index.fqn.startswith(prefix)}
+    for name in sorted(files):
+        if damage := content_damage(folder, name, manifest.files[name]):
+            raise damaged(folder, damage)
 
 
 def shares(sizes: Mapping[str, int], n: int) -> list[list[str]]:

@@ -37,7 +37,7 @@ def meshes(ranks: int, global_batch: int) -> dict[str, dict[str, object]]:
     share = max(1, global_batch // ranks)
     data: dict[str, object] = {"training.micro_batch_size": share}
     model: dict[str, object] = {"training.micro_batch_size": global_batch}
-    replicas = {"mesh.dp_replicate": ranks, "mesh.dp_shard": 1, **data}
+    replicas: dict[str, object] = {"mesh.dp_replicate": ranks, "mesh.dp_shard": 1, **data}
     return {
         "FSDP": data,
         "ZeRO 1": {"fsdp.zero_stage": 1, **data},

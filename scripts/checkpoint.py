@@ -25,6 +25,7 @@ from checkpoint.compare import compare
 from checkpoint.folder import to_be_pruned
 from checkpoint.lock import lock
 from checkpoint.manifest import MANIFEST_NAME, Manifest, Origin, read_manifest, step_folder, steps_in
+from checkpoint.pin import Pinned, remove
 from checkpoint.reshard import reshard
 from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import entry_of
@@ -137,7 +138,10 @@ def prune(options: argparse.Namespace, console: Console) -> int:
     for folder in doomed:
         try:
             if not options.dry_run:
-                manifests.remove(folder)
+                remove(folder)
+        except Pinned as error:
+            console.warning(str(error))
+            continue
         except OSError as error:
             raise UserError(f"{folder} can't be removed: {error}") from None
         console.line(f"{folder}: {'would be removed' if options.dry_run else 'removed'}")

@@ -5,7 +5,6 @@ one, so a small machine will do for a large model. OUTPUT must not exist; it is 
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the pack
 from checkpoint.hf import MAX_SHARD_BYTES, TokenizerFiles, export_hf
 from checkpoint.manifest import read_manifest
 from configs.errors import KeelError, UserError
-from trainer.console import Console
+from trainer.console import Console, parse_size
 from trainer.data.hf_tokenizer import tokenizer_files
-
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,17 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint")
     add("output", type=Path, metavar="OUTPUT", help="folder to make")
     add("--dtype", choices=("float32", "bfloat16"), help="type of the weights (default: as in the checkpoint)")
-    add("--max-shard-size", type=_size, default=MAX_SHARD_BYTES, metavar="SIZE", help="of a file (default: 5GB)")
+    add("--max-shard-size", type=parse_size, default=MAX_SHARD_BYTES, metavar="SIZE", help="of a file (default: 5GB)")
     add("--verify", choices=("hash", "size"), default="hash", help="how the checkpoint is checked (default: hash)")
     add("--tokenizer", metavar="FILE", help="instead of the job's tokenizer.path; none: leave it out")
     return parser
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.upper())
-    if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 500MB or 5GB")
-    return int(float(match[1]) * UNITS[match[2] or ""])
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ Python, torch and any library take the same way while a `with console:` block la
 a terminal: preparing data and reporting a config error have to be quick.
 """
 
+import argparse
 import logging
 import math
+import re
 import sys
 import time
 import warnings
@@ -59,12 +61,23 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
 def size(n_bytes: float) -> str:
     """Bytes to three digits: "512 MiB", "25.6 GiB"."""
     for factor, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
         if n_bytes >= factor:
             return f"{_three_digits(n_bytes / factor)} {suffix}"
     return f"{_three_digits(n_bytes / 2**10)} KiB"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "500MB", "1.5 GiB" or "123". Raises: argparse.ArgumentTypeError for what is no size."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.upper())
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 500MB or 5GB")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
 def _three_digits(number: float) -> str:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from checkpoint.folder import set_aside
 from checkpoint.hf import export_hf
 from checkpoint.manifest import remove_unfinished, step_folder
+from checkpoint.pin import Pin
 from checkpoint.store import on_rank_zero
 from configs.errors import KeelError
 from configs.schema import Config
@@ -25,6 +27,16 @@ from trainer.data.hf_tokenizer import tokenizer_files
 
 class _Stopped(KeelError):
     """The run ends before the export does."""
+
+
+@dataclass(frozen=True)
+class _Export:
+    """One that is due, or being made."""
+
+    step: int
+    pin: Pin
+    """On the checkpoint that it is made of, however long it has to wait for those before it."""
+    result: "Future[None]" = field(default_factory=Future)
 
 
 class Exports:
@@ -51,8 +63,8 @@ class Exports:
         self._checkpoints, self._exports = folder / "checkpoints", folder / "exports"
         self._log, self._warn = log, warn
         self._seen: int | None = None
-        self._due: deque[int] = deque()
-        self._running: tuple[int, Future[None]] | None = None
+        self._due: deque[_Export] = deque()
+        self._running: _Export | None = None
         self._stopping = threading.Event()
         world = dist.group.WORLD
         assert world is not None
@@ -73,9 +85,10 @@ class Exports:
         if committed is not None and committed != self._seen:
             self._seen = committed
             if committed % self._every == 0 and not step_folder(self._exports, committed).exists():
-                self._due.append(committed)
-        if self._running and self._running[1].done():
-            self._report(*self._running)
+                # The next save waits for this: what is removed for it finds the pin.
+                self._due.append(_Export(committed, Pin(step_folder(self._checkpoints, committed))))
+        if self._running and self._running.result.done():
+            self._report(self._running)
             self._running = None
         if self._due and not self._running:
             self._start(self._due.popleft())
@@ -85,33 +98,36 @@ class Exports:
         while self._running or self._due:
             if stop():
                 self._stopping.set()
-                self._due.clear()
+                while self._due:
+                    self._due.popleft().pin.release()
             self.poll(None)
             time.sleep(0.05)
 
-    def _start(self, step: int) -> None:
-        self._running = step, Future()
+    def _start(self, export: "_Export") -> None:
+        self._running = export
         # A daemon: if training dies, the process must not linger for it.
-        threading.Thread(target=self._make, args=self._running, name="export", daemon=True).start()
+        threading.Thread(target=self._make, args=(export,), name="export", daemon=True).start()
 
-    def _make(self, step: int, result: "Future[None]") -> None:
+    def _make(self, export: "_Export") -> None:
         try:
-            source, output = step_folder(self._checkpoints, step), step_folder(self._exports, step)
+            source, output = step_folder(self._checkpoints, export.step), step_folder(self._exports, export.step)
             # Its content was hashed when it was written, moments ago.
             export_hf(source, output, self._tokenizer, verify="size", progress=lambda done, total: self._check())
-            result.set_result(None)
+            export.result.set_result(None)
         except BaseException as error:
-            result.set_exception(error)
+            export.result.set_exception(error)
+        finally:
+            export.pin.release()
 
     def _check(self) -> None:
         if self._stopping.is_set():
             raise _Stopped("the run ends; its next launch makes it")
 
-    def _report(self, step: int, result: "Future[None]") -> None:
+    def _report(self, export: "_Export") -> None:
         """Raises: what is no KeelError, for that is a mistake of Keel's."""
-        name = step_folder(self._exports, step).name
+        name = step_folder(self._exports, export.step).name
         try:
-            result.result()
+            export.result.result()
             self._log(f"export {name}: written")
         except _Stopped as stopped:
             self._log(f"export {name}: {stopped}")

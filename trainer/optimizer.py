@@ -65,6 +65,17 @@ def build_optimizer(
     return optimizer
 
 
+def plain_optimizers(
+    config: Optimizer, named_parameters: Sequence[tuple[str, Parameter]], hidden_matrices: Collection[str]
+) -> dict[str, TorchOptimizer]:
+    """Torch's own optimizers that together do what `build_optimizer`'s does, by name: "adamw", and "muon" before it."""
+    of_muon = set(hidden_matrices) if config.name == "muon" else set()
+    groups = _groups(config, named_parameters, of_muon, model_names=())
+    muons, adamws = ([group for is_muon, group in groups if is_muon is wanted] for wanted in (True, False))
+    optimizers: dict[str, TorchOptimizer] = {"muon": _muon(config, muons)} if muons else {}
+    return optimizers | ({"adamw": _adamw(config, adamws)} if adamws else {})
+
+
 def _groups(
     config: Optimizer,
     named_parameters: Sequence[tuple[str, Parameter]],

@@ -164,19 +164,24 @@ def _optimizer(config: Config, mesh: Mesh, stages: Sequence[nn.Module], model_na
     named_parameters = [named for stage in stages for named in stage.named_parameters()]
     if config.fsdp.partition == "rows":
         return build_optimizer(config.optimizer, named_parameters, model_names=model_names)
-    in_blocks = tuple(f"{block}." for stage in stages for block in plan_of(stage).blocks)
-    hidden_matrices = [name for name, p in named_parameters if p.ndim == 2 and name.startswith(in_blocks)]
+    hidden = [name for stage in stages for name in hidden_matrices(stage)]
     dtype = config.fsdp.owner_broadcast_dtype
     partition = partial(
         OwnerPartition,
         process_group=mesh.dp.get_group(),
         broadcast_dtype=getattr(torch, dtype) if dtype else None,
     )
-    optimizer = build_optimizer(config.optimizer, named_parameters, hidden_matrices, partition, model_names)
+    optimizer = build_optimizer(config.optimizer, named_parameters, hidden, partition, model_names)
     assert isinstance(optimizer, OwnerPartition)
     for stage in stages:
         optimizer.overlap_forward(stage)
     return optimizer
+
+
+def hidden_matrices(model: nn.Module) -> list[str]:
+    """Names of the matrices inside the model's blocks: what Muon updates."""
+    in_blocks = tuple(f"{block}." for block in plan_of(model).blocks)
+    return [name for name, p in model.named_parameters() if p.ndim == 2 and name.startswith(in_blocks)]
 
 
 def _valid(batch: MicroBatch) -> Tensor:

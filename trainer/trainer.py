@@ -138,8 +138,7 @@ class Trainer:
                 self.checkpoints.poll()
                 if self.checkpoints.should_save(self.run.step):
                     self._save()
-                if self.exports and self.rank == 0:
-                    self.exports.poll(self.checkpoints.latest_step())
+                self._poll_exports()
             self._save()
             self.checkpoints.close()
         self._finish_exports()
@@ -222,6 +221,8 @@ class Trainer:
         """
         self.watchdog.step(self.run.step, "checkpoint")
         with self.ledger.measure(Kind.CHECKPOINT):
+            self.checkpoints.wait()
+            self._poll_exports()  # so that the export of the last one has begun before this one takes its place
             by_rank: list[dict] = [{} for _ in range(dist.get_world_size())]
             dist.all_gather_object(by_rank, self.loader.state_dict())
             data = merge_state_dicts(by_rank)
@@ -267,13 +268,17 @@ class Trainer:
         """The first and the last loss of this launch; None if it made no step."""
         return (self.losses[0], self.losses[-1]) if self.losses else None
 
+    def _poll_exports(self) -> None:
+        if self.exports and self.rank == 0:
+            self.exports.poll(self.checkpoints.latest_step())
+
     def _finish_exports(self) -> None:
         """Make those that are due, the last checkpoint's, too; after a signal, leave them to the next launch."""
         exports, stopped = self.exports, self.run.step < self.config.training.steps
         if exports is None:
             return
-        if not stopped and self.rank == 0:
-            exports.poll(self.checkpoints.latest_step())
+        if not stopped:
+            self._poll_exports()
         _on_first_rank_in_its_own_time(lambda: exports.finish(lambda: stopped or bool(self.stop)))
 
     def _close(self) -> None:

@@ -15,8 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from configs.load import load
+from trainer.lifecycle import StopRequest
+from trainer.run import run
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = Path(__file__).with_name("tiny.toml")
@@ -84,6 +89,17 @@ def launch(
     outcome = finish(start(folder, words, ranks, config, env))
     assert outcome.code == expect, f"exit {outcome.code} instead of {expect}:\n{outcome.out}\n{outcome.err}"
     return outcome
+
+
+def launch_here(folder: Path, *words: str) -> int:
+    """The tiny job as one process, in this one, which costs a tenth of a launch; returns its exit code."""
+    quiet = ("--metrics.tensorboard", "false", "--job.output_dir", str(folder / "run"))
+    assert "RANK" not in os.environ
+    try:
+        return run(load(str(TINY), (*quiet, *words), 1), StopRequest())
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 # ------------------------------------------------------------------- the run folder

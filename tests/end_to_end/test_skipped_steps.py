@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from tests.end_to_end.launch import assert_same_tensors, launch, records, status, tensors
+from tests.end_to_end.launch import assert_same_tensors, launch, launch_here, records, status, tensors
 
 
 def test_steps_that_overflow_are_skipped_until_the_limit(tmp_path: Path):
@@ -23,3 +23,21 @@ def test_steps_that_overflow_are_skipped_until_the_limit(tmp_path: Path):
     assert "Traceback (most recent call last)" not in outcome.err.partition("torch/distributed/elastic")[0]
     assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["step"]) == ("failed", 5)
     assert_same_tensors(tensors(tmp_path / "run", 1), tensors(tmp_path / "run", 4))
+
+
+def test_a_resume_goes_on_counting(tmp_path: Path, capsys):
+    """Two skipped before the stop and two after it are four in a row."""
+    words = [
+        "--optimizer.lr",
+        "1e30",
+        "--lr_schedule.warmup_steps",
+        "0",
+        "--training.max_skipped_steps",
+        "3",
+        "--metrics.interval",
+        "1",
+    ]
+    assert launch_here(tmp_path, *words, "--training.steps", "3") == 0
+    assert launch_here(tmp_path, *words) == 1
+    assert "of the last 4 steps was not finite" in capsys.readouterr().err
+    assert status(tmp_path / "run")["step"] == 5

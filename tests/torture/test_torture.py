@@ -6,7 +6,19 @@ import sys
 
 import pytest
 
-from tests.torture import damage, full_disk
+from tests.torture import damage, full_disk, resume
+from trainer.step import Learner
+
+RESUMES = {row.name: row for row in resume.table()}
+CHOSEN_RESUMES = [
+    "FSDP 2, selective, eager",
+    "TP 2, none, eager",
+    "PP 2, full, eager",
+    "CP 2, selective, eager",
+    "owner 2, full, eager",
+    "experts, FSDP 2, none, eager",
+    "FSDP 2, none, compiled",
+]
 
 
 def test_kill(tmp_path):
@@ -30,3 +42,30 @@ def test_full_disk():
         pytest.skip(f"this process may not mount a disk: {error}")
     assert pages > 5
     assert inodes > 3
+
+
+@pytest.mark.parametrize("name", CHOSEN_RESUMES)
+def test_resume(ranks, tmp_path, name):
+    resume.torture(ranks, RESUMES[name], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(RESUMES.keys() - set(CHOSEN_RESUMES)))
+def test_resume_whole(ranks, tmp_path, name):
+    resume.torture(ranks, RESUMES[name], tmp_path)
+
+
+def go_on_without_the_moments(folder, last_step, words):
+    """As a resume that forgets a part of the optimizer's state."""
+    state = Learner.state
+    Learner.state = lambda self: {name: t for name, t in state(self).items() if not name.endswith("exp_avg")}
+    try:
+        resume.go_on(folder, last_step, words)
+    finally:
+        Learner.state = state
+
+
+def test_a_resume_that_forgets_something_is_seen(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(resume, "go_on", go_on_without_the_moments)
+    with pytest.raises(AssertionError, match=r"FSDP 2, selective, eager: .* instead of"):
+        resume.torture(ranks, RESUMES["FSDP 2, selective, eager"], tmp_path)

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from checkpoint.safe_read import read_metadata
 from checkpoint.store import SaveFailed
 from configs.errors import ConfigError, UserError
 from configs.schema import Checkpoint
+from tests.unit.hf_support import TINY, make_model
+from tests.unit.hf_support import save as save_model
 
 CONFIG = {"model": {"dim": 8}, "training": {"max_norm": float("inf"), "seed": 0}}
 
@@ -122,6 +125,30 @@ def test_state_comes_back_bit_for_bit(tmp_path, mode):
     assert_equal(state, make_state(8))
 
 
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """And the name, too, before the checkpoint counts as saved: the order of what the kernel is asked."""
+    done, fsync, rename = [], os.fsync, Path.rename
+
+    def synced(descriptor):
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def renamed(path, target):
+        done.append(f"{path.name} -> {Path(target).name}")
+        return rename(path, target)
+
+    manager = begun(tmp_path / "checkpoints", mode="sync")
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    manager.save(1, make_state(1), {"tokens": 1})
+    *files, unfinished, named, parent = done
+    assert unfinished == "step-00000001.tmp"
+    assert named == "step-00000001.tmp -> step-00000001"
+    assert parent == "checkpoints"
+    written = {path.name for path in step_folder(tmp_path / "checkpoints", 1).iterdir()}
+    assert {name.removesuffix(".tmp") for name in files if "->" not in name} == written
+
+
 def test_interval(tmp_path):
     manager = make_manager(tmp_path, interval=10)
     assert [step for step in range(1, 31) if manager.should_save(step)] == [10, 20, 30]
@@ -161,11 +188,14 @@ def test_one_save_in_flight(tmp_path, monkeypatch):
         return names
 
     monkeypatch.setattr(store, "write", slow_write)
-    manager = begun(tmp_path, mode="async")
+    log = []
+    manager = begun(tmp_path, mode="async", log=log)
     first = manager.save(1, make_state(1), {"tokens": 1})
     second = manager.save(2, make_state(2), {"tokens": 2})
     manager.close()
     assert first < 0.2 <= second
+    for step, stall in ((1, first), (2, second)):
+        assert f"checkpoint step-0000000{step}: training waited {stall:.3f} s" in log
     assert steps_in(tmp_path) == [1, 2]
 
 
@@ -260,9 +290,12 @@ def test_choices(tmp_path):
     with pytest.raises(UserError, match="is no checkpoint"):
         resumed(tmp_path / "run", load=str(tmp_path))
     assert steps_in(tmp_path / "run") == [1, 2, 30]
-    state = make_state(4)
-    assert make_manager(tmp_path / "run", load="none").resume(state) is None
+    state, log = make_state(4), []
+    assert make_manager(tmp_path / "run", log=log, load="none").resume(state) is None
     assert_equal(state, make_state(4))
+    assert log == ["starting from newly drawn weights: checkpoint.load is none"]
+    make_manager(tmp_path / "empty", log=log).resume(state)
+    assert f"checkpoint.load is latest, and {tmp_path / 'empty'} has no checkpoint" in log[-1]
 
 
 def test_lineage(tmp_path):
@@ -448,6 +481,14 @@ def test_weights_of_another_run(tmp_path):
     manifest = read_manifest(step_folder(tmp_path / "new", 2))
     assert manifest.initialized_from == manifests.Origin(read_manifest(source).run_id, 7)
     assert manifest.parent == manifests.Origin(manifest.run_id, 1)
+
+
+def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
+    source = save_model(tmp_path / "imported", make_model(TINY["tied"]))  # as scripts/import_hf.py does
+    state = make_state(5)
+    with pytest.raises(ConfigError, match=r'imported holds a model.*no run.*set checkpoint.init_from = ".*imported"'):
+        make_manager(tmp_path / "run", load=str(source)).resume(state)
+    assert_equal(state, make_state(5))
 
 
 def test_weights_of_another_model_are_refused(tmp_path):

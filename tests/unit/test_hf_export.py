@@ -15,6 +15,7 @@ from configs.schema import Model
 from scripts import export_hf as script
 from tests.conftest import ROOT
 from tests.unit.hf_support import TINY, make_model, save, write_checkpoint
+from trainer.console import parse_size
 
 NO_TOKENIZER = TokenizerFiles()
 
@@ -104,14 +105,7 @@ import sys
 from pathlib import Path
 import torch
 from checkpoint.hf import TokenizerFiles, export_hf, import_hf
-
-def held(work):
-    "Bytes of memory at the peak, beyond those before (the peak can be reset, unlike getrusage's)."
-    Path("/proc/self/clear_refs").write_text("5")
-    status = lambda key: int(Path("/proc/self/status").read_text().split(key)[1].split()[0]) * 1024
-    before = status("VmRSS:")
-    work()
-    return status("VmHWM:") - before
+from tests.held import held
 
 checkpoint, out, back = map(Path, sys.argv[1:])
 torch.save(torch.ones(3), "/dev/null")
@@ -203,7 +197,7 @@ def test_sizes_that_are_none(text, capsys):
 
 
 def test_sizes():
-    assert [script._size(text) for text in ("123", "1.5kb", "2 GiB", "5GB")] == [123, 1500, 2 << 30, 5 * 10**9]
+    assert [parse_size(text) for text in ("123", "1.5kb", "2 GiB", "5GB")] == [123, 1500, 2 << 30, 5 * 10**9]
 
 
 def test_a_shape_that_transformers_refuses(tmp_path):

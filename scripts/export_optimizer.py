@@ -1,0 +1,109 @@
+"""Write a checkpoint's optimizer state for plain torch: scripts/export_optimizer.py CHECKPOINT OUTPUT --gather all
+
+CHECKPOINT is a folder such as runs/debug/checkpoints/step-00000150, saved at any mesh. OUTPUT gets adamw.pt (with Muon,
+also muon.pt), which torch.load(..., weights_only=True) reads and the optimizer's load_state_dict takes; the groups and
+their param_names say which parameters it wants, in which order. With --gather dense the experts of a mixture stay as
+they lie, a file for each rank that has written some; index.json says where each part is. The tensors pass through one
+by one; OUTPUT must not exist, and is there when it is whole.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
+
+import torch
+from pydantic import ValidationError
+
+from checkpoint.manifest import read_manifest
+from checkpoint.optimizer_export import export_optimizer
+from configs.errors import KeelError, UserError
+from configs.schema import Config
+from models import build_model
+from parallelisms.plan import plan_of
+from trainer.console import Console, parse_size
+from trainer.lr_schedule import learning_rate
+from trainer.optimizer import plain_optimizers, set_lr
+from trainer.step import hidden_matrices
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Export what the command line says; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    with Console() as console:
+        try:
+            optimizers, experts = _described(options.checkpoint)
+            with console.progress(f"Exporting to {options.output}", in_bytes=True) as report:
+                export_optimizer(
+                    options.checkpoint,
+                    options.output,
+                    optimizers,
+                    experts,
+                    gather=options.gather,
+                    max_bytes=options.max_bytes or free_bytes(),
+                    verify=options.verify,
+                    progress=report,
+                )
+        except KeelError as error:
+            console.error(str(error))
+            return error.exit_code
+        except KeyboardInterrupt:
+            console.error("stopped; nothing was written")
+            return 130
+    return 0
+
+
+def _described(checkpoint: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """What the optimizers of the job that wrote the checkpoint would give as their `state_dict`, without memory, at the
+    learning rate of the next step; and the names of the experts' parameters."""
+    manifest = read_manifest(checkpoint)
+    try:
+        config = Config.model_validate_json(json.dumps(manifest.config))
+    except ValidationError:
+        raise UserError(f"{checkpoint} has no job to go on with: it holds a model's weights only") from None
+    with torch.device("meta"):
+        model = build_model(config.model)
+        optimizers = plain_optimizers(config.optimizer, list(model.named_parameters()), hidden_matrices(model))
+    for optimizer in optimizers.values():
+        set_lr(optimizer, learning_rate(config.lr_schedule, config.optimizer.lr, manifest.step))
+    of_experts = tuple(f"{module}." for module in plan_of(model).experts)
+    experts = [name for name, _ in model.named_parameters() if name.startswith(of_experts)]
+    return {name: optimizer.state_dict() for name, optimizer in optimizers.items()}, experts
+
+
+def free_bytes(root: Path = Path("/")) -> int:
+    """Memory that can be taken now: of the machine's without swapping, and of what a cluster or container grants.
+
+    On another system than Linux, all that the machine has.
+    """
+    if not (root / "proc/meminfo").exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    groups = (root / "proc/self/cgroup").read_text().splitlines()
+    group = root / "sys/fs/cgroup" / next((line[4:] for line in groups if line.startswith("0::/")), "")
+    limit, used = group / "memory.max", group / "memory.current"
+    if not limit.exists() or limit.read_text().strip() == "max":
+        return free
+    return min(free, int(limit.read_text()) - int(used.read_text()))
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(description=summary.partition(":")[0] + ".", epilog=details)
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint")
+    add("output", type=Path, metavar="OUTPUT", help="folder to make")
+    add("--gather", choices=("dense", "all"), required=True, help="dense: leave the experts as they lie")
+    add("--max-bytes", type=parse_size, metavar="SIZE", help="of tensors held at a time (default: what is free)")
+    add("--verify", choices=("hash", "size"), default="hash", help="how the checkpoint is checked (default: hash)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

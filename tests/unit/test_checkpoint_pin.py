@@ -1,0 +1,120 @@
+"""A checkpoint that is being read is not removed; whoever dies while reading keeps nothing."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from checkpoint import hf, pin, reshard
+from checkpoint.hf import TokenizerFiles, export_hf
+from checkpoint.manifest import MANIFEST_NAME, step_folder, steps_in
+from checkpoint.pin import Pin, Pinned, remove
+from configs.errors import UserError
+from scripts.checkpoint import main
+from tests.conftest import ROOT
+from tests.torture.damage import make_manager, process_group, state
+from tests.unit.hf_support import TINY, make_model
+from tests.unit.hf_support import save as save_model
+
+
+def save(root, *steps, **settings):
+    """Checkpoints of a run; returns what its log says."""
+    said = []
+    with process_group():
+        manager = make_manager(root, **settings)
+        manager._log = said.append
+        manager.resume(state())
+        manager.begin_line()
+        for step in steps:
+            manager.save(step, state(), {"tokens": 7})
+        manager.close()
+    return "\n".join(said)
+
+
+def test_retention_leaves_what_is_read_and_removes_it_later(tmp_path):
+    save(tmp_path, 1)
+    with Pin(step_folder(tmp_path, 1)), Pin(step_folder(tmp_path, 1)):
+        said = save(tmp_path, 2, 3, keep_last=1)
+        assert steps_in(tmp_path) == [1, 3]
+        assert "step-00000001 is being read, and therefore kept for now; a later save removes it" in said
+    save(tmp_path, 4, keep_last=1)
+    assert steps_in(tmp_path) == [4]
+
+
+def test_the_script_leaves_what_is_read_alone(tmp_path, capsys):
+    save(tmp_path / "checkpoints", 1, 2, 3)
+    aside = tmp_path / "checkpoints" / "abandoned-001"
+    aside.mkdir()
+    step_folder(tmp_path / "checkpoints", 1).rename(step_folder(aside, 1))
+    words = ["prune", str(tmp_path), "--keep-last", "1", "--abandoned"]
+    with Pin(step_folder(tmp_path / "checkpoints", 2)), Pin(step_folder(aside, 1)):
+        assert main(words) == 0
+        assert capsys.readouterr().err.count("is being read") == 2
+        assert steps_in(tmp_path / "checkpoints") == [2, 3]
+        assert steps_in(aside) == [1]
+    assert main(words) == 0
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+READER = """
+    import sys, time
+    from pathlib import Path
+    from checkpoint.pin import Pin
+    pin = Pin(Path(sys.argv[1]))
+    print("pinned", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_pin_ends_with_its_process(tmp_path):
+    save(tmp_path, 1)
+    command = [sys.executable, "-c", textwrap.dedent(READER), step_folder(tmp_path, 1)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as reader:
+        assert reader.stdout.readline() == "pinned\n"
+        with pytest.raises(Pinned, match="step-00000001 is being read"):
+            remove(step_folder(tmp_path, 1))
+        assert steps_in(tmp_path) == [1]
+        reader.send_signal(signal.SIGKILL)
+        reader.wait()
+        remove(step_folder(tmp_path, 1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_read_of_what_is_being_removed(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    removing, may_go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(pin.manifests, "remove", lambda folder: (removing.set(), may_go_on.wait(10)))
+    thread = threading.Thread(target=remove, args=(step_folder(tmp_path, 1),))
+    thread.start()
+    assert removing.wait(10)
+    with pytest.raises(UserError, match="step-00000001 is being removed"):
+        Pin(step_folder(tmp_path, 1))
+    may_go_on.set()
+    thread.join()
+    Pin(step_folder(tmp_path, 1)).release()
+    Pin(tmp_path / "nowhere").release()
+
+
+@pytest.mark.parametrize("reader", ["export", "reshard"])
+def test_an_export_and_a_reshard_pin_what_they_read(tmp_path, monkeypatch, reader):
+    checkpoint = save_model(tmp_path / "step-00000001", make_model(TINY["tied"]))
+    module = {"export": hf, "reshard": reshard}[reader]
+    read, refused = module.read_tensor, []
+
+    def read_while_another_prunes(*arguments):
+        with pytest.raises(Pinned):
+            remove(checkpoint)
+        refused.append(1)
+        return read(*arguments)
+
+    monkeypatch.setattr(module, "read_tensor", read_while_another_prunes)
+    if reader == "export":
+        export_hf(checkpoint, tmp_path / "out", TokenizerFiles())
+    else:
+        reshard.reshard(checkpoint, tmp_path / "out", 2, lambda done, total: None)
+    assert len(refused) > 10
+    remove(checkpoint)
+    assert not (checkpoint / MANIFEST_NAME).exists()
