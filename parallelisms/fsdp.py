@@ -15,6 +15,8 @@ a rank holds its shards, whatever the stage. With P parameters over N ranks, in 
     1       P / N + P             P / N + P between micro-batches   1, 1
 """
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import cast
 
 import torch
@@ -23,12 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from configs.layout import reduces_once, reshard_after_forward
-from configs.schema import Fsdp, Training
+from configs.schema import Comm, Fsdp, Training
 from parallelisms.plan import plan_of
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Training, is_stage: bool = False) -> None:
-    """Shard each of the plan's groups, then what is left with the root, and set up prefetching.
+    """Shard each of the plan's groups, then what is left with the root.
 
     A pipeline stage by default does not reshard after forward: it would gather anew for every micro-batch.
     """
@@ -52,7 +54,6 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, config: Fsdp, training: Train
             reshard_after_forward=reshard,
         )
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
-    _prefetch([cast(FSDPModule, modules[0]) for modules in groups], config.prefetch_depth)
 
 
 def is_needed(world_size: int, config: Fsdp, training: Training) -> bool:
@@ -61,14 +62,31 @@ def is_needed(world_size: int, config: Fsdp, training: Training) -> bool:
     return world_size > 1 or converts or config.cpu_offload or config.partition == "owner"
 
 
-def _prefetch(groups: list[FSDPModule], depth: int) -> None:
-    """Issue the gathers of the `depth` next groups, in each direction, before a group computes.
+def apply_prefetch(model: nn.Module, comm: Comm) -> None:
+    """Issue the gathers of the groups that compute next, in each direction, before a group computes.
 
-    FSDP's own rule is one group ahead in backward, and in forward only what the CPU happens to run ahead.
+    FSDP's own rule is one group ahead in backward, and in forward only what the CPU happens to run ahead. What is
+    sharded on its own inside a group, as experts are, is gathered with it, in the order of use: dense parameters first
+    in forward; in backward, too, since FSDP gathers a module's own before it comes to what is inside.
     """
-    for i, group in enumerate(groups):
-        group.set_modules_to_forward_prefetch(groups[i + 1 : i + 1 + depth])
-        group.set_modules_to_backward_prefetch(groups[max(0, i - depth) : i][::-1])
+    if not isinstance(model, FSDPModule):
+        return
+    groups = [_sharded_inside(model, names) for names in plan_of(model).fsdp_groups]
+    for i, (group, *inside) in enumerate(groups):
+        ahead = chain.from_iterable(groups[i + 1 : i + 1 + comm.prefetch_forward])
+        group.set_modules_to_forward_prefetch([*inside, *ahead] if comm.prefetch_forward else [])
+        ahead = chain.from_iterable(groups[max(0, i - comm.prefetch_backward) : i][::-1])
+        group.set_modules_to_backward_prefetch([*inside, *ahead])
+    if not comm.prefetch_backward:
+        for module in (m for m in model.modules() if isinstance(m, FSDPModule)):
+            module.set_modules_to_backward_prefetch([module])  # none at all would be one, by FSDP's own rule
+
+
+def _sharded_inside(model: nn.Module, names: Sequence[str]) -> list[FSDPModule]:
+    """The first module of a group, which stands for all to FSDP, then modules inside with groups of their own."""
+    modules = [model.get_submodule(name) for name in names]
+    inside = [m for module in modules for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
+    return [cast(FSDPModule, modules[0]), *inside]
 
 
 def prepare_backward(model: nn.Module, config: Fsdp, is_last_micro_batch: bool) -> None:

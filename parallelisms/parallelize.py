@@ -13,7 +13,7 @@ from configs.schema import Config
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.context import apply_context_parallel
-from parallelisms.fsdp import apply_fsdp, is_needed
+from parallelisms.fsdp import apply_fsdp, apply_prefetch, is_needed
 from parallelisms.mesh import Mesh
 from parallelisms.pipeline import own_stages
 from parallelisms.tensor import apply_tensor_parallel
@@ -36,4 +36,5 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> dict[int, nn.Mo
             apply_compile(stage)
         if is_needed(mesh.sizes.world_size, config.fsdp, config.training):
             apply_fsdp(stage, mesh.fsdp, config.fsdp, config.training, is_stage=mesh.sizes.pp > 1)
+            apply_prefetch(stage, config.comm)
     return stages

@@ -20,10 +20,12 @@ from parallelisms.context import shard_batch
 from parallelisms.grad_norm import clip_grad_norm
 from parallelisms.init import materialize
 from parallelisms.mesh import Mesh
+from parallelisms.order_guard import OrderGuard
 from parallelisms.parallelize import parallelize
 from parallelisms.passes import Call, OneByOne, Passes
 from parallelisms.pipeline import Pipeline
 from parallelisms.plan import plan_of
+from parallelisms.streams import GatherCounts, queue_gathers
 from parallelisms.zero import OwnerPartition
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.loss import CrossEntropy
@@ -53,9 +55,19 @@ class Learner:
     passes: Passes
     optimizer: Optimizer
     loss: CrossEntropy
+    guard: OrderGuard
+    gathers: GatherCounts
 
     def step(self, micro_batches: list[MicroBatch], lr: float) -> StepResult:
-        """Update the model by this rank's share of a global batch; all ranks must call it."""
+        """Update the model by this rank's share of a global batch; all ranks must call it.
+
+        Raises:
+            UserError: the ranks did not issue the same collectives in the same order; nothing was updated.
+        """
+        with self.guard.watch():
+            return self._step(micro_batches, lr)
+
+    def _step(self, micro_batches: list[MicroBatch], lr: float) -> StepResult:
         micro_batches = self._own_part(micro_batches)
         valid_tokens = self._valid_tokens(micro_batches)
         scale = (
@@ -63,7 +75,9 @@ class Learner:
         )  # FSDP averages gradients over the ranks; their sum is wanted
         total = self.passes.train([self._call(batch, self.loss) for batch in micro_batches], scale)
         grad_norm = self._clip()
-        result = _result(self.mesh.sum_over_tokens(total) / valid_tokens, grad_norm)
+        loss = self.mesh.sum_over_tokens(total) / valid_tokens
+        self.guard.compare()
+        result = _result(loss, grad_norm)
         if not result.skipped:
             set_lr(self.optimizer, lr)
             self.optimizer.step()
@@ -133,6 +147,7 @@ def build_learner(config: Config, mesh: Mesh) -> Learner:
     stages = parallelize(model, mesh, config)
     for stage in stages.values():
         materialize(stage, mesh.device, config.training.seed, offload=config.fsdp.cpu_offload)
+    gathers = queue_gathers(stages.values(), config.comm, mesh.device)
     return Learner(
         config=config,
         mesh=mesh,
@@ -144,6 +159,8 @@ def build_learner(config: Config, mesh: Mesh) -> Learner:
             compile=config.compile.enable,
             repeatable=config.pipeline.schedule == "zero_bubble_v" and mesh.sizes.pp > 1,
         ),
+        guard=OrderGuard(config.comm.order_guard_interval),
+        gathers=gathers,
     )
 
 
