@@ -99,14 +99,14 @@ class OrderGuard:
         ranks = tuple(dist.get_process_group_ranks(group))
         if not self._is_noting or len(ranks) == 1:
             return
-        shapes = _shapes(operator, arguments)
+        shapes, name = _shapes(operator, arguments), str(group.group_name)
         if operator in ("send", "recv_"):  # the sender and the receiver are at different places of the code
             here, there = dist.get_rank(), ranks[arguments[2]]
             pair = (here, there) if operator == "send" else (there, here)
-            self.log.append(Issued((f"messages of {group.group_name}", pair), f"message of {shapes}", True))
+            self.log.append(Issued((f"messages of {name}", pair), f"message of {shapes}", True))
         else:
             what = f"{operator.strip('_')} of {shapes} for {issuing_group() or _caller()}"
-            self.log.append(Issued((group.group_name, ranks), what, False))
+            self.log.append(Issued((name, ranks), what, False))
 
 
 def _shapes(operator: str, arguments: tuple[Any, ...]) -> str:
@@ -114,7 +114,7 @@ def _shapes(operator: str, arguments: tuple[Any, ...]) -> str:
     tensors = tensors_of(arguments)
     if operator in ("gather_", "scatter_"):  # one rank has all the parts
         tensors = tensors[-1:] if operator == "gather_" else tensors[:1]
-    shapes = [tuple(t.shape) for t in tensors]
+    shapes: list[tuple[int | str, ...]] = [tuple(t.shape) for t in tensors]
     if operator.startswith("alltoall"):  # what a rank gets of each other is its own affair
         shapes = sorted({("any", *shape[1:]) for shape in shapes}, key=str)
     return f"{', '.join(map(str, shapes))} {str(tensors[0].dtype).removeprefix('torch.')}" if tensors else "nothing"
@@ -165,9 +165,8 @@ def _first_difference(checksums: list[dict[Key, bytes]]) -> Key | None:
 
 def _message(key: Key, logs: list[list[str]], step: int) -> str:
     members = _members(key)
-    for number, lines in enumerate(zip_longest(*(logs[rank] for rank in members)), start=1):
-        if len(set(lines)) > 1:
-            break
+    side_by_side = enumerate(zip_longest(*(logs[rank] for rank in members)), start=1)
+    number, lines = next((number, lines) for number, lines in side_by_side if len(set(lines)) > 1)
     (usual, _), *_ = Counter(lines).most_common(1)
     odd = next(rank for rank, line in zip(members, lines, strict=True) if line != usual)
     usual_rank = members[lines.index(usual)]

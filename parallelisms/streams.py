@@ -100,7 +100,7 @@ class _Gather(dist.Work):
         self._before = queue.last if queue.last and not queue.last.is_over() else None
         self._was_behind_others = self._before is not None and self._before._over is not over
         start = time.monotonic()
-        self._ready_at = max(start, self._before._ready_at if self._before else start) + seconds
+        self._ready_at: float = max(start, self._before._ready_at if self._before else start) + seconds
         self._counts.gathers += 1
         queue.last = self
 

@@ -100,21 +100,21 @@ class _GroupContext(FSDPCommContext):
 def separate_streams(root: FSDPModule) -> int:
     """Give the groups of each process group of a model, whose parameters are in memory, an all-gather stream of theirs.
 
-    The root's process group keeps the stream that FSDP made. What FSDP does with that one at the ends of a forward
-    pass, hooks on the root do with the others: the gathers follow the last optimizer step, and the last buffer is freed.
+    The first process group keeps the stream that FSDP made. What FSDP does with that one at the ends of a
+    forward pass, hooks on the root do with the others: gathers follow the optimizer step, the last buffer is freed.
 
     Returns:
         How many streams there are.
     """
     state = root._get_fsdp_state()
     state._lazy_init()
-    contexts: dict[dist.ProcessGroup | None, FSDPCommContext] = {gathered_over(root): state._comm_ctx}
+    contexts: dict[dist.ProcessGroup, FSDPCommContext] = {}
     for module in fsdp_modules(cast(nn.Module, root)):
         over = gathered_over(module)
         if over is None:
             continue
         if over not in contexts:
-            contexts[over] = _GroupContext(state._comm_ctx)
+            contexts[over] = _GroupContext(state._comm_ctx) if contexts else state._comm_ctx
         for group in _param_groups(module):
             group.comm_ctx = contexts[over]
     added = [context for context in contexts.values() if isinstance(context, _GroupContext)]

@@ -45,7 +45,8 @@ def guarded_step(words: tuple[str, ...], is_swapped: bool = False) -> tuple[str,
 
 
 def test_two_swapped_gathers_stop_the_run_before_the_update(ranks):
-    words = ("--fsdp.reshard_after_forward", "always")
+    # A prefetched group would be gathered twice by the rank that goes another way, and the sizes would fit no more.
+    words = ("--comm.prefetch_forward", "0", "--comm.prefetch_backward", "0")
     results = ranks(2, guarded_step, words, True)
     said = {each[0] for each in results}
     assert len(said) == 1  # all ranks stop, with the same words
@@ -75,6 +76,8 @@ def test_it_sees_collectives_inside_compiled_blocks(ranks):
     words = ("--mesh.tp", "2", "--training.micro_batch_size", "4")
     eager = ranks(2, guarded_step, words)
     compiled = ranks(2, guarded_step, (*words, "--compile.enable", "true"))
-    inside = [sum("all_gather" in w or "allgather" in w for w in results[0][2]) for results in (eager, compiled)]
-    assert inside[0] == inside[1] > 0
     assert {said for said, _, _ in eager + compiled} == {""}
+    # In a block's forward pass both parts gather the sequence and scatter their sums, and backward does the reverse.
+    for results in (eager, compiled):
+        assert sum("allgather" in what for what in results[0][2]) >= 4 * (2 + 2)
+        assert sum("reduce_scatter" in what for what in results[0][2]) >= 4 * (2 + 2)
