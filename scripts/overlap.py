@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 scripts/overlap.py --config parity.toml --milliseconds 20 --json overlap.json \\
         --fsdp.reshard_after_forward always
 
-Every variant is the same job: without a delay, and with one on every all-gather of FSDP, for `comm.streams` "shared"
-and "per_group" and each prefetch depth (the same in both directions). The variants take turns, a step each, so that a
+Every variant is the same job: without a delay, without and with the order guard on every step, and with a delay of
+every all-gather of FSDP, for `comm.streams` "shared" and "per_group" and each prefetch depth (in both directions). The variants take turns, a step each, so that a
 machine whose speed drifts is fair to all. On a CPU the gathers are counted, too: those that the computation waited
 for, and of them those that had waited in their queue behind another process group's. Further words override the config.
 """
@@ -38,8 +38,9 @@ WARM_UP_STEPS = 2
 
 def variants(milliseconds: float, depths: list[int]) -> dict[str, list[str]]:
     """Overrides of each variant, by its name."""
+    # The default guards the first step only, which warms up.
     delay = ["--comm.simulate.all_gather_milliseconds", str(milliseconds)]
-    found = {"no delay": ["--comm.simulate.all_gather_milliseconds", "0.0"]}
+    found = {"no delay": [], "no delay, guarded": ["--comm.order_guard_interval", "1"]}
     for depth in depths:
         prefetch = ["--comm.prefetch_forward", str(depth), "--comm.prefetch_backward", str(depth)]
         for streams in ("shared", "per_group"):
@@ -61,11 +62,12 @@ def _step(config: Config, mesh: Mesh) -> tuple[Callable[[], None], GatherCounts]
     return step, learner.gathers
 
 
-def measure(config_name: str, overrides: list[str], chosen: dict[str, list[str]], rounds: int) -> list[dict[str, Any]]:
+def measure(
+    config_name: str, overrides: list[str], chosen: dict[str, list[str]], rounds: int, device: torch.device
+) -> list[dict[str, Any]]:
     """A row a variant: seconds of each of its steps, and this rank's gathers a step."""
     n_ranks = dist.get_world_size()
     config = load(config_name, overrides, n_ranks).config
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     mesh = build_mesh(mesh_sizes(config, n_ranks), device)
     built = {
         name: _step(load(config_name, [*overrides, *words], n_ranks).config, mesh) for name, words in chosen.items()
@@ -100,9 +102,9 @@ def main() -> int:
     arguments, overrides = parser.parse_known_args()
     try:
         job = load(arguments.config, overrides).config.job
-        start_process_group("cuda" if torch.cuda.is_available() else "cpu", job.timeout_seconds)
+        device = start_process_group("cuda" if torch.cuda.is_available() else "cpu", job.timeout_seconds)
         chosen = variants(arguments.milliseconds, [int(depth) for depth in arguments.depths.split(",")])
-        rows = measure(arguments.config, overrides, chosen, arguments.rounds)
+        rows = measure(arguments.config, overrides, chosen, arguments.rounds, device)
     except KeelError as error:
         print(error, file=sys.stderr)
         return error.exit_code

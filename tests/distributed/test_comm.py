@@ -14,6 +14,7 @@ from configs.schema import Comm, Simulate
 from parallelisms.mesh import build_mesh
 from parallelisms.streams import queue_gathers
 from parallelisms.torch_internals import separate_streams
+from scripts.overlap import measure, variants
 from trainer.data.loader import build_loader
 from trainer.step import build_learner
 
@@ -117,3 +118,20 @@ def test_a_group_does_not_wait_behind_another(ranks):
     assert all(gathers == again[2] for (_, _, gathers, *_), again in zip(shared, per_group, strict=True))
     assert all(behind >= 4 for *_, behind in shared)
     assert all(behind == 0 < waits for *_, waits, behind in per_group)
+
+
+def test_overlap_is_measured(ranks):
+    chosen = variants(milliseconds=20, depths=[0, 3])
+    words = ["--fsdp.reshard_after_forward", "always"]
+    rows = ranks(2, measure, "parity.toml", words, chosen, 2, torch.device("cpu"))[0]
+    plain, guarded, *late = rows
+    assert [row["variant"] for row in late] == ["shared, prefetch 0", "per_group, prefetch 0"] + [
+        "shared, prefetch 3",
+        "per_group, prefetch 3",
+    ]
+    # The embedding, four blocks and the head, for each of two directions and four micro-batches, behind no other group.
+    assert {row["gathers"] for row in rows} == {6 * 2 * 4}
+    assert {row["waits_behind_others"] for row in rows} == {0}
+    for row in late:
+        assert min(row["seconds"]) > 0.02 * (48 if "0" in row["variant"] else 8)
+    assert guarded["gathers"] == plain["gathers"]
