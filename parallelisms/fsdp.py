@@ -66,20 +66,24 @@ def apply_prefetch(model: nn.Module, comm: Comm) -> None:
     """Issue the gathers of the groups that compute next, in each direction, before a group computes.
 
     FSDP's own rule is one group ahead in backward, and in forward only what the CPU happens to run ahead. What is
-    sharded on its own inside a group, as experts are, is gathered with it, in the order of use: dense parameters first
-    in forward; in backward, too, since FSDP gathers a module's own before it comes to what is inside.
+    sharded on its own inside a group, as experts are, is gathered with it, in the order of use: the group's own first,
+    in backward, too, since FSDP gathers what a module holds before it comes to what is inside.
     """
     if not isinstance(model, FSDPModule):
         return
     groups = [_sharded_inside(model, names) for names in plan_of(model).fsdp_groups]
     for i, (group, *inside) in enumerate(groups):
-        ahead = chain.from_iterable(groups[i + 1 : i + 1 + comm.prefetch_forward])
-        group.set_modules_to_forward_prefetch([*inside, *ahead] if comm.prefetch_forward else [])
+        if comm.prefetch_forward:
+            ahead = chain.from_iterable(groups[i + 1 : i + 1 + comm.prefetch_forward])
+            group.set_modules_to_forward_prefetch([*inside, *ahead])
+        # Without a list FSDP follows its own rule, by which, from the second micro-batch on, the first group gathers
+        # the last one once more, for nothing. Itself is gathered already.
         ahead = chain.from_iterable(groups[max(0, i - comm.prefetch_backward) : i][::-1])
-        group.set_modules_to_backward_prefetch([*inside, *ahead])
+        group.set_modules_to_backward_prefetch(([*inside, *ahead] if comm.prefetch_backward else []) or [group])
+        for module in inside:
+            module.set_modules_to_backward_prefetch([module])
     if not comm.prefetch_backward:
-        for module in (m for m in model.modules() if isinstance(m, FSDPModule)):
-            module.set_modules_to_backward_prefetch([module])  # none at all would be one, by FSDP's own rule
+        model.set_modules_to_backward_prefetch([model])
 
 
 def _sharded_inside(model: nn.Module, names: Sequence[str]) -> list[FSDPModule]:

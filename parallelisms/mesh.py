@@ -55,6 +55,13 @@ class Mesh:
         return tensor
 
 
+def groups_of_axes(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
+    """The process groups of this rank by the axis along which their ranks are arranged."""
+    meshes = {"dp": mesh.dp, "tokens": mesh.tokens, "cp": mesh.cp, "tp": mesh.tp, "pp": mesh.pp}
+    shard = {str(name): mesh.fsdp[name].get_group() for name in mesh.fsdp.mesh_dim_names or ()}
+    return {name: axis.get_group() for name, axis in meshes.items()} | shard
+
+
 def start_process_group(device_type: str, timeout_seconds: int) -> torch.device:
     """Join torchrun's process group, or form one of a single process; returns this rank's device.
 

@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 4 scripts/overlap.py --config parity.toml --milliseconds 20 --json overlap.json \\
         --fsdp.reshard_after_forward always
 
-Every variant is the same job: without a delay, without and with the order guard on every step, and with a delay of
-every all-gather of FSDP, for `comm.streams` "shared" and "per_group" and each prefetch depth (in both directions). The variants take turns, a step each, so that a
-machine whose speed drifts is fair to all. On a CPU the gathers are counted, too: those that the computation waited
-for, and of them those that had waited in their queue behind another process group's. Further words override the config.
+Every variant is the same job: without a delay, without and with the order guard on every step; and with a delay of
+every all-gather of FSDP, for `comm.streams` "shared" and "per_group" and each prefetch depth (in both directions). The
+variants take turns, a step each, so that a machine whose speed drifts is fair to all. On a CPU the gathers are counted,
+too: those that the computation waited for, and of them those that had waited in their queue behind another process
+group's. Further words override the config.
 """
 
 import argparse

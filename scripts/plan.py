@@ -1,10 +1,11 @@
 """See whether a job fits before asking for the machines: build it for any number of ranks, in this one process.
 
-    python scripts/plan.py --config llama_7b.toml --ranks 8
+    python scripts/plan.py --config llama_7b.toml --ranks 8 [--trace]
 
 The model is built on the meta device and parallelized over a fake process group, as on the cluster: the same code,
 every check, no memory for the weights. Prints what rank 0 would hold, counted from its shards, and the estimate of the
-rest.
+rest. With --trace one step of every kind of rank runs as well, with tensors that have a shape and no memory: prints
+what it communicates.
 """
 
 import argparse
@@ -15,34 +16,28 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from configs.errors import KeelError
 from configs.layout import mesh_sizes, parameter_count
 from configs.load import LoadedConfig, load
-from models import build_model
+from configs.schema import Config
+from configs.stages import layers_of_stages, stages_of_rank
 from parallelisms.mesh import build_mesh
-from parallelisms.parallelize import parallelize
 from trainer.console import Console, Row, count, duration, size
 from trainer.memory import estimate_memory
 from trainer.metrics import memory_peak_bytes
+from trainer.step import build_stages
+from trainer.trace import fake_ranks, trace_step
 
 
 def shard_bytes(job: LoadedConfig, ranks: int) -> int:
     """Bytes of the parameters that rank 0 of `ranks` holds, after everything was applied to the model."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        mesh = build_mesh(mesh_sizes(job.config, ranks), torch.device("cpu"))
-        with torch.device("meta"):
-            model = build_model(job.config.model).to(getattr(torch, job.config.training.dtype))
-        stages = parallelize(model, mesh, job.config).values()
-        locals_ = [p.to_local() if isinstance(p, DTensor) else p for stage in stages for p in stage.parameters()]
+    with fake_ranks(ranks):
+        stages, _ = build_stages(job.config, build_mesh(mesh_sizes(job.config, ranks), torch.device("cpu")))
+        locals_ = [p.to_local() if isinstance(p, DTensor) else p for s in stages.values() for p in s.parameters()]
         assert all(p.is_meta for p in locals_)
         return sum(p.numel() * p.element_size() for p in locals_)
-    finally:
-        dist.destroy_process_group()
 
 
 def rows(job: LoadedConfig, ranks: int) -> list[Row]:
@@ -61,15 +56,45 @@ def rows(job: LoadedConfig, ranks: int) -> list[Row]:
     ]
 
 
+def kinds_of_ranks(config: Config, ranks: int) -> dict[int, str]:
+    """A rank of each kind and what it is: of a pipeline those with other layers or ends, else the largest and last.
+
+    The last rank's shards are the smaller ones where the ranks do not divide the rows.
+    """
+    a_stage = ranks // config.mesh.pp
+    if config.mesh.pp == 1:
+        return {0: "the first rank", ranks - 1: "the last rank"}
+    layers = layers_of_stages(config)
+    kinds: dict[tuple, int] = {}
+    for rank in range(config.mesh.pp):
+        own = stages_of_rank(config, rank)
+        kinds.setdefault((0 in own, len(layers) - 1 in own, tuple(len(layers[stage]) for stage in own)), rank)
+    return {rank * a_stage: f"rank {rank} of the pipeline" for rank in kinds.values()}
+
+
+def traffic_rows(config: Config, ranks: int, rank: int) -> list[Row]:
+    """What a rank communicates in a step."""
+    started = time.perf_counter()
+    traffic = trace_step(config, ranks, rank)
+    rows = [
+        (f"{kind.op} over {kind.axis}", f"{calls:,} calls, {size(n_bytes)} in all")
+        for kind, (calls, n_bytes) in traffic.items()
+    ]
+    return [*rows, ("traced in", duration(time.perf_counter() - started))]
+
+
 def main() -> int:
     """Print the plan; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Further words override the config.")
     parser.add_argument("--config", required=True, help="job file, or its name in configs/")
     parser.add_argument("--ranks", type=int, required=True, help="how many ranks the job is to run on")
+    parser.add_argument("--trace", action="store_true", help="run one step of every kind of rank without memory")
     arguments, overrides = parser.parse_known_args()
     try:
-        job = load(arguments.config, overrides, arguments.ranks)
-        Console().table(f"{job.config.job.name} on {arguments.ranks} ranks", rows(job, arguments.ranks))
+        job, console = load(arguments.config, overrides, arguments.ranks), Console()
+        console.table(f"{job.config.job.name} on {arguments.ranks} ranks", rows(job, arguments.ranks))
+        for rank, kind in kinds_of_ranks(job.config, arguments.ranks).items() if arguments.trace else ():
+            console.table(f"one step of {kind}", traffic_rows(job.config, arguments.ranks, rank))
     except KeelError as error:
         print(error, file=sys.stderr)
         return error.exit_code

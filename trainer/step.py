@@ -68,13 +68,13 @@ class Learner:
             return self._step(micro_batches, lr)
 
     def _step(self, micro_batches: list[MicroBatch], lr: float) -> StepResult:
-        micro_batches = self._own_part(micro_batches)
+        micro_batches = self.own_part(micro_batches)
         valid_tokens = self._valid_tokens(micro_batches)
         scale = (
             self.mesh.sizes.token_ranks / valid_tokens
         )  # FSDP averages gradients over the ranks; their sum is wanted
-        total = self.passes.train([self._call(batch, self.loss) for batch in micro_batches], scale)
-        grad_norm = self._clip()
+        total = self.passes.train([self.call(batch, self.loss) for batch in micro_batches], scale)
+        grad_norm = self.clip()
         loss = self.mesh.sum_over_tokens(total) / valid_tokens
         self.guard.compare()
         result = _result(loss, grad_norm)
@@ -91,9 +91,9 @@ class Learner:
             micro_batches: as for `step`.
             token_bytes: (vocab,) bytes of text that each token stands for; None: they are not counted.
         """
-        micro_batches = self._own_part(micro_batches)
+        micro_batches = self.own_part(micro_batches)
         cross_entropy = replace(self.loss, z_loss_weight=0.0)
-        loss_sum = self.passes.evaluate([self._call(batch, cross_entropy) for batch in micro_batches])
+        loss_sum = self.passes.evaluate([self.call(batch, cross_entropy) for batch in micro_batches])
         n_bytes = 0 if token_bytes is None else sum(int(token_bytes[_valid(batch)].sum()) for batch in micro_batches)
         return torch.stack((loss_sum, *loss_sum.new_tensor([_count_valid(micro_batches), n_bytes])))
 
@@ -116,11 +116,11 @@ class Learner:
         if isinstance(self.optimizer, OwnerPartition):
             self.optimizer.wait()
 
-    def _own_part(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    def own_part(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """What this rank computes of its samples: with context parallelism a part of every sequence."""
         return [shard_batch(batch, self.mesh.cp, self.config.context.method) for batch in micro_batches]
 
-    def _call(self, batch: MicroBatch, loss: CrossEntropy) -> Call:
+    def call(self, batch: MicroBatch, loss: CrossEntropy) -> Call:
         batch = batch.to(self.mesh.device)
         positions = batch.positions
         if positions is None:  # a later pipeline stage sees no tokens to count
@@ -128,7 +128,7 @@ class Learner:
         of_targets = partial(loss, targets=batch.targets)
         return Call(batch.tokens, {"positions": positions, "document_ids": batch.document_ids, "loss": of_targets})
 
-    def _clip(self) -> Tensor:
+    def clip(self) -> Tensor:
         """Clip the gradients; returns their norm before."""
         training, pipeline = self.config.training, self.mesh.pp.get_group()
         return clip_grad_norm(self.parameters.values(), training.max_norm, training.norm_type, pipeline)
@@ -141,19 +141,29 @@ class Learner:
 
 def build_learner(config: Config, mesh: Mesh) -> Learner:
     """Build the model without memory, cut it over the mesh, then give each rank its shard's initial weights."""
+    stages, model_names = build_stages(config, mesh)
+    for stage in stages.values():
+        materialize(stage, mesh.device, config.training.seed, offload=config.fsdp.cpu_offload)
+    return assemble_learner(config, mesh, stages, model_names)
+
+
+def build_stages(config: Config, mesh: Mesh) -> tuple[dict[int, nn.Module], list[str]]:
+    """This rank's parts of the model on the meta device, parallelized, and the names of all the model's parameters."""
     with torch.device("meta"):
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
     names = [name for name, _ in model.named_parameters()]
-    stages = parallelize(model, mesh, config)
-    for stage in stages.values():
-        materialize(stage, mesh.device, config.training.seed, offload=config.fsdp.cpu_offload)
+    return parallelize(model, mesh, config), names
+
+
+def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], model_names: Sequence[str]) -> Learner:
+    """The learner of what `build_stages` returned, with parameters in memory."""
     gathers = queue_gathers(stages.values(), config.comm, mesh.device)
     return Learner(
         config=config,
         mesh=mesh,
         parameters={name: p for stage in stages.values() for name, p in stage.named_parameters()},
         passes=Pipeline(stages, config, mesh) if mesh.sizes.pp > 1 else OneByOne(stages[0], config.fsdp),
-        optimizer=_optimizer(config, mesh, list(stages.values()), names),
+        optimizer=_optimizer(config, mesh, list(stages.values()), model_names),
         loss=CrossEntropy(
             z_loss_weight=config.training.z_loss_weight,
             compile=config.compile.enable,

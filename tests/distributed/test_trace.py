@@ -1,0 +1,34 @@
+"""A step traced over fake ranks communicates what the same step does over real ones."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from configs.layout import mesh_sizes
+from configs.load import load
+from parallelisms.mesh import build_mesh
+from trainer.step import build_learner
+from trainer.trace import record_step, trace_step
+
+MESHES = {
+    "FSDP 2 x TP 2": ("--mesh.tp", "2", "--activation_checkpoint.mode", "selective"),
+    "PP 2 x CP 2": ("--mesh.pp", "2", "--mesh.cp", "2"),
+}
+
+
+def config_of(name):
+    return load("parity.toml", ("--training.micro_batch_size", "1", *MESHES[name]), 4).config
+
+
+def real(name):
+    config = config_of(name)
+    mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), torch.device("cpu"))
+    learner = build_learner(config, mesh)
+    record_step(learner)  # a pipeline's ranks also vote before their first step
+    return record_step(learner)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_as_over_real_ranks(ranks, name):
+    found = ranks(4, real, name)
+    assert [found[0], found[3]] == [trace_step(config_of(name), 4, rank) for rank in (0, 3)]

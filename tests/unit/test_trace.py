@@ -1,0 +1,51 @@
+"""What a traced step communicates, against the formula of each technique."""
+
+from math import prod
+
+from configs.load import load
+from trainer.flops import parameter_shapes
+from trainer.trace import Collective, Traffic, trace_step
+
+MICRO_BATCHES = 2
+TYPES = ("dtype", "float32"), ("compute_dtype", "bfloat16"), ("reduce_dtype", "float32")
+
+
+def traced(ranks, micro_batch_size, *overrides, rank=0):
+    batch = (("global_batch_size", "16"), ("micro_batch_size", str(micro_batch_size)))
+    words = [word for key, value in (*TYPES, *batch) for word in (f"--training.{key}", value)]
+    config = load("parity.toml", (*words, *overrides), ranks).config
+    return config, trace_step(config, ranks, rank)
+
+
+def hidden_bytes(config):
+    return config.training.micro_batch_size * config.training.seq_len * config.model.dim * 2
+
+
+def test_fsdp_gathers_and_reduces_each_group_by_its_size():
+    config, traffic = traced(4, 2)
+    elements = {name: prod(shape) for name, shape in parameter_shapes(config.model).items()}
+    last_group = elements["norm.weight"] + elements["lm_head.weight"]
+    groups = config.model.n_layers + 2
+    gathered = 2 * sum(elements.values()) - last_group  # forward and backward, but the last group stays
+    assert traffic == {
+        Collective("all_gather", "shard"): Traffic(MICRO_BATCHES * (2 * groups - 1), MICRO_BATCHES * gathered * 2),
+        Collective("reduce_scatter", "shard"): Traffic(
+            MICRO_BATCHES * groups, MICRO_BATCHES * sum(elements.values()) * 4
+        ),
+        Collective("all_reduce", "shard"): Traffic(1, 4),  # of the norm
+        Collective("all_reduce", "pp"): Traffic(1, 4),
+    }
+
+
+def test_a_pipeline_sends_each_micro_batch_on_and_its_gradient_back():
+    config, traffic = traced(4, 4, "--mesh.pp", "4", rank=1)
+    for op in ("send", "receive"):
+        assert traffic[Collective(op, "pp")] == Traffic(8, 8 * hidden_bytes(config))
+
+
+def test_tensor_parallelism_gathers_the_sequence_before_each_cut_matrix():
+    config, traffic = traced(2, 8, "--mesh.tp", "2")
+    # Attention and feed-forward of each layer, forward and backward, and the head's and embedding's: Korthikanti et
+    # al. 2022, figure 5.
+    calls = MICRO_BATCHES * (4 * config.model.n_layers + 2)
+    assert traffic[Collective("reduce_scatter", "tp")] == Traffic(calls, calls * hidden_bytes(config))
