@@ -73,9 +73,9 @@ class _Delays:
     reduce_scatter: float
 
 
-def _delays(simulate: Simulate, over: dist.ProcessGroup) -> _Delays:
-    """Those of a process group, which torch describes by the dimension of the mesh that it is made of."""
-    of_group = next((group for group in simulate.groups if over.group_desc == f"mesh_{group.shards_over}"), simulate)
+def _delays(simulate: Simulate, dimension: str) -> _Delays:
+    """Those of the groups that are sharded over a dimension of the mesh."""
+    of_group = next((group for group in simulate.groups if group.shards_over == dimension), simulate)
     return _Delays(of_group.all_gather_milliseconds / 1000, of_group.reduce_scatter_milliseconds / 1000)
 
 
@@ -96,7 +96,8 @@ class _Gather(dist.Work):
     def __init__(self, work: dist.Work, over: dist.ProcessGroup, queue: _Queue, seconds: float) -> None:
         """Of a gather that was just issued over a process group, and that takes `seconds` more."""
         super().__init__()
-        self._work, self._over, self._counts = work, over, queue.counts
+        self._work: dist.Work | None = work  # until it is over: it holds the gathered buffer
+        self._over, self._counts = over, queue.counts
         self._before = queue.last if queue.last and not queue.last.is_over() else None
         self._was_behind_others = self._before is not None and self._before._over is not over
         start = time.monotonic()
@@ -108,7 +109,8 @@ class _Gather(dist.Work):
         """Whether its data is here, and that of all before it in the queue."""
         if self._before is not None and self._before.is_over():
             self._before = None
-        return self._before is None and self._work.is_completed() and time.monotonic() >= self._ready_at
+        is_here = self._work is None or self._work.is_completed()
+        return self._before is None and is_here and time.monotonic() >= self._ready_at
 
     def wait(self, *_: Any) -> bool:
         """Wait for it, and so for all before it; called by the computation that needs it."""
@@ -122,7 +124,9 @@ class _Gather(dist.Work):
         if self._before is not None:
             self._before._finish()
             self._before = None
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         time.sleep(max(0.0, self._ready_at - time.monotonic()))
 
 
@@ -162,8 +166,8 @@ def _queue_on_cpu(root: FSDPModule, comm: Comm, counts: GatherCounts) -> None:
         over = gathered_over(module)
         if over is None:
             continue
-        queue = shared if comm.streams == "shared" else queues.setdefault(over, _Queue(counts))
-        delays = _delays(comm.simulate, over)
+        queue = shared if comm.streams == "shared" else queues.setdefault(over.group, _Queue(counts))
+        delays = _delays(comm.simulate, over.dimension)
         module.set_custom_all_gather(_QueuedAllGather(queue, delays.all_gather))
         if delays.reduce_scatter:
             module.set_custom_reduce_scatter(_LateReduceScatter(delays.reduce_scatter))
@@ -197,7 +201,7 @@ class _DelayedReduceScatter(DefaultReduceScatter):
 def _delay_in_streams(root: FSDPModule, simulate: Simulate) -> None:
     for module in fsdp_modules(cast(nn.Module, root)):
         over = gathered_over(module)
-        delays = _delays(simulate, over) if over else _Delays(0, 0)
+        delays = _delays(simulate, over.dimension if over else "")
         if delays.all_gather:
             module.set_custom_all_gather(_DelayedAllGather(delays.all_gather))
         if delays.reduce_scatter:

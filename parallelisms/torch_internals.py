@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,22 @@ __all__ = ["DefaultAllGather", "DefaultReduceScatter"]
 # --------------------------------------------------------------------------- FSDP's groups
 
 
-def gathered_over(module: FSDPModule) -> dist.ProcessGroup | None:
-    """The process group over which a module's parameters are gathered; None where there is nothing to gather."""
+class Gathering(NamedTuple):
+    """Over what a module's parameters are gathered."""
+
+    group: dist.ProcessGroup
+    dimension: str
+    """Of the mesh: the one that the process group is. (Its own description will not do: a dimension as large as the
+    world has the world's process group.)"""
+
+
+def gathered_over(module: FSDPModule) -> Gathering | None:
+    """Over what a module's parameters are gathered; None where there is nothing to gather."""
     for group in _param_groups(module):
-        if isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_process_group.size() > 1:
-            return group.mesh_info.shard_process_group
+        info = group.mesh_info
+        if isinstance(info, FSDPMeshInfo) and info.shard_process_group.size() > 1:
+            names = info.mesh.mesh_dim_names or ()
+            return Gathering(info.shard_process_group, names[info.shard_mesh_dim] if names else "")
     return None
 
 
@@ -113,10 +124,10 @@ def separate_streams(root: FSDPModule) -> int:
         over = gathered_over(module)
         if over is None:
             continue
-        if over not in contexts:
-            contexts[over] = _GroupContext(state._comm_ctx) if contexts else state._comm_ctx
+        if over.group not in contexts:
+            contexts[over.group] = _GroupContext(state._comm_ctx) if contexts else state._comm_ctx
         for group in _param_groups(module):
-            group.comm_ctx = contexts[over]
+            group.comm_ctx = contexts[over.group]
     added = [context for context in contexts.values() if isinstance(context, _GroupContext)]
 
     def before_forward(*_: Any) -> None:
