@@ -6,14 +6,18 @@ where there are several. Every axis exists at every size, 1 included: one path t
 cluster. Context-parallel ranks hold different tokens as data-parallel ones do, so FSDP shards over both at once.
 """
 
+import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import _collective_utils, _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from configs.layout import MeshSizes
 
@@ -78,6 +82,20 @@ def start_process_group(device_type: str, timeout_seconds: int) -> torch.device:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return device
+
+
+def end_process_group() -> None:
+    """Leave the process group, and let go of it: another may be formed in this process.
+
+    DTensor remembers how it shards and moves what on which mesh. The next mesh may equal this one and yet have groups
+    of other names. And each gloo group that is remembered keeps its threads, which wake a hundred times a second: a
+    hundred cases later that took more than half of a machine's time.
+    """
+    dist.destroy_process_group()
+    _clear_sharding_prop_cache()
+    for cached in (_redistribute._gen_transform_infos, _collective_utils.MeshTopoInfo.build_from_mesh):
+        cast(Any, cached).cache_clear()
+    gc.collect()  # meshes and the modules wrapped for them are in reference cycles
 
 
 def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:

@@ -16,7 +16,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from parallelisms.mesh import end_process_group
 
 
 class RankPool:
@@ -105,8 +106,5 @@ def _work(connection: Connection) -> None:
         except BaseException:  # torch's CheckpointException is no Exception; whatever it is, the caller must see it
             result = (True, traceback.format_exc())
         if dist.is_initialized():
-            dist.destroy_process_group()
-        # DTensor remembers how it shards an op together with the mesh, and so with process groups that are gone: the
-        # next case's mesh may equal this one's and yet have groups of other names.
-        _clear_sharding_prop_cache()
+            end_process_group()
         connection.send(result)

@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import schedules
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from configs.layout import accumulation_steps, mesh_sizes
 from configs.schema import Config
-from parallelisms.mesh import Mesh, build_mesh, groups_of_axes
+from parallelisms.mesh import Mesh, build_mesh, end_process_group, groups_of_axes
 from parallelisms.ties import ties_kept
 from trainer.data.loader import MicroBatch
 from trainer.step import Learner, assemble_learner, build_stages
@@ -94,8 +93,7 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # DTensor remembers process groups that are gone, for an equal mesh
+        end_process_group()
 
 
 def _train(learner: Learner) -> None:
