@@ -40,8 +40,8 @@ def gathered_over(module: FSDPModule) -> Gathering | None:
     for group in _param_groups(module):
         info = group.mesh_info
         if isinstance(info, FSDPMeshInfo) and info.shard_process_group.size() > 1:
-            names = info.mesh.mesh_dim_names or ()
-            return Gathering(info.shard_process_group, names[info.shard_mesh_dim] if names else "")
+            names, place = info.mesh.mesh_dim_names, info.shard_mesh_dim
+            return Gathering(info.shard_process_group, names[place] if names and place is not None else "")
     return None
 
 
