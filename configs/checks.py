@@ -12,6 +12,7 @@ from pathlib import PurePath
 from configs.errors import ConfigError
 from configs.keys import schema_keys
 from configs.layout import (
+    FSDP_DIMENSIONS,
     accumulation_steps,
     decay_steps,
     expert_dim,
@@ -334,6 +335,17 @@ def _zero_stage(config: Config, _: int | None) -> Iterator[Problem]:
         yield "fsdp.accumulate", 'zero_stage 1 reduces once a step; for "reduce_every" set zero_stage 2'
 
 
+def _comm(config: Config, _: int | None) -> Iterator[Problem]:
+    names = [group.shards_over for group in config.comm.simulate.groups]
+    for index, name in enumerate(names):
+        key = f"comm.simulate.groups.{index}.shards_over"
+        if name not in FSDP_DIMENSIONS:
+            there = ", ".join(f'"{dimension}"' for dimension in FSDP_DIMENSIONS)
+            yield key, f'no FSDP group is sharded over "{name}", only over {there}'
+        elif name in names[:index]:
+            yield key, f'delays for "{name}" stand above already; the first count'
+
+
 def _activation_checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
     table = config.activation_checkpoint
     modes = {
@@ -529,6 +541,7 @@ _RULES: tuple[Callable[[Config, int | None], Iterator[Problem]], ...] = (
     _muon,
     _context_parallel,
     _zero_stage,
+    _comm,
     _pipeline,
     _device,
     _activation_checkpoint,

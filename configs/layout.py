@@ -13,6 +13,9 @@ from typing import Literal
 from configs.errors import ConfigError
 from configs.schema import Config, Fsdp, LrSchedule, Mesh, Model
 
+FSDP_DIMENSIONS = ("shard", "expert_shard")
+"""Dimensions of the mesh over which FSDP shards parameters, and so gathers them."""
+
 
 @dataclass(frozen=True)
 class MeshSizes:

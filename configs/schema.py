@@ -272,8 +272,6 @@ class Fsdp(Table):
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after forward; default: all but the last group (none if mesh.pp > 1); never: as
     zero_stage = 2."""
-    prefetch_depth: PositiveInt = 1
-    """Groups whose gathers are issued ahead of the computation."""
     cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer state in CPU memory."""
     accumulate: Literal["reduce_every", "reduce_last"] = "reduce_every"
@@ -282,6 +280,43 @@ class Fsdp(Table):
     """owner: shares whole parameters' optimizer state out to the dp_replicate ranks, instead of cutting by rows."""
     owner_broadcast_dtype: Literal["bfloat16"] | None = None
     """owner: send updated parameters, and compute with them, rounded to this; owners keep training.dtype (run key)."""
+
+
+class SimulatedGroup(Table):
+    """Other delays for the FSDP groups of one process group."""
+
+    shards_over: str
+    """Dimension of the mesh over which its groups are sharded: "shard" is dp_shard x cp."""
+    all_gather_milliseconds: NonNegativeFloat = 0.0
+    """As comm.simulate.all_gather_milliseconds, for these groups."""
+    reduce_scatter_milliseconds: NonNegativeFloat = 0.0
+    """As comm.simulate.reduce_scatter_milliseconds, for these groups."""
+
+
+class Simulate(Table):
+    """Delays that stand for a network, to measure without one how far communication overlaps computation."""
+
+    all_gather_milliseconds: NonNegativeFloat = 0.0
+    """Added to every all-gather of FSDP, in its stream; 0: none."""
+    reduce_scatter_milliseconds: NonNegativeFloat = 0.0
+    """Added to every reduce-scatter of FSDP, in its stream (on a CPU the computation waits, too); 0: none."""
+    groups: list[SimulatedGroup] = []
+    """Process groups with delays of their own."""
+
+
+class Comm(Table):
+    """How FSDP's communication is issued beside the computation (docs/communication.md)."""
+
+    streams: Literal["shared", "per_group"] = "shared"
+    """Queue of the all-gathers. shared: one; per_group: one a process group, so that none waits for another's."""
+    prefetch_forward: NonNegativeInt = 1
+    """FSDP groups gathered ahead of the one that computes, in the forward pass."""
+    prefetch_backward: NonNegativeInt = 1
+    """The same in the backward pass."""
+    order_guard_interval: NonNegativeInt = 100
+    """Compare the order of collectives across ranks on the first step of a launch and then every so many; 0: never."""
+    simulate: Simulate = Simulate()
+    """Delays in place of a network."""
 
 
 class Context(Table):
@@ -409,6 +444,8 @@ class Config(Table):
     """Arrangement of the ranks."""
     fsdp: Fsdp = Fsdp()
     """Fully sharded data parallelism."""
+    comm: Comm = Comm()
+    """Communication beside the computation."""
     context: Context = Context()
     """Context parallelism."""
     pipeline: Pipeline = Pipeline()

@@ -18,7 +18,7 @@ a rank holds its shards, whatever the stage. With P parameters over N ranks, in 
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -27,19 +27,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from configs.layout import cut_dim, reduces_once, reshard_after_forward
-from configs.schema import Fsdp, Training
+from configs.schema import Comm, Fsdp, Training
 from parallelisms.mesh import Mesh
 from parallelisms.plan import plan_of
+from parallelisms.torch_internals import compute_within
 
 
 def apply_fsdp(model: nn.Module, mesh: Mesh, config: Fsdp, training: Training) -> None:
-    """Shard each of the plan's groups, then what is left with the root, and set up prefetching.
+    """Shard each of the plan's groups, then what is left with the root.
 
     Experts that expert parallelism has shared out are sharded apart from their group, over the ranks that hold the
     same ones. A pipeline stage by default does not reshard after forward: it would gather anew for every micro-batch.
     """
     plan = plan_of(model)
-    units: list[list[FSDPModule]] = []
     for names in plan.fsdp_groups:
         # The last group's backward follows its forward at once: resharding between them would only gather it twice.
         is_freed = names is not plan.fsdp_groups[-1] and mesh.sizes.pp == 1
@@ -48,11 +48,10 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, config: Fsdp, training: Training) -
         modules = [model.get_submodule(name) for name in names]
         apart = _inside(plan.experts, names) if mesh.sizes.ep > 1 else ()
         experts = [shard([model.get_submodule(name)], mesh.expert_fsdp) for name in apart]
-        units.append([shard(modules, mesh.fsdp), *experts])
+        shard(modules, mesh.fsdp)
         for module in experts:
-            _compute_within(module, modules[0])
+            compute_within(module, modules[0])
     _shard([model], mesh.fsdp, reshard=False, config=config, training=training)
-    _prefetch(units, config.prefetch_depth)
 
 
 def _inside(names: Sequence[str], outer: Sequence[str]) -> tuple[str, ...]:
@@ -87,20 +86,6 @@ def _shard(modules: list[nn.Module], mesh: DeviceMesh, reshard: bool, config: Fs
     return group
 
 
-def _compute_within(inner: FSDPModule, outer: nn.Module) -> None:
-    """Gather and reduce the parameters of `inner` when `outer`, which contains it, computes.
-
-    Left where FSDP puts them, its hooks would run amid the forward pass of `outer`: torch.compile would break the graph
-    there, and activation checkpointing would run them again with the recomputation, and gather twice. The names are
-    FSDP's own, the same in torch 2.11 and 2.13.
-    """
-    state: Any = fully_shard.state(cast(nn.Module, inner))  # type: ignore[attr-defined]
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
-    outer.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
-    outer.register_forward_hook(state._post_forward)
-
-
 def _add_up_gradients(group: FSDPModule) -> None:
     """Let its reductions add gradients up; FSDP's own rule is the average over the group's ranks.
 
@@ -117,20 +102,35 @@ def is_needed(world_size: int, config: Fsdp, training: Training) -> bool:
     return world_size > 1 or converts or config.cpu_offload or config.partition == "owner"
 
 
-def _prefetch(groups: list[list[FSDPModule]], depth: int) -> None:
-    """Issue the gathers of the `depth` next groups, in each direction, before a group computes.
+def apply_prefetch(model: nn.Module, comm: Comm) -> None:
+    """Issue the gathers of the groups that compute next, in each direction, before a group computes.
 
-    FSDP's own rule is one group ahead in backward, and in forward only what the CPU happens to run ahead. A group's
-    first module says when it computes; experts with a mesh of their own follow it in the same group.
+    FSDP's own rule is one group ahead in backward, and in forward only what the CPU happens to run ahead. What is
+    sharded on its own inside a group, as experts are, is gathered with it, in the order of use: the group's own first,
+    in backward, too, since FSDP gathers what a module holds before it comes to what is inside.
     """
-    for i, (first, *own_experts) in enumerate(groups):
-        after, before = groups[i + 1 : i + 1 + depth], groups[max(0, i - depth) : i][::-1]
-        first.set_modules_to_forward_prefetch([*own_experts, *chain(*after)])
+    if not isinstance(model, FSDPModule):
+        return
+    groups = [_sharded_inside(model, names) for names in plan_of(model).fsdp_groups]
+    for i, (group, *inside) in enumerate(groups):
+        if comm.prefetch_forward:
+            ahead = chain.from_iterable(groups[i + 1 : i + 1 + comm.prefetch_forward])
+            group.set_modules_to_forward_prefetch([*inside, *ahead])
         # Without a list FSDP follows its own rule, by which, from the second micro-batch on, the first group gathers
         # the last one once more, for nothing. Itself is gathered already.
-        first.set_modules_to_backward_prefetch([*own_experts, *chain(*before)] or [first])
-        for experts in own_experts:
-            experts.set_modules_to_backward_prefetch([experts])
+        ahead = chain.from_iterable(groups[max(0, i - comm.prefetch_backward) : i][::-1])
+        group.set_modules_to_backward_prefetch(([*inside, *ahead] if comm.prefetch_backward else []) or [group])
+        for module in inside:
+            module.set_modules_to_backward_prefetch([module])
+    if not comm.prefetch_backward:
+        model.set_modules_to_backward_prefetch([model])
+
+
+def _sharded_inside(model: nn.Module, names: Sequence[str]) -> list[FSDPModule]:
+    """The first module of a group, which stands for all to FSDP, then modules inside with groups of their own."""
+    modules = [model.get_submodule(name) for name in names]
+    inside = [m for module in modules for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
+    return [cast(FSDPModule, modules[0]), *inside]
 
 
 def prepare_backward(model: nn.Module, config: Fsdp, is_last_micro_batch: bool) -> None:

@@ -14,7 +14,7 @@ from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.context import apply_context_parallel
 from parallelisms.expert import apply_expert_parallel
-from parallelisms.fsdp import apply_fsdp, is_needed
+from parallelisms.fsdp import apply_fsdp, apply_prefetch, is_needed
 from parallelisms.load_balance import apply_load_balance
 from parallelisms.mesh import Mesh
 from parallelisms.pipeline import own_stages
@@ -41,4 +41,5 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> dict[int, nn.Mo
             apply_compile(stage)
         if is_needed(mesh.sizes.world_size, config.fsdp, config.training):
             apply_fsdp(stage, mesh, config.fsdp, config.training)
+            apply_prefetch(stage, config.comm)
     return stages

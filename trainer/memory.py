@@ -208,7 +208,7 @@ def _most_alive(groups: dict[str, int], config: Config) -> int:
     reshard = reshard_after_forward(config.fsdp)
     if reshard == "never" or (config.mesh.pp > 1 and reshard == "default"):
         return sum(groups.values())
-    window = 1 + config.fsdp.prefetch_depth
+    window = 1 + max(config.comm.prefetch_forward, config.comm.prefetch_backward)
     kept = sizes.pop() if reshard == "default" else 0
     moving = max((sum(sizes[i : i + window]) for i in range(len(sizes))), default=0)
     return groups.get("root", 0) + kept + moving

@@ -21,10 +21,12 @@ from parallelisms.grad_norm import clip_grad_norm
 from parallelisms.init import materialize
 from parallelisms.load_balance import LoadBalance
 from parallelisms.mesh import Mesh
+from parallelisms.order_guard import OrderGuard
 from parallelisms.parallelize import parallelize
 from parallelisms.passes import Call, OneByOne, Passes
 from parallelisms.pipeline import Pipeline
 from parallelisms.plan import plan_of
+from parallelisms.streams import GatherCounts, queue_gathers
 from parallelisms.zero import OwnerPartition
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.loss import CrossEntropy
@@ -55,14 +57,26 @@ class Learner:
     optimizer: Optimizer
     loss: CrossEntropy
     load_balance: LoadBalance
+    guard: OrderGuard
+    gathers: GatherCounts
 
     def step(self, micro_batches: list[MicroBatch], lr: float) -> StepResult:
-        """Update the model by this rank's share of a global batch; all ranks must call it."""
+        """Update the model by this rank's share of a global batch; all ranks must call it.
+
+        Raises:
+            UserError: the ranks did not issue the same collectives in the same order; nothing was updated.
+        """
+        with self.guard.watch():
+            return self._step(micro_batches, lr)
+
+    def _step(self, micro_batches: list[MicroBatch], lr: float) -> StepResult:
         micro_batches = self.own_part(micro_batches)
         valid_tokens = self._valid_tokens(micro_batches)
         total = self.passes.train([self.call(batch, self.loss) for batch in micro_batches], 1.0 / valid_tokens)
         grad_norm = self.clip()
-        result = _result(self.mesh.sum_over_tokens(total) / valid_tokens, grad_norm)
+        loss = self.mesh.sum_over_tokens(total) / valid_tokens
+        self.guard.compare()
+        result = _result(loss, grad_norm)
         if not result.skipped:
             set_lr(self.optimizer, lr)
             self.optimizer.step()
@@ -144,6 +158,7 @@ def build_stages(config: Config, mesh: Mesh) -> tuple[dict[int, nn.Module], list
 
 def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], model_names: Sequence[str]) -> Learner:
     """The learner of what `build_stages` returned, with parameters in memory."""
+    gathers = queue_gathers(stages.values(), config.comm, mesh.device)
     return Learner(
         config=config,
         mesh=mesh,
@@ -156,6 +171,8 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
             repeatable=config.pipeline.schedule == "zero_bubble_v" and mesh.sizes.pp > 1,
         ),
         load_balance=LoadBalance(stages, config, mesh),
+        guard=OrderGuard(config.comm.order_guard_interval),
+        gathers=gathers,
     )
 
 

@@ -46,7 +46,11 @@ MORE = {
     # name: (ranks, overrides of the run, overrides of the machine)
     # Widths that the ranks do not divide: FSDP pads, and some ranks own nothing of the norms.
     "uneven shards": (4, {"model.dim": 66, "model.head_dim": 10, "model.ffn_dim": 130}, {}),
-    "always reshard, prefetch 3": (2, {}, {"fsdp.reshard_after_forward": "always", "fsdp.prefetch_depth": 3}),
+    "always reshard, prefetch 3": (
+        2,
+        {},
+        {"fsdp.reshard_after_forward": "always", "comm.prefetch_forward": 3, "comm.prefetch_backward": 3},
+    ),
     "never reshard": (2, {}, {"fsdp.reshard_after_forward": "never"}),
     "every second layer": (2, {}, {"activation_checkpoint.mode": "full", "activation_checkpoint.every_nth_layer": 2}),
     "tied embedding, FSDP 2 x TP 2": (4, {"model.tie_embeddings": "true"}, {"mesh.tp": 2}),

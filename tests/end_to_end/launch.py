@@ -45,16 +45,22 @@ class Outcome:
 
 
 def start(
-    folder: Path, words: str = "", ranks: int = 0, config: Path = TINY, env: dict[str, str] | None = None
+    folder: Path,
+    words: str = "",
+    ranks: int = 0,
+    config: Path = TINY,
+    env: dict[str, str] | None = None,
+    program: Path = ROOT / "train.py",
 ) -> subprocess.Popen:
     """Start a job in `folder` and return at once.
 
     Args:
         words: further words of the command line, as one would type them.
         ranks: under torchrun, so many; 0: plain `python train.py`.
+        program: what is started; another one may prepare something and call `train.main`.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    command = [sys.executable, *torchrun, str(ROOT / "train.py"), "--config", str(config), *shlex.split(words)]
+    command = [sys.executable, *torchrun, str(program), "--config", str(config), *shlex.split(words)]
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -84,9 +90,10 @@ def launch(
     config: Path = TINY,
     env: dict[str, str] | None = None,
     expect: int = 0,
+    program: Path = ROOT / "train.py",
 ) -> Outcome:
     """Run a job to its end; it must exit with `expect`. See `start`."""
-    outcome = finish(start(folder, words, ranks, config, env))
+    outcome = finish(start(folder, words, ranks, config, env, program))
     assert outcome.code == expect, f"exit {outcome.code} instead of {expect}:\n{outcome.out}\n{outcome.err}"
     return outcome
 

@@ -135,6 +135,14 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "but cp 2 x tp 2 = 4 does not divide n_kv_heads 2 (2 / 4 = 0.50)",
         ),
         (
+            "comm.simulate.groups=[{shards_over='tp'}]",
+            '--comm.simulate.groups: no FSDP group is sharded over "tp", only over "shard"',
+        ),
+        (
+            "comm.simulate.groups=[{shards_over='shard'},{shards_over='shard'}]",
+            '--comm.simulate.groups: delays for "shard" stand above already; the first count',
+        ),
+        (
             "fsdp.zero_stage=2 fsdp.reshard_after_forward=always",
             "--fsdp.reshard_after_forward: zero_stage 2 keeps parameters gathered from forward to backward",
         ),

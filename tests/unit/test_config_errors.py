@@ -140,13 +140,13 @@ def test_a_misspelled_required_key_is_one_mistake():
 def test_everything_at_once_and_each_at_its_own_place():
     """Mistakes of the file, of its base, between keys, and of the command line."""
     with open("middle.toml", "w", encoding="utf-8") as file:
-        file.write('base = "valid.toml"\n[fsdp]\nprefetch_depth = 0\n[model]\nn_kv_heads = 3\n')
+        file.write('base = "valid.toml"\n[comm]\nprefetch_forward = -1\n[model]\nn_kv_heads = 3\n')
     with open("top.toml", "w", encoding="utf-8") as file:
         file.write('base = "middle.toml"\n[training]\ndtype = 1\n[lr_schedule]\nwarmup_steps = 11\n')
     with pytest.raises(ConfigError) as caught:
         load("top.toml", ["--training.stepz=5", "--job.device", "gpu"])
     assert str(caught.value).split("\n") == [
-        "middle.toml:3: fsdp.prefetch_depth must be an integer > 0, got 0",
+        "middle.toml:3: comm.prefetch_forward must be an integer >= 0, got -1",
         "middle.toml:5: n_heads 4 is not divisible by n_kv_heads 3 (4 / 3 = 1.33): "
         "every key head serves as many query heads",
         'top.toml:3: training.dtype must be one of "float32" | "bfloat16" | "float64", got 1',

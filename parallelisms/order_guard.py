@@ -1,0 +1,187 @@
+"""The order guard: proof that all ranks issue the same collectives in the same order.
+
+Collectives are matched by their order alone. Where two ranks differ in it, and the sizes fit by chance, nothing fails:
+a layer computes with another layer's parameters, and the values are wrong. Where the sizes do not fit, or the ranks
+differ in which of two process groups comes first, a step may hang.
+
+On the steps that it guards, the guard writes down what each rank issues, from FSDP's gathers to the clipping's sums:
+operator, process group, shape, type, and who asked for it, which is what tells equal shapes apart. Before the optimizer
+changes anything, all ranks compare checksums. With groups A and B, whatever is in both must agree on the order of A's
+collectives, of B's, and of A's among B's; so there is a checksum for every pair of groups. Messages from rank to rank
+are compared between the two, in order of each direction.
+
+Only where checksums differ are the logs themselves exchanged, to name the first collective that differs.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import combinations_with_replacement, zip_longest
+from pathlib import Path
+from sys import _getframe
+from typing import Any
+
+import torch.distributed as dist
+
+from configs.errors import UserError
+from parallelisms.torch_internals import issuing_group, listening, tensors_of
+
+_HOME = str(Path(__file__).resolve().parents[1]) + os.sep
+_NOT_CALLERS = {str(Path(__file__).resolve()), str(Path(__file__).resolve().with_name("torch_internals.py"))}
+
+Channel = tuple[str, tuple[int, ...]]
+"""Those that must agree: name of a process group and its ranks; of a message, its sender and its receiver."""
+Key = tuple[Channel, ...]
+"""One channel, or two whose order among each other is compared."""
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A collective, or a message, that a rank issued."""
+
+    channel: Channel
+    what: str
+    """In words; equal on all ranks that take part."""
+    is_message: bool
+
+
+class OrderGuard:
+    """Watches the steps of one launch, on this rank; all ranks have one."""
+
+    def __init__(self, interval: int) -> None:
+        """
+        Args:
+            interval: guard the first step and then every so many; 0: none.
+        """
+        self._interval = interval
+        self._step = 0
+        self._is_noting = False
+        self.log: list[Issued] = []
+        """What guarded steps have issued since the last comparison."""
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Around a step; only guarded ones pay for it.
+
+        What a step issues after `compare`, in the optimizer, is part of the next comparison.
+        """
+        is_due = self._interval > 0 and self._step % self._interval == 0 and dist.get_world_size() > 1
+        self._step += 1
+        self._is_noting = is_due
+        try:
+            with listening(self._note) if is_due else nullcontext():
+                yield
+        finally:
+            self._is_noting = False
+
+    def compare(self) -> None:
+        """Compare what was issued so far with what the other ranks did; all ranks must call it in `watch`.
+
+        Raises:
+            UserError: it differs; on all ranks, with the same text.
+        """
+        if not self._is_noting:
+            return
+        self._is_noting = False  # what is exchanged now is not part of it
+        log, self.log = self.log, []
+        checksums: list[dict[Key, bytes]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(checksums, _checksums(log))
+        if wrong := _first_difference(checksums):
+            logs: list[list[str]] = [[]] * dist.get_world_size()
+            dist.all_gather_object(logs, [_place(issued, wrong) for issued in log if issued.channel in wrong])
+            raise UserError(_message(wrong, logs, self._step))
+        self._is_noting = True
+
+    def _note(self, operator: str, group: dist.ProcessGroup, arguments: tuple[Any, ...]) -> None:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if not self._is_noting or len(ranks) == 1:
+            return
+        shapes, name = _shapes(operator, arguments), str(group.group_name)
+        if operator in ("send", "recv_"):  # the sender and the receiver are at different places of the code
+            here, there = dist.get_rank(), ranks[arguments[2]]
+            pair = (here, there) if operator == "send" else (there, here)
+            self.log.append(Issued((f"messages of {name}", pair), f"message of {shapes}", True))
+        else:
+            what = f"{operator.strip('_')} of {shapes} for {issuing_group() or _caller()}"
+            self.log.append(Issued((name, ranks), what, False))
+
+
+def _shapes(operator: str, arguments: tuple[Any, ...]) -> str:
+    """Shapes and type of what is exchanged, as far as all ranks have the same."""
+    tensors = tensors_of(arguments)
+    if operator in ("gather_", "scatter_"):  # one rank has all the parts
+        tensors = tensors[-1:] if operator == "gather_" else tensors[:1]
+    shapes: list[tuple[int | str, ...]] = [tuple(t.shape) for t in tensors]
+    if operator.startswith("alltoall"):  # what a rank gets of each other is its own affair
+        shapes = sorted({("any", *shape[1:]) for shape in shapes}, key=str)
+    return f"{', '.join(map(str, shapes))} {str(tensors[0].dtype).removeprefix('torch.')}" if tensors else "nothing"
+
+
+def _caller() -> str:
+    """The innermost line of Keel's that led here: "models/llama.py:88"; in a thread of autograd's there is none."""
+    frame = _getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_HOME) and file not in _NOT_CALLERS:
+            return f"{file.removeprefix(_HOME)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "the backward pass"
+
+
+def _checksums(log: list[Issued]) -> dict[Key, bytes]:
+    """One of every channel, and of every two process groups."""
+    channels = sorted({issued.channel for issued in log})
+    groups = sorted({issued.channel for issued in log if not issued.is_message})
+    keys: list[Key] = [(channel,) for channel in channels]
+    keys += [pair for pair in combinations_with_replacement(groups, 2) if pair[0] != pair[1]]
+    return {key: _checksum([_place(issued, key) for issued in log if issued.channel in key]) for key in keys}
+
+
+def _place(issued: Issued, key: Key) -> str:
+    """A collective as a line of the log that a key's checksum is taken of."""
+    return f"{key.index(issued.channel)} {issued.what}"
+
+
+def _checksum(lines: list[str]) -> bytes:
+    return blake2b("\n".join(lines).encode(), digest_size=8).digest()
+
+
+def _members(key: Key) -> list[int]:
+    """The ranks that take part in all channels of a key."""
+    return sorted(set.intersection(*(set(ranks) for _, ranks in key)))
+
+
+def _first_difference(checksums: list[dict[Key, bytes]]) -> Key | None:
+    """A key on which its members differ, single channels first; a rank that has not used it at all differs, too."""
+    keys = sorted({key for each in checksums for key in each}, key=lambda key: (len(key), key))
+    for key in keys:
+        if len({checksums[rank].get(key) for rank in _members(key)}) > 1:
+            return key
+    return None
+
+
+def _message(key: Key, logs: list[list[str]], step: int) -> str:
+    members = _members(key)
+    side_by_side = enumerate(zip_longest(*(logs[rank] for rank in members)), start=1)
+    number, lines = next((number, lines) for number, lines in side_by_side if len(set(lines)) > 1)
+    (usual, _), *_ = Counter(lines).most_common(1)
+    odd = next(rank for rank, line in zip(members, lines, strict=True) if line != usual)
+    usual_rank = members[lines.index(usual)]
+    says = {rank: _in_words(lines[members.index(rank)], key) for rank in (odd, usual_rank)}
+    return (
+        f"the ranks issue their collectives in different orders: in step {step} of this launch, rank {odd} issued as "
+        f"number {number} {says[odd]}, where rank {usual_rank} issued {says[usual_rank]}. The step was not applied. "
+        "What differs between the ranks must not decide what they compute: look at that place in the code, and that "
+        "all ranks run the same version of it; comm.order_guard_interval = 1 finds the first step that differs"
+    )
+
+
+def _in_words(line: str | None, key: Key) -> str:
+    if line is None:
+        return "nothing more"
+    index, what = line.split(" ", 1)
+    _, ranks = key[int(index)]
+    return f"{what} (among ranks {', '.join(map(str, ranks))})"

@@ -1,0 +1,208 @@
+"""Queues of all-gathers: one for all FSDP groups of a model, or one for each process group that gathers.
+
+On a GPU a queue is a CUDA stream, in which one gather starts after the other. FSDP has one for all its groups. Where
+groups gather over different process groups, such as experts on a mesh of their own, a computation then waits for a
+gather that itself waited behind others, over links that were free (the subject of pytorch/pytorch#116611). With
+`comm.streams = "per_group"` each process group's gathers queue behind each other only.
+
+On a CPU there are no streams, and FSDP's own gathers are over when they return. Here they return at once, with a handle
+for which the computation waits where it needs the parameters, and the handles form the queues: so overlap, and what
+either kind of queue costs, can be measured with gloo. Values are the same in each mode: only waiting differs, never
+what is gathered nor in which order it is issued.
+
+`[comm.simulate]` delays every gather in its queue, as a slower network would, and reductions likewise.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from configs.schema import Comm, Simulate
+from parallelisms.torch_internals import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    fsdp_modules,
+    gather_asynchronously,
+    gathered_over,
+    occupy_stream,
+    separate_streams,
+)
+
+
+@dataclass
+class GatherCounts:
+    """What the gathers of a model did; on a CPU only, where their handles know."""
+
+    gathers: int = 0
+    waits: int = 0
+    """Gathers for which the computation had to wait."""
+    waits_behind_others: int = 0
+    """Of those, gathers that had waited in their queue behind another process group's."""
+
+
+def queue_gathers(stages: Iterable[nn.Module], comm: Comm, device: torch.device) -> GatherCounts:
+    """Set up the queues and delays of models whose parameters are in memory; a pipeline's stages have their own.
+
+    Returns:
+        The counts, which go on as the models compute.
+    """
+    counts = GatherCounts()
+    for root in stages:
+        if not isinstance(root, FSDPModule):
+            continue
+        if device.type == "cpu":
+            _queue_on_cpu(root, comm, counts)
+        else:
+            if comm.streams == "per_group":
+                separate_streams(root)
+            _delay_in_streams(root, comm.simulate)
+    return counts
+
+
+@dataclass(frozen=True)
+class _Delays:
+    """Seconds that the collectives of one process group take longer."""
+
+    all_gather: float
+    reduce_scatter: float
+
+
+def _delays(simulate: Simulate, dimension: str) -> _Delays:
+    """Those of the groups that are sharded over a dimension of the mesh."""
+    of_group = next((group for group in simulate.groups if group.shards_over == dimension), simulate)
+    return _Delays(of_group.all_gather_milliseconds / 1000, of_group.reduce_scatter_milliseconds / 1000)
+
+
+# --------------------------------------------------------------------------- on a CPU
+
+
+class _Queue:
+    """The gathers that were issued into one queue, of which only the last need be known."""
+
+    def __init__(self, counts: GatherCounts) -> None:
+        self.counts = counts
+        self.last: _Gather | None = None
+
+
+class _Gather(dist.Work):
+    """A gather in a queue. (FSDP waits for nothing that is not a `dist.Work`.)"""
+
+    def __init__(self, work: dist.Work, over: dist.ProcessGroup, queue: _Queue, seconds: float) -> None:
+        """Of a gather that was just issued over a process group, and that takes `seconds` more."""
+        super().__init__()
+        self._work: dist.Work | None = work  # until it is over: it holds the gathered buffer
+        self._over, self._counts = over, queue.counts
+        self._before = queue.last if queue.last and not queue.last.is_over() else None
+        self._was_behind_others = self._before is not None and self._before._over is not over
+        start = time.monotonic()
+        self._ready_at: float = max(start, self._before._ready_at if self._before else start) + seconds
+        self._counts.gathers += 1
+        queue.last = self
+
+    def is_over(self) -> bool:
+        """Whether its data is here, and that of all before it in the queue."""
+        if self._before is not None and self._before.is_over():
+            self._before = None
+        is_here = self._work is None or self._work.is_completed()
+        return self._before is None and is_here and time.monotonic() >= self._ready_at
+
+    def wait(self, *_: Any) -> bool:
+        """Wait for it, and so for all before it; called by the computation that needs it."""
+        if not self.is_over():
+            self._counts.waits += 1
+            self._counts.waits_behind_others += self._was_behind_others
+        self._finish()
+        return True
+
+    def _finish(self) -> None:
+        if self._before is not None:
+            self._before._finish()
+            self._before = None
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        time.sleep(max(0.0, self._ready_at - time.monotonic()))
+
+
+class _QueuedAllGather(DefaultAllGather):
+    """FSDP's all-gather, into a queue."""
+
+    def __init__(self, queue: _Queue, seconds: float) -> None:
+        self._queue, self._seconds = queue, seconds
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        work = super().__call__(output_tensor, input_tensor, group, async_op=True)
+        assert work is not None
+        gather = _Gather(work, group, self._queue, self._seconds)
+        if async_op:
+            return gather
+        gather.wait()
+        return None
+
+
+class _LateReduceScatter(DefaultReduceScatter):
+    """FSDP's reduce-scatter, which on a CPU is over when it returns, with a delay."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        time.sleep(self._seconds)
+        return super().__call__(*arguments, **options)
+
+
+def _queue_on_cpu(root: FSDPModule, comm: Comm, counts: GatherCounts) -> None:
+    gather_asynchronously(root)
+    shared, queues = _Queue(counts), dict[dist.ProcessGroup, _Queue]()
+    for module in fsdp_modules(cast(nn.Module, root)):
+        over = gathered_over(module)
+        if over is None:
+            continue
+        queue = shared if comm.streams == "shared" else queues.setdefault(over.group, _Queue(counts))
+        delays = _delays(comm.simulate, over.dimension)
+        module.set_custom_all_gather(_QueuedAllGather(queue, delays.all_gather))
+        if delays.reduce_scatter:
+            module.set_custom_reduce_scatter(_LateReduceScatter(delays.reduce_scatter))
+
+
+# --------------------------------------------------------------------------- on a GPU
+
+
+class _DelayedAllGather(DefaultAllGather):
+    """FSDP's all-gather, after a delay in the stream that it is issued in."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self, *arguments: Any, **options: Any) -> dist.Work | None:
+        occupy_stream(self._seconds)
+        return super().__call__(*arguments, **options)
+
+
+class _DelayedReduceScatter(DefaultReduceScatter):
+    """FSDP's reduce-scatter, likewise."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        occupy_stream(self._seconds)
+        return super().__call__(*arguments, **options)
+
+
+def _delay_in_streams(root: FSDPModule, simulate: Simulate) -> None:
+    for module in fsdp_modules(cast(nn.Module, root)):
+        over = gathered_over(module)
+        delays = _delays(simulate, over.dimension if over else "")
+        if delays.all_gather:
+            module.set_custom_all_gather(_DelayedAllGather(delays.all_gather))
+        if delays.reduce_scatter:
+            module.set_custom_reduce_scatter(_DelayedReduceScatter(delays.reduce_scatter))

@@ -1,0 +1,243 @@
+"""All that Keel's communication asks of torch's private parts, so that a new torch can break nothing but this file.
+
+Torch 2.13 gives all FSDP groups of a model one all-gather stream, says nothing public about which group a module is
+in, and has no way to listen to the collectives of a step, some of which C++ or compiled code issues. What is used for
+that is named here, with what it is trusted to do; `tests/unit/test_torch_internals.py` holds it to that, on every torch
+that Keel supports (2.11 on).
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch.library import Library
+
+__all__ = ["DefaultAllGather", "DefaultReduceScatter"]
+
+# --------------------------------------------------------------------------- FSDP's groups
+
+
+class Gathering(NamedTuple):
+    """Over what a module's parameters are gathered."""
+
+    group: dist.ProcessGroup
+    dimension: str
+    """Of the mesh: the one that the process group is. (Its own description will not do: a dimension as large as the
+    world has the world's process group.)"""
+
+
+def gathered_over(module: FSDPModule) -> Gathering | None:
+    """Over what a module's parameters are gathered; None where there is nothing to gather."""
+    for group in _param_groups(module):
+        info = group.mesh_info
+        if isinstance(info, FSDPMeshInfo) and info.shard_process_group.size() > 1:
+            names, place = info.mesh.mesh_dim_names, info.shard_mesh_dim
+            return Gathering(info.shard_process_group, names[place] if names and place is not None else "")
+    return None
+
+
+def _param_groups(module: FSDPModule) -> list[FSDPParamGroup]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []  # until torch 2.11 a module had at most one
+
+
+def compute_within(inner: FSDPModule, outer: nn.Module) -> None:
+    """Gather and reduce the parameters of `inner` when `outer`, which contains it, computes.
+
+    Left where FSDP puts them, its hooks would run amid the forward pass of `outer`: torch.compile would break the graph
+    there, and activation checkpointing would run them again with the recomputation, and gather twice.
+    """
+    state: Any = inner._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    outer.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+    outer.register_forward_hook(state._post_forward)
+
+
+def gather_asynchronously(root: FSDPModule) -> None:
+    """Let the gathers of a model return handles that are waited for where the parameters are used."""
+    root._set_unshard_async_op(True)
+
+
+def issuing_group(depth: int = 0) -> str | None:
+    """Name of the FSDP group on whose behalf the caller issues a collective; None if it is nobody's.
+
+    Args:
+        depth: frames between the caller and this function that need not be looked at.
+    """
+    frame = sys._getframe(depth + 1)
+    while frame is not None:
+        if frame.f_code.co_name in ("unshard", "post_backward"):
+            group = frame.f_locals.get("self")
+            if isinstance(group, FSDPParamGroup):
+                return group._module_fqn or "the root"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+# --------------------------------------------------------------------------- streams
+
+
+class _GroupContext(FSDPCommContext):
+    """The communication context of a model with all-gather streams of its own, and with all else the model's."""
+
+    _OWN = ("all_gather_copy_in_stream", "all_gather_stream", "all_gather_state")
+
+    def __init__(self, root: FSDPCommContext) -> None:
+        device = root.device_handle
+        vars(self)["_root"] = root
+        self.all_gather_copy_in_stream = device.Stream(priority=-1)
+        self.all_gather_stream = device.Stream(priority=-1)
+        self.all_gather_state = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_root"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        target = vars(self) if name in self._OWN else vars(vars(self)["_root"])
+        target[name] = value
+
+    def wait_for(self, stream: torch.Stream) -> None:
+        """Let later gathers wait for what `stream` has to do now."""
+        self.all_gather_copy_in_stream.wait_stream(stream)
+        self.all_gather_stream.wait_stream(stream)
+
+    def let_go(self) -> None:
+        """Free the last gather's buffer, which FSDP keeps until its parameters are copied out."""
+        if self.all_gather_state is not None:
+            self.all_gather_copy_in_stream.wait_event(self.all_gather_state.event)
+            self.all_gather_stream.wait_event(self.all_gather_state.event)
+            self.all_gather_state = None
+
+
+def separate_streams(root: FSDPModule) -> int:
+    """Give the groups of each process group of a model, whose parameters are in memory, an all-gather stream of theirs.
+
+    The first process group keeps the stream that FSDP made. What FSDP does with that one at the ends of a
+    forward pass, hooks on the root do with the others: gathers follow the optimizer step, the last buffer is freed.
+
+    Returns:
+        How many streams there are.
+    """
+    state = root._get_fsdp_state()
+    state._lazy_init()
+    contexts: dict[dist.ProcessGroup, FSDPCommContext] = {}
+    for module in fsdp_modules(cast(nn.Module, root)):
+        over = gathered_over(module)
+        if over is None:
+            continue
+        if over.group not in contexts:
+            contexts[over.group] = _GroupContext(state._comm_ctx) if contexts else state._comm_ctx
+        for group in _param_groups(module):
+            group.comm_ctx = contexts[over.group]
+    added = [context for context in contexts.values() if isinstance(context, _GroupContext)]
+
+    def before_forward(*_: Any) -> None:
+        for context in added:
+            context.wait_for(context.device_handle.current_stream())
+
+    def after_forward(*_: Any) -> None:
+        for context in added:
+            context.let_go()
+
+    if added:
+        cast(nn.Module, root).register_forward_pre_hook(before_forward, prepend=True)
+        cast(nn.Module, root).register_forward_hook(after_forward)
+    return len(contexts)
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules of a model to which `fully_shard` was applied, itself included, in the order of definition."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def occupy_stream(seconds: float) -> None:
+    """Keep the current CUDA stream busy."""
+    torch.cuda._sleep(int(seconds * _cycles_a_second()))
+
+
+@cache
+def _cycles_a_second() -> float:
+    """What `torch.cuda._sleep` counts, measured once."""
+    cycles = 20_000_000
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(cycles)  # the first launch takes longer
+    start.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    return cycles / (start.elapsed_time(end) / 1000)
+
+
+# --------------------------------------------------------------------------- listening
+
+COLLECTIVES = (
+    "_allgather_base_",
+    "_reduce_scatter_base_",
+    "allgather_",
+    "allgather_coalesced_",
+    "allgather_into_tensor_coalesced_",
+    "allreduce_",
+    "allreduce_coalesced_",
+    "alltoall_",
+    "alltoall_base_",
+    "barrier",
+    "broadcast_",
+    "gather_",
+    "recv_",
+    "reduce_",
+    "reduce_scatter_",
+    "reduce_scatter_tensor_coalesced_",
+    "scatter_",
+    "send",
+)
+"""The operators of torch's namespace `c10d` through which every collective and message of every backend goes."""
+
+Listener = Callable[[str, dist.ProcessGroup, tuple[Any, ...]], None]
+"""Called with the name of the operator, the process group, and the operator's arguments."""
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Call `listener` before each collective and message that this process issues, from whatever code and thread.
+
+    A kernel is put between the operators and their backends, under the dispatch key ADInplaceOrView: no other stands
+    there, and neither `no_grad` nor compiled code jumps over it. (A dispatch mode would make compiled blocks run
+    eagerly; torch's flight recorder does not see gloo.)
+    """
+    library = Library("c10d", "IMPL")
+    try:
+        for name in COLLECTIVES:
+            operator = getattr(torch.ops.c10d, name).default
+            place = [argument.name for argument in operator._schema.arguments].index("process_group")
+            library.impl(name, partial(_heard, listener, name, operator, place), "ADInplaceOrView", with_keyset=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def _heard(listener: Listener, name: str, operator: Any, place: int, keys: Any, *arguments: Any) -> Any:
+    listener(name, dist.ProcessGroup.unbox(arguments[place]), arguments)
+    return operator.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *arguments)
+
+
+def tensors_of(arguments: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors among an operator's arguments, lists of lists included."""
+    found: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            found += tensors_of(tuple(argument))
+    return found

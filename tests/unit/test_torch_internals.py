@@ -1,0 +1,67 @@
+"""What parallelisms/torch_internals.py trusts torch's private parts to be. If one of these fails under a new torch,
+that file is the only one to look at; the distributed tests of streams and order guard show whether the values hold."""
+
+import inspect
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from parallelisms.torch_internals import COLLECTIVES, listening, tensors_of
+
+NOT_IN_A_STEP = {"check_for_nan", "monitored_barrier_", "recv_any_source_"}
+
+
+def test_fsdp_has_the_parts_that_are_asked_of_it():
+    for owner, names in {
+        FSDPModule: ("_get_fsdp_state", "_set_unshard_async_op", "set_custom_all_gather", "set_custom_reduce_scatter"),
+        FSDPState: ("_lazy_init", "_pre_forward", "_post_forward"),
+        FSDPCommContext: ("lazy_init", "get_all_gather_streams"),
+        FSDPParamGroup: ("unshard", "wait_for_unshard", "post_backward"),
+    }.items():
+        missing = [name for name in names if not hasattr(owner, name)]
+        assert not missing, f"torch {torch.__version__}: {owner.__name__} has lost {missing}"
+
+
+def test_the_gathers_ask_the_context_of_their_group_for_streams():
+    """A context that stands before the model's must be asked for all that it replaces, and nothing may go past it."""
+    own = {"all_gather_copy_in_stream", "all_gather_stream", "all_gather_state"}
+    context = FSDPCommContext()
+    context.lazy_init(torch.device("cpu"))
+    assert own < vars(context).keys(), f"torch {torch.__version__}: FSDPCommContext is another"
+    assert "comm_ctx.get_all_gather_streams" in inspect.getsource(FSDPParamGroup.unshard)
+    for name in own:
+        assert f"self.comm_ctx.{name}" in inspect.getsource(FSDPParamGroup), f"torch {torch.__version__}: {name}"
+
+
+def test_the_collectives_can_be_replaced():
+    for default, given in {
+        DefaultAllGather: ["self", "output_tensor", "input_tensor", "group", "async_op"],
+        DefaultReduceScatter: ["self", "output_tensor", "input_tensor", "group", "op", "async_op"],
+    }.items():
+        assert list(inspect.signature(default.__call__).parameters) == given, f"torch {torch.__version__}: {default}"
+
+
+def test_every_collective_of_torch_is_listened_to():
+    schemas = [str(schema.name) for schema in torch._C._jit_get_all_schemas()]
+    there = {name.removeprefix("c10d::") for name in schemas if name.startswith("c10d::")}
+    assert there - NOT_IN_A_STEP == set(COLLECTIVES), f"torch {torch.__version__} has other collectives"
+
+
+def test_a_listener_hears_collectives_of_python_and_of_cpp_once_and_no_more_after_it():
+    heard = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x = torch.ones(3)
+        with listening(lambda name, group, given: heard.append((name, group.size(), tensors_of(given)[0].shape))):
+            dist.all_reduce(x)
+            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():  # as in compiled code
+                summed = torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name)
+            torch.ops._c10d_functional.wait_tensor(summed)
+        dist.all_reduce(x)
+    finally:
+        dist.destroy_process_group()
+    assert heard == [("allreduce_", 1, (3,))] * 2
