@@ -11,16 +11,14 @@ import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import _collective_utils, _redistribute
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from configs.layout import MeshSizes
+from parallelisms.torch_internals import forget_process_groups
 
 
 @dataclass(frozen=True)
@@ -94,16 +92,9 @@ def start_process_group(device_type: str, timeout_seconds: int) -> torch.device:
 
 
 def end_process_group() -> None:
-    """Leave the process group, and let go of it: another may be formed in this process.
-
-    DTensor remembers how it shards and moves what on which mesh. The next mesh may equal this one and yet have groups
-    of other names. And each gloo group that is remembered keeps its threads, which wake a hundred times a second: a
-    hundred cases later that took more than half of a machine's time.
-    """
+    """Leave the process group, and let go of it: another may be formed in this process."""
     dist.destroy_process_group()
-    _clear_sharding_prop_cache()
-    for cached in (_redistribute._gen_transform_infos, _collective_utils.MeshTopoInfo.build_from_mesh):
-        cast(Any, cached).cache_clear()
+    forget_process_groups()
     gc.collect()  # meshes and the modules wrapped for them are in reference cycles
 
 

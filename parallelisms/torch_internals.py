@@ -19,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch.distributed.tensor import _collective_utils, _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.library import Library
 
 __all__ = ["DefaultAllGather", "DefaultReduceScatter"]
@@ -178,6 +180,26 @@ def _cycles_a_second() -> float:
     end.record()
     end.synchronize()
     return cycles / (start.elapsed_time(end) / 1000)
+
+
+# --------------------------------------------------------------------------- what torch remembers
+
+
+def forget_process_groups() -> None:
+    """Drop all that torch remembers of process groups that are gone.
+
+    DTensor keeps how it shards and moves what on which mesh, and compiled code its guards. The next mesh may equal this
+    one and yet have groups of other names. And each gloo group that is remembered keeps its threads, which wake two
+    hundred times a second: a hundred meshes later that took more than half of a machine's time.
+    """
+    _clear_sharding_prop_cache()
+    cast(Any, _redistribute._gen_transform_infos).cache_clear()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # torch 2.13
+        _redistribute.clear_redistribute_planner_cache()
+    if hasattr(_collective_utils.MeshTopoInfo.build_from_mesh, "cache_clear"):
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 # --------------------------------------------------------------------------- listening

@@ -18,8 +18,9 @@ from configs.load import load
 from parallelisms import expert
 from parallelisms.expert import apply_expert_parallel
 from parallelisms.mesh import build_mesh
-from scripts.parity import MOE, Row, dtype_overrides, expert_rows
-from tests.distributed.test_parity import assert_parity, words
+from scripts.parity import dtype_overrides
+from scripts.parity_rows import MOE, Row, expert_rows, words
+from tests.distributed.test_parity import assert_parity
 from trainer.data.loader import build_loader
 from trainer.memory import estimate_memory
 from trainer.step import Learner, build_learner

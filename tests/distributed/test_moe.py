@@ -8,8 +8,9 @@ import torch
 from configs.layout import mesh_sizes
 from configs.load import load
 from parallelisms.mesh import build_mesh
-from scripts.parity import MOE, MOE_BIAS, Row, _batches, moe_rows
-from tests.distributed.test_parity import assert_parity, words
+from scripts.parity_reference import batches
+from scripts.parity_rows import MOE, MOE_BIAS, Row, moe_rows, words
+from tests.distributed.test_parity import assert_parity
 from trainer.step import build_learner
 
 ROWS = {row.name: row for row in moe_rows()}
@@ -44,8 +45,8 @@ def _measured(machine):
     config = load("parity.toml", [*words(MOE_BIAS | machine), "--training.steps", "3"], n_ranks).config
     mesh = build_mesh(mesh_sizes(config, n_ranks), torch.device("cpu"))
     learner = build_learner(config, mesh)
-    for batches in _batches(config, mesh.dp_rank, mesh.sizes.dp):
-        learner.step(batches, 1e-3)
+    for micro_batches in batches(config, mesh.dp_rank, mesh.sizes.dp):
+        learner.step(micro_batches, 1e-3)
     found = learner.load_balance.measure()
     biases = {name: bias.tolist() for name, bias in learner.load_balance.state().items()}
     next(iter(learner.parameters.values())).data.fill_(float("nan"))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from configs.load import load
-from scripts.parity import MOE_BIAS, _words
+from scripts.parity_rows import MOE_BIAS, words
 from trainer.console import Console
 from trainer.lifecycle import StopRequest
 from trainer.metrics import TimeLedger
@@ -45,7 +45,7 @@ def go_on(folder: str, steps: int, overrides: tuple[str, ...]) -> list[float]:
 
 @pytest.mark.parametrize(("meshes", "run"), [(MESHES, {}), (EP_MESHES, MOE_BIAS)], ids=["dense", "experts"])
 def test_a_run_moved_through_meshes_learns_the_same(ranks, tmp_path, meshes, run):
-    of_run = _words(run)
+    of_run = words(run)
     stayed = ranks(1, go_on, str(tmp_path / "stayed"), STEPS * len(meshes), STAY + of_run)[0]
     moved: list[float] = []
     for n_ranks, overrides in meshes:

@@ -15,7 +15,8 @@ from models import build_model
 from parallelisms import zero
 from parallelisms.init import materialize
 from parallelisms.mesh import build_mesh
-from scripts.parity import _whole, dtype_overrides, owner_table
+from scripts.parity import dtype_overrides, whole
+from scripts.parity_rows import owner_table
 from tests.distributed.test_parity import CONFIG, assert_parity
 from trainer.data.loader import build_loader
 from trainer.lr_schedule import learning_rate
@@ -68,7 +69,7 @@ def train(learner, first, last, at_step=lambda step: None):
 
 def weights(learner):
     learner.finish_update()
-    return {name: _whole(parameter) for name, parameter in learner.parameters.items()}
+    return {name: whole(parameter) for name, parameter in learner.parameters.items()}
 
 
 def run(words, first=0, last=STEPS, load_from=None, save_to=None, dtypes=FLOAT64):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from scripts.parity import BOUNDS, Row, dtype_overrides, run_rows, table
+from scripts.parity import BOUNDS, dtype_overrides, refusals, run_rows
+from scripts.parity_rows import REFUSED, Row, table, words
 
 CONFIG = "parity.toml"
 THREE_STEPS = ("--training.steps", "3")  # of the table's eight: enough for Adam's state and clipping to count
@@ -69,7 +70,7 @@ def assert_parity(ranks, rows, dtype="float64", overrides=()):
         assert difference.passes(dtype), (row.name, difference, BOUNDS[dtype])
 
 
-def test_the_table_is_whole():
+def test_the_table_iswhole():
     without_zero_bubble, zero_bubble = 17, 3  # the latter neither compiled nor with selective checkpointing
     dense = without_zero_bubble * 3 * 2 * 2 + zero_bubble * 2 * 2
     zero_stages, context, mixed, owner, mixtures, experts = 9, 5 * 3 * 2 * 2, 6 * 2, 4 * 2 * 3, 7 * 2 * 2, 11 * 2
@@ -96,6 +97,5 @@ def test_other_options(ranks, name):
     assert_parity(ranks, [Row(name, n_ranks, words(machine))], overrides=words(run))
 
 
-def words(overrides):
-    """Of the command line."""
-    return tuple(word for key, value in overrides.items() for word in (f"--{key}", str(value)))
+def test_what_cannot_work_is_refused_with_the_reason():
+    assert [name for name, reason in refusals(CONFIG, REFUSED) if not reason] == []

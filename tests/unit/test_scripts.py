@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from scripts.parity import table
+from scripts.parity_rows import table
 from tests.conftest import ROOT
 
 TINY = ["--model.dim", "32", "--model.n_layers", "2", "--model.ffn_dim", "64", "--model.vocab_size", "256"]

@@ -1,0 +1,146 @@
+"""The reference of the parity table: the same training in plain PyTorch, written independently of the trainer.
+
+One process, eager, whole batches and whole logits, each document of a mask on its own, the balance of experts computed
+once more in plain words, torch's own clipping and AdamW.
+"""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from configs.load import load
+from configs.schema import Config, Optimizer
+from models import build_model
+from parallelisms.init import materialize
+from parallelisms.plan import plan_of
+from trainer.data.loader import MicroBatch, build_loader
+from trainer.lr_schedule import learning_rate
+
+
+@dataclass
+class Trajectory:
+    """What a run of a few steps computed."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of the first step, after clipping."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """After the last step."""
+
+
+def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
+    """Train in plain PyTorch, in one process and eager mode, and write the trajectory to `path`."""
+    config = load(config_name, overrides, world_size=1).config
+    with torch.device("meta"):
+        model = build_model(config.model).to(getattr(torch, config.training.dtype))
+    materialize(model, torch.device("cpu"), config.training.seed)
+    optimizers = _plain_optimizers(config.optimizer, dict(model.named_parameters()))
+    found = Trajectory()
+    for step, micro_batches in enumerate(batches(config, 0, 1)):
+        tokens = torch.cat([batch.tokens for batch in micro_batches])
+        targets = torch.cat([batch.targets for batch in micro_batches])
+        document_ids = [ids for batch in micro_batches if (ids := batch.document_ids) is not None]
+        choices = _Choices(model, config)
+        logits = _each_document_alone(model, tokens, torch.cat(document_ids)) if document_ids else model(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        (loss + choices.auxiliary_loss()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm, config.training.norm_type)
+        if step == 0:
+            found.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config.lr_schedule, config.optimizer.lr, step)
+            optimizer.step()
+        choices.move_biases()
+        model.zero_grad()
+        found.losses.append(loss.item())
+        found.norms.append(norm.item())
+    found.weights = {name: p.detach() for name, p in model.named_parameters()}
+    torch.save(vars(found), path)
+
+
+class _Choices:
+    """What each router of a model did with a global batch, computed once more, in plain words."""
+
+    def __init__(self, model: torch.nn.Module, config: Config) -> None:
+        """Watch the routers; to be made before the forward pass."""
+        self.settings, self.k = config.model.router, config.model.experts_per_token
+        self.inputs: dict[Any, Tensor] = {}
+        self.tokens: dict[Any, Tensor] = {}
+        self.hooks = [
+            model.get_submodule(name).register_forward_hook(
+                lambda router, inputs, _: self.inputs.__setitem__(router, inputs[0])
+            )
+            for name in plan_of(model).routers
+        ]
+
+    def auxiliary_loss(self) -> Tensor | float:
+        """weight * sum over layers of the mean over sequences of sum over experts of f * P."""
+        for hook in self.hooks:
+            hook.remove()
+        losses = []
+        for router, x in self.inputs.items():
+            shares, chosen = self._shares_and_choice(router, x)
+            self.tokens[router] = chosen.sum(dim=(0, 1))
+            f = chosen.mean(dim=1) * chosen.shape[2] / self.k
+            losses += [(f * shares.mean(dim=1)).sum(dim=1).mean()]
+        is_used = self.settings.load_balance == "auxiliary_loss"
+        return self.settings.auxiliary_loss_weight * sum(losses) if is_used else 0.0
+
+    def move_biases(self) -> None:
+        """After `auxiliary_loss`: up for an expert with fewer tokens than the mean, down for one with more."""
+        for router, tokens in self.tokens.items():
+            if router.bias is not None:
+                fewer, more = tokens < tokens.mean(), tokens > tokens.mean()
+                router.bias[fewer] += self.settings.bias_update_rate
+                router.bias[more] -= self.settings.bias_update_rate
+
+    def _shares_and_choice(self, router: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Both (sequences, tokens, experts): shares of the scores, and 1 where an expert was chosen, else 0."""
+        logits = x @ router.weight.T
+        scores = logits.softmax(-1) if self.settings.scoring == "softmax" else logits.sigmoid()
+        preference = scores if router.bias is None else scores + router.bias
+        chosen = torch.zeros_like(scores).scatter(2, preference.argsort(2, descending=True)[..., : self.k], 1.0)
+        return scores / scores.sum(2, keepdim=True), chosen
+
+
+def _plain_optimizers(config: Optimizer, parameters: dict[str, torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Torch's own: AdamW, after Muon for the matrices between embedding and head where the config names it."""
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    is_muons = {name: config.name == "muon" and p.ndim == 2 and name not in ends for name, p in parameters.items()}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for n, p in parameters.items() if p.ndim >= 2 and not is_muons[n]]},
+        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    decay = config.weight_decay
+    optimizers: list[torch.optim.Optimizer] = []
+    if config.name == "muon":
+        hidden = [p for name, p in parameters.items() if is_muons[name]]
+        optimizers = [torch.optim.Muon(hidden, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw")]
+    betas = (config.betas[0], config.betas[1])
+    adamw = torch.optim.AdamW(groups, betas=betas, eps=config.eps, weight_decay=decay, fused=False, foreach=False)
+    return [*optimizers, adamw]
+
+
+def _each_document_alone(model: torch.nn.Module, tokens: Tensor, document_ids: Tensor) -> Tensor:
+    """The logits that a document mask must come to, without any mask."""
+    rows = []
+    for row, ids in zip(tokens, document_ids, strict=True):
+        lengths = ids.unique_consecutive(return_counts=True)[1].tolist()
+        rows.append(torch.cat([model(document[None]) for document in row.split(lengths)], dim=1))
+    return torch.cat(rows)
+
+
+def batches(config: Config, dp_rank: int, dp_size: int) -> Iterable[list[MicroBatch]]:
+    """The micro-batches of each step of a run."""
+    loader = build_loader(config, dp_rank, dp_size, start_sample=0)
+    try:
+        yield from itertools.islice(loader, config.training.steps)
+    finally:
+        loader.close()

@@ -1,0 +1,250 @@
+"""The rows of the parity table: every way to lay a run out over ranks, as overrides of a job file."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination to prove."""
+
+    name: str
+    ranks: int
+    overrides: tuple[str, ...]
+    run_overrides: tuple[str, ...] = ()
+    """Those of run keys, which the reference takes as well."""
+
+
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 process": (1, {}),
+    "DDP 2": (2, {"dp_replicate": 2}),
+    "FSDP 2": (2, {"dp_shard": 2}),
+    "FSDP 4": (4, {"dp_shard": 4}),
+    "HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}),
+    "TP 2": (2, {"tp": 2}),
+    "FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}),
+    "PP 2": (2, {"pp": 2}),
+    "PP 2 gpipe": (2, {"pp": 2, "pipeline.schedule": "gpipe"}),
+    "PP 2 interleaved": (2, {"pp": 2, "pipeline.schedule": "interleaved_1f1b"}),
+    "PP 2 zero-bubble": (2, {"pp": 2, "pipeline.schedule": "zero_bubble_v"}),
+    "PP 2 of 3 + 1 layers": (2, {"pp": 2, "pipeline.split": "[3, 1]"}),
+    "PP 4": (4, {"pp": 4}),
+    "PP 4 gpipe": (4, {"pp": 4, "pipeline.schedule": "gpipe"}),
+    "PP 2 x FSDP 2": (4, {"pp": 2, "dp_shard": 2}),
+    "PP 2 x FSDP 2 interleaved": (4, {"pp": 2, "dp_shard": 2, "pipeline.schedule": "interleaved_1f1b"}),
+    "PP 2 x FSDP 2 zero-bubble": (4, {"pp": 2, "dp_shard": 2, "pipeline.schedule": "zero_bubble_v"}),
+    "PP 2 x DDP 2": (4, {"pp": 2, "dp_replicate": 2}),
+    "PP 2 x TP 2": (4, {"pp": 2, "tp": 2}),
+    "PP 2 x TP 2 zero-bubble": (4, {"pp": 2, "tp": 2, "pipeline.schedule": "zero_bubble_v"}),
+}
+"""Ranks, and settings: axes of the mesh, other keys by their full name."""
+
+
+def table() -> Iterator[Row]:
+    """Every mesh with every kind of activation checkpointing, eager and compiled, accumulating one and two steps.
+
+    A pipeline accumulates as many times its number of ranks. What its schedule cannot do is left out.
+    """
+    for mesh, mode, compiled, accumulation in itertools.product(
+        MESHES, ("none", "full", "selective"), (False, True), (1, 2)
+    ):
+        ranks, sizes = MESHES[mesh]
+        if sizes.get("pipeline.schedule") == "zero_bubble_v" and (compiled or mode == "selective"):
+            continue
+        at_once = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1) * sizes.get("pp", 1)
+        micro_batch = 8 // (at_once * accumulation)
+        overrides = {key if "." in key else f"mesh.{key}": size for key, size in sizes.items()} | {
+            "activation_checkpoint.mode": mode,
+            "compile.enable": str(compiled).lower(),
+            "training.micro_batch_size": micro_batch,
+        }
+        # Accumulating rows skip the reduction of all but the last micro-batch, so that both ways are in the table.
+        if accumulation > 1:
+            overrides["fsdp.accumulate"] = "reduce_last"
+        name = f"{mesh}, {mode}, {'compiled' if compiled else 'eager'}, accumulation {accumulation}"
+        yield Row(name, ranks, words(overrides))
+    yield from _zero_rows()
+    yield from _context_rows()
+    yield from _mixed_rows()
+    yield from moe_rows()
+    yield from expert_rows()
+    yield from owner_table()
+
+
+def _zero_rows() -> Iterator[Row]:
+    """The stages of ZeRO at 2 and 4 ranks, accumulating two steps, plain and with all that may interfere."""
+    harder = {"compile.enable": "true", "activation_checkpoint.mode": "selective"}
+    for stage, ranks in itertools.product((1, 2, 3), (2, 4)):
+        overrides = {"fsdp.zero_stage": stage, "training.micro_batch_size": 4 // ranks}
+        yield Row(f"ZeRO {stage}, {ranks} ranks", ranks, words(overrides))
+        if ranks == 4:
+            replicas = {"mesh.dp_replicate": 2, **harder}
+            yield Row(f"ZeRO {stage}, HSDP 2x2, compiled", ranks, words(overrides | replicas))
+
+
+def _context_rows() -> Iterator[Row]:
+    """Context parallelism by each method, alone and beside each other axis, accumulating two steps."""
+    documents = {
+        "data.document_mask": "true",
+        "data.sources": '[{name = "documents", kind = "synthetic", document_length = 8}]',
+    }
+    beside: dict[str, dict[str, int]] = {
+        "CP 2": {"cp": 2},
+        "CP 4": {"cp": 4},
+        "CP 2 x FSDP 2": {"cp": 2, "dp_shard": 2},
+        "CP 2 x DDP 2": {"cp": 2, "dp_replicate": 2, "dp_shard": 1},
+        "CP 2 x TP 2": {"cp": 2, "tp": 2},
+    }
+    for (mesh, sizes), method, compiled, masked in itertools.product(
+        beside.items(), ("gather", "ring", "all_to_all"), (False, True), (False, True)
+    ):
+        overrides = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+            "context.method": method,
+            "activation_checkpoint.mode": "selective",
+            "compile.enable": str(compiled).lower(),
+            "training.micro_batch_size": 2 if "dp_replicate" in sizes or "dp_shard" in sizes else 4,
+        }
+        how = f"{'compiled' if compiled else 'eager'}{', documents' if masked else ''}"
+        run = words(documents) if masked else ()
+        yield Row(f"{mesh}, {method}, {how}", math.prod(sizes.values()), words(overrides), run)
+
+
+def _mixed_rows() -> Iterator[Row]:
+    """Pairs that no other row has, and three axes on 8 ranks; selective checkpointing, accumulating two steps."""
+    mixtures: dict[str, tuple[dict[str, int], int]] = {  # sizes of the axes, micro-batch
+        "PP 2 x CP 2": ({"pp": 2, "cp": 2}, 4),
+        "PP 2 x owner 2": ({"pp": 2, "dp_replicate": 2, "dp_shard": 1}, 2),
+        "FSDP 2 x TP 2 x PP 2": ({"dp_shard": 2, "tp": 2, "pp": 2}, 2),
+        "FSDP 2 x CP 2 x TP 2": ({"dp_shard": 2, "cp": 2, "tp": 2}, 2),
+        "HSDP 2x2 x TP 2": ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, 1),
+        "PP 2 x CP 2 x FSDP 2": ({"pp": 2, "cp": 2, "dp_shard": 2}, 2),
+    }
+    for (name, (sizes, micro_batch)), compiled in itertools.product(mixtures.items(), (False, True)):
+        overrides: dict[str, object] = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+            "activation_checkpoint.mode": "selective",
+            "compile.enable": str(compiled).lower(),
+            "training.micro_batch_size": micro_batch,
+        }
+        if "owner" in name:
+            overrides["fsdp.partition"] = "owner"
+        how = "compiled" if compiled else "eager"
+        yield Row(f"{name}, selective, {how}", math.prod(sizes.values()), words(overrides))
+
+
+# A dense first layer, a shared expert, and so many experts that at every step but the first some get no token of the
+# whole batch (others five times the mean). The auxiliary loss weighs much, so that a wrong share of it shows.
+MOE: dict[str, object] = {
+    "model.n_experts": 64,
+    "model.experts_per_token": 2,
+    "model.n_shared_experts": 1,
+    "model.expert_dim": 16,
+    "model.n_dense_layers": 1,
+    "model.router.auxiliary_loss_weight": 0.1,
+}
+OWNER: dict[str, object] = {"fsdp.partition": "owner", "mesh.dp_shard": 1}
+ZERO_BUBBLE: dict[str, object] = {"mesh.pp": 2, "pipeline.schedule": "zero_bubble_v"}
+MOE_BIAS: dict[str, object] = {
+    **{key: value for key, value in MOE.items() if "auxiliary" not in key},
+    "model.router.load_balance": "bias",
+    "model.router.scoring": "sigmoid",
+    "model.router.bias_update_rate": 0.01,
+}
+
+
+def moe_rows() -> Iterator[Row]:
+    """A mixture of experts, each balance rule on each axis; selective checkpointing, accumulating two steps."""
+    meshes: dict[str, tuple[dict[str, int], int]] = {  # sizes of the axes, micro-batch
+        "1 process": ({}, 4),
+        "FSDP 2": ({"dp_shard": 2}, 2),
+        "HSDP 2x2": ({"dp_replicate": 2, "dp_shard": 2}, 1),
+        "TP 2": ({"tp": 2}, 4),
+        "PP 2": ({"pp": 2}, 4),
+        "CP 2": ({"cp": 2}, 4),
+        "FSDP 2 x CP 2 x TP 2": ({"dp_shard": 2, "cp": 2, "tp": 2}, 2),
+    }
+    rules = {"auxiliary loss": MOE, "bias": MOE_BIAS}
+    for (name, (sizes, micro_batch)), (rule, run), compiled in itertools.product(
+        meshes.items(), rules.items(), (False, True)
+    ):
+        overrides: dict[str, object] = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+            "activation_checkpoint.mode": "selective",
+            "compile.enable": str(compiled).lower(),
+            "training.micro_batch_size": micro_batch,
+        }
+        how = "compiled" if compiled else "eager"
+        yield Row(f"MoE {rule}, {name}, {how}", math.prod(sizes.values()), words(overrides), words(run))
+
+
+def expert_rows() -> Iterator[Row]:
+    """Experts shared out, alone and beside each other axis; selective checkpointing, accumulating two steps.
+
+    Of 8 ranks each has a sequence of its own, so that their global batch is twice as large.
+    """
+    meshes: dict[str, tuple[dict[str, int], int]] = {  # sizes of the axes, ranks
+        "EP 2": ({"dp_shard": 2, "ep": 2}, 2),
+        "EP 4": ({"dp_shard": 4, "ep": 4}, 4),
+        "EP 2 x FSDP 2": ({"dp_shard": 4, "ep": 2}, 4),
+        "EP 2 x DDP 2": ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 4),
+        "EP 4 x FSDP 2": ({"dp_shard": 8, "ep": 4}, 8),
+        "EP 2 x TP 2": ({"dp_shard": 2, "ep": 2, "tp": 2}, 4),
+        "EP 2 x FSDP 2 x TP 2": ({"dp_shard": 4, "ep": 2, "tp": 2}, 8),
+        "EP 2 x PP 2": ({"dp_shard": 2, "ep": 2, "pp": 2}, 4),
+        "PP 2 x EP 2 x FSDP 2": ({"dp_shard": 4, "ep": 2, "pp": 2}, 8),
+        "EP 2 x CP 2": ({"dp_shard": 2, "cp": 2, "ep": 2}, 4),
+        "EP 4 over CP 2": ({"dp_shard": 2, "cp": 2, "ep": 4}, 4),
+    }
+    for (name, (sizes, ranks)), compiled in itertools.product(meshes.items(), (False, True)):
+        at_once = sizes.get("dp_replicate", 1) * sizes["dp_shard"]
+        overrides: dict[str, object] = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+            "activation_checkpoint.mode": "selective",
+            "compile.enable": str(compiled).lower(),
+            "training.micro_batch_size": max(1, 4 // at_once),
+        }
+        run = MOE | ({"training.global_batch_size": 16} if at_once == 8 else {})
+        yield Row(f"{name}, {'compiled' if compiled else 'eager'}", ranks, words(overrides), words(run))
+
+
+def words(overrides: Mapping[str, object]) -> tuple[str, ...]:
+    """Overrides as on a command line."""
+    return tuple(itertools.chain(*((f"--{key}", str(value)) for key, value in overrides.items())))
+
+
+def owner_table() -> Iterator[Row]:
+    """The optimizer shared out by owner: AdamW and Muon, over as many replicas as there are ranks."""
+    owner = ("--fsdp.partition", "owner")
+    runs = {"AdamW": (), "Muon": ("--optimizer.name", "muon", *owner)}  # Muon is refused without it
+    variants = {
+        "accumulation 1": {},
+        "accumulation 2": {"fsdp.accumulate": "reduce_last"},
+        "selective, accumulation 2": {"activation_checkpoint.mode": "selective"},
+        "compiled, accumulation 1": {"compile.enable": "true"},
+    }
+    for (variant, options), name, ranks in itertools.product(variants.items(), runs, (1, 2, 4)):
+        overrides = {"mesh.dp_replicate": ranks, "mesh.dp_shard": 1, **options}
+        overrides["training.micro_batch_size"] = 8 // (ranks * (2 if "accumulation 2" in variant else 1))
+        yield Row(
+            f"owner {ranks}, {name}, {variant}", ranks, words(overrides) + (() if runs[name] else owner), runs[name]
+        )
+
+
+REFUSED: dict[str, tuple[int, dict[str, object], str]] = {
+    "owner 2 x TP 2": (4, {**OWNER, "mesh.dp_replicate": 2, "mesh.tp": 2}, "mesh.tp"),
+    "owner 2 x CP 2": (4, {**OWNER, "mesh.dp_replicate": 2, "mesh.cp": 2}, "mesh.cp"),
+    "owner over row shards": (2, {"fsdp.partition": "owner", "mesh.dp_shard": 2}, "dp_shard"),
+    "Muon over row shards": (2, {"optimizer.name": "muon"}, "whole matrices"),
+    "Muon with experts": (2, {**OWNER, "mesh.dp_replicate": 2, "optimizer.name": "muon", **MOE}, "expert"),
+    "zero-bubble, compiled": (2, {**ZERO_BUBBLE, "compile.enable": "true"}, "compile"),
+    "zero-bubble, selective": (2, {**ZERO_BUBBLE, "activation_checkpoint.mode": "selective"}, "selective"),
+    "PP 2, layers left out": (2, {"mesh.pp": 2, "pipeline.split": "[2, 1]"}, "4"),
+    "PP 4, 2 micro-batches": (4, {"mesh.pp": 4, "training.micro_batch_size": 4}, "micro-batches"),
+    "CP 4, no 8 parts of the sequence": (4, {"mesh.cp": 4, "training.seq_len": 20}, "20"),
+    "CP 4 all_to_all, 2 heads": (4, {"mesh.cp": 4, "context.method": "all_to_all", "model.n_kv_heads": 2}, "heads"),
+    "TP 3": (3, {"mesh.tp": 3, "mesh.dp_shard": 1}, "does not divide"),
+    "EP 2 of 1 rank": (2, {"mesh.ep": 2, "mesh.dp_replicate": 2, "mesh.dp_shard": 1, **MOE}, "mesh.ep"),
+    "EP 2 without experts": (2, {"mesh.ep": 2}, "n_experts"),
+    "EP 4, 6 experts": (4, {"mesh.ep": 4, **MOE, "model.n_experts": 6}, "6"),
+}
+"""What cannot work, and so is refused by the config: ranks, overrides, and a part of the reason it gives."""

@@ -1,0 +1,34 @@
+"""A pool's workers, over many cases."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts.parity import dtype_overrides, run_rows
+from scripts.parity_rows import table
+
+CONFIG = "parity.toml"
+CHOSEN = ("FSDP 2, full, compiled, accumulation 2", "TP 2, none, eager, accumulation 1")
+
+
+def threads() -> int:
+    """Of this process, those of gloo included, which Python does not know."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+def test_process_groups_that_are_gone_leave_no_threads(ranks):
+    rows = [
+        row
+        for row in table()
+        if row.name in ("FSDP 2, full, compiled, accumulation 2", "TP 2, none, eager, accumulation 1")
+    ]
+
+    class Pool:
+        run = staticmethod(ranks)
+
+    counts = []
+    for _ in range(2):
+        list(run_rows(Pool(), CONFIG, rows, (*dtype_overrides("float64"), "--training.steps", "2")))
+        counts.append(max(ranks(2, threads)))
+    assert counts[1] == counts[0]
