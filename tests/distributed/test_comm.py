@@ -141,6 +141,7 @@ def test_a_named_group_has_delays_of_its_own(ranks, n_ranks, words):
     assert all(0.03 <= seconds < 1 for seconds in ranks(n_ranks, seconds_of_gathers, words))
 
 
+@pytest.mark.long
 def test_overlap_is_measured(ranks):
     chosen = variants(milliseconds=20, depths=[0, 3])
     words = ["--fsdp.reshard_after_forward", "always"]

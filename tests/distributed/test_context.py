@@ -112,7 +112,7 @@ def bytes_kept(seq_len, method, n_ranks):
     mesh = build_mesh(mesh_sizes(config, n_ranks), torch.device("cpu"))
     learner = build_learner(config, mesh)
     loader = build_loader(config, 0, 1, start_sample=0)
-    (batch,) = learner._own_part(next(loader))
+    (batch,) = learner.own_part(next(loader))
     kept = {}
 
     def pack(tensor):
@@ -146,7 +146,7 @@ def growth(seq_len, method):
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
-@pytest.mark.parametrize("method", ["gather", "ring"])
+@pytest.mark.parametrize("method", ["gather", pytest.param("ring", marks=pytest.mark.long)])
 def test_documents_need_no_mask_of_the_whole_sequence(ranks, method):
     seq_len = 1 << 15
     assert max(ranks(2, growth, seq_len, method)) < 0.5 * seq_len**2 / 2
@@ -211,6 +211,7 @@ VALIDATION = (
 )
 
 
+@pytest.mark.long
 def test_a_checkpoint_moves_between_cp_sizes_and_validation_stays(ranks, tmp_path):
     """2 steps on cp 2, 2 on cp 4 by another method, 2 on one process: as 6 on one process."""
     expected, validation, whole = ranks(1, learn, VALIDATION, tmp_path / "alone", 6)[0]

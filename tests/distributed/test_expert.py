@@ -198,7 +198,6 @@ CHOSEN = [  # `scripts/parity.py --rows "*EP *"` runs all
     "EP 2 x TP 2, eager",
     "EP 2 x PP 2, eager",
     "EP 4 over CP 2, eager",
-    "EP 2 x DDP 2, eager",
 ]
 MORE = {
     # name: (ranks, overrides of the run, overrides of the machine)

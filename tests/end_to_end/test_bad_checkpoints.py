@@ -104,7 +104,7 @@ def test_what_a_checkpoint_says_of_its_run(trained: Path):
     assert (manifest["step"], manifest["tokens"], manifest["parent"]) == (2, 2 * 8 * 16, None)
     assert manifest["data_fingerprint"] == {"noise": "synthetic, vocabulary 256"}
     assert manifest["config"]["model"]["ffn_dim"] == 64
-    assert manifest["mesh"] == {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1}
+    assert manifest["mesh"] == {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1}
 
 
 def test_a_folder_that_another_run_has(tmp_path: Path, capsys):

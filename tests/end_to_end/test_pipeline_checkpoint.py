@@ -22,6 +22,7 @@ def train(folder, ranks, steps, *overrides):
     return {record["step"]: record["loss"] for record in records}
 
 
+@pytest.mark.long
 def test_a_run_moves_from_a_pipeline_to_one_process_and_back(tmp_path):
     stayed = train(tmp_path / "stayed", 1, 6)
     moved = tmp_path / "moved"

@@ -9,16 +9,18 @@ from tests.end_to_end.launch import assert_same_tensors, curve, finish, launch, 
 from tests.end_to_end.signals import signal_at_step
 
 EXPERTS = "--model.n_experts 8 --model.router.load_balance bias --model.router.bias_update_rate 0.1"
-CASES = [
-    pytest.param(2, "--checkpoint.mode sync", (7, 13), id="FSDP 2, eager, sync"),
-    pytest.param(2, "--checkpoint.mode async --compile.enable true", (9,), id="FSDP 2, compiled, async"),
-    pytest.param(4, "--checkpoint.mode async --mesh.tp 2", (7, 13), id="FSDP 2 x TP 2, eager, async"),
-    pytest.param(2, f"--checkpoint.mode async {EXPERTS}", (9,), id="FSDP 2, experts with a bias"),
-]
+CASES = {  # the whole matrix, without the command line: `python -m tests.torture.resume`
+    "FSDP 2, eager, sync": (2, "--checkpoint.mode sync", (7, 13)),
+    "FSDP 2, compiled, async": (2, "--checkpoint.mode async --compile.enable true", (9,)),
+    "FSDP 2 x TP 2, eager, async": (4, "--checkpoint.mode async --mesh.tp 2", (7, 13)),
+    "FSDP 2, experts with a bias": (2, f"--checkpoint.mode async {EXPERTS}", (9,)),
+}
+FIRST, *OTHERS = CASES
 
 
-@pytest.mark.parametrize(("ranks", "words", "stops"), CASES)
-def test_stops_leave_no_trace_in_losses_and_weights(tmp_path: Path, ranks: int, words: str, stops: tuple[int, ...]):
+@pytest.mark.parametrize("case", [FIRST, *(pytest.param(case, marks=pytest.mark.long) for case in OTHERS)])
+def test_stops_leave_no_trace_in_losses_and_weights(tmp_path: Path, case: str):
+    ranks, words, stops = CASES[case]
     words += " --training.micro_batch_size 4"
     launch(tmp_path, f"{words} --job.output_dir straight", ranks)
     for steps in (*stops, 20):

@@ -41,7 +41,7 @@ def test_while_torch_is_imported(tmp_path: Path):
     assert [step for step, *_ in curve(tmp_path / "run")] == list(range(1, 21))
 
 
-@pytest.mark.parametrize("target", ["one rank", "torchrun"])
+@pytest.mark.parametrize("target", ["one rank", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_under_torchrun(tmp_path: Path, target: str):
     process = start(tmp_path, LONG, ranks=2)
     signal_at_step(process, tmp_path / "run", 3, 0)
