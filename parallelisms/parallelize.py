@@ -1,7 +1,7 @@
 """The techniques, in the one order in which they compose.
 
-A pipeline's stages are cut first: each is a model of its own to the other techniques. Tensor parallelism changes what
-the modules hold, and context parallelism what a block's forward pass calls, so they come before what wraps that.
+A pipeline's stages are cut first: each is a model of its own to the other techniques. Tensor and expert parallelism
+change what the modules hold, context parallelism what a block's forward pass calls: they come before what wraps that.
 Activation checkpointing wraps a block's forward pass, and compilation wraps that, so that the compiler sees what is
 recomputed. FSDP comes last: its gathers and reductions run around the compiled blocks. No technique knows the model:
 each follows the model's plan. Parameter names never change, so a checkpoint fits any combination.
