@@ -43,6 +43,7 @@ CASES = {
     ),
     "ZeRO 1": (2, ("--fsdp.zero_stage", "1")),
 }
+LONGEST = "CP x TP by all_to_all, full"
 
 
 def compile_counts(overrides: tuple[str, ...]) -> tuple[int, int, int]:
@@ -61,7 +62,9 @@ def compile_counts(overrides: tuple[str, ...]) -> tuple[int, int, int]:
     return sum(counters["graph_break"].values()), graphs[1], graphs[3]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name != LONGEST else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+)
 def test_no_graph_break_and_no_recompile(ranks, name):
     n_ranks, overrides = CASES[name]
     for breaks, after_two, after_four in ranks(n_ranks, compile_counts, overrides):

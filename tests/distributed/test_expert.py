@@ -201,14 +201,17 @@ CHOSEN = [  # `scripts/parity.py --rows "*EP *"` runs all
 ]
 MORE = {
     # name: (ranks, overrides of the run, overrides of the machine)
-    "3-norm": (4, {"training.norm_type": 3.0}, {"mesh.ep": 2}),
     "inf norm": (4, {"training.norm_type": "inf", "training.max_norm": 0.01}, {"mesh.ep": 2}),
-    "ZeRO 1": (4, {}, {"mesh.ep": 2, "fsdp.zero_stage": 1}),
     "full checkpointing, always reshard": (
         4,
         {},
         {"mesh.ep": 2, "activation_checkpoint.mode": "full", "fsdp.reshard_after_forward": "always"},
     ),
+    "experts that the ranks cannot share": (4, {"model.n_experts": 6}, {"mesh.ep": 2}),
+}
+THE_REST = {
+    "3-norm": (4, {"training.norm_type": 3.0}, {"mesh.ep": 2}),
+    "ZeRO 1": (4, {}, {"mesh.ep": 2, "fsdp.zero_stage": 1}),
     "exchange kept": (
         4,
         {},
@@ -219,7 +222,6 @@ MORE = {
         },
     ),
     "zero-bubble": (4, {}, {"mesh.ep": 2, "mesh.pp": 2, "pipeline.schedule": "zero_bubble_v"}),
-    "experts that the ranks cannot share": (4, {"model.n_experts": 6}, {"mesh.ep": 2}),
 }
 
 
@@ -227,9 +229,10 @@ def test_experts_apart_do_not_change_the_run(ranks):
     assert_parity(ranks, [ROWS_BY_NAME[name] for name in CHOSEN])
 
 
-def test_other_options(ranks):
+@pytest.mark.parametrize("options", [MORE, pytest.param(THE_REST, marks=pytest.mark.long)], ids=["few", "the rest"])
+def test_other_options(ranks, options):
     rows = [
         Row(name, n_ranks, words({"training.micro_batch_size": 1} | machine), words(MOE | run))
-        for name, (n_ranks, run, machine) in MORE.items()
+        for name, (n_ranks, run, machine) in options.items()
     ]
     assert_parity(ranks, rows)

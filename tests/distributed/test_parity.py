@@ -40,10 +40,9 @@ CHOSEN = [
     "PP 2 x CP 2, selective, eager",
     "PP 2 x owner 2, selective, eager",
     "FSDP 2 x TP 2 x PP 2, selective, eager",
-    "FSDP 2 x CP 2 x TP 2, selective, eager",
-    "HSDP 2x2 x TP 2, selective, eager",
     "PP 2 x CP 2 x FSDP 2, selective, eager",
 ]
+CHOSEN_OF_THE_LONGEST = ["FSDP 2 x CP 2 x TP 2, selective, eager", "HSDP 2x2 x TP 2, selective, eager"]
 MORE = {
     # name: (ranks, overrides of the run, overrides of the machine)
     # Widths that the ranks do not divide: FSDP pads, and some ranks own nothing of the norms.
@@ -80,6 +79,12 @@ def test_the_table_iswhole():
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_chosen_rows_in_float64(ranks, name):
+    assert_parity(ranks, [ROWS[name]])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CHOSEN_OF_THE_LONGEST)
+def test_the_longest_rows_in_float64(ranks, name):
     assert_parity(ranks, [ROWS[name]])
 
 

@@ -17,6 +17,7 @@ from trainer.metrics import TimeLedger
 from trainer.trainer import Trainer
 
 
+@pytest.mark.long
 def test_a_run_exports_its_checkpoints(tmp_path):
     words = "--checkpoint.interval 5 --checkpoint.export_every 10 --training.steps 30"
     launch(tmp_path, f"{words} --mesh.tp 2 --checkpoint.mode async", ranks=2)

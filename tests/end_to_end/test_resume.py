@@ -42,6 +42,7 @@ def test_a_resume_leaves_no_trace_compiled_on_a_mesh_of_two_dimensions(tmp_path:
     assert_same_tensors(tensors(tmp_path / "resumed"), tensors(tmp_path / "straight"))
 
 
+@pytest.mark.long
 def test_another_mesh_and_world_size_go_on_with_the_same_curve(tmp_path: Path):
     words = "--training.dtype float64 --training.compute_dtype float64 --training.reduce_dtype float64"
     launch(tmp_path, f"{words} --job.output_dir straight")
