@@ -1,8 +1,8 @@
 """Ranks as processes of this machine, started once and used for many cases.
 
 Importing torch costs a process seconds, so a test suite or a parity table that starts new processes for every case
-spends its time there. A pool's workers stay; each case forms a fresh gloo process group of as many of them as it
-needs.
+spends its time there. A pool's workers stay (but see MANY_THREADS); each case forms a fresh gloo process group of as
+many of them as it needs.
 """
 
 import multiprocessing
@@ -18,6 +18,10 @@ import torch
 import torch.distributed as dist
 
 from parallelisms.mesh import end_process_group
+
+MANY_THREADS = 100
+"""A worker with more makes room for a new one: compiled code that takes DTensors keeps its process groups (torch 2.13,
+the guards of its graphs), 24 threads a mesh, and 200 idle threads take a third of a core."""
 
 
 class RankPool:
@@ -48,18 +52,22 @@ class RankPool:
 
     def _collect(self, workers: list) -> list[Any]:
         results: dict[int, Any] = {}
+        retired = []
         pending = {connection: rank for rank, (_, connection) in enumerate(workers)}
         while pending:
             for ready in wait(list(pending)):
                 connection = cast(Connection, ready)
                 rank = pending.pop(connection)
                 try:
-                    is_error, results[rank] = connection.recv()
+                    is_error, results[rank], retires = connection.recv()
                 except EOFError:
-                    is_error, results[rank] = True, "the process died"
+                    is_error, results[rank], retires = True, "the process died", True
+                if retires:
+                    retired.append(workers[rank])
                 if is_error:  # the others may wait for it in a collective
                     self.close(patience_seconds=0)
                     raise RuntimeError(f"rank {rank} of {len(workers)}: {results[rank]}")
+        self._workers = [worker for worker in self._workers if worker not in retired]
         return [results[rank] for rank in range(len(workers))]
 
     def close(self, patience_seconds: float = 5) -> None:
@@ -90,7 +98,7 @@ def _work(connection: Connection) -> None:
         except EOFError:
             return
         except Exception:  # the function or an argument cannot be imported here
-            connection.send((True, traceback.format_exc()))
+            connection.send((True, traceback.format_exc(), False))
             continue
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
         try:
@@ -107,4 +115,13 @@ def _work(connection: Connection) -> None:
             result = (True, traceback.format_exc())
         if dist.is_initialized():
             end_process_group()
-        connection.send(result)
+        retires = _threads() > MANY_THREADS
+        connection.send((*result, retires))
+        if retires:
+            return
+
+
+def _threads() -> int:
+    """Of this process, those of gloo included, which Python does not know; 0 where the system does not tell."""
+    tasks = "/proc/self/task"
+    return len(os.listdir(tasks)) if os.path.isdir(tasks) else 0

@@ -1,9 +1,12 @@
 """A pool's workers, over many cases."""
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
+from parallelisms.rank_pool import MANY_THREADS, RankPool
 from scripts.parity import dtype_overrides, run_rows
 from scripts.parity_rows import table
 
@@ -32,3 +35,21 @@ def test_process_groups_that_are_gone_leave_no_threads(ranks):
         list(run_rows(Pool(), CONFIG, rows, (*dtype_overrides("float64"), "--training.steps", "2")))
         counts.append(max(ranks(2, threads)))
     assert counts[1] == counts[0]
+
+
+def process_with(n_threads: int) -> int:
+    for _ in range(n_threads):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return os.getpid()
+
+
+def test_a_worker_with_many_threads_makes_room_for_another():
+    pool = RankPool(size=2)
+    try:
+        first = pool.run(2, process_with, 0)
+        assert pool.run(2, process_with, MANY_THREADS) == first
+        after = pool.run(2, process_with, 0)
+        assert not set(after) & set(first)
+        assert pool.run(2, process_with, 0) == after
+    finally:
+        pool.close()
