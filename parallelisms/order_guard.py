@@ -125,7 +125,8 @@ def _caller() -> str:
     frame = _getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_HOME) and file not in _NOT_CALLERS:
+        # A virtual environment may lie in Keel's folder: the README's does.
+        if file.startswith(_HOME) and "site-packages" not in file and file not in _NOT_CALLERS:
             return f"{file.removeprefix(_HOME)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "the backward pass"
