@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the pack
 
 from checkpoint.hf import MAX_SHARD_BYTES, TokenizerFiles, export_hf
 from checkpoint.manifest import read_manifest
-from configs.errors import KeelError, UserError
+from configs.errors import UserError
+from scripts.command import parser_of, run_command
 from trainer.console import Console, parse_size
 from trainer.data.hf_tokenizer import tokenizer_files
 
@@ -21,28 +22,23 @@ from trainer.data.hf_tokenizer import tokenizer_files
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export what the command line says; returns the exit code."""
     options = _parser().parse_args(arguments)
-    with Console() as console:
-        try:
-            tokenizer = _tokenizer(options.checkpoint, options.tokenizer)
-            if not tokenizer.files:
-                console.warning("the export has no tokenizer")
-            with console.progress(f"Exporting to {options.output}", in_bytes=True) as report:
-                export_hf(
-                    options.checkpoint,
-                    options.output,
-                    tokenizer,
-                    dtype=options.dtype,
-                    max_shard_bytes=options.max_shard_size,
-                    verify=options.verify,
-                    progress=report,
-                )
-        except KeelError as error:
-            console.error(str(error))
-            return error.exit_code
-        except KeyboardInterrupt:
-            console.error("stopped; nothing was written")
-            return 130
-    return 0
+
+    def work(console: Console) -> None:
+        tokenizer = _tokenizer(options.checkpoint, options.tokenizer)
+        if not tokenizer.files:
+            console.warning("the export has no tokenizer")
+        with console.progress(f"Exporting to {options.output}", in_bytes=True) as report:
+            export_hf(
+                options.checkpoint,
+                options.output,
+                tokenizer,
+                dtype=options.dtype,
+                max_shard_bytes=options.max_shard_size,
+                verify=options.verify,
+                progress=report,
+            )
+
+    return run_command(work, "stopped; nothing was written")
 
 
 def _tokenizer(checkpoint: Path, wanted: str | None) -> TokenizerFiles:
@@ -59,8 +55,7 @@ def _tokenizer(checkpoint: Path, wanted: str | None) -> TokenizerFiles:
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(description=summary.partition(":")[0] + ".", epilog=details)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint")
     add("output", type=Path, metavar="OUTPUT", help="folder to make")

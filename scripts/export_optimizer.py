@@ -22,10 +22,11 @@ from pydantic import ValidationError
 
 from checkpoint.manifest import read_manifest
 from checkpoint.optimizer_export import export_optimizer
-from configs.errors import KeelError, UserError
+from configs.errors import UserError
 from configs.schema import Config
 from models import build_model
 from parallelisms.plan import plan_of
+from scripts.command import parser_of, run_command
 from trainer.console import Console, parse_size
 from trainer.lr_schedule import learning_rate
 from trainer.optimizer import plain_optimizers, set_lr
@@ -35,27 +36,22 @@ from trainer.step import hidden_matrices
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export what the command line says; returns the exit code."""
     options = _parser().parse_args(arguments)
-    with Console() as console:
-        try:
-            optimizers, experts = _described(options.checkpoint)
-            with console.progress(f"Exporting to {options.output}", in_bytes=True) as report:
-                export_optimizer(
-                    options.checkpoint,
-                    options.output,
-                    optimizers,
-                    experts,
-                    gather=options.gather,
-                    max_bytes=options.max_bytes or free_bytes(),
-                    verify=options.verify,
-                    progress=report,
-                )
-        except KeelError as error:
-            console.error(str(error))
-            return error.exit_code
-        except KeyboardInterrupt:
-            console.error("stopped; nothing was written")
-            return 130
-    return 0
+
+    def work(console: Console) -> None:
+        optimizers, experts = _described(options.checkpoint)
+        with console.progress(f"Exporting to {options.output}", in_bytes=True) as report:
+            export_optimizer(
+                options.checkpoint,
+                options.output,
+                optimizers,
+                experts,
+                gather=options.gather,
+                max_bytes=options.max_bytes or free_bytes(),
+                verify=options.verify,
+                progress=report,
+            )
+
+    return run_command(work, "stopped; nothing was written")
 
 
 def _described(checkpoint: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -94,8 +90,7 @@ def free_bytes(root: Path = Path("/")) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(description=summary.partition(":")[0] + ".", epilog=details)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint")
     add("output", type=Path, metavar="OUTPUT", help="folder to make")

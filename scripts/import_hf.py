@@ -1,7 +1,8 @@
 """Turn a Hugging Face model into a Keel checkpoint to train on from: scripts/import_hf.py SOURCE OUTPUT
 
-SOURCE is a folder with config.json and safetensors files of a Llama 2 or 3.x. OUTPUT gets the weights, the tokenizer
-and model.toml, a base for job files. A job goes on from there by `checkpoint.init_from = "OUTPUT"`, at any mesh.
+SOURCE is a folder with config.json and safetensors files of a Llama 2 or 3.x, or a Mixtral. OUTPUT gets the weights,
+the tokenizer and model.toml, a base for job files. A job goes on from there by `checkpoint.init_from = "OUTPUT"`, at
+any mesh.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
 
 from checkpoint.hf import MODEL_TOML, import_hf
-from configs.errors import KeelError
+from scripts.command import parser_of, run_command
 from trainer.console import Console
 from trainer.data.hf_tokenizer import find_tokenizer
 
@@ -20,26 +21,20 @@ from trainer.data.hf_tokenizer import find_tokenizer
 def main(arguments: Sequence[str] | None = None) -> int:
     """Import what the command line says; returns the exit code."""
     options = _parser().parse_args(arguments)
-    with Console() as console:
-        try:
-            tokenizer = find_tokenizer(options.source)
-            with console.progress(f"Importing to {options.output}", in_bytes=True) as report:
-                import_hf(options.source, options.output, tokenizer, options.dtype, report)
-        except KeelError as error:
-            console.error(str(error))
-            return error.exit_code
-        except KeyboardInterrupt:
-            console.error("stopped; nothing was written")
-            return 130
+
+    def work(console: Console) -> None:
+        tokenizer = find_tokenizer(options.source)
+        with console.progress(f"Importing to {options.output}", in_bytes=True) as report:
+            import_hf(options.source, options.output, tokenizer, options.dtype, report)
         if tokenizer is None:
             console.warning(f"{options.source} has no tokenizer that Keel can read; set tokenizer.path to one")
         console.line(f'To train it: base = "{options.output / MODEL_TOML}", checkpoint.init_from = "{options.output}"')
-    return 0
+
+    return run_command(work, "stopped; nothing was written")
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(description=summary.partition(":")[0] + ".", epilog=details)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help="folder of a Hugging Face model")
     add("output", type=Path, metavar="OUTPUT", help="folder to make")

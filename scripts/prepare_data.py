@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
 
-from configs.errors import KeelError
+from scripts.command import parser_of, run_command
 from trainer.console import Console
 from trainer.data.prepare import TRAIN, VALIDATION, Split, prepare
 
@@ -21,27 +21,22 @@ from trainer.data.prepare import TRAIN, VALIDATION, Split, prepare
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare what the command line says; returns the exit code."""
     options = _parser().parse_args(arguments)
-    with Console() as console:
-        try:
-            with console.progress(f"Writing token files to {options.output}") as progress:
-                record = prepare(
-                    options.inputs,
-                    options.output,
-                    options.tokenizer,
-                    processes=options.processes,
-                    validation_fraction=options.validation_fraction,
-                    max_bad_files=options.max_bad_files,
-                    progress=progress,
-                    text_key=options.text_key,
-                )
-        except KeelError as error:
-            console.error(str(error))
-            return error.exit_code
-        except KeyboardInterrupt:
-            console.error("stopped; the same command goes on from there")
-            return 130
+
+    def work(console: Console) -> None:
+        with console.progress(f"Writing token files to {options.output}") as progress:
+            record = prepare(
+                options.inputs,
+                options.output,
+                options.tokenizer,
+                processes=options.processes,
+                validation_fraction=options.validation_fraction,
+                max_bad_files=options.max_bad_files,
+                progress=progress,
+                text_key=options.text_key,
+            )
         _say(console, record, options.output)
-    return 0
+
+    return run_command(work, "stopped; the same command goes on from there")
 
 
 def _say(console: Console, record: dict[str, Any], output: Path) -> None:
@@ -57,8 +52,7 @@ def _say(console: Console, record: dict[str, Any], output: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(description=summary.partition(":")[0] + ".", epilog=details)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="file, folder, hub:NAME[:CONFIG], or python_stdlib")
     add("--output", type=Path, required=True, metavar="FOLDER", help="folder to make, with train/ and validation/")

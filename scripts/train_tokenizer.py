@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
 
-from configs.errors import KeelError
+from scripts.command import parser_of, run_command
 from trainer.console import Console
 from trainer.data.text import BadFiles, documents
 from trainer.data.tokenizer import train_sentencepiece
@@ -22,22 +22,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     bad = BadFiles(options.max_bad_files)
     texts = (text for name in options.inputs for text in documents(name, options.text_key, bad))
-    with Console() as console:
-        try:
-            with console.progress(f"Training a tokenizer of {options.vocab_size:,} pieces"):
-                train_sentencepiece(texts, options.output, options.vocab_size)
-        except KeelError as error:
-            console.error(str(error))
-            return error.exit_code
+
+    def work(console: Console) -> None:
+        with console.progress(f"Training a tokenizer of {options.vocab_size:,} pieces"):
+            train_sentencepiece(texts, options.output, options.vocab_size)
         for message in bad.messages:
             console.warning(f"left out: {message}")
         console.line(f"{options.output}: {options.vocab_size:,} pieces")
-    return 0
+
+    return run_command(work, "stopped; nothing was written")
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(description=summary.partition(":")[0] + ".", epilog=details)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="file, folder, hub:NAME[:CONFIG], or python_stdlib")
     add("--output", type=Path, required=True, metavar="FILE", help="the .model file to write")

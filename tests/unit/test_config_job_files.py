@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.layout import active_parameter_count, parameter_count, smallest_world_size
+from configs.layout import active_parameter_count, mesh_sizes, parameter_count, smallest_world_size
 from configs.load import JOB_FILES, load
 from scripts.config_schema import SCHEMA_FILE, schema_text
 from trainer.flops import parameter_shapes
@@ -39,12 +39,12 @@ def test_every_job_file_is_valid(file):
 
 @pytest.mark.parametrize(("name", "ranks"), HARDWARE.items())
 def test_every_job_runs_on_the_hardware_it_names(name, ranks):
-    load(name, world_size=ranks)
+    assert mesh_sizes(load(name, world_size=ranks).config, ranks).world_size == ranks
 
 
 @pytest.mark.parametrize(("ranks", "words"), [(1, []), (2, []), (2, ["--mesh.tp=2"]), (4, ["--mesh.tp=2"])])
 def test_the_debug_job_runs_on_small_meshes(ranks, words):
-    load("debug", words, ranks)
+    assert mesh_sizes(load("debug", words, ranks).config, ranks).world_size == ranks
 
 
 @pytest.mark.parametrize(("name", "count"), PUBLISHED.items())

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from configs.errors import UserError
+from scripts.command import run_command
 from scripts.parity_rows import REFUSED, table
 from tests.conftest import ROOT
 
@@ -55,3 +57,18 @@ def test_the_parity_script_lists_its_rows():
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) == len(list(table())) + len(REFUSED)
     assert run_script("parity.py", "--rows", "nothing like it").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("ends_by", "code", "said"),
+    [(None, 0, ""), (UserError("no such file"), 1, "no such file"), (KeyboardInterrupt(), 130, "nothing was written")],
+)
+def test_a_command_ends_with_a_message_and_a_code(capsys, ends_by, code, said):
+    def work(_console):
+        if ends_by is not None:
+            raise ends_by
+
+    assert run_command(work, "stopped; nothing was written") == code
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err
+    assert "Traceback" not in printed.out + printed.err
