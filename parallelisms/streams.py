@@ -14,8 +14,9 @@ what is gathered nor in which order it is issued.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -149,13 +150,14 @@ class _QueuedAllGather(DefaultAllGather):
 
 
 class _LateReduceScatter(DefaultReduceScatter):
-    """FSDP's reduce-scatter, which on a CPU is over when it returns, with a delay."""
+    """FSDP's reduce-scatter, after a delay: of this thread on a CPU, where it is over when it returns, else of the
+    stream that it is issued in."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, delay: Callable[[], None]) -> None:
+        self._delay = delay
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        time.sleep(self._seconds)
+        self._delay()
         return super().__call__(*arguments, **options)
 
 
@@ -170,7 +172,7 @@ def _queue_on_cpu(root: FSDPModule, comm: Comm, counts: GatherCounts) -> None:
         delays = _delays(comm.simulate, over.dimension)
         module.set_custom_all_gather(_QueuedAllGather(queue, delays.all_gather))
         if delays.reduce_scatter:
-            module.set_custom_reduce_scatter(_LateReduceScatter(delays.reduce_scatter))
+            module.set_custom_reduce_scatter(_LateReduceScatter(partial(time.sleep, delays.reduce_scatter)))
 
 
 # --------------------------------------------------------------------------- on a GPU
@@ -187,17 +189,6 @@ class _DelayedAllGather(DefaultAllGather):
         return super().__call__(*arguments, **options)
 
 
-class _DelayedReduceScatter(DefaultReduceScatter):
-    """FSDP's reduce-scatter, likewise."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        occupy_stream(self._seconds)
-        return super().__call__(*arguments, **options)
-
-
 def _delay_in_streams(root: FSDPModule, simulate: Simulate) -> None:
     for module in fsdp_modules(cast(nn.Module, root)):
         over = gathered_over(module)
@@ -205,4 +196,4 @@ def _delay_in_streams(root: FSDPModule, simulate: Simulate) -> None:
         if delays.all_gather:
             module.set_custom_all_gather(_DelayedAllGather(delays.all_gather))
         if delays.reduce_scatter:
-            module.set_custom_reduce_scatter(_DelayedReduceScatter(delays.reduce_scatter))
+            module.set_custom_reduce_scatter(_LateReduceScatter(partial(occupy_stream, delays.reduce_scatter)))

@@ -123,11 +123,7 @@ def _mixed_rows() -> Iterator[Row]:
         "PP 2 x CP 2 x FSDP 2": ({"pp": 2, "cp": 2, "dp_shard": 2}, 2),
     }
     for (name, (sizes, micro_batch)), compiled in itertools.product(mixtures.items(), (False, True)):
-        overrides: dict[str, object] = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
-            "activation_checkpoint.mode": "selective",
-            "compile.enable": str(compiled).lower(),
-            "training.micro_batch_size": micro_batch,
-        }
+        overrides = _selective(sizes, micro_batch, compiled)
         if "owner" in name:
             overrides["fsdp.partition"] = "owner"
         how = "compiled" if compiled else "eager"
@@ -144,8 +140,6 @@ MOE: dict[str, object] = {
     "model.n_dense_layers": 1,
     "model.router.auxiliary_loss_weight": 0.1,
 }
-OWNER: dict[str, object] = {"fsdp.partition": "owner", "mesh.dp_shard": 1}
-ZERO_BUBBLE: dict[str, object] = {"mesh.pp": 2, "pipeline.schedule": "zero_bubble_v"}
 MOE_BIAS: dict[str, object] = {
     **{key: value for key, value in MOE.items() if "auxiliary" not in key},
     "model.router.load_balance": "bias",
@@ -169,11 +163,7 @@ def moe_rows() -> Iterator[Row]:
     for (name, (sizes, micro_batch)), (rule, run), compiled in itertools.product(
         meshes.items(), rules.items(), (False, True)
     ):
-        overrides: dict[str, object] = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
-            "activation_checkpoint.mode": "selective",
-            "compile.enable": str(compiled).lower(),
-            "training.micro_batch_size": micro_batch,
-        }
+        overrides = _selective(sizes, micro_batch, compiled)
         how = "compiled" if compiled else "eager"
         yield Row(f"MoE {rule}, {name}, {how}", math.prod(sizes.values()), words(overrides), words(run))
 
@@ -198,13 +188,18 @@ def expert_rows() -> Iterator[Row]:
     }
     for (name, (sizes, ranks)), compiled in itertools.product(meshes.items(), (False, True)):
         at_once = sizes.get("dp_replicate", 1) * sizes["dp_shard"]
-        overrides: dict[str, object] = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
-            "activation_checkpoint.mode": "selective",
-            "compile.enable": str(compiled).lower(),
-            "training.micro_batch_size": max(1, 4 // at_once),
-        }
+        overrides = _selective(sizes, max(1, 4 // at_once), compiled)
         run = MOE | ({"training.global_batch_size": 16} if at_once == 8 else {})
         yield Row(f"{name}, {'compiled' if compiled else 'eager'}", ranks, words(overrides), words(run))
+
+
+def _selective(sizes: Mapping[str, int], micro_batch: int, compiled: bool) -> dict[str, object]:
+    """Overrides for a mesh, with selective activation checkpointing."""
+    return {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+        "activation_checkpoint.mode": "selective",
+        "compile.enable": str(compiled).lower(),
+        "training.micro_batch_size": micro_batch,
+    }
 
 
 def words(overrides: Mapping[str, object]) -> tuple[str, ...]:
@@ -230,6 +225,8 @@ def owner_table() -> Iterator[Row]:
         )
 
 
+OWNER: dict[str, object] = {"fsdp.partition": "owner", "mesh.dp_shard": 1}
+ZERO_BUBBLE: dict[str, object] = {"mesh.pp": 2, "pipeline.schedule": "zero_bubble_v"}
 REFUSED: dict[str, tuple[int, dict[str, object], str]] = {
     "owner 2 x TP 2": (4, {**OWNER, "mesh.dp_replicate": 2, "mesh.tp": 2}, "mesh.tp"),
     "owner 2 x CP 2": (4, {**OWNER, "mesh.dp_replicate": 2, "mesh.cp": 2}, "mesh.cp"),
