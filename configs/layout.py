@@ -28,6 +28,8 @@ class MeshSizes:
     pp: int = 1
     ep: int = 1
     """Cuts dp_shard x cp anew, for the experts alone; no axis beside the others."""
+    by_owner: bool = False
+    """Whether parameters stay whole where FSDP would cut them (`fsdp.partition`); dp_shard is 1 then."""
 
     @property
     def dp(self) -> int:
@@ -37,7 +39,12 @@ class MeshSizes:
     @property
     def fsdp_shard(self) -> int:
         """Ranks over which FSDP shards: a context-parallel rank holds different tokens, as a data-parallel one does."""
-        return self.dp_shard * self.cp
+        return 1 if self.by_owner else self.dp_shard * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same shard."""
+        return self.token_ranks // self.fsdp_shard
 
     @property
     def expert_shard(self) -> int:
@@ -93,7 +100,8 @@ def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
             f"start {start}{' or a multiple' if left_open else ''}, or change [mesh]"
         )
     dp_shard = world_size // product if left_open else mesh.dp_shard
-    return MeshSizes(mesh.dp_replicate, dp_shard, mesh.tp, cp=mesh.cp, pp=mesh.pp, ep=mesh.ep)
+    by_owner = config.fsdp.partition == "owner"
+    return MeshSizes(mesh.dp_replicate, dp_shard, mesh.tp, cp=mesh.cp, pp=mesh.pp, ep=mesh.ep, by_owner=by_owner)
 
 
 def accumulation_steps(config: Config, sizes: MeshSizes) -> int:

@@ -109,6 +109,13 @@ def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem
     if not n_experts:
         yield "mesh.ep", f"ep {ep} shares experts out, but model.n_experts is not set; leave ep out"
         return
+    if config.fsdp.partition == "owner":
+        yield (
+            "mesh.ep",
+            f'ep {ep} shares experts out to the ranks of dp_shard x cp, and fsdp.partition "owner" keeps parameters '
+            'whole there; set ep = 1, or partition "rows"',
+        )
+        return
     if n_experts % ep:
         yield (
             "mesh.ep",
@@ -142,13 +149,6 @@ def _owner_partition(config: Config, world_size: int | None) -> Iterator[Problem
         )
     if fsdp.zero_stage != 3:
         yield "fsdp.zero_stage", 'zero_stage does nothing with partition "owner", which cuts no rows; leave it out'
-    for axis, ranks in (("tp", config.mesh.tp), ("cp", config.mesh.cp)):
-        if ranks > 1:  # over cp the parameters are sharded as over dp_shard
-            yield (
-                "fsdp.partition",
-                f'partition "owner" needs whole parameters, and {axis} {ranks} cuts them; set mesh.{axis} = 1, or '
-                'partition "rows"',
-            )
     try:
         sizes = mesh_sizes(config, world_size or smallest_world_size(config.mesh))
     except ConfigError:
@@ -168,6 +168,12 @@ def _muon(config: Config, _: int | None) -> Iterator[Problem]:
             "optimizer.name",
             'Muon makes whole matrices orthogonal, and partition "rows" cuts them; set fsdp.partition = "owner" and '
             "mesh.dp_shard = 1, with dp_replicate for the ranks",
+        )
+    if optimizer.name == "muon" and config.mesh.tp > 1:
+        yield (
+            "optimizer.name",
+            f"Muon makes whole matrices orthogonal, and tp {config.mesh.tp} cuts them; set mesh.tp = 1, or "
+            'name = "adamw"',
         )
     if optimizer.name == "muon" and config.model.n_experts is not None:
         yield (

@@ -277,7 +277,7 @@ class Fsdp(Table):
     accumulate: Literal["reduce_every", "reduce_last"] = "reduce_every"
     """reduce_last (with mesh.pp > 1 always): reduce gradients once a step; until then they are kept unsharded."""
     partition: Literal["rows", "owner"] = "rows"
-    """owner: shares whole parameters' optimizer state out to the dp_replicate ranks, instead of cutting by rows."""
+    """owner: shares whole parameters' optimizer state out to the dp_replicate x cp ranks, instead of cutting rows."""
     owner_broadcast_dtype: Literal["bfloat16"] | None = None
     """owner: send updated parameters, and compute with them, rounded to this; owners keep training.dtype (run key)."""
 

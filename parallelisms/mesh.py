@@ -28,7 +28,8 @@ class Mesh:
     sizes: MeshSizes
     device: torch.device
     fsdp: DeviceMesh
-    """(shard,), or (dp_replicate, shard) where there are replicas: what `fully_shard` takes; shard: dp_shard x cp."""
+    """(shard,), or (replicas, shard) where there are some: what `fully_shard` takes. By rows, shard is dp_shard x cp
+    and replicas is dp_replicate; by owner, shard is 1, and replicas are all that hold different tokens."""
     cp: DeviceMesh
     tp: DeviceMesh
     pp: DeviceMesh
@@ -39,7 +40,7 @@ class Mesh:
     ep: DeviceMesh
     """(ep,), or (ep, tp) where there is tensor parallelism: over what experts are cut before FSDP shards them."""
     expert_fsdp: DeviceMesh
-    """(expert_shard,), or (dp_replicate, expert_shard): what `fully_shard` takes for them."""
+    """(expert_shard,), or (replicas, expert_shard): what `fully_shard` takes for them."""
 
     @property
     def dp_rank(self) -> int:
@@ -102,21 +103,22 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
     """Arrange the ranks of the process group as `sizes` says."""
     mesh = init_device_mesh(
         device.type,
-        (sizes.pp, sizes.dp_replicate, sizes.fsdp_shard, sizes.tp),
-        mesh_dim_names=("pp", "dp_replicate", "shard", "tp"),
+        (sizes.pp, sizes.token_ranks, sizes.tp),
+        mesh_dim_names=("pp", "tokens", "tp"),
     )
-    finer = mesh._unflatten("shard", (sizes.dp_shard, sizes.cp), ("dp_shard", "cp"))
-    experts = mesh._unflatten("shard", (sizes.expert_shard, sizes.ep), ("expert_shard", "ep"))
-    replicas = ("dp_replicate",) if sizes.dp_replicate > 1 else ()
+    axes = mesh._unflatten("tokens", (sizes.dp_replicate, sizes.dp_shard, sizes.cp), ("dp_replicate", "dp_shard", "cp"))
+    fsdp = mesh._unflatten("tokens", (sizes.replicas, sizes.fsdp_shard), ("replicas", "shard"))
+    experts = fsdp._unflatten("shard", (sizes.expert_shard, sizes.ep), ("expert_shard", "ep"))
+    replicas = ("replicas",) if sizes.replicas > 1 else ()
     return Mesh(
         sizes=sizes,
         device=device,
-        fsdp=mesh[*replicas, "shard"],
-        cp=finer["cp"],
+        fsdp=fsdp[*replicas, "shard"],
+        cp=axes["cp"],
         tp=mesh["tp"],
         pp=mesh["pp"],
-        dp=finer["dp_replicate", "dp_shard"]._flatten("dp"),
-        tokens=mesh["dp_replicate", "shard"]._flatten("tokens"),
+        dp=axes["dp_replicate", "dp_shard"]._flatten("dp"),
+        tokens=mesh["tokens"],
         ep=experts["ep", "tp"] if sizes.tp > 1 else experts["ep"],
         expert_fsdp=experts[*replicas, "expert_shard"],
     )

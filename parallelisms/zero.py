@@ -12,8 +12,11 @@ owner included, computes with the rounded values: the replicas stay equal bit fo
 on the number of ranks, as it would if each owner computed with its masters. Where the forward pass computes in that
 type anyway, rounding changes nothing at all.
 
-A checkpoint takes from each rank what it owns, by the parameters' names and in their whole shape: nothing is gathered
-to save it, and any number of ranks, or ranks that cut by rows, load it.
+Tensor parallelism cuts parameters before they have owners. Then the ranks with one part of the model share that part
+out among them, and the optimizer updates parts, which an element-wise one may.
+
+A checkpoint takes from each rank what it owns, by the parameters' names and with its place in the whole: nothing is
+gathered to save it, and any number of ranks, or ranks that cut by rows, load it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -70,8 +73,8 @@ class _Broadcast:
         if self.work is not None:
             self.work.wait()
         if self.unpacks:
-            parts = self.buffer.split([p.numel() for p in self.parameters])
             targets = [_local(p) for p in self.parameters]
+            parts = self.buffer.split([target.numel() for target in targets])
             torch._foreach_copy_(targets, [part.view_as(t) for part, t in zip(parts, targets, strict=True)])
 
 
@@ -93,16 +96,16 @@ class OwnerPartition(Optimizer):
         """Share the parameters out. A rank may own none.
 
         Args:
-            groups: parameter groups. "params" holds (name, parameter) pairs: replicated tensors, or DTensors whose
-                local part is the whole; "optimizer" makes an optimizer of a list of one group, as the class
-                `torch.optim.AdamW` does; the rest are its settings.
+            groups: parameter groups. "params" holds (name, parameter) pairs: replicated tensors, or DTensors that no
+                mesh dimension but one outside of `process_group` cuts; "optimizer" makes an optimizer of a list of one
+                group, as the class `torch.optim.AdamW` does; the rest are its settings.
             process_group: the ranks that hold replicas.
             broadcast_dtype: None sends parameters as they are.
         """
         self._ranks, self._rank = process_group, dist.get_rank(process_group)
         self._broadcast_dtype = broadcast_dtype
         self._owner: dict[Parameter, int] = {}
-        self._mine: dict[Parameter, Parameter] = {}  # as a plain whole tensor: the parameter's memory, or its master
+        self._mine: dict[Parameter, Parameter] = {}  # as a plain tensor: the parameter's memory, or its master
         self._inner: list[Optimizer] = []  # one a group
         self._forward_order: dict[Parameter, int] = {}
         self._on_their_way: dict[Parameter, _Broadcast] = {}
@@ -197,7 +200,7 @@ class OwnerPartition(Optimizer):
         for parameter in sorted(parameters, key=lambda p: self._forward_order.get(p, 0)):
             key = (self._owner[parameter], parameter.dtype)
             bucket = filling.setdefault(key, [])
-            if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > BUCKET_BYTES:
+            if bucket and sum(_local(p).nbytes for p in (*bucket, parameter)) > BUCKET_BYTES:
                 yield bucket
                 bucket = filling[key] = []
             bucket.append(parameter)
@@ -206,15 +209,16 @@ class OwnerPartition(Optimizer):
     def _start(self, bucket: list[Parameter]) -> _Broadcast:
         owner = self._owner[bucket[0]]
         is_mine, rounds = owner == self._rank, self._broadcast_dtype is not None
-        if len(bucket) == 1 and not rounds and _local(bucket[0]).is_contiguous():
-            buffer, unpacks = _local(bucket[0]), False
+        tensors = [_local(p) for p in bucket]
+        if len(bucket) == 1 and not rounds and tensors[0].is_contiguous():
+            buffer, unpacks = tensors[0], False
         else:
-            dtype, device = self._broadcast_dtype or bucket[0].dtype, _local(bucket[0]).device
-            buffer = torch.empty(sum(p.numel() for p in bucket), dtype=dtype, device=device)
+            sizes, dtype = [t.numel() for t in tensors], self._broadcast_dtype or bucket[0].dtype
+            buffer = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
             unpacks = rounds or not is_mine
             if is_mine:
-                sources = [self._mine[p] if rounds else _local(p) for p in bucket]
-                parts = buffer.split([p.numel() for p in bucket])
+                sources = [self._mine[p].detach() for p in bucket] if rounds else tensors
+                parts = buffer.split(sizes)
                 torch._foreach_copy_([part.view_as(s) for part, s in zip(parts, sources, strict=True)], sources)
         work = dist.broadcast(buffer, group=self._ranks, group_src=owner, async_op=True)
         return _Broadcast(work, buffer, bucket, unpacks)
@@ -227,8 +231,8 @@ class OwnerPartition(Optimizer):
         named = {n: p for group in groups for n, p in zip(group["param_names"], group["params"], strict=True)}
         loads = [0] * dist.get_world_size(self._ranks)
         for parameter, rank in self._owner.items():
-            loads[rank] += parameter.numel()
-        owners = assign_owners({name: p.numel() for name, p in named.items()}, loads)
+            loads[rank] += _local(parameter).numel()
+        owners = assign_owners({name: _local(p).numel() for name, p in named.items()}, loads)
         self._owner |= {parameter: owners[name] for name, parameter in named.items()}
         for group in groups:
             self._take_over(group)
@@ -256,10 +260,18 @@ class OwnerPartition(Optimizer):
     # ------------------------------------------------------------------ saving and loading
 
     def owned(self) -> dict[Parameter, Tensor]:
-        """What this rank saves of the parameters: the whole of each it owns, in full precision. Writing into these
-        and into `state` in place, on all ranks, and calling `owned_were_loaded` restores a state."""
+        """What this rank saves of the parameters: those it owns, in full precision; DTensors where they are cut.
+
+        Writing into these and into `owned_state` in place, on all ranks, and calling `owned_were_loaded` restores a
+        state.
+        """
         rounds = self._broadcast_dtype is not None
-        return {p: (plain if rounds else _local(p)).detach() for p, plain in self._mine.items()}
+        return {p: _placed((plain if rounds else _local(p)).detach(), p) for p, plain in self._mine.items()}
+
+    def owned_state(self, parameter: Parameter) -> dict[str, Any]:
+        """The optimizer's state of a parameter, DTensors where it is cut; empty if another rank owns it."""
+        state = self.state[parameter] if parameter in self._mine else {}
+        return {key: _placed(value, parameter) for key, value in state.items()}
 
     @torch.no_grad()
     def owned_were_loaded(self) -> None:
@@ -276,7 +288,7 @@ class OwnerPartition(Optimizer):
             rank: of the process group, the only one that is to have it (the others return {}); None: all ranks.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
-        mine = {i: self.state[p] for i, p in enumerate(parameters) if p in self._mine and self.state[p]}
+        mine = {i: state for i, p in enumerate(parameters) if (state := self.owned_state(p))}
         tables: list[Any] = [None] * dist.get_world_size(self._ranks)
         described = {i: {key: _described(value) for key, value in state.items()} for i, state in mine.items()}
         dist.all_gather_object(tables, described, group=self._ranks)
@@ -304,7 +316,7 @@ class OwnerPartition(Optimizer):
             return description
         if value is None:
             value = torch.empty(description.shape, dtype=description.dtype, device=description.device)
-        value = value.detach().contiguous()
+        value = (value.full_tensor() if isinstance(value, DTensor) else value).detach().contiguous()
         if rank is None:
             dist.broadcast(value, group=self._ranks, group_src=owner)
         elif rank != owner and self._rank == owner:
@@ -317,7 +329,11 @@ class OwnerPartition(Optimizer):
         """Take from the state of a plain torch optimizer over the same groups what this rank owns, and the settings."""
         for group, inner, saved in zip(self.param_groups, self._inner, state_dict["param_groups"], strict=True):
             owned = [(i, p) for i, p in zip(saved["params"], group["params"], strict=True) if p in self._mine]
-            there = {at: state_dict["state"][i] for at, (i, _) in enumerate(owned) if i in state_dict["state"]}
+            there = {
+                at: {key: _own_part(value, p) for key, value in state_dict["state"][i].items()}
+                for at, (i, p) in enumerate(owned)
+                if i in state_dict["state"]
+            }
             settings = {**_settings(saved), "params": list(range(len(owned)))}
             inner.load_state_dict({"state": there, "param_groups": [settings]})
             group.update(_settings(saved))
@@ -358,5 +374,27 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The memory behind a parameter or gradient; its shape is the whole one, since nothing is cut."""
+    """The memory behind a parameter or gradient: the whole, or what tensor parallelism leaves this rank of it."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _placed(value: Any, parameter: Parameter) -> Any:
+    """A tensor of the size of this rank's part of `parameter`, with its place in the whole where that is a part."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    cut = [i for i, placement in enumerate(placements) if mesh.size(i) > 1 and not placement.is_replicate()]
+    if not cut or value.shape != parameter.to_local().shape:
+        return value
+    assert mesh.mesh_dim_names is not None
+    [axis] = cut
+    return DTensor.from_local(value, mesh[mesh.mesh_dim_names[axis]], [placements[axis]], run_check=False)
+
+
+def _own_part(value: Any, parameter: Parameter) -> Any:
+    """What this rank keeps of a parameter's whole tensor."""
+    place = _placed(_local(parameter), parameter)
+    if not isinstance(place, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    [chunk] = place.__create_chunk_list__()
+    return value[tuple(slice(start, start + n) for start, n in zip(chunk.offsets, chunk.sizes, strict=True))]

@@ -116,7 +116,10 @@ def _mixed_rows() -> Iterator[Row]:
     """Pairs that no other row has, and three axes on 8 ranks; selective checkpointing, accumulating two steps."""
     mixtures: dict[str, tuple[dict[str, int], int]] = {  # sizes of the axes, micro-batch
         "PP 2 x CP 2": ({"pp": 2, "cp": 2}, 4),
+        "DDP 2 x TP 2": ({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, 2),
         "PP 2 x owner 2": ({"pp": 2, "dp_replicate": 2, "dp_shard": 1}, 2),
+        "TP 2 x owner 2": ({"tp": 2, "dp_replicate": 2, "dp_shard": 1}, 2),
+        "CP 2 x owner 2": ({"cp": 2, "dp_replicate": 2, "dp_shard": 1}, 2),
         "FSDP 2 x TP 2 x PP 2": ({"dp_shard": 2, "tp": 2, "pp": 2}, 2),
         "FSDP 2 x CP 2 x TP 2": ({"dp_shard": 2, "cp": 2, "tp": 2}, 2),
         "HSDP 2x2 x TP 2": ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, 1),
@@ -228,10 +231,10 @@ def owner_table() -> Iterator[Row]:
 OWNER: dict[str, object] = {"fsdp.partition": "owner", "mesh.dp_shard": 1}
 ZERO_BUBBLE: dict[str, object] = {"mesh.pp": 2, "pipeline.schedule": "zero_bubble_v"}
 REFUSED: dict[str, tuple[int, dict[str, object], str]] = {
-    "owner 2 x TP 2": (4, {**OWNER, "mesh.dp_replicate": 2, "mesh.tp": 2}, "mesh.tp"),
-    "owner 2 x CP 2": (4, {**OWNER, "mesh.dp_replicate": 2, "mesh.cp": 2}, "mesh.cp"),
+    "owner 2 x EP 2": (4, {**OWNER, "mesh.dp_replicate": 2, "mesh.cp": 2, "mesh.ep": 2, **MOE}, "whole"),
     "owner over row shards": (2, {"fsdp.partition": "owner", "mesh.dp_shard": 2}, "dp_shard"),
     "Muon over row shards": (2, {"optimizer.name": "muon"}, "whole matrices"),
+    "Muon x TP 2": (4, {**OWNER, "mesh.dp_replicate": 2, "mesh.tp": 2, "optimizer.name": "muon"}, "whole matrices"),
     "Muon with experts": (2, {**OWNER, "mesh.dp_replicate": 2, "optimizer.name": "muon", **MOE}, "expert"),
     "zero-bubble, compiled": (2, {**ZERO_BUBBLE, "compile.enable": "true"}, "compile"),
     "zero-bubble, selective": (2, {**ZERO_BUBBLE, "activation_checkpoint.mode": "selective"}, "selective"),

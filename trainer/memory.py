@@ -145,7 +145,7 @@ def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int
     """
     state_bytes = _BYTES[config.training.dtype]
     masters = config.fsdp.owner_broadcast_dtype is not None
-    total = [0] * (sizes.dp_replicate if config.fsdp.partition == "owner" else 1)
+    total = [0] * (sizes.replicas if sizes.by_owner else 1)
     owners = assign_owners(elements, total)
     for name, size in elements.items():
         by_muon = config.optimizer.name == "muon" and name.startswith("layers.") and "norm" not in name

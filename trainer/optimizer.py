@@ -134,7 +134,7 @@ def set_lr(optimizer: TorchOptimizer, lr: float) -> None:
 
 
 def saved_weights(optimizer: TorchOptimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
-    """What this rank saves of the parameters, by name: its shards of all, or the whole of those that it owns."""
+    """What this rank saves of the parameters, by name: its shards of all, or those that it owns."""
     if not isinstance(optimizer, OwnerPartition):
         return {name: parameter.detach() for name, parameter in parameters.items()}
     owned = optimizer.owned()
@@ -147,10 +147,11 @@ def optimizer_state(optimizer: TorchOptimizer, parameters: Mapping[str, Paramete
     The keys are AdamW's, `exp_avg` and `exp_avg_sq`, shaped and sharded as the parameter, and the scalar `step`; or
     Muon's `momentum_buffer`. With a partition they are those of the parameters that this rank owns.
     """
+    state_of = optimizer.owned_state if isinstance(optimizer, OwnerPartition) else optimizer.state.__getitem__
     return {
         f"optimizer.{name}.{key}": tensor
         for name, parameter in parameters.items()
-        for key, tensor in optimizer.state[parameter].items()
+        for key, tensor in state_of(parameter).items()
     }
 
 

@@ -185,7 +185,7 @@ def _optimizer(config: Config, mesh: Mesh, stages: Sequence[nn.Module], model_na
     dtype = config.fsdp.owner_broadcast_dtype
     partition = partial(
         OwnerPartition,
-        process_group=mesh.dp.get_group(),
+        process_group=mesh.tokens.get_group(),
         broadcast_dtype=getattr(torch, dtype) if dtype else None,
     )
     optimizer = build_optimizer(config.optimizer, named_parameters, hidden, partition, model_names)

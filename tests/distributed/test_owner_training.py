@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from checkpoint.manager import CheckpointManager
 from configs.layout import mesh_sizes
@@ -29,6 +30,7 @@ OWNER = ("--fsdp.partition", "owner", "--mesh.dp_shard", "1")
 MUON = ("--optimizer.name", "muon")
 AT_ONCE = ("--training.micro_batch_size", "4")
 ROUNDED = ("--fsdp.owner_broadcast_dtype", "bfloat16")
+CUT = ("--mesh.tp", "2")
 ROWS = {row.name: row for row in owner_table()}
 CHOSEN = [
     "owner 2, AdamW, accumulation 1",
@@ -212,9 +214,10 @@ def state_bytes(words):
     learner = learner_of(settings(words))
     own = [tensor for state in learner.optimizer.state.values() for tensor in state.values()]
     parameters = {_storage(parameter.to_local()) for parameter in learner.parameters.values()}
-    own += [tensor for tensor in learner.optimizer.owned().values() if _storage(tensor) not in parameters]
+    masters = (t.to_local() if isinstance(t, DTensor) else t for t in learner.optimizer.owned().values())
+    own += [tensor for tensor in masters if _storage(tensor) not in parameters]
     sizes = learner.mesh.sizes
-    elements = {name: parameter.numel() for name, parameter in learner.parameters.items()}
+    elements = {name: parameter.to_local().numel() for name, parameter in learner.parameters.items()}
     formula = optimizer_bytes(learner.config, sizes, elements)
     return sum(t.nbytes for t in own), formula, estimate_memory(learner.config, sizes, "cpu").optimizer
 
@@ -234,6 +237,16 @@ def test_bytes_of_state(ranks, options):
         # In all as much as one process has, and close to a quarter of it each: the embedding is 12 % of this model.
         assert sum(here) == 2 * 8 * elements + 4 * len(weights_of_model())
         assert max(here) < 1.1 * sum(here) / 4
+
+
+@pytest.mark.parametrize("options", [(), ROUNDED], ids=["whole", "masters"])
+def test_bytes_of_state_beside_other_axes(ranks, options):
+    here, formula, estimates = zip(*ranks(4, state_bytes, owners(2, *CUT, *options)), strict=True)
+    assert list(here) == [formula[0][rank // 2] for rank in range(4)]  # tensor-parallel ranks are neighbours
+    assert set(estimates) == {max(here)}
+    # Context-parallel ranks hold the same parameters, and so share the state out, too.
+    in_four = ranks(4, state_bytes, owners(4, *options))
+    assert ranks(4, state_bytes, owners(2, "--mesh.cp", "2", *options)) == in_four
 
 
 # --------------------------------------------------------------------------- checkpoints
@@ -256,6 +269,8 @@ def test_from_four_ranks_to_two_and_one(ranks, tmp_path, options):
         ((2, ()), (4, owners(4))),
         ((2, ("--fsdp.reshard_after_forward", "never")), (2, owners(2))),  # the memory of ZeRO-2
         ((4, ("--mesh.tp", "2")), (2, owners(2))),
+        ((2, ("--mesh.cp", "2")), (4, owners(2, *CUT))),
+        ((4, owners(2, *CUT)), (4, owners(2, "--mesh.cp", "2"))),
     ],
 )
 def test_owners_and_row_shards_load_each_others_checkpoints(ranks, tmp_path, saved, loaded):
@@ -295,8 +310,8 @@ def rounded_reference(words):
 
 def test_rounded_parameters_do_the_same_on_any_number_of_ranks(ranks):
     expected = ranks(1, rounded_reference, ())[0]
-    for n in (1, 2, 4):
-        assert _difference(ranks(n, run, owners(n, *ROUNDED))[0], expected) < 1e-10
+    for n, words in ((1, owners(1)), (2, owners(2)), (4, owners(4)), (4, owners(2, *CUT))):
+        assert _difference(ranks(n, run, (*words, *ROUNDED))[0], expected) < 1e-10
     plain = ranks(1, run, ())[0]
     # Measured: 8.0e-6. A bfloat16 has 8 significant bits; the errors of many weights average out.
     assert 1e-7 < _difference(expected, plain) < 1e-4
@@ -317,7 +332,7 @@ def test_rounding_changes_nothing_where_the_model_computes_in_that_type(ranks):
 
 def test_checkpoints_hold_the_masters(ranks, tmp_path):
     straight = ranks(2, run, owners(2, *ROUNDED))[0]
-    first = ranks(4, run, owners(4, *ROUNDED), 0, 4, None, tmp_path)[0]
+    first = ranks(4, run, owners(2, *CUT, *ROUNDED), 0, 4, None, tmp_path)[0]
     rest = ranks(2, run, owners(2, *ROUNDED), 4, STEPS, tmp_path)[0]
     assert _difference(first + rest, straight) < 1e-10
 
@@ -358,9 +373,9 @@ def test_freezing_and_unfreezing(ranks, options):
 # --------------------------------------------------------------------------- export
 
 
-def export_and_go_on():
+def export_and_go_on(words):
     """The losses of steps 4 to 7, and of plain torch that took up the exported state after step 3."""
-    learner = learner_of(settings(owners(dist.get_world_size())))
+    learner = learner_of(settings(words))
     train(learner, 0, 4)
     state, values = learner.optimizer.state_dict(rank=0), weights(learner)
     losses = train(learner, 4, STEPS)
@@ -382,6 +397,7 @@ def export_and_go_on():
     return losses, found
 
 
-def test_plain_torch_goes_on_from_the_exported_state(ranks):
-    (losses, found), *_ = ranks(4, export_and_go_on)
+@pytest.mark.parametrize("words", [owners(4), owners(2, *CUT)], ids=["owner 4", "TP 2"])
+def test_plain_torch_goes_on_from_the_exported_state(ranks, words):
+    (losses, found), *_ = ranks(4, export_and_go_on, words)
     assert _difference(found, losses) < 1e-12

@@ -38,7 +38,10 @@ CHOSEN = [
     "CP 2 x TP 2, all_to_all, eager, documents",
     "CP 2, all_to_all, compiled, documents",
     "PP 2 x CP 2, selective, eager",
+    "DDP 2 x TP 2, selective, eager",
     "PP 2 x owner 2, selective, eager",
+    "TP 2 x owner 2, selective, eager",
+    "CP 2 x owner 2, selective, eager",
     "FSDP 2 x TP 2 x PP 2, selective, eager",
     "PP 2 x CP 2 x FSDP 2, selective, eager",
 ]
@@ -73,7 +76,7 @@ def assert_parity(ranks, rows, dtype="float64", overrides=()):
 def test_the_table_iswhole():
     without_zero_bubble, zero_bubble = 17, 3  # the latter neither compiled nor with selective checkpointing
     dense = without_zero_bubble * 3 * 2 * 2 + zero_bubble * 2 * 2
-    zero_stages, context, mixed, owner, mixtures, experts = 9, 5 * 3 * 2 * 2, 6 * 2, 4 * 2 * 3, 7 * 2 * 2, 11 * 2
+    zero_stages, context, mixed, owner, mixtures, experts = 9, 5 * 3 * 2 * 2, 9 * 2, 4 * 2 * 3, 7 * 2 * 2, 11 * 2
     assert len(ROWS) == dense + zero_stages + context + mixed + owner + mixtures + experts
 
 
