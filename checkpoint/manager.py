@@ -35,6 +35,7 @@ from checkpoint.pin import Pinned, remove
 from checkpoint.safe_read import read_metadata
 from checkpoint.store import SaveFailed, Shard, State, on_rank_zero, save_failed
 from checkpoint.verify import content_damages
+from checkpoint.votes import SaveClock, Vote
 from configs.errors import ConfigError, UserError
 from configs.schema import Checkpoint
 
@@ -112,8 +113,8 @@ class CheckpointManager:
         self._voters = dist.new_group(backend="gloo")
         self._stager = store.Stager()
         self._pending: _Save | None = None
-        self._vote: _Vote | None = None
-        self._clock = _Clock(settings.interval_minutes, self._voters)
+        self._vote: Vote | None = None
+        self._clock = SaveClock(settings.interval_minutes, self._voters)
         self._found: Found | None = None
         self._run_id = ""
         self._last: Origin | None = None
@@ -305,7 +306,7 @@ class CheckpointManager:
         if self._vote is not None and self._vote.is_unanimous():
             self.wait()
         else:
-            self._vote = _Vote(self._pending.result.done(), self._voters)
+            self._vote = Vote(self._pending.result.done(), self._voters)
 
     def wait(self) -> None:
         """Wait until no save is under way. Raises: SaveFailed as `save` does."""
@@ -410,50 +411,6 @@ class CheckpointManager:
         newest = self.latest_step()
         kept = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is step {newest}"
         self._warn(f"{error}; TRAINING GOES ON, {kept}; failed saves in a row: {count}, the run ends at {limit}")
-
-
-class _Vote:
-    """One question to all ranks, answered by when one asks for the answer."""
-
-    def __init__(self, yes: bool, group: dist.ProcessGroup) -> None:
-        self._votes = torch.tensor(int(yes))
-        self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MIN, group=group, async_op=True)
-
-    def is_unanimous(self) -> bool:
-        """Whether all ranks voted yes; waits for the last of them."""
-        assert self._work is not None
-        self._work.wait()
-        return bool(self._votes)
-
-
-class _Clock:
-    """Whether so many minutes have passed since the last save, in the opinion of all ranks."""
-
-    def __init__(self, minutes: float, voters: dist.ProcessGroup) -> None:
-        self._seconds = 60 * minutes
-        self._voters = voters
-        self._vote: _Vote | None = None
-        self.is_due = False
-        self.start()
-
-    def start(self) -> None:
-        """Begin anew."""
-        self._since = time.monotonic()
-        self.is_due = False
-        self.close()
-
-    def poll(self) -> None:
-        """Hear what the ranks said at the last poll, and ask them again; 0 minutes: don't ask."""
-        if not self._seconds or self.is_due:
-            return
-        self.is_due = self._vote is not None and self._vote.is_unanimous()
-        self._vote = None if self.is_due else _Vote(time.monotonic() - self._since >= self._seconds, self._voters)
-
-    def close(self) -> None:
-        """Hear what was asked last, so that no rank leaves while another still speaks to it."""
-        if self._vote is not None:
-            self._vote.is_unanimous()
-            self._vote = None
 
 
 def _read(folder: Path) -> Found:
