@@ -15,6 +15,7 @@ A recomputation ends as soon as backward has what it needs: a block's last matri
 residual stream, is never multiplied again.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
@@ -83,6 +84,8 @@ def _checkpoint(block: nn.Module, config: ActivationCheckpoint, default_ops: Seq
         # Without a hash of the policy the compiler's on-disk cache is bypassed: every start would compile anew.
         contexts.cache_hash = repr(selection)  # type: ignore[attr-defined]
         run = partial(run, context_fn=contexts)
+        # The compiler asks its users to see to it that such a block writes nothing in place: none of ours does.
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     forward = block.forward
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:

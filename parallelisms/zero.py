@@ -27,7 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -379,22 +380,29 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _placed(value: Any, parameter: Parameter) -> Any:
-    """A tensor of the size of this rank's part of `parameter`, with its place in the whole where that is a part."""
-    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+    """The optimizer's tensor for this rank's part of a parameter, with its place in the whole; a count as it is."""
+    cut = _cut(parameter)
+    if cut is None or not isinstance(value, Tensor) or value.shape != _local(parameter).shape:
         return value
-    mesh, placements = parameter.device_mesh, parameter.placements
-    cut = [i for i, placement in enumerate(placements) if mesh.size(i) > 1 and not placement.is_replicate()]
-    if not cut or value.shape != parameter.to_local().shape:
-        return value
-    assert mesh.mesh_dim_names is not None
-    [axis] = cut
-    return DTensor.from_local(value, mesh[mesh.mesh_dim_names[axis]], [placements[axis]], run_check=False)
+    return DTensor.from_local(value, *cut, run_check=False)
 
 
 def _own_part(value: Any, parameter: Parameter) -> Any:
-    """What this rank keeps of a parameter's whole tensor."""
-    place = _placed(_local(parameter), parameter)
-    if not isinstance(place, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
+    """The reverse: what this rank keeps of the optimizer's tensor for a whole parameter."""
+    cut = _cut(parameter)
+    if cut is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
-    [chunk] = place.__create_chunk_list__()
-    return value[tuple(slice(start, start + n) for start, n in zip(chunk.offsets, chunk.sizes, strict=True))]
+    return distribute_tensor(value, *cut, src_data_rank=None).to_local()  # every rank has the whole: none is sent
+
+
+def _cut(parameter: Parameter) -> tuple[DeviceMesh, list[Placement]] | None:
+    """Over which ranks a parameter is cut, and how; None if they all hold the whole."""
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh, placements = parameter.device_mesh, parameter.placements
+    axes = [i for i, placement in enumerate(placements) if mesh.size(i) > 1 and not placement.is_replicate()]
+    if not axes:
+        return None
+    [axis] = axes
+    assert mesh.mesh_dim_names is not None
+    return mesh[mesh.mesh_dim_names[axis]], [placements[axis]]

@@ -9,7 +9,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from configs.load import load
-from tests.end_to_end.launch import ENVIRONMENT, ROOT, TEXT, records, status
+from tests.end_to_end.launch import ENVIRONMENT, ROOT, TEXT, launch, records, status
 
 KEYS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "data_seconds"),
@@ -86,3 +86,10 @@ def test_ends_with_where_everything_is_and_commands_that_work(prepared: Path):
         check += [] if "--help" in words else ["--validate"]
         answer = subprocess.run(check, cwd=prepared, env=ENVIRONMENT, capture_output=True, text=True, check=False)
         assert answer.returncode == 0, answer.stderr
+
+
+def test_a_compiled_run_writes_no_warnings(tmp_path: Path):
+    words = "--training.steps 2 --compile.enable true --activation_checkpoint.mode selective --mesh.tp 2"
+    outcome = launch(tmp_path, words, ranks=2)
+    warnings = [line for line in outcome.err.splitlines() if line.strip()]
+    assert not [line for line in warnings if "OMP_NUM_THREADS" not in line]
