@@ -40,6 +40,7 @@ MESHES = {
     "CP 2": "--mesh.cp 2",
     "owner 2": "--mesh.dp_replicate 2 --mesh.dp_shard 1 --fsdp.partition owner",
     "experts, FSDP 2": EXPERTS,
+    "experts, EP 2": f"{EXPERTS} --mesh.ep 2",
 }
 MIXED = "--training.compute_dtype bfloat16 --training.reduce_dtype float32"
 QUIET = "--metrics.tensorboard false --lr_schedule.total_steps 6"
