@@ -32,6 +32,11 @@ class MeshSizes:
     """Whether parameters stay whole where FSDP would cut them (`fsdp.partition`); dp_shard is 1 then."""
 
     @property
+    def axes(self) -> dict[str, int]:
+        """The ranks along each axis of `[mesh]`, by its key."""
+        return {key: getattr(self, key) for key in Mesh.model_fields}
+
+    @property
     def dp(self) -> int:
         """Data-parallel ranks: those that read different samples."""
         return self.dp_replicate * self.dp_shard

@@ -98,9 +98,7 @@ def _precision(config: Config) -> str:
 
 
 def _ranks(sizes: MeshSizes, device_name: str) -> str:
-    names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-    axes = {name: getattr(sizes, name) for name in names}
-    mesh = " x ".join(f"{name} {ranks}" for name, ranks in axes.items() if ranks > 1)
+    mesh = " x ".join(f"{name} {ranks}" for name, ranks in sizes.axes.items() if ranks > 1 and name != "ep")
     experts = f"\nexperts: ep {sizes.ep} x shard {sizes.expert_shard}" if sizes.ep > 1 else ""
     return f"{sizes.world_size} on {device_name}" + (f": {mesh}" if mesh else "") + experts
 

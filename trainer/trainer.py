@@ -80,7 +80,7 @@ class Trainer:
             folder=self.folder / "checkpoints",
             settings=config.checkpoint,
             resolved=config.model_dump(mode="json"),
-            mesh=asdict(self.mesh.sizes),
+            mesh=self.mesh.sizes.axes,
             run_key_diff=run_key_diff,
             allow_run_change=config.job.allow_run_change,
             log=console.line,
