@@ -56,7 +56,7 @@ def table() -> Iterator[Row]:
             continue
         at_once = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1) * sizes.get("pp", 1)
         micro_batch = 8 // (at_once * accumulation)
-        overrides = {key if "." in key else f"mesh.{key}": size for key, size in sizes.items()} | {
+        overrides = _by_key(sizes) | {
             "activation_checkpoint.mode": mode,
             "compile.enable": str(compiled).lower(),
             "training.micro_batch_size": micro_batch,
@@ -176,10 +176,12 @@ def expert_rows() -> Iterator[Row]:
 
     Of 8 ranks each has a sequence of its own, so that their global batch is twice as large.
     """
-    meshes: dict[str, tuple[dict[str, int], int]] = {  # sizes of the axes, ranks
+    queues = {"comm.streams": "per_group", "comm.prefetch_forward": 2, "comm.prefetch_backward": 2}
+    meshes: dict[str, tuple[dict[str, Any], int]] = {  # sizes of the axes and other settings, ranks
         "EP 2": ({"dp_shard": 2, "ep": 2}, 2),
         "EP 4": ({"dp_shard": 4, "ep": 4}, 4),
         "EP 2 x FSDP 2": ({"dp_shard": 4, "ep": 2}, 4),
+        "EP 2 x FSDP 2, a queue for each group": ({"dp_shard": 4, "ep": 2, **queues}, 4),
         "EP 2 x DDP 2": ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 4),
         "EP 4 x FSDP 2": ({"dp_shard": 8, "ep": 4}, 8),
         "EP 2 x TP 2": ({"dp_shard": 2, "ep": 2, "tp": 2}, 4),
@@ -196,9 +198,14 @@ def expert_rows() -> Iterator[Row]:
         yield Row(f"{name}, {'compiled' if compiled else 'eager'}", ranks, words(overrides), words(run))
 
 
-def _selective(sizes: Mapping[str, int], micro_batch: int, compiled: bool) -> dict[str, object]:
+def _by_key(settings: Mapping[str, object]) -> dict[str, object]:
+    """Axes of the mesh under their full names, too."""
+    return {key if "." in key else f"mesh.{key}": value for key, value in settings.items()}
+
+
+def _selective(sizes: Mapping[str, object], micro_batch: int, compiled: bool) -> dict[str, object]:
     """Overrides for a mesh, with selective activation checkpointing."""
-    return {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+    return _by_key(sizes) | {
         "activation_checkpoint.mode": "selective",
         "compile.enable": str(compiled).lower(),
         "training.micro_batch_size": micro_batch,

@@ -76,7 +76,7 @@ def assert_parity(ranks, rows, dtype="float64", overrides=()):
 def test_the_table_iswhole():
     without_zero_bubble, zero_bubble = 17, 3  # the latter neither compiled nor with selective checkpointing
     dense = without_zero_bubble * 3 * 2 * 2 + zero_bubble * 2 * 2
-    zero_stages, context, mixed, owner, mixtures, experts = 9, 5 * 3 * 2 * 2, 9 * 2, 4 * 2 * 3, 7 * 2 * 2, 11 * 2
+    zero_stages, context, mixed, owner, mixtures, experts = 9, 5 * 3 * 2 * 2, 9 * 2, 4 * 2 * 3, 7 * 2 * 2, 12 * 2
     assert len(ROWS) == dense + zero_stages + context + mixed + owner + mixtures + experts
 
 
