@@ -192,22 +192,27 @@ def _context_parallel(config: Config, _: int | None) -> Iterator[Problem]:
     cp, tp, method, seq_len = config.mesh.cp, config.mesh.tp, config.context.method, config.training.seq_len
     if cp == 1:
         return
-    chunks, of_tp = (1 if method == "all_to_all" else 2), f" x tp {tp}" if tp > 1 else ""
+    chunks = 1 if method == "all_to_all" else 2  # an early and a late one, so that all see as much of the past
     parts = chunks * cp * tp
     if seq_len % parts and seq_len % tp == 0:
-        two = "2 x " if chunks == 2 else ""  # an early and a late chunk each, so that all see as much of the past
         yield (
             "mesh.cp",
-            f"{two}cp {cp}{of_tp} = {parts} does not divide training.seq_len {seq_len} ({seq_len} / {parts} = "
-            f"{seq_len / parts:.2f}): a rank takes {'two chunks' if two else 'one chunk'} of every sequence",
+            f"{_times(chunks, cp, tp)} does not divide training.seq_len {seq_len} ({seq_len} / {parts} = "
+            f"{seq_len / parts:.2f}): a rank takes {'two chunks' if chunks == 2 else 'one chunk'} of every sequence",
         )
     for key, heads in {"n_heads": config.model.n_heads, "n_kv_heads": n_kv_heads(config.model)}.items():
         if method == "all_to_all" and heads % (cp * tp) and heads % tp == 0:
             yield (
                 "context.method",
-                f'"all_to_all" splits the heads over the ranks, but cp {cp}{of_tp} = {cp * tp} does not divide {key} '
-                f'{heads} ({heads} / {cp * tp} = {heads / (cp * tp):.2f}); use "gather" or "ring", or another cp',
+                f'"all_to_all" splits the heads over the ranks, but {_times(1, cp, tp)} does not divide {key} {heads} '
+                f'({heads} / {cp * tp} = {heads / (cp * tp):.2f}); use "gather" or "ring", or another cp',
             )
+
+
+def _times(chunks: int, cp: int, tp: int) -> str:
+    """ "cp 4", or "2 x cp 4 x tp 2 = 16"."""
+    factors = [word for word, n in ((str(chunks), chunks), (f"cp {cp}", cp), (f"tp {tp}", tp)) if n > 1]
+    return " x ".join(factors) + (f" = {chunks * cp * tp}" if len(factors) > 1 else "")
 
 
 def _zero_stage(config: Config, _: int | None) -> Iterator[Problem]:

@@ -123,11 +123,11 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ),
         (
             "mesh.cp=8 context.method=all_to_all model.n_heads=8 training.seq_len=36",
-            "--mesh.cp: cp 8 = 8 does not divide training.seq_len 36 (36 / 8 = 4.50): a rank takes one chunk",
+            "--mesh.cp: cp 8 does not divide training.seq_len 36 (36 / 8 = 4.50): a rank takes one chunk",
         ),
         (
             "mesh.cp=4 context.method=all_to_all model.n_kv_heads=2",
-            '--context.method: "all_to_all" splits the heads over the ranks, but cp 4 = 4 does not divide n_kv_heads 2 '
+            '--context.method: "all_to_all" splits the heads over the ranks, but cp 4 does not divide n_kv_heads 2 '
             '(2 / 4 = 0.50); use "gather" or "ring", or another cp',
         ),
         (
