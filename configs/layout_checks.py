@@ -169,12 +169,6 @@ def _muon(config: Config, _: int | None) -> Iterator[Problem]:
             'Muon makes whole matrices orthogonal, and partition "rows" cuts them; set fsdp.partition = "owner" and '
             "mesh.dp_shard = 1, with dp_replicate for the ranks",
         )
-    if optimizer.name == "muon" and config.mesh.tp > 1:
-        yield (
-            "optimizer.name",
-            f"Muon makes whole matrices orthogonal, and tp {config.mesh.tp} cuts them; set mesh.tp = 1, or "
-            'name = "adamw"',
-        )
     if optimizer.name == "muon" and config.model.n_experts is not None:
         yield (
             "optimizer.name",

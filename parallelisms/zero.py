@@ -13,7 +13,8 @@ on the number of ranks, as it would if each owner computed with its masters. Whe
 type anyway, rounding changes nothing at all.
 
 Tensor parallelism cuts parameters before they have owners. Then the ranks with one part of the model share that part
-out among them, and the optimizer updates parts, which an element-wise one may.
+out among them, and the optimizer updates parts, which an element-wise one may. For one that needs whole matrices the
+owners of the parts put gradient and parameter together; each computes the whole update, and keeps its part.
 
 A checkpoint takes from each rank what it owns, by the parameters' names and with its place in the whole: nothing is
 gathered to save it, and any number of ranks, or ranks that cut by rows, load it.
@@ -99,7 +100,8 @@ class OwnerPartition(Optimizer):
         Args:
             groups: parameter groups. "params" holds (name, parameter) pairs: replicated tensors, or DTensors that no
                 mesh dimension but one outside of `process_group` cuts; "optimizer" makes an optimizer of a list of one
-                group, as the class `torch.optim.AdamW` does; the rest are its settings.
+                group, as the class `torch.optim.AdamW` does; "whole" (default: False) says that it is to see whole
+                parameters where they are cut; the rest are its settings.
             process_group: the ranks that hold replicas.
             broadcast_dtype: None sends parameters as they are.
         """
@@ -107,6 +109,7 @@ class OwnerPartition(Optimizer):
         self._broadcast_dtype = broadcast_dtype
         self._owner: dict[Parameter, int] = {}
         self._mine: dict[Parameter, Parameter] = {}  # as a plain tensor: the parameter's memory, or its master
+        self._put_together: set[Parameter] = set()  # of those, the ones that are whole only while they are updated
         self._inner: list[Optimizer] = []  # one a group
         self._forward_order: dict[Parameter, int] = {}
         self._on_their_way: dict[Parameter, _Broadcast] = {}
@@ -161,8 +164,7 @@ class OwnerPartition(Optimizer):
             owned = [p for p in group["params"] if p in self._mine]
             self._lend(owned)
             inner.step()
-            for parameter in owned:
-                self._mine[parameter].grad = None
+            self._take_back(owned)
         self._send([p for p in self._owner if p.requires_grad])
         return result
 
@@ -178,10 +180,22 @@ class OwnerPartition(Optimizer):
     def _lend(self, owned: list[Parameter]) -> None:
         """Show the inner optimizer this step's gradients, and the parameters' memory, which FSDP may have moved."""
         for parameter in owned:
-            plain = self._mine[parameter]
+            if parameter.grad is None:  # frozen: it is not updated
+                continue
+            plain, seen = self._mine[parameter], _whole if parameter in self._put_together else _local
             if self._broadcast_dtype is None:
-                plain.data = _local(parameter)
-            plain.grad = None if parameter.grad is None else _local(parameter.grad)
+                plain.data = seen(parameter)
+            plain.grad = seen(parameter.grad)
+
+    def _take_back(self, owned: list[Parameter]) -> None:
+        """Let go of gradients, and of parameters that were put together, after keeping this rank's part of them."""
+        for parameter in owned:
+            plain = self._mine[parameter]
+            if parameter in self._put_together and self._broadcast_dtype is None:
+                if plain.grad is not None:
+                    _local(parameter).copy_(_own_part(plain.data, parameter))
+                plain.data = plain.data.new_empty(0)
+            plain.grad = None
 
     def _before_forward(self, parameters: list[Parameter], *_: Any) -> None:
         self.wait(parameters)
@@ -218,7 +232,7 @@ class OwnerPartition(Optimizer):
             buffer = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
             unpacks = rounds or not is_mine
             if is_mine:
-                sources = [self._mine[p].detach() for p in bucket] if rounds else tensors
+                sources = [_own_part(self._mine[p].detach(), p) for p in bucket] if rounds else tensors
                 parts = buffer.split(sizes)
                 torch._foreach_copy_([part.view_as(s) for part, s in zip(parts, sources, strict=True)], sources)
         work = dist.broadcast(buffer, group=self._ranks, group_src=owner, async_op=True)
@@ -241,14 +255,19 @@ class OwnerPartition(Optimizer):
     @torch.no_grad()
     def _take_over(self, group: dict[str, Any]) -> None:
         """Make the inner optimizer of a group, over those of its parameters that this rank owns."""
-        make = group.pop("optimizer")
+        make, needs_whole = group.pop("optimizer"), group.pop("whole", False)
         owned = [p for p in group["params"] if self._owner[p] == self._rank]
         rounds = self._broadcast_dtype is not None
-        self._mine |= {p: Parameter(_local(p).clone() if rounds else _local(p)) for p in owned}
+        if needs_whole:
+            self._put_together |= {p for p in owned if _cut(p)}
+        for parameter in owned:
+            seen = _whole(parameter) if parameter in self._put_together else _local(parameter)
+            self._mine[parameter] = Parameter(seen.clone() if rounds else seen)
         if rounds:
             for parameter in group["params"]:
                 _local(parameter).copy_(_local(parameter).to(self._broadcast_dtype))
         inner = make([{**_settings(group), "params": [self._mine[p] for p in owned]}])
+        self._take_back(owned)
         for key, default in _settings(inner.param_groups[0]).items():
             group.setdefault(key, default)
         self._inner.append(inner)
@@ -331,7 +350,10 @@ class OwnerPartition(Optimizer):
         for group, inner, saved in zip(self.param_groups, self._inner, state_dict["param_groups"], strict=True):
             owned = [(i, p) for i, p in zip(saved["params"], group["params"], strict=True) if p in self._mine]
             there = {
-                at: {key: _own_part(value, p) for key, value in state_dict["state"][i].items()}
+                at: {
+                    key: value if p in self._put_together else _own_part(value, p)
+                    for key, value in state_dict["state"][i].items()
+                }
                 for at, (i, p) in enumerate(owned)
                 if i in state_dict["state"]
             }
@@ -379,7 +401,12 @@ def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _placed(value: Any, parameter: Parameter) -> Any:
+def _whole(tensor: Tensor) -> Tensor:
+    """A parameter or gradient that is cut, put together; to be called by all ranks over which it is cut."""
+    return _placed(_local(tensor), tensor).full_tensor()
+
+
+def _placed(value: Any, parameter: Tensor) -> Any:
     """The optimizer's tensor for this rank's part of a parameter, with its place in the whole; a count as it is."""
     cut = _cut(parameter)
     if cut is None or not isinstance(value, Tensor) or value.shape != _local(parameter).shape:
@@ -387,7 +414,7 @@ def _placed(value: Any, parameter: Parameter) -> Any:
     return DTensor.from_local(value, *cut, run_check=False)
 
 
-def _own_part(value: Any, parameter: Parameter) -> Any:
+def _own_part(value: Any, parameter: Tensor) -> Any:
     """The reverse: what this rank keeps of the optimizer's tensor for a whole parameter."""
     cut = _cut(parameter)
     if cut is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
@@ -395,7 +422,7 @@ def _own_part(value: Any, parameter: Parameter) -> Any:
     return distribute_tensor(value, *cut, src_data_rank=None).to_local()  # every rank has the whole: none is sent
 
 
-def _cut(parameter: Parameter) -> tuple[DeviceMesh, list[Placement]] | None:
+def _cut(parameter: Tensor) -> tuple[DeviceMesh, list[Placement]] | None:
     """Over which ranks a parameter is cut, and how; None if they all hold the whole."""
     if not isinstance(parameter, DTensor):
         return None

@@ -117,9 +117,6 @@ def _mixed_rows() -> Iterator[Row]:
     mixtures: dict[str, tuple[dict[str, int], int]] = {  # sizes of the axes, micro-batch
         "PP 2 x CP 2": ({"pp": 2, "cp": 2}, 4),
         "DDP 2 x TP 2": ({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, 2),
-        "PP 2 x owner 2": ({"pp": 2, "dp_replicate": 2, "dp_shard": 1}, 2),
-        "TP 2 x owner 2": ({"tp": 2, "dp_replicate": 2, "dp_shard": 1}, 2),
-        "CP 2 x owner 2": ({"cp": 2, "dp_replicate": 2, "dp_shard": 1}, 2),
         "FSDP 2 x TP 2 x PP 2": ({"dp_shard": 2, "tp": 2, "pp": 2}, 2),
         "FSDP 2 x CP 2 x TP 2": ({"dp_shard": 2, "cp": 2, "tp": 2}, 2),
         "HSDP 2x2 x TP 2": ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, 1),
@@ -127,8 +124,6 @@ def _mixed_rows() -> Iterator[Row]:
     }
     for (name, (sizes, micro_batch)), compiled in itertools.product(mixtures.items(), (False, True)):
         overrides = _selective(sizes, micro_batch, compiled)
-        if "owner" in name:
-            overrides["fsdp.partition"] = "owner"
         how = "compiled" if compiled else "eager"
         yield Row(f"{name}, selective, {how}", math.prod(sizes.values()), words(overrides))
 
@@ -218,21 +213,28 @@ def words(overrides: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def owner_table() -> Iterator[Row]:
-    """The optimizer shared out by owner: AdamW and Muon, over as many replicas as there are ranks."""
+    """The optimizer shared out by owner: AdamW and Muon, alone at 1, 2 and 4 ranks and beside other axes."""
     owner = ("--fsdp.partition", "owner")
     runs = {"AdamW": (), "Muon": ("--optimizer.name", "muon", *owner)}  # Muon is refused without it
+
+    def row(what: str, ranks: int, overrides: Mapping[str, object], optimizer: str) -> Row:
+        run = runs[optimizer]
+        return Row(what, ranks, words({"mesh.dp_shard": 1, **overrides}) + (() if run else owner), run)
+
     variants = {
         "accumulation 1": {},
         "accumulation 2": {"fsdp.accumulate": "reduce_last"},
         "selective, accumulation 2": {"activation_checkpoint.mode": "selective"},
         "compiled, accumulation 1": {"compile.enable": "true"},
     }
-    for (variant, options), name, ranks in itertools.product(variants.items(), runs, (1, 2, 4)):
-        overrides = {"mesh.dp_replicate": ranks, "mesh.dp_shard": 1, **options}
-        overrides["training.micro_batch_size"] = 8 // (ranks * (2 if "accumulation 2" in variant else 1))
-        yield Row(
-            f"owner {ranks}, {name}, {variant}", ranks, words(overrides) + (() if runs[name] else owner), runs[name]
-        )
+    for (variant, options), optimizer, ranks in itertools.product(variants.items(), runs, (1, 2, 4)):
+        micro_batch = 8 // (ranks * (2 if "accumulation 2" in variant else 1))
+        overrides = {"mesh.dp_replicate": ranks, "training.micro_batch_size": micro_batch, **options}
+        yield row(f"owner {ranks}, {optimizer}, {variant}", ranks, overrides, optimizer)
+    for axis, optimizer, compiled in itertools.product(("tp", "cp", "pp"), runs, (False, True)):
+        how = "compiled" if compiled else "eager"
+        beside = _selective({"dp_replicate": 2, axis: 2}, 2, compiled)
+        yield row(f"owner 2 x {axis.upper()} 2, {optimizer}, {how}", 4, beside, optimizer)
 
 
 OWNER: dict[str, object] = {"fsdp.partition": "owner", "mesh.dp_shard": 1}
@@ -241,7 +243,6 @@ REFUSED: dict[str, tuple[int, dict[str, object], str]] = {
     "owner 2 x EP 2": (4, {**OWNER, "mesh.dp_replicate": 2, "mesh.cp": 2, "mesh.ep": 2, **MOE}, "whole"),
     "owner over row shards": (2, {"fsdp.partition": "owner", "mesh.dp_shard": 2}, "dp_shard"),
     "Muon over row shards": (2, {"optimizer.name": "muon"}, "whole matrices"),
-    "Muon x TP 2": (4, {**OWNER, "mesh.dp_replicate": 2, "mesh.tp": 2, "optimizer.name": "muon"}, "whole matrices"),
     "Muon with experts": (2, {**OWNER, "mesh.dp_replicate": 2, "optimizer.name": "muon", **MOE}, "expert"),
     "zero-bubble, compiled": (2, {**ZERO_BUBBLE, "compile.enable": "true"}, "compile"),
     "zero-bubble, selective": (2, {**ZERO_BUBBLE, "activation_checkpoint.mode": "selective"}, "selective"),

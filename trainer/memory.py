@@ -141,7 +141,8 @@ def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int
     """Bytes of optimizer state on each rank that holds another part of it, of parameters of so many `elements` each.
 
     AdamW keeps two moments and a float32 step count, Muon one momentum; an owner that sends rounded parameters keeps
-    them in full, too. The buffers of the broadcasts are not counted: they are freed before there are activations.
+    them in full, too. Muon's are of whole matrices, also where tensor parallelism cuts the parameters. The buffers of
+    the broadcasts are not counted: they are freed before there are activations.
     """
     state_bytes = _BYTES[config.training.dtype]
     masters = config.fsdp.owner_broadcast_dtype is not None
@@ -149,7 +150,8 @@ def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int
     owners = assign_owners(elements, total)
     for name, size in elements.items():
         by_muon = config.optimizer.name == "muon" and name.startswith("layers.") and "norm" not in name
-        total[owners[name]] += (masters + (1 if by_muon else 2)) * size * state_bytes + (0 if by_muon else 4)
+        tensors = (masters + 1) * sizes.tp if by_muon else masters + 2
+        total[owners[name]] += tensors * size * state_bytes + (0 if by_muon else 4)
     return total
 
 

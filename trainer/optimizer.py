@@ -57,7 +57,9 @@ def build_optimizer(
     optimizer: TorchOptimizer
     if partition is not None:
         makers = {False: partial(_adamw, config), True: partial(_muon, config)}
-        optimizer = partition([{**group, "optimizer": makers[is_muon]} for is_muon, group in named_groups])
+        optimizer = partition(
+            [{**group, "optimizer": makers[is_muon], "whole": is_muon} for is_muon, group in named_groups]
+        )
     else:
         assert not of_muon, "Muon needs whole matrices, and so a partition by owner"
         optimizer = _adamw(config, [group for _, group in named_groups])

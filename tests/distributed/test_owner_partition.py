@@ -207,20 +207,25 @@ def test_exported_state_goes_on_in_plain_torch_and_at_another_world_size(ranks, 
         assert_equal(result, expected)
 
 
-def follow_torch_where_another_axis_cuts():
-    """Ranks 0 and 2 have the upper halves of four parameters, 1 and 3 the lower ones; each pair is a partition."""
+def follow_torch_where_another_axis_cuts(names, make, needs_whole):
+    """Ranks 0 and 2 have the upper halves of the parameters, 1 and 3 the lower ones; each pair is a partition."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "tp"))
-    cuts = {"a": Shard(0), "b": Replicate(), "c": Shard(0), "d": Shard(1)}
+    cuts = {"a": Shard(0), "b": Replicate(), "c": Shard(0), "d": Shard(1), "f": Replicate()}
 
     def cut(name, value):
         return distribute_tensor(value, mesh, [Replicate(), cuts[name]])
 
-    ours = {name: Parameter(cut(name, parameter.detach())) for name, parameter in parameters("abcd").items()}
-    theirs = parameters("abcd")
-    group = {"optimizer": AdamW, "lr": 0.1}
-    partition_of = lambda params: OwnerPartition([group_of(params, "abcd", **group)], mesh.get_group("replicas"))  # noqa: E731
-    optimizer, reference = partition_of(ours), AdamW(theirs.values(), lr=0.1)
-    for step in range(6):
+    ours = {name: Parameter(cut(name, parameter.detach())) for name, parameter in parameters(names).items()}
+    theirs = parameters(names)
+
+    def partition_of(params):
+        group = group_of(params, names, optimizer=make, lr=0.1, whole=needs_whole)
+        return OwnerPartition([group], mesh.get_group("replicas"))
+
+    optimizer, reference = partition_of(ours), make(theirs.values(), lr=0.1)
+    for step in range(8):
+        for params in (ours, theirs):  # one rests for two steps
+            params["a"].requires_grad_(step not in (4, 5))
         if step == 3:  # another partition goes on from the export, which is the plain optimizer's own
             exported = optimizer.state_dict()
             for index, state in reference.state_dict()["state"].items():
@@ -229,19 +234,25 @@ def follow_torch_where_another_axis_cuts():
             optimizer.load_state_dict(exported)
         set_gradients(theirs, step)
         for name in ours:
-            ours[name].grad = cut(name, theirs[name].grad)
+            ours[name].grad = None if theirs[name].grad is None else cut(name, theirs[name].grad)
         optimizer.step()
         reference.step()
         assert_equal({name: parameter.full_tensor() for name, parameter in ours.items()}, theirs)
     return {name: sum(t.numel() for t in optimizer.state[p].values()) for name, p in ours.items()}
 
 
-def test_parameters_that_another_axis_cuts(ranks):
-    results = ranks(4, follow_torch_where_another_axis_cuts)
+@pytest.mark.parametrize(
+    ("names", "make", "needs_whole", "state"),
+    [
+        ("abcd", AdamW, False, {"a": 2 * 12 + 1, "b": 2 * 5 + 1, "c": 2 * 9 + 1, "d": 2 * 2 + 1}),
+        ("acdf", Muon, True, {"a": 24, "c": 18, "d": 4, "f": 9}),
+    ],
+)
+def test_parameters_that_another_axis_cuts(ranks, names, make, needs_whole, state):
+    results = ranks(4, follow_torch_where_another_axis_cuts, names, make, needs_whole)
     assert results[0] == results[1]
     assert results[2] == results[3]
-    either = {name: results[0][name] + results[2][name] for name in "abcd"}
-    assert either == {"a": 2 * 12 + 1, "b": 2 * 5 + 1, "c": 2 * 9 + 1, "d": 2 * 2 + 1}
+    assert {name: results[0][name] + results[2][name] for name in names} == state
 
 
 def export_muon():

@@ -239,7 +239,7 @@ def test_bytes_of_state(ranks, options):
         assert max(here) < 1.1 * sum(here) / 4
 
 
-@pytest.mark.parametrize("options", [(), ROUNDED], ids=["whole", "masters"])
+@pytest.mark.parametrize("options", [(), ROUNDED, (*MUON, *ROUNDED)], ids=["AdamW", "masters", "Muon, masters"])
 def test_bytes_of_state_beside_other_axes(ranks, options):
     here, formula, estimates = zip(*ranks(4, state_bytes, owners(2, *CUT, *options)), strict=True)
     assert list(here) == [formula[0][rank // 2] for rank in range(4)]  # tensor-parallel ranks are neighbours
@@ -253,11 +253,11 @@ def test_bytes_of_state_beside_other_axes(ranks, options):
 
 
 @pytest.mark.parametrize("options", [(), MUON], ids=["AdamW", "Muon"])
-def test_from_four_ranks_to_two_and_one(ranks, tmp_path, options):
+def test_from_four_ranks_to_two_one_and_beside_tensor_parallelism(ranks, tmp_path, options):
     straight = ranks(1, run, owners(1, *options))[0]
     first = ranks(4, run, owners(4, *options), 0, 4, None, tmp_path)[0]
-    for n in (2, 1):
-        found = first + ranks(n, run, owners(n, *options), 4, STEPS, tmp_path)[0]
+    for n, words in ((2, owners(2)), (1, owners(1)), (4, owners(2, *CUT))):
+        found = first + ranks(n, run, (*words, *options), 4, STEPS, tmp_path)[0]
         assert _difference(found, straight) < 1e-12
 
 

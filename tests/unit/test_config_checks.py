@@ -241,10 +241,6 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             'owner_broadcast_dtype does nothing: training.dtype is "bfloat16" too',
         ),
         (
-            "fsdp.partition=owner optimizer.name=muon mesh.tp=2",
-            "--optimizer.name: Muon makes whole matrices orthogonal, and tp 2 cuts them; set mesh.tp = 1",
-        ),
-        (
             "fsdp.partition=owner mesh.cp=2 mesh.ep=2 model.n_experts=4",
             '--mesh.ep: ep 2 shares experts out to the ranks of dp_shard x cp, and fsdp.partition "owner" keeps',
         ),
@@ -302,7 +298,7 @@ def test_a_wrong_combination_is_one_problem(settings, message):
         "training.max_norm=inf training.norm_type=inf",
         "fsdp.partition=owner fsdp.owner_broadcast_dtype=bfloat16 mesh.dp_replicate=2",
         "fsdp.partition=owner optimizer.name=muon optimizer.momentum=0.9 optimizer.muon_lr_adjustment=original",
-        "fsdp.partition=owner mesh.tp=2 mesh.cp=2",
+        "fsdp.partition=owner mesh.tp=2 mesh.cp=2 optimizer.name=muon",
         "mesh.cp=2 mesh.tp=2 training.seq_len=40",
         "mesh.cp=2 context.method=all_to_all training.seq_len=30",
         "context.method=all_to_all model.n_kv_heads=1",
