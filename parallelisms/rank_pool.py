@@ -5,6 +5,7 @@ spends its time there. A pool's workers stay (but see MANY_THREADS); each case f
 many of them as it needs.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -61,7 +62,7 @@ class RankPool:
                 try:
                     is_error, results[rank], retires = connection.recv()
                 except EOFError:
-                    is_error, results[rank], retires = True, "the process died", True
+                    is_error, results[rank], retires = True, _end_of(workers[rank][0]), True
                 if retires:
                     retired.append(workers[rank])
                 if is_error:  # the others may wait for it in a collective
@@ -90,7 +91,14 @@ def _start_worker() -> tuple[multiprocessing.process.BaseProcess, Connection]:
     return process, here
 
 
+def _end_of(process: multiprocessing.process.BaseProcess) -> str:
+    """How a process has ended; why, it has said itself."""
+    process.join(timeout=5)
+    return f"the process died (exit code {process.exitcode})"
+
+
 def _work(connection: Connection) -> None:
+    faulthandler.enable()  # a crash outside of Python says where it was called
     torch.set_num_threads(1)
     while True:
         try:

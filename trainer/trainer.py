@@ -282,6 +282,7 @@ class Trainer:
         _on_first_rank_in_its_own_time(lambda: exports.finish(lambda: stopped or bool(self.stop)))
 
     def _close(self) -> None:
+        self.learner.finish_update()
         self.profiler.finish()
         for loader in filter(None, (self.loader, self.validation_loader)):
             loader.close()

@@ -21,11 +21,7 @@ def threads() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
 def test_process_groups_that_are_gone_leave_no_threads(ranks):
-    rows = [
-        row
-        for row in table()
-        if row.name in ("FSDP 2, full, compiled, accumulation 2", "TP 2, none, eager, accumulation 1")
-    ]
+    rows = [row for row in table() if row.name in CHOSEN]
 
     class Pool:
         run = staticmethod(ranks)
@@ -51,5 +47,21 @@ def test_a_worker_with_many_threads_makes_room_for_another():
         after = pool.run(2, process_with, 0)
         assert not set(after) & set(first)
         assert pool.run(2, process_with, 0) == after
+    finally:
+        pool.close()
+
+
+def end_on_rank_one() -> None:
+    if os.environ["RANK"] == "1":
+        os.abort()
+
+
+def test_a_rank_that_dies_ends_the_others_and_says_where(capfd):
+    pool = RankPool(size=2)
+    try:
+        with pytest.raises(RuntimeError, match=r"rank 1 of 2: the process died \(exit code -6\)"):
+            pool.run(2, end_on_rank_one)
+        assert "in end_on_rank_one" in capfd.readouterr().err
+        assert len(set(pool.run(2, os.getpid))) == 2
     finally:
         pool.close()
