@@ -52,7 +52,15 @@ def _measured(machine):
     return found, biases
 
 
-def test_balance_and_biases_are_those_of_one_process(ranks):
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        [{"mesh.tp": 2, "mesh.cp": 2}],
+        pytest.param([{"mesh.dp_shard": 2, "mesh.pp": 2}, {"mesh.dp_replicate": 4}], marks=pytest.mark.long),
+    ],
+    ids=["TP 2 x CP 2", "more"],
+)
+def test_balance_and_biases_are_those_of_one_process(ranks, meshes):
     ((expected, biases),) = ranks(1, _measured, {})
     assert expected.tokens_per_expert.keys() == {1, 2, 3}
     loads = list(expected.tokens_per_expert.values())
@@ -61,7 +69,6 @@ def test_balance_and_biases_are_those_of_one_process(ranks):
     assert expected.load_imbalance == max(max(load) * 64 / (8 * 32 * 2) for load in loads)
     assert 0 < expected.router_entropy < math.log(64)
     assert {round(abs(value), 6) for bias in biases.values() for value in bias} <= {0.0, 0.01, 0.02, 0.03}
-    meshes = {"mesh.dp_shard": 2, "mesh.pp": 2}, {"mesh.tp": 2, "mesh.cp": 2}, {"mesh.dp_replicate": 4}
     for machine in meshes:
         results = ranks(4, _measured, machine)
         assert dict(item for _, found in results for item in found.items()) == biases

@@ -42,10 +42,13 @@ CHOSEN = [
     "owner 2 x PP 2, AdamW, eager",
     "owner 2 x CP 2, AdamW, eager",
     "owner 2 x TP 2, Muon, eager",
-    "FSDP 2 x TP 2 x PP 2, selective, eager",
     "PP 2 x CP 2 x FSDP 2, selective, eager",
 ]
-CHOSEN_OF_THE_LONGEST = ["FSDP 2 x CP 2 x TP 2, selective, eager", "HSDP 2x2 x TP 2, selective, eager"]
+CHOSEN_OF_THE_LONGEST = [
+    "FSDP 2 x TP 2 x PP 2, selective, eager",
+    "FSDP 2 x CP 2 x TP 2, selective, eager",
+    "HSDP 2x2 x TP 2, selective, eager",
+]
 MORE = {
     # name: (ranks, overrides of the run, overrides of the machine)
     # Widths that the ranks do not divide: FSDP pads, and some ranks own nothing of the norms.

@@ -62,6 +62,5 @@ def test_a_rank_that_dies_ends_the_others_and_says_where(capfd):
         with pytest.raises(RuntimeError, match=r"rank 1 of 2: the process died \(exit code -6\)"):
             pool.run(2, end_on_rank_one)
         assert "in end_on_rank_one" in capfd.readouterr().err
-        assert len(set(pool.run(2, os.getpid))) == 2
     finally:
         pool.close()
