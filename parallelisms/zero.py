@@ -109,7 +109,7 @@ class OwnerPartition(Optimizer):
         self._broadcast_dtype = broadcast_dtype
         self._owner: dict[Parameter, int] = {}
         self._mine: dict[Parameter, Parameter] = {}  # as a plain tensor: the parameter's memory, or its master
-        self._put_together: set[Parameter] = set()  # of those, the ones that are whole only while they are updated
+        self._put_together: set[Parameter] = set()  # of those, the ones that are cut, and updated whole
         self._inner: list[Optimizer] = []  # one a group
         self._forward_order: dict[Parameter, int] = {}
         self._on_their_way: dict[Parameter, _Broadcast] = {}
