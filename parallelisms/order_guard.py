@@ -11,11 +11,14 @@ collectives, of B's, and of A's among B's; so there is a checksum for every pair
 are compared between the two, in order of each direction.
 
 Only where checksums differ are the logs themselves exchanged, to name the first collective that differs.
+
+Only the groups that training computes with are watched. A thread that works in the background, such as the one that
+writes a checkpoint, has groups of its own, and issues their collectives whenever it gets there.
 """
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -51,12 +54,14 @@ class Issued:
 class OrderGuard:
     """Watches the steps of one launch, on this rank; all ranks have one."""
 
-    def __init__(self, interval: int) -> None:
+    def __init__(self, interval: int, groups: Collection[dist.ProcessGroup]) -> None:
         """
         Args:
             interval: guard the first step and then every so many; 0: none.
+            groups: those that steps compute with, beside the group of all ranks; all others are left alone.
         """
         self._interval = interval
+        self._watched = {str(group.group_name) for group in groups} | {_world_name()}
         self._step = 0
         self._is_noting = False
         self.log: list[Issued] = []
@@ -96,10 +101,10 @@ class OrderGuard:
         self._is_noting = True
 
     def _note(self, operator: str, group: dist.ProcessGroup, arguments: tuple[Any, ...]) -> None:
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if not self._is_noting or len(ranks) == 1:
+        ranks, name = tuple(dist.get_process_group_ranks(group)), str(group.group_name)
+        if not self._is_noting or len(ranks) == 1 or name not in self._watched:
             return
-        shapes, name = _shapes(operator, arguments), str(group.group_name)
+        shapes = _shapes(operator, arguments)
         if operator in ("send", "recv_"):  # the sender and the receiver are at different places of the code
             here, there = dist.get_rank(), ranks[arguments[2]]
             pair = (here, there) if operator == "send" else (there, here)
@@ -107,6 +112,11 @@ class OrderGuard:
         else:
             what = f"{operator.strip('_')} of {shapes} for {issuing_group() or _caller()}"
             self.log.append(Issued((name, ranks), what, False))
+
+
+def _world_name() -> str:
+    assert dist.group.WORLD is not None
+    return str(dist.group.WORLD.group_name)
 
 
 def _shapes(operator: str, arguments: tuple[Any, ...]) -> str:

@@ -20,7 +20,7 @@ from parallelisms.context import shard_batch
 from parallelisms.grad_norm import clip_grad_norm
 from parallelisms.init import materialize
 from parallelisms.load_balance import LoadBalance
-from parallelisms.mesh import Mesh
+from parallelisms.mesh import Mesh, groups_of_axes
 from parallelisms.order_guard import OrderGuard
 from parallelisms.parallelize import parallelize
 from parallelisms.passes import Call, OneByOne, Passes
@@ -171,7 +171,7 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
             repeatable=config.pipeline.schedule == "zero_bubble_v" and mesh.sizes.pp > 1,
         ),
         load_balance=LoadBalance(stages, config, mesh),
-        guard=OrderGuard(config.comm.order_guard_interval),
+        guard=OrderGuard(config.comm.order_guard_interval, groups_of_axes(mesh).values()),
         gathers=gathers,
     )
 
