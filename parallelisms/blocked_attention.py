@@ -71,7 +71,8 @@ def attend_backward(
         q, k, v, documents, causal: as `attend` had them for this block.
     """
     if documents is None and _flash_takes(q):
-        gradients = _flash_backward(grad, q, k, v, out, logsumexp, causal)
+        # The CUDA kernel reads the logsumexp by a bare pointer: strides that say otherwise are wrong gradients, unseen.
+        gradients = _flash_backward(grad, q, k, v, out, logsumexp.contiguous(), causal)
         return tuple(gradient.to(logsumexp.dtype) for gradient in gradients)  # type: ignore[return-value]
     by_q, by_k, by_v = (torch.zeros_like(tensor, dtype=logsumexp.dtype) for tensor in (q, k, v))
     for rows, mask in _tiles(q, k, documents, causal):

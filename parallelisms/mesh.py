@@ -106,9 +106,10 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
         (sizes.pp, sizes.token_ranks, sizes.tp),
         mesh_dim_names=("pp", "tokens", "tp"),
     )
-    axes = mesh._unflatten("tokens", (sizes.dp_replicate, sizes.dp_shard, sizes.cp), ("dp_replicate", "dp_shard", "cp"))
-    fsdp = mesh._unflatten("tokens", (sizes.replicas, sizes.fsdp_shard), ("replicas", "shard"))
-    experts = fsdp._unflatten("shard", (sizes.expert_shard, sizes.ep), ("expert_shard", "ep"))
+    # Dimensions by number: `_unflatten` of torch 2.11 takes no name, since its check of one is inverted.
+    axes = mesh._unflatten(1, (sizes.dp_replicate, sizes.dp_shard, sizes.cp), ("dp_replicate", "dp_shard", "cp"))
+    fsdp = mesh._unflatten(1, (sizes.replicas, sizes.fsdp_shard), ("replicas", "shard"))
+    experts = fsdp._unflatten(2, (sizes.expert_shard, sizes.ep), ("expert_shard", "ep"))
     replicas = ("replicas",) if sizes.replicas > 1 else ()
     return Mesh(
         sizes=sizes,
@@ -119,6 +120,7 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
         pp=mesh["pp"],
         dp=axes["dp_replicate", "dp_shard"]._flatten("dp"),
         tokens=mesh["tokens"],
-        ep=experts["ep", "tp"] if sizes.tp > 1 else experts["ep"],
+        # Without expert parallelism the slice has no use, and torch 2.11 refuses it where a shard is one rank.
+        ep=experts["ep", "tp"] if sizes.tp > 1 and sizes.ep > 1 else experts["ep"],
         expert_fsdp=experts[*replicas, "expert_shard"],
     )

@@ -28,6 +28,7 @@ from sys import _getframe
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from configs.errors import UserError
 from parallelisms.torch_internals import issuing_group, listening, tensors_of
@@ -104,13 +105,14 @@ class OrderGuard:
         ranks, name = tuple(dist.get_process_group_ranks(group)), str(group.group_name)
         if not self._is_noting or len(ranks) == 1 or name not in self._watched:
             return
-        shapes = _shapes(operator, arguments)
         if operator in ("send", "recv_"):  # the sender and the receiver are at different places of the code
             here, there = dist.get_rank(), ranks[arguments[2]]
             pair = (here, there) if operator == "send" else (there, here)
-            self.log.append(Issued((f"messages of {name}", pair), f"message of {shapes}", True))
+            # By count: pipelining in torch 2.11 opens a connection by sending a scalar, received as a tensor of one.
+            message = " and ".join(f"{t.numel()} elements {_dtype(t)}" for t in tensors_of(arguments))
+            self.log.append(Issued((f"messages of {name}", pair), f"message of {message}", True))
         else:
-            what = f"{operator.strip('_')} of {shapes} for {issuing_group() or _caller()}"
+            what = f"{operator.strip('_')} of {_shapes(operator, arguments)} for {issuing_group() or _caller()}"
             self.log.append(Issued((name, ranks), what, False))
 
 
@@ -127,7 +129,11 @@ def _shapes(operator: str, arguments: tuple[Any, ...]) -> str:
     shapes: list[tuple[int | str, ...]] = [tuple(t.shape) for t in tensors]
     if operator.startswith("alltoall"):  # what a rank gets of each other is its own affair
         shapes = sorted({("any", *shape[1:]) for shape in shapes}, key=str)
-    return f"{', '.join(map(str, shapes))} {str(tensors[0].dtype).removeprefix('torch.')}" if tensors else "nothing"
+    return f"{', '.join(map(str, shapes))} {_dtype(tensors[0])}" if tensors else "nothing"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _caller() -> str:

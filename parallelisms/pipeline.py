@@ -92,7 +92,8 @@ class Pipeline:
     def _stage(self, number: int, module: nn.Module) -> PipelineStage:
         # With the shapes given, torch need not run the model once to find them.
         tokens = torch.empty(self._hidden.shape[:2], dtype=torch.int64, device="meta")
-        loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
+        loss_dtype = torch.promote_types(self._hidden.dtype, torch.float32)  # torch 2.11 checks it
+        loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
         return PipelineStage(
             module,
             number,

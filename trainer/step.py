@@ -126,8 +126,10 @@ class Learner:
         positions = batch.positions
         if positions is None:  # a later pipeline stage sees no tokens to count
             positions = torch.arange(batch.tokens.shape[1], device=self.mesh.device)[None]
-        of_targets = partial(loss, targets=batch.targets)
-        return Call(batch.tokens, {"positions": positions, "document_ids": batch.document_ids, "loss": of_targets})
+        arguments = {"positions": positions, "loss": partial(loss, targets=batch.targets)}
+        if batch.document_ids is not None:  # zero-bubble schedules of torch 2.11 take no None
+            arguments["document_ids"] = batch.document_ids
+        return Call(batch.tokens, arguments)
 
     def clip(self) -> Tensor:
         """Clip the gradients; returns their norm before."""

@@ -111,3 +111,34 @@ def test_calls_of_the_cuda_kernels_fit_and_give_these_shapes(dtype):
     assert (out.shape, logsumexp.shape) == (q.shape, q.shape[:3])
     assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
     assert {t.dtype for t in (out, logsumexp, *gradients)} == {torch.float32}
+
+
+class Recording:
+    """Operators of torch that note the logsumexp they are called with."""
+
+    def __init__(self):
+        self.logsumexps = []
+
+    def __getattr__(self, name):
+        operator = getattr(torch.ops.aten, name)
+        if not name.endswith("_backward"):
+            return operator
+
+        def noted(grad, q, k, v, out, logsumexp, *others, **named):
+            self.logsumexps.append(logsumexp)
+            return operator(grad, q, k, v, out, logsumexp, *others, **named)
+
+        return noted
+
+
+def test_flash_attention_gets_a_logsumexp_without_gaps(monkeypatch):
+    """CUDA's backward reads it by a bare pointer, where strides would be wrong gradients; the CPU's does not."""
+    aten = Recording()
+    monkeypatch.setattr(blocked_attention, "aten", aten)
+    q, k, v, grad = tensors(0, 2, 2, 6, 6)
+    out, logsumexp = attend(q, k, v, None, causal=True)
+    rows = slice(3, None)  # as context parallelism hands over the second half of a rank's queries
+    attend_backward(grad[:, :, rows], q[:, :, rows], k, v, out[:, :, rows], logsumexp[:, :, rows], None, causal=False)
+    assert not logsumexp[:, :, rows].is_contiguous()
+    assert aten.logsumexps
+    assert all(each.is_contiguous() for each in aten.logsumexps)
