@@ -26,19 +26,21 @@ class Override:
 def parse_overrides(words: Sequence[str]) -> list[Override]:
     """Read `--table.key VALUE` and `--table.key=VALUE`; values are TOML, a bare word is a string.
 
+    Of a key given twice the last one counts, so that a person can add to the end of an earlier command.
+
     Raises:
         ConfigError: all the mistakes among the words, one a line.
     """
-    overrides: list[Override] = []
+    overrides: dict[str, Override] = {}
     mistakes: list[str] = []
     for flag, text in split_flags(words):
         try:
-            overrides.append(_override(flag, text, {other.flag for other in overrides}))
+            overrides[flag] = _override(flag, text)
         except ConfigError as error:
             mistakes.append(str(error))
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    return overrides
+    return list(overrides.values())
 
 
 def split_flags(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -55,13 +57,11 @@ def split_flags(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
             yield flag, rest.pop(0) if rest and not rest[0].startswith("--") else None
 
 
-def _override(flag: str, text: str | None, seen: set[str]) -> Override:
+def _override(flag: str, text: str | None) -> Override:
     if not re.fullmatch(r"--[^.\s]+(\.[^.\s]+)+", flag):
         raise ConfigError(f"{flag}: unexpected on the command line; keys are set as --table.key VALUE")
     if text is None:
         raise ConfigError(f"{flag}: needs a value: {flag} VALUE")
-    if flag in seen:
-        raise ConfigError(f"{flag}: given twice")
     return Override(flag, key_path(flag[2:]), _toml_value(flag, text))
 
 

@@ -1,8 +1,8 @@
 """Ranks as processes of this machine, started once and used for many cases.
 
 Importing torch costs a process seconds, so a test suite or a parity table that starts new processes for every case
-spends its time there. A pool's workers stay (but see MANY_THREADS); each case forms a fresh gloo process group of as
-many of them as it needs.
+spends its time there. A pool's workers stay (but see MANY_THREADS); each case forms a fresh process group of as many of
+them as it needs.
 """
 
 import faulthandler
@@ -28,8 +28,8 @@ the guards of its graphs), 24 threads a mesh, and 200 idle threads take a third 
 class RankPool:
     """Up to `size` worker processes; `close()` ends them."""
 
-    def __init__(self, size: int, timeout_seconds: int = 120) -> None:
-        self.size, self.timeout_seconds = size, timeout_seconds
+    def __init__(self, size: int, timeout_seconds: int = 120, backend: str = "gloo") -> None:
+        self.size, self.timeout_seconds, self.backend = size, timeout_seconds, backend
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
     def run(self, ranks: int, function: Callable, *arguments: Any) -> list[Any]:
@@ -48,7 +48,7 @@ class RankPool:
         with tempfile.TemporaryDirectory() as folder:
             store = os.path.join(folder, "store")
             for rank, (_, connection) in enumerate(workers):
-                connection.send((rank, ranks, store, self.timeout_seconds, function, arguments))
+                connection.send((self.backend, rank, ranks, store, self.timeout_seconds, function, arguments))
             return self._collect(workers)
 
     def _collect(self, workers: list) -> list[Any]:
@@ -102,7 +102,7 @@ def _work(connection: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            rank, ranks, store, timeout, function, arguments = connection.recv()
+            backend, rank, ranks, store, timeout, function, arguments = connection.recv()
         except EOFError:
             return
         except Exception:  # the function or an argument cannot be imported here
@@ -111,7 +111,7 @@ def _work(connection: Connection) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
         try:
             dist.init_process_group(
-                "gloo",
+                backend,
                 store=dist.FileStore(store, ranks),
                 rank=rank,
                 world_size=ranks,

@@ -222,7 +222,6 @@ def test_a_name_that_is_no_file():
         (["--job.name", "2024"], "--job.name: job.name must be a string, got 2024; write --job.name '\"2024\"'"),
         (["--training.steps"], "--training.steps: needs a value: --training.steps VALUE"),
         (["--data.sources", "[{name=}]"], "--data.sources: [{name=}] is not valid TOML: Invalid value"),
-        (["--job.name", "a", "--job.name=b"], "--job.name: given twice"),
         (["--job.name", "a\udcff"], "--job.name: the value is not UTF-8"),
         (["job.name=a"], "job.name=a: unexpected on the command line; keys are set as --table.key VALUE"),
     ],

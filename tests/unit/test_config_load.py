@@ -66,6 +66,11 @@ def test_tables_of_a_base_are_merged_and_lists_replaced(folder):
     assert "data.sources.1.name" not in loaded.origins
 
 
+def test_of_an_override_given_twice_the_last_one_counts(folder):
+    job = load("debug", ["--training.steps", "5", "--optimizer.lr=1e-3", "--training.steps=7"])
+    assert (job.config.training.steps, job.config.optimizer.lr) == (7, 1e-3)
+
+
 def test_overrides_are_toml_and_bare_words_strings(folder):
     words = [
         "--training.steps",

@@ -1,0 +1,37 @@
+"""Ranks with CUDA devices that compute nothing (device.c), where torch's CUDA build is installed."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.null_gpu.device import Unavailable, environment
+
+RANKS = 4
+
+
+@pytest.fixture(scope="session")
+def null_gpus() -> dict[str, str]:
+    """What a process needs in its environment to see the devices; without a CUDA build of torch the tests skip."""
+    try:
+        return environment(RANKS)
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def null_ranks(null_gpus: dict[str, str]) -> Iterator[Callable]:
+    """`null_ranks(n, function, *arguments)`: as the fixture `ranks`, on a device each."""
+    from parallelisms.rank_pool import RankPool
+
+    pool = RankPool(RANKS, timeout_seconds=300, backend="cpu:gloo,cuda:nccl")
+
+    def run(ranks: int, function: Callable, *arguments: Any) -> list[Any]:
+        # A process takes the device when it starts: workers that start now have it, this process has not.
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in null_gpus.items():
+                patch.setenv(name, value)
+            return pool.run(ranks, function, *arguments)
+
+    yield run
+    pool.close()

@@ -1,0 +1,225 @@
+"""What one training step asks of a GPU, counted without one: python -m tests.null_gpu.step --config llama_1b.toml
+
+    [--ranks 8] [--json FILE] [--table.key VALUE ...]
+
+The step runs with torch's CUDA build on a device that computes nothing (device.c): launches, copies, synchronizations,
+collectives, host time and memory are those of a real GPU, values are not. With --ranks the process is rank 0 of so many,
+of which the others exist only by name; under torchrun each process is a real rank.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.null_gpu.device import Counters, Unavailable, environment
+
+ROOT = Path(__file__).parents[2]
+WARM_UP_STEPS = 3  # compiling takes two, and the allocator another
+TIMED_STEPS = 3
+SYNTHETIC = '[{name = "random", kind = "synthetic"}]'
+SYNCS = ("sync_stream", "sync_device", "sync_event", "sync_copy")
+COPIES = ("copy_to_device", "copy_to_host", "copy_on_device", "fill")
+LAUNCHES = ("launch_aten", "launch_triton", "gemm")
+
+
+def measure(config: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Counts of a warmed-up step of a job, on this rank of the process group that exists already.
+
+    Returns:
+        `launches`, `memcpys`, `syncs`, `nccl_calls`, `host_ms`, `peak_allocated_bytes`, `peak_reserved_bytes`, and
+        details of each: by kind, by group, and for synchronizations by the line of the code.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from configs.layout import mesh_sizes
+    from configs.load import load
+    from parallelisms.mesh import build_mesh, groups_of_axes
+    from trainer.data.loader import build_loader
+    from trainer.step import build_learner
+
+    gc.collect()  # of a measurement before this one, in the same process
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    device = torch.device("cuda", torch.cuda.current_device())
+    job = load(config, [*overrides, "--data.sources", SYNTHETIC], dist.get_world_size()).config
+    mesh = build_mesh(mesh_sizes(job, dist.get_world_size()), device)
+    with _weights_without_values():
+        learner = build_learner(job, mesh)
+    loader = build_loader(job, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
+    counters = Counters()
+    seconds, idle = [], []
+    for step in range(WARM_UP_STEPS + TIMED_STEPS):
+        micro_batches = next(loader)
+        counters.reset()
+        started = time.process_time()
+        learner.step(micro_batches, lr=1e-4)
+        if step >= WARM_UP_STEPS:
+            seconds.append(time.process_time() - started)
+            idle.append(counters.idle_seconds())
+    counts = counters.read()
+    peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    with _synchronizations() as places, _collectives(groups_of_axes(mesh)) as calls:
+        learner.step(next(loader), lr=1e-4)
+    loader.close()
+    return {
+        "launches": sum(counts[name] for name in LAUNCHES),
+        "memcpys": sum(counts[name] for name in COPIES),
+        "syncs": sum(counts[name] for name in SYNCS),
+        "nccl_calls": counts["collective"],
+        "host_ms": 1e3 * statistics.median(seconds),
+        "idle_after_syncs_ms": 1e3 * statistics.median(idle),
+        "peak_allocated_bytes": peak[0],
+        "peak_reserved_bytes": peak[1],
+        "counts": counts,
+        "sync_places": dict(places),
+        "collectives_by_axis": dict(calls),
+        "torch": torch.__version__,
+        "ranks": dist.get_world_size(),
+    }
+
+
+@contextmanager
+def _weights_without_values() -> Iterator[None]:
+    """Drawing weights takes the CPU's time, and nothing on this device keeps a value that could be checked."""
+    from parallelisms import init
+
+    draw, check = init._initialize, init.check_initialized
+    init._initialize, init.check_initialized = lambda *_: None, lambda *_: None
+    try:
+        yield
+    finally:
+        init._initialize, init.check_initialized = draw, check
+
+
+@contextmanager
+def _synchronizations() -> Iterator[Counter[str]]:
+    """Where torch makes the host wait for the device: how often, by the innermost line of Keel's that led there."""
+    import torch
+
+    places: Counter[str] = Counter()
+
+    def note(message: Any, *_: Any, **__: Any) -> None:
+        if "called a synchronizing" in str(message):
+            places[_line_of_keel()] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _line_of_keel() -> str:
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if path.is_relative_to(ROOT) and not path.is_relative_to(Path(__file__).parent):
+            return f"{path.relative_to(ROOT)}:{frame.lineno}"
+    return "outside of Keel"
+
+
+@contextmanager
+def _collectives(axes: dict[str, Any]) -> Iterator[Counter[str]]:
+    """Collectives and messages by the axis of the mesh (of several that are one group, the first), and operator."""
+    import torch.distributed as dist
+
+    from parallelisms.torch_internals import listening
+
+    names = {str(group.group_name): axis for axis, group in reversed(axes.items())}
+    calls: Counter[str] = Counter()
+
+    def note(operator: str, group: dist.ProcessGroup, _: tuple[Any, ...]) -> None:
+        axis = names.get(str(group.group_name), "all")
+        calls[f"{axis} ({group.size()} ranks): {operator.strip('_')}"] += 1
+
+    with listening(note):
+        yield calls
+
+
+def join(ranks: int) -> None:
+    """Join the process group: torchrun's, or one in which this process is rank 0 and the others are only said to be."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # it registers the backend "fake"
+
+    from parallelisms.mesh import start_process_group
+
+    if "RANK" in os.environ:
+        start_process_group("cuda", timeout_seconds=120)
+        return
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=ranks)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for people."""
+    gib = 2**30
+    counts = result["counts"]
+    lines = [
+        f"launches          {result['launches']:>8,}   " + _kinds(counts, LAUNCHES),
+        f"copies and fills  {result['memcpys']:>8,}   " + _kinds(counts, COPIES),
+        f"synchronizations  {result['syncs']:>8,}",
+        *(f"                  {count:>8,}   {place}" for place, count in result["sync_places"].items()),
+        f"NCCL calls        {result['nccl_calls']:>8,}",
+        *(f"                  {count:>8,}   {call}" for call, count in result["collectives_by_axis"].items()),
+        f"host CPU time     {result['host_ms']:>8.1f} ms",
+        f"idle after syncs  {result['idle_after_syncs_ms']:>8.1f} ms of host time before the next launch",
+        f"memory at peak    {result['peak_allocated_bytes'] / gib:>8.2f} GiB allocated, "
+        f"{result['peak_reserved_bytes'] / gib:.2f} GiB reserved",
+    ]
+    return "\n".join(lines)
+
+
+def _kinds(counts: dict[str, int], names: Sequence[str]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {counts[name]:,}" for name in names)
+
+
+def main() -> int:
+    """The command line; starts itself once more, on the device."""
+    parser = argparse.ArgumentParser(description="Count what a training step asks of a GPU, without one.")
+    parser.add_argument("--config", required=True, help="job file")
+    parser.add_argument("--ranks", type=int, default=1, help="be rank 0 of so many (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the counts to this file, too")
+    options, overrides = parser.parse_known_args()
+    if "KEEL_NULL_GPUS" not in os.environ:
+        try:
+            settings = environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        except Unavailable as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        command = [sys.executable, "-m", "tests.null_gpu.step", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | {"OMP_NUM_THREADS": "1"} | settings)
+    from configs.errors import KeelError
+
+    join(options.ranks)
+    try:
+        result = measure(options.config, overrides)
+    except KeelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(table(result))
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # NCCL's threads wait for a device that never answers

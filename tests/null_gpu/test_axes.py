@@ -1,0 +1,86 @@
+"""Every way of spreading a step over devices runs on CUDA's side of the code, and issues the collectives that it should.
+
+Values are checked elsewhere, on CPUs (the parity table); what only a GPU's path has is checked here: streams, NCCL
+groups, layouts, generated kernels, and that nothing makes the host wait.
+"""
+
+import os
+
+import pytest
+import torch
+
+from tests.null_gpu.step import measure
+
+SMALL = (
+    "--model.dim 512 --model.n_layers 4 --model.n_heads 8 --model.n_kv_heads 4 --model.head_dim 64 "
+    "--model.ffn_dim 1024 --model.vocab_size 4096 --model.tie_embeddings false --training.seq_len 512 "
+    "--training.micro_batch_size 2 --training.global_batch_size 8 --activation_checkpoint.mode none"
+)
+EXPERTS = "--model.n_experts 4 --model.experts_per_token 2"
+OWNER = "--mesh.dp_replicate 2 --mesh.dp_shard 1 --fsdp.partition owner"
+MESHES = {
+    # name: (ranks, words, what must be among the collectives of a step)
+    "FSDP 2": (2, "", {"dp (2 ranks): allgather_base", "dp (2 ranks): reduce_scatter_base"}),
+    "HSDP 2x2": (4, "--mesh.dp_replicate 2", {"shard (2 ranks): allgather_base", "replicas (2 ranks): allreduce"}),
+    "DDP 2": (2, "--mesh.dp_replicate 2 --mesh.dp_shard 1", {"dp (2 ranks): allreduce"}),
+    "ZeRO 1": (2, "--fsdp.zero_stage 1", {"dp (2 ranks): reduce_scatter_base"}),
+    "TP 2": (2, "--mesh.tp 2", {"tp (2 ranks): allgather_into_tensor_coalesced", "tp (2 ranks): allreduce"}),
+    "CP 2 gather": (2, "--mesh.cp 2", {"tokens (2 ranks): allgather_base"}),
+    "CP 2 ring": (2, "--mesh.cp 2 --context.method ring", {"tokens (2 ranks): send", "tokens (2 ranks): recv"}),
+    "CP 2 all_to_all": (2, "--mesh.cp 2 --context.method all_to_all", {"tokens (2 ranks): alltoall_base"}),
+    "PP 2 gpipe": (2, "--mesh.pp 2 --pipeline.schedule gpipe", {"pp (2 ranks): send"}),
+    "PP 2 1f1b": (2, "--mesh.pp 2 --pipeline.schedule 1f1b", {"pp (2 ranks): send"}),
+    "PP 2 interleaved": (2, "--mesh.pp 2 --pipeline.schedule interleaved_1f1b", {"pp (2 ranks): send"}),
+    "PP 2 zero-bubble": (2, "--mesh.pp 2 --pipeline.schedule zero_bubble_v", {"pp (2 ranks): send"}),
+    "owner 2": (2, OWNER, {"dp (2 ranks): broadcast", "dp (2 ranks): allreduce"}),
+    "owner 2, Muon": (2, f"{OWNER} --optimizer.name muon", {"dp (2 ranks): broadcast"}),
+    "experts, FSDP 2": (2, EXPERTS, {"dp (2 ranks): allgather_base"}),
+    "FSDP 2, a queue a group": (2, f"{EXPERTS} --comm.streams per_group", {"dp (2 ranks): allgather_base"}),
+}
+EAGER_ONLY = {"PP 2 zero-bubble"}  # configs/layout_checks.py says why
+ACTIVATION_CHECKPOINTS = ("full", "selective", "budget")
+
+
+def step(words: str) -> dict:
+    """On a rank: the counts of a step, with an even exchange of rows between experts' ranks."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return measure("llama_1b.toml", (*SMALL.split(), *words.split()))
+
+
+def run(null_ranks, ranks: int, words: str) -> dict:
+    """Rank 0's counts; what holds for every step is asserted of all ranks."""
+    results = null_ranks(ranks, step, words)
+    for result in results:
+        assert result["launches"] > 100
+        assert result["syncs"] == sum(result["sync_places"].values()), result["sync_places"]
+        assert result["syncs"] <= 2 + 2 * ("experts" in words), result["sync_places"]
+    return results[0]
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_eager(null_ranks, name):
+    ranks, words, expected = MESHES[name]
+    result = run(null_ranks, ranks, f"{words} --compile.enable false")
+    assert expected <= result["collectives_by_axis"].keys(), result["collectives_by_axis"]
+    assert result["counts"]["launch_triton"] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in MESHES if name not in EAGER_ONLY])
+def test_compiled(null_ranks, name):
+    ranks, words, expected = MESHES[name]
+    result = run(null_ranks, ranks, words)
+    assert expected <= result["collectives_by_axis"].keys(), result["collectives_by_axis"]
+    assert result["counts"]["launch_triton"] > 50
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTS)
+def test_activation_checkpointing_computes_again(null_ranks, mode, compiled):
+    words = f"--compile.enable {str(compiled).lower()}"
+    plain, checkpointed = (
+        run(null_ranks, 2, f"{words} --activation_checkpoint.mode {mode}") for mode in ("none", mode)
+    )
+    if mode == "budget" and not compiled:
+        return
+    assert checkpointed["counts"]["gemm"] + checkpointed["launches"] > plain["counts"]["gemm"] + plain["launches"]
+    assert checkpointed["peak_allocated_bytes"] < plain["peak_allocated_bytes"]
