@@ -103,9 +103,8 @@ class Router(nn.Module):
         if self.settings.load_balance == "auxiliary_loss" and self.balance_scale:
             loss = self._auxiliary_loss(shares, tokens)
             weights = _WithLoss.apply(weights, loss * self.balance_scale)
-        entropy = -torch.xlogy(
-            shares.detach(), shares.detach()
-        ).sum()  # CUDA would compile torch.special.entr at run time
+        settled = shares.detach()
+        entropy = -torch.xlogy(settled, settled).sum()  # torch.special.entr is compiled at run time on CUDA
         return Choice(experts, weights, Load(tokens.sum(0), entropy))
 
     def _auxiliary_loss(self, shares: Tensor, tokens: Tensor) -> Tensor:

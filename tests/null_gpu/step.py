@@ -3,8 +3,8 @@
     [--ranks 8] [--json FILE] [--table.key VALUE ...]
 
 The step runs with torch's CUDA build on a device that computes nothing (device.c): launches, copies, synchronizations,
-collectives, host time and memory are those of a real GPU, values are not. With --ranks the process is rank 0 of so many,
-of which the others exist only by name; under torchrun each process is a real rank.
+collectives, host time and memory are those of a real GPU, values are not. With --ranks the process is rank 0 of so
+many, of which the others exist only by name; under torchrun each process is a real rank.
 """
 
 import argparse

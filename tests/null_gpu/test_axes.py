@@ -1,4 +1,4 @@
-"""Every way of spreading a step over devices runs on CUDA's side of the code, and issues the collectives that it should.
+"""Every way of spreading a step over devices runs on CUDA's side of the code, and issues the collectives it should.
 
 Values are checked elsewhere, on CPUs (the parity table); what only a GPU's path has is checked here: streams, NCCL
 groups, layouts, generated kernels, and that nothing makes the host wait.
