@@ -85,12 +85,14 @@ def set_aside(root: Path, newest_kept: int | None) -> Path | None:
     return aside
 
 
-def superfluous(losses: Mapping[int, float | None], keep_last: int, keep_every: int, keep_best: int) -> list[int]:
+def superfluous(
+    losses: Mapping[int, float | None], keep_last: int, keep_every: int, keep_best: int, rewind_interval: int = 0
+) -> list[int]:
     """The steps that may go, in order.
 
-    Kept are the `keep_last` newest (0: all), the multiples of `keep_every` (0: none for that reason), and the
-    `keep_best` with the lowest validation loss (of equal ones, the newest). `losses` has the validation loss of every
-    step; None: unknown.
+    Kept are the `keep_last` newest (0: all), the multiples of `keep_every` (0: none for that reason), the `keep_best`
+    with the lowest validation loss (of equal ones, the newest), and the newest multiple of `rewind_interval` (0: none
+    for that reason). `losses` has the validation loss of every step; None: unknown.
     """
     if keep_last == 0:
         return []
@@ -98,11 +100,12 @@ def superfluous(losses: Mapping[int, float | None], keep_last: int, keep_every: 
     measured = [(loss, -step) for step, loss in losses.items() if loss is not None]
     best = [-step for _, step in sorted(measured)[:keep_best]]
     every = [step for step in losses if keep_every and step % keep_every == 0]
-    return sorted(losses.keys() - {*newest, *best, *every})
+    rewind_to = [step for step in sorted(losses) if rewind_interval and step % rewind_interval == 0][-1:]
+    return sorted(losses.keys() - {*newest, *best, *every, *rewind_to})
 
 
-def to_be_pruned(root: Path, settings: Checkpoint) -> list[Path]:
-    """The checkpoints in `root` that the settings don't keep; never one that can't be read."""
+def to_be_pruned(root: Path, settings: Checkpoint, rewind_interval: int = 0) -> list[Path]:
+    """The checkpoints in `root` that the settings, or a rewind, don't need; never one that can't be read."""
     if settings.keep_last == 0:
         return []
     losses: dict[int, float | None] = {}
@@ -111,7 +114,7 @@ def to_be_pruned(root: Path, settings: Checkpoint) -> list[Path]:
             losses[step] = manifests.read_manifest(step_folder(root, step)).validation_loss
         except UserError:
             continue
-    steps = superfluous(losses, settings.keep_last, settings.keep_every, settings.keep_best)
+    steps = superfluous(losses, settings.keep_last, settings.keep_every, settings.keep_best, rewind_interval)
     return [step_folder(root, step) for step in steps]
 
 

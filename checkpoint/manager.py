@@ -83,6 +83,7 @@ class CheckpointManager:
     log: called on rank 0 with one line for people.
     warn: the same, for what they must not overlook.
     tokenizer_hash: of the tokenizer's file; None without a tokenizer.
+    rewind_interval: steps at whose multiples there must be a checkpoint to go back to; 0: none.
 
     The order of calls: `resume`, `begin_line`, then for every step `poll` and perhaps `save`, at last `close`.
     """
@@ -98,8 +99,10 @@ class CheckpointManager:
         log: Callable[[str], None],
         warn: Callable[[str], None],
         tokenizer_hash: str | None = None,
+        rewind_interval: int = 0,
     ) -> None:
         self._folder = folder
+        self._rewind_interval = rewind_interval
         self._settings = settings
         # As it will come back from a manifest, so that both sides of a comparison are of one kind.
         self._config: dict[str, Any] = json.loads(json.dumps(resolved))
@@ -124,8 +127,9 @@ class CheckpointManager:
         """Of the saves since the last that succeeded."""
 
     def should_save(self, step: int) -> bool:
-        """Whether `checkpoint.interval` or `interval_minutes` asks for a checkpoint after `step` steps."""
-        return self._clock.is_due or (self._settings.interval > 0 and step % self._settings.interval == 0)
+        """Whether `checkpoint.interval`, `interval_minutes` or a rewind asks for a checkpoint after `step` steps."""
+        intervals = (self._settings.interval, self._rewind_interval)
+        return self._clock.is_due or any(interval > 0 and step % interval == 0 for interval in intervals)
 
     def latest_step(self) -> int | None:
         """Step of the checkpoint that was last loaded or committed."""
@@ -165,6 +169,24 @@ class CheckpointManager:
         Raises: UserError if the folder can't be written.
         """
         on_rank_zero(self._writers, lambda: folders.prepare(self._folder, self._log))
+        self._leave_later_ones()
+
+    def can_rewind(self, step: int) -> bool:
+        """Whether the run has a checkpoint of `step`; waits for a save under way. Raises: SaveFailed as `save` does."""
+        self.wait()
+        return on_rank_zero(self._writers, lambda: step in manifests.steps_in(self._folder))
+
+    def rewind(self, step: int, state: State) -> TrainerState:
+        """Amid a run, after `can_rewind`, load its checkpoint of `step`; returns the trainer state saved with it.
+
+        Those of later steps are moved aside. Raises: as `resume` and `begin_line` do.
+        """
+        self._found = self._load(manifests.step_folder(self._folder, step), state)
+        self._leave_later_ones()
+        return self._found.trainer_state
+
+    def _leave_later_ones(self) -> None:
+        """Move what the run does not go on from aside, and begin a new line if there was any."""
         found = self._found
         is_own = found is not None and found.folder.resolve().parent == self._folder.resolve()
         newest_kept = found.manifest.step if found and is_own else None
@@ -400,7 +422,8 @@ class CheckpointManager:
 
     def _prune(self) -> list[str]:
         """On rank 0: remove the checkpoints that the settings don't keep; returns what there is to say of it."""
-        return [_removed(folder) for folder in folders.to_be_pruned(self._folder, self._settings)]
+        doomed = folders.to_be_pruned(self._folder, self._settings, self._rewind_interval)
+        return [_removed(folder) for folder in doomed]
 
     def _failed(self, error: SaveFailed) -> None:
         """Raise if it has happened too often in a row, else warn."""

@@ -260,6 +260,15 @@ def _checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
         yield "checkpoint.optimizer_dtype", 'optimizer_dtype does nothing here: training.dtype is "bfloat16", too'
 
 
+def _spikes(config: Config, _: int | None) -> Iterator[Problem]:
+    spikes = config.fault.spikes
+    of_rewind = ("rewind_interval", "max_rewinds")
+    idle = {"none": ("threshold", "window", *of_rewind), "skip": of_rewind, "rewind": ()}
+    for name in idle[spikes.action]:
+        if getattr(spikes, name) != type(spikes).model_fields[name].default:
+            yield f"fault.spikes.{name}", f'{name} does nothing with action "{spikes.action}"; leave it out'
+
+
 _RULES: tuple[Rule, ...] = (
     _job,
     _checkpoint,
@@ -277,4 +286,5 @@ _RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     _validation,
     _profile,
+    _spikes,
 )

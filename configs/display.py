@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from configs.keys import Key, schema_keys
 from configs.layout import accumulation_steps, active_parameter_count, mesh_sizes, parameter_count, smallest_world_size
 from configs.load import LoadedConfig
-from configs.schema import RUN_TABLES, Config, Model
+from configs.schema import Config, Model, is_run_key
 from configs.stages import fewest_micro_batches
 from configs.toml_text import value_text
 
@@ -51,7 +51,7 @@ def help_text(width: int) -> str:
 
 def _header(table: Key) -> str:
     name = f"[[{table.name}]]" if table.type == "list of tables" else f"[{table.name}]"
-    kind = "run" if table.name.split(".")[0] in RUN_TABLES else "machine"
+    kind = "run" if is_run_key(table.name) else "machine"
     return f"{name.replace('.N', '')}  ({kind} table)"
 
 

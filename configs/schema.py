@@ -423,6 +423,33 @@ class Profile(Table):
     """Record allocations over the same steps (CUDA), for pytorch.org/memory_viz."""
 
 
+class Spikes(Table):
+    """What becomes of a step whose loss is far above those before it; decided by the losses alone (run table)."""
+
+    action: Literal["none", "skip", "rewind"] = "none"
+    """skip: leave the step's update out; rewind: go back to a checkpoint, and on with samples not yet seen."""
+    threshold: PositiveFloat = 6.0
+    """A loss is a spike if it exceeds the mean of the losses before it by more than so many standard deviations."""
+    window: Annotated[int, Field(ge=2)] = 128
+    """Steps over which mean and deviation are taken, spikes left out; before there are so many, nothing is a spike."""
+    rewind_interval: PositiveInt = 500
+    """rewind: steps at whose multiples a checkpoint is saved, beside [checkpoint], of which the newest is gone back to;
+    before there is one, a spike is skipped."""
+    max_rewinds: PositiveInt = 3
+    """rewind: how often in a row the run goes back to the same checkpoint before it ends instead."""
+
+
+class Fault(Table):
+    """What is watched for while a run trains, and what is done about it."""
+
+    compare_interval: NonNegativeInt = 100
+    """Steps between comparisons of the tensors of which several ranks hold copies; 0: only before every save."""
+    on_difference: Literal["end", "heal"] = "end"
+    """A copy differs: end the run; heal: of three copies or more, give those that differ what the majority has."""
+    spikes: Spikes = Spikes()
+    """Jumps of the loss."""
+
+
 class Config(Table):
     """A job: everything that Keel needs to know to train a model."""
 
@@ -462,15 +489,18 @@ class Config(Table):
     """What is logged."""
     profile: Profile = Profile()
     """Traces for performance work."""
+    fault: Fault = Fault()
+    """Faults of machines and of training."""
 
 
 RUN_TABLES = ("model", "tokenizer", "data", "training", "optimizer", "lr_schedule")
 MACHINE_KEYS_IN_RUN_TABLES = ("training.steps", "training.micro_batch_size")
-RUN_KEYS_IN_MACHINE_TABLES = ("fsdp.owner_broadcast_dtype",)
+RUN_KEYS_IN_MACHINE_TABLES = ("fsdp.owner_broadcast_dtype", "fault.spikes")
+"""Keys, and tables with all their keys."""
 
 
 def is_run_key(key: str) -> bool:
-    """Whether a dotted key (`"training.seed"`) decides what is learned, and so must not change on a resume."""
+    """Whether a dotted key (`"training.seed"`) or table decides what is learned, and so must not change on a resume."""
     if key.split(".")[0] in RUN_TABLES:
         return key not in MACHINE_KEYS_IN_RUN_TABLES
-    return key in RUN_KEYS_IN_MACHINE_TABLES
+    return any(f"{key}.".startswith(f"{run_key}.") for run_key in RUN_KEYS_IN_MACHINE_TABLES)

@@ -1,11 +1,11 @@
 """What a run records: `metrics.jsonl`, TensorBoard files, and where the time went.
 
 `metrics.jsonl` has one JSON object a logged step, flushed as it is written, with the keys of `StepMetrics` in its
-order. A validated step is always logged, and its object has the two validation keys besides; a mixture of experts has
-three of its own. Floats are written with
-`repr`, so that reading them back gives the same bits. JSON has no NaN: a value that is not finite is null, and a key
-`skipped` says what it was. A resume cuts the file back to the step it goes on from, so that no step stands there
-twice; the TensorBoard files are told the same by their purge step.
+order. A validated step is always logged, and its object has the two validation keys besides; so is a step with an
+incident, such as a spike of the loss, with the key `incidents`; a mixture of experts has three of its own. Floats are
+written with `repr`, so that reading them back gives the same bits. JSON has no NaN: a value that is not finite is null,
+and a key `skipped` says what it was. A resume cuts the file back to the step it goes on from, so that no step stands
+there twice; the TensorBoard files are told the same by their purge step.
 
 Throughput is that of training alone. `TimeLedger` gives every second of the process to exactly one kind of work;
 tokens per second divides by training and waiting for data, never by compilation, validation or checkpoints.
@@ -164,6 +164,8 @@ class StepMetrics:
     """The busiest expert's tokens over the mean of its layer, of the layer where that is most; 1: even."""
     router_entropy: float | None = None
     """Mean over tokens and layers of the entropy of the router's scores, in nats."""
+    incidents: list[dict[str, Any]] | None = None
+    """What has befallen the run since the line before (see docs/faults.md)."""
 
     def to_json(self) -> str:
         """One line of JSON; the keys of validation and of experts are there only where there is a value."""
@@ -183,6 +185,7 @@ _OPTIONAL = (
     "tokens_per_expert",
     "load_imbalance",
     "router_entropy",
+    "incidents",
 )
 
 

@@ -2,7 +2,8 @@
 
 The loss is the mean over all valid target tokens of the global batch. Their number is known before the first
 backward pass, so each micro-batch adds its tokens' share and nothing depends on how the batch was cut. A step whose
-loss or gradient norm is not finite changes nothing, on all ranks alike, since both numbers are the same everywhere.
+loss or gradient norm is not finite, or whose loss is above a limit, changes nothing, on all ranks alike, since both
+numbers are the same everywhere.
 """
 
 import math
@@ -26,6 +27,7 @@ from parallelisms.parallelize import parallelize
 from parallelisms.passes import Call, OneByOne, Passes
 from parallelisms.pipeline import Pipeline
 from parallelisms.plan import plan_of
+from parallelisms.replicas import Copy, copies_on
 from parallelisms.streams import GatherCounts, queue_gathers
 from parallelisms.zero import OwnerPartition
 from trainer.data.loader import IGNORED, MicroBatch
@@ -42,7 +44,9 @@ class StepResult:
     grad_norm: float
     """Global norm before clipping."""
     skipped: bool
-    """The loss or the norm was not finite, and so no parameter changed."""
+    """The loss or the norm was not finite, or the loss a spike, and so no parameter changed."""
+    is_spike: bool = False
+    """The loss was finite, but above the limit."""
 
 
 @dataclass(frozen=True)
@@ -60,23 +64,28 @@ class Learner:
     guard: OrderGuard
     gathers: GatherCounts
 
-    def step(self, micro_batches: list[MicroBatch], lr: float) -> StepResult:
+    def step(self, micro_batches: list[MicroBatch], lr: float, loss_limit: float = math.inf) -> StepResult:
         """Update the model by this rank's share of a global batch; all ranks must call it.
+
+        Args:
+            micro_batches: the share.
+            lr: learning rate.
+            loss_limit: a loss above it is a spike, and changes nothing.
 
         Raises:
             UserError: the ranks did not issue the same collectives in the same order; nothing was updated.
         """
         with self.guard.watch():
-            return self._step(micro_batches, lr)
+            return self._step(micro_batches, lr, loss_limit)
 
-    def _step(self, micro_batches: list[MicroBatch], lr: float) -> StepResult:
+    def _step(self, micro_batches: list[MicroBatch], lr: float, loss_limit: float) -> StepResult:
         micro_batches = self.own_part(micro_batches)
         valid_tokens = self._valid_tokens(micro_batches)
         total = self.passes.train([self.call(batch, self.loss) for batch in micro_batches], 1.0 / valid_tokens)
         grad_norm = self.clip()
         loss = self.mesh.sum_over_tokens(total) / valid_tokens
         self.guard.compare()
-        result = _result(loss, grad_norm)
+        result = _result(loss, grad_norm, loss_limit)
         if not result.skipped:
             set_lr(self.optimizer, lr)
             self.optimizer.step()
@@ -106,6 +115,18 @@ class Learner:
         model = {f"model.{name}": weight for name, weight in weights.items()}
         biases = {f"model.{name}": bias for name, bias in self.load_balance.state().items()}
         return model | biases | optimizer_state(self.optimizer, self.parameters)
+
+    def copies(self) -> list[Copy]:
+        """What this rank holds of tensors of which other ranks hold the same; as `state`, to be asked for anew."""
+        self.finish_update()
+        state = self.state()
+        if not isinstance(self.optimizer, OwnerPartition):
+            return copies_on(state, self.mesh)
+        # An owner saves its master copy in place of a parameter that it sends rounded.
+        parameters = {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        masters = {f"master.{name}": state[name] for name in parameters.keys() & state.keys()}
+        owned = {*masters, *(name for name in state if name.startswith("optimizer."))}
+        return copies_on(state | parameters | masters, self.mesh, owned)
 
     def was_loaded(self) -> None:
         """Bring what was read into `state` to all ranks that need it; all ranks must call it."""
@@ -212,7 +233,9 @@ def _count_valid(micro_batches: list[MicroBatch]) -> int:
     return sum(len(_valid(batch)) for batch in micro_batches)
 
 
-def _result(loss: Tensor, grad_norm: Tensor) -> StepResult:
+def _result(loss: Tensor, grad_norm: Tensor, loss_limit: float) -> StepResult:
     # The one point at which the CPU waits for the device: whether to update must be known before the update.
     loss_value, norm_value = torch.stack((loss, grad_norm.to(loss))).tolist()
-    return StepResult(loss_value, norm_value, skipped=not (math.isfinite(loss_value) and math.isfinite(norm_value)))
+    is_finite = math.isfinite(loss_value) and math.isfinite(norm_value)
+    is_spike = is_finite and loss_value > loss_limit
+    return StepResult(loss_value, norm_value, skipped=is_spike or not is_finite, is_spike=is_spike)

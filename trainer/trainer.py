@@ -9,9 +9,10 @@ manager when and where to save, the console what a person sees. The mesh appears
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from configs.run_change import run_key_diff
 from configs.schema import Config
 from parallelisms.mesh import build_mesh
 from trainer.console import Console
+from trainer.copies import see_that_copies_are_equal
 from trainer.data.loader import MicroBatch, build_loader, merge_state_dicts
 from trainer.data.tokenizer import load_tokenizer
 from trainer.exports import Exports
@@ -35,6 +37,7 @@ from trainer.lr_schedule import learning_rate
 from trainer.metrics import Kind, MetricsLog, StepMetrics, TimeLedger, memory_peak_bytes
 from trainer.preparation import prepare_data
 from trainer.profile import StepProfiler
+from trainer.spikes import loss_limit, remembered
 from trainer.step import StepResult, build_learner
 from trainer.validation import ValidationResult, validate
 
@@ -52,6 +55,10 @@ class RunState:
     """Tokens trained on since then."""
     skipped_in_a_row: int = 0
     """How many of the last steps changed nothing."""
+    past_losses: list[float] = field(default_factory=list)
+    """What `fault.spikes` compares the next loss with; empty if it is not in use."""
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+    """Every spike and repaired copy of the run so far: its `step`, `what` was done, and details."""
 
 
 class Trainer:
@@ -68,6 +75,7 @@ class Trainer:
             KeelError: the job, its data or its checkpoint do not allow it; the same on all ranks.
         """
         self.config = config = job.config
+        self.spikes = config.fault.spikes
         self.console, self.stop, self.ledger = console, stop, ledger
         self.folder = run_folder(config)
         self.device = device
@@ -86,6 +94,7 @@ class Trainer:
             log=console.line,
             warn=console.warning,
             tokenizer_hash=load_tokenizer(config.tokenizer.path).hash if config.tokenizer.path else None,
+            rewind_interval=self.spikes.rewind_interval if self.spikes.action == "rewind" else 0,
         )
         saved = self.checkpoints.resume(self.learner.state())
         self.learner.was_loaded()  # also where only weights were, from checkpoint.init_from
@@ -102,6 +111,9 @@ class Trainer:
         """Of the steps of this launch."""
         self.validated: tuple[int, float] | None = None
         """Step and loss of the last validation."""
+        self.compared_step: int | None = None
+        """After which the copies on several ranks were compared last."""
+        self.unlogged_incidents: list[dict[str, Any]] = []
 
     def _build_loaders(self, data: dict) -> None:
         config, dp_rank, dp_size = self.config, self.mesh.dp_rank, self.mesh.sizes.dp
@@ -130,9 +142,14 @@ class Trainer:
         with self.watchdog, self.console.training(self.run.step, last_step, show_mfu=self.peak is not None):
             while self.run.step < last_step and not self._agreed_to_stop():
                 result, lr = self._step()
+                if result.is_spike and self._rewind(result):
+                    continue
                 self._count(result)
+                if self._is_due(self.config.fault.compare_interval):
+                    self._compare_copies()
                 validation = self._validate() if self._is_due(self.config.validation.interval) else None
-                if validation or self._is_due(self.config.metrics.interval) or self.run.step in (1, last_step):
+                is_due = self._is_due(self.config.metrics.interval) or self.run.step in (1, last_step)
+                if validation or is_due or self.unlogged_incidents:
                     self._log(result, lr, validation)
                 self.console.advance(self.run.step)
                 self.checkpoints.poll()
@@ -163,7 +180,7 @@ class Trainer:
         with self.ledger.step(compiling):
             with self.ledger.waiting_for_data():
                 micro_batches = next(self.loader)
-            result = self.learner.step(micro_batches, lr)
+            result = self.learner.step(micro_batches, lr, loss_limit(self.spikes, self.run.past_losses))
         self.profiler.after_step(self.run.step + 1)
         if result.skipped:
             self._report_skip(result, micro_batches)
@@ -175,28 +192,102 @@ class Trainer:
         Raises:
             UserError: too many steps in a row changed nothing.
         """
-        training = self.config.training
-        self.run = RunState(
+        training, past_losses = self.config.training, self.run.past_losses
+        self.run = replace(
+            self.run,
             step=self.run.step + 1,
             tokens=self.run.tokens + self._tokens_per_step,
             skipped_in_a_row=self.run.skipped_in_a_row + 1 if result.skipped else 0,
+            past_losses=past_losses if result.skipped else remembered(self.spikes, past_losses, result.loss),
         )
         self.losses.append(result.loss)
+        if result.is_spike:
+            self._record("skip", loss=result.loss, limit=loss_limit(self.spikes, past_losses))
         if self.run.skipped_in_a_row > training.max_skipped_steps:
+            or_spike = "" if self.spikes.action == "none" else ", or the loss a spike"
             raise UserError(
-                f"the loss or gradient norm of the last {self.run.skipped_in_a_row} steps was not finite, and "
-                f"training.max_skipped_steps is {training.max_skipped_steps}; lower optimizer.lr or training.max_norm, "
-                f"or look at the samples that {self.folder / 'run.log'} names"
+                f"the loss or gradient norm of the last {self.run.skipped_in_a_row} steps was not finite{or_spike}, "
+                f"and training.max_skipped_steps is {training.max_skipped_steps}; lower optimizer.lr or "
+                f"training.max_norm, or look at the samples that {self.folder / 'run.log'} names"
             )
 
     def _report_skip(self, result: StepResult, micro_batches: list[MicroBatch]) -> None:
         by_rank: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(by_rank, [sample for batch in micro_batches for sample in batch.samples])
         samples = sorted({sample for samples in by_rank for sample in samples})
+        limit = f" (a spike is above {loss_limit(self.spikes, self.run.past_losses)})" if result.is_spike else ""
         self.console.note(
-            f"step {self.run.step + 1} skipped: loss {result.loss}, gradient norm {result.grad_norm}; its samples are "
-            f"{samples[0]} to {samples[-1]}"
+            f"step {self.run.step + 1} skipped: loss {result.loss}{limit}, gradient norm {result.grad_norm}; its "
+            f"samples are {samples[0]} to {samples[-1]}"
         )
+
+    def _record(self, what: str, **details: Any) -> None:
+        """Add to the incidents, which later checkpoints hold, and the next line of metrics."""
+        incident = {"step": self.run.step, "what": what, **details}
+        self.run = replace(self.run, incidents=[*self.run.incidents, incident])
+        self.unlogged_incidents.append(incident)
+
+    def _rewind(self, result: StepResult) -> bool:
+        """Go back to a checkpoint from before a spike, but not in the data; whether there was one to go back to.
+
+        Where to is decided by the run's own keys: when a checkpoint happens to be saved, as at a stop, must not change
+        what the run learns. If the process is killed before the next checkpoint, the same spike brings it here again.
+
+        Raises:
+            UserError: the run has gone back there too often.
+        """
+        spike, spikes = self.run.step + 1, self.spikes
+        to_step = self.run.step // spikes.rewind_interval * spikes.rewind_interval
+        if spikes.action != "rewind" or to_step == 0:
+            return False
+        rewinds = sum(incident.get("to_step") == to_step for incident in self.run.incidents)
+        if rewinds >= spikes.max_rewinds:
+            raise UserError(
+                f"the loss of step {spike} is a spike, {result.loss}, and the run has gone back to step {to_step} "
+                f"{rewinds} times already (fault.spikes.max_rewinds): other samples do not help; go on from an earlier "
+                "checkpoint (--checkpoint.load STEP), or with a lower optimizer.lr"
+            )
+        self.watchdog.step(self.run.step, "going back")
+        with self.ledger.measure(Kind.CHECKPOINT):
+            if not self.checkpoints.can_rewind(to_step):
+                return False
+            self._finish_exports()  # they may read checkpoints that are moved aside now
+            saved = self.checkpoints.rewind(to_step, self.learner.state())
+            self.learner.was_loaded()
+        limit = loss_limit(spikes, self.run.past_losses)
+        samples = [saved["data"]["next_sample"], self.loader.state_dict()["next_sample"] - 1]
+        self.run = replace(RunState(**saved["run"]), incidents=self.run.incidents)
+        self._record("rewind", spike_step=spike, to_step=to_step, loss=result.loss, limit=limit, samples=samples)
+        self.unlogged_incidents = self.run.incidents[len(saved["run"].get("incidents", [])) :]
+        self.console.note(f"back to step {to_step}; samples {samples[0]} to {samples[1]} are passed over")
+        self._begin_again()
+        return True
+
+    def _begin_again(self) -> None:
+        """Make the records of a run that has gone back what they would be if it had been resumed there."""
+        self.compared_step = None
+        self.profiler.finish()
+        self.exports = self._build_exports()
+        if self.metrics_log:
+            self.metrics_log.close()
+            self.metrics_log = self._open_metrics_log()
+
+    def _compare_copies(self) -> None:
+        """See that what several ranks hold copies of is equal, or made equal again.
+
+        Raises:
+            UserError: it differs; nothing may be saved.
+        """
+        if self.compared_step == self.run.step:
+            return
+        self.watchdog.step(self.run.step, "comparing copies")
+        on_difference, saved_step = self.config.fault.on_difference, self.checkpoints.latest_step()
+        with self.ledger.measure(Kind.TRAINING):
+            healed = see_that_copies_are_equal(self.learner.copies(), on_difference, self.run.step, saved_step)
+        self.compared_step = self.run.step
+        if healed:
+            self.console.warning(f"copies that differed after step {self.run.step} have what most ranks have:{healed}")
+            self._record("heal", tensors=[line.strip() for line in healed.strip().split("\n")])
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.run.step % interval == 0
@@ -219,6 +310,7 @@ class Trainer:
         there is no dropout. Nor are there running sums of metrics: every logged number is of its own step, or of the
         wall clock.
         """
+        self._compare_copies()
         self.watchdog.step(self.run.step, "checkpoint")
         with self.ledger.measure(Kind.CHECKPOINT):
             self.checkpoints.wait()
@@ -253,8 +345,10 @@ class Trainer:
             time=time.time(),
             validation_loss=validation.loss if validation else None,
             validation_bits_per_byte=validation.bits_per_byte if validation else None,
+            incidents=self.unlogged_incidents or None,
             **(vars(balance) if balance else {}),
         )
+        self.unlogged_incidents = []
         self.console.step(metrics)
         if self.metrics_log:
             self.metrics_log.write(metrics)

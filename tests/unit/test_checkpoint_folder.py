@@ -48,6 +48,8 @@ def test_superfluous():
     assert superfluous(losses, keep_last=1, keep_every=0, keep_best=1) == [10, 20, 30, 40]
     assert superfluous(losses, keep_last=1, keep_every=0, keep_best=3) == [10, 40]
     assert superfluous({}, keep_last=1, keep_every=2, keep_best=3) == []
+    assert superfluous(losses, keep_last=1, keep_every=0, keep_best=0, rewind_interval=20) == [10, 20, 30, 40, 50]
+    assert superfluous(losses, keep_last=1, keep_every=0, keep_best=0, rewind_interval=25) == [10, 20, 30, 40]
 
 
 @given(

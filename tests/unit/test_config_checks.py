@@ -154,6 +154,11 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "activation_checkpoint.mode=full activation_checkpoint.save_ops=['aten.mm']",
             '--activation_checkpoint.save_ops: save_ops does nothing in mode "full", only in "selective"',
         ),
+        ("fault.spikes.threshold=5.0", '--fault.spikes.threshold: threshold does nothing with action "none"'),
+        (
+            "fault.spikes.action=skip fault.spikes.max_rewinds=5",
+            '--fault.spikes.max_rewinds: max_rewinds does nothing with action "skip"',
+        ),
         ("activation_checkpoint.save_every_nth_matmul=2", 'does nothing in mode "none", only in "selective"'),
         ("activation_checkpoint.every_nth_layer=2", 'does nothing in mode "none", only in "full" or "selective"'),
         ("activation_checkpoint.layers='0'", 'does nothing in mode "none", only in "full" or "selective"'),

@@ -1,0 +1,232 @@
+"""Copies of one tensor on several ranks: proof that they are equal, and their repair where they are not.
+
+Replicas (`dp_replicate`, owner partition) hold the same parameters, tensor-parallel ranks the same norms, all ranks of
+a stage the same biases of a load balance and the same counts of steps. Equal inputs and equal operations keep copies
+equal bit for bit; nothing ever compares them. So a bit that flips in the memory of one rank stays: that rank computes
+with another model from then on, its gradients spread to all, and a checkpoint takes each tensor from any one copy.
+
+Which ranks hold copies of a tensor follows from its placements. Each rank hashes what it holds where it is, on a GPU
+without a copy to the host, and along every axis that replicates something the ranks compare one number. Only where
+numbers differ are the hashes of the tensors exchanged, to name tensors, ranks and hosts.
+"""
+
+import socket
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from parallelisms.mesh import Mesh
+
+CPU_PIECE, GPU_PIECE = 1 << 17, 1 << 22
+"""Words of 8 bytes hashed at once. On a CPU a piece, its factors and its products stay in the cache (4 GB/s a core);
+on a GPU few large pieces cost fewer launches, and 64 MiB besides."""
+_FOLD, _HORNER = 0x9E3779B1, 0x9E3779B97F4A7C15 - (1 << 64)  # odd numbers with their bits well mixed
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What this rank holds of a tensor of which other ranks hold the same."""
+
+    name: str
+    part: str
+    """Which part of the whole it is, by this rank's place on the axes that cut it: "shard 1"; "" for the whole."""
+    local: Tensor
+    axes: Mapping[str, dist.ProcessGroup]
+    """The axes of the mesh along which its copies are."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Copies that are not equal; the same on all ranks."""
+
+    name: str
+    part: str
+    holders: tuple[tuple[int, ...], ...]
+    """Ranks with equal content, the largest set first."""
+
+    @property
+    def majority(self) -> tuple[int, ...]:
+        """The ranks that hold what more than half of all hold; empty if there is no such content."""
+        most = self.holders[0]
+        return most if 2 * len(most) > sum(map(len, self.holders)) else ()
+
+    def text(self, hosts: Sequence[str]) -> str:
+        """One line that names the odd ranks and their hosts, or all ranks if none is odd."""
+        where = f"{self.name} ({self.part})" if self.part else self.name
+        if self.majority:
+            odd = _named([rank for ranks in self.holders[1:] for rank in ranks], hosts)
+            return f"{where}: {odd} differs from {_named(self.majority, hosts)}"
+        sides = " from ".join(_named(ranks, hosts) for ranks in self.holders)
+        return f"{where}: {sides}; which of them is right can't be told"
+
+
+def copies_on(tensors: Mapping[str, Tensor], mesh: Mesh, owned: Collection[str] = ()) -> list[Copy]:
+    """Those of this rank's tensors of which other ranks hold copies, sorted by name.
+
+    Args:
+        tensors: plain ones are whole, the same on all ranks of a pipeline stage.
+        mesh: of this rank.
+        owned: names of tensors that one rank has of those that see different tokens, and so has copies of over `tp`
+            alone.
+    """
+    copies = [_copy(name, tensor.detach(), mesh, name in owned) for name, tensor in sorted(tensors.items())]
+    return [copy for copy in copies if copy.axes]
+
+
+def _copy(name: str, tensor: Tensor, mesh: Mesh, is_owned: bool) -> Copy:
+    axes = {"tp": mesh.tp.get_group()}
+    if not isinstance(tensor, DTensor):
+        axes |= {} if is_owned else {"tokens": mesh.tokens.get_group()}
+        return Copy(name, "", tensor, _of_several(axes))
+    names, parts = tensor.device_mesh.mesh_dim_names or (), []
+    for i, (axis, placement) in enumerate(zip(names, tensor.placements, strict=True)):
+        if placement.is_replicate():
+            axes[axis] = tensor.device_mesh.get_group(i)
+        else:
+            axes.pop(axis, None)
+            parts += [f"{axis} {tensor.device_mesh.get_local_rank(i)}"] if tensor.device_mesh.size(i) > 1 else []
+    return Copy(name, ", ".join(parts), tensor.to_local(), _of_several(axes))
+
+
+def _of_several(axes: Mapping[str, dist.ProcessGroup]) -> dict[str, dist.ProcessGroup]:
+    return {name: group for name, group in sorted(axes.items()) if group.size() > 1}
+
+
+@torch.no_grad()
+def differences(copies: Sequence[Copy]) -> tuple[list[Difference], list[str]]:
+    """Compare this rank's copies with those of the other ranks; all ranks must call it.
+
+    Returns:
+        What differs, by name, and the host of each rank; nothing if all copies are equal. The same on all ranks.
+    """
+    if dist.get_world_size() == 1:
+        return [], []
+    digests = _digests(copies)
+    by_axis = [_differs(copies, digests, axis, group) for axis, group in _axes(copies)]
+    differs = torch.tensor(int(any(by_axis)))
+    dist.all_reduce(differs, op=dist.ReduceOp.MAX)
+    if not differs:
+        return [], []
+    mine = {(copy.name, copy.part): digest for copy, digest in zip(copies, digests, strict=True)}
+    by_rank: list[tuple[dict[tuple[str, str], int], str]] = [({}, "")] * dist.get_world_size()
+    dist.all_gather_object(by_rank, (mine, socket.gethostname()))
+    return _found([of_rank for of_rank, _ in by_rank]), [host for _, host in by_rank]
+
+
+@torch.no_grad()
+def heal(copies: Iterable[Copy], found: Iterable[Difference]) -> None:
+    """Give the ranks that differ what the majority holds; all ranks must call it.
+
+    Args:
+        copies: this rank's, as they were compared.
+        found: each with a majority.
+    """
+    here, rank = {(copy.name, copy.part): copy.local for copy in copies}, dist.get_rank()
+    for difference in found:
+        source = difference.majority[0]
+        for odd in (rank for ranks in difference.holders[1:] for rank in ranks):
+            if rank == source:  # by way of the CPU: its backend sends between any two ranks without a set-up
+                dist.send(here[difference.name, difference.part].cpu().contiguous(), dst=odd)
+            elif rank == odd:
+                local = here[difference.name, difference.part]
+                content = torch.empty(local.shape, dtype=local.dtype)
+                dist.recv(content, src=source)
+                local.copy_(content)
+
+
+def described(found: Sequence[Difference], hosts: Sequence[str]) -> str:
+    """A line for each of the first differences, and how many more there are."""
+    lines = [f"\n  {difference.text(hosts)}" for difference in found[:_SHOWN]]
+    more = len(found) - len(lines)
+    return "".join(lines) + (f"\n  and {more} more" if more else "")
+
+
+# --------------------------------------------------------------------------- comparing
+
+
+def _axes(copies: Iterable[Copy]) -> list[tuple[str, dist.ProcessGroup]]:
+    """Every axis along which there are copies, in an order that all ranks share."""
+    return sorted({axis: group for copy in copies for axis, group in copy.axes.items()}.items())
+
+
+def _differs(copies: Sequence[Copy], digests: Sequence[int], axis: str, group: dist.ProcessGroup) -> bool:
+    """Whether the ranks along an axis hold different copies of anything."""
+    along = repr([digest for copy, digest in zip(copies, digests, strict=True) if axis in copy.axes])
+    number = int.from_bytes(blake2b(along.encode(), digest_size=8).digest(), signed=True)
+    extremes = torch.tensor([number, ~number])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = extremes.tolist()
+    return largest != ~smallest
+
+
+def _found(by_rank: Sequence[Mapping[tuple[str, str], int]]) -> list[Difference]:
+    contents: dict[tuple[str, str], dict[int, list[int]]] = {}
+    for rank, digests in enumerate(by_rank):
+        for key, digest in digests.items():
+            contents.setdefault(key, {}).setdefault(digest, []).append(rank)
+    return [
+        Difference(name, part, tuple(sorted(map(tuple, holders.values()), key=lambda ranks: (-len(ranks), ranks))))
+        for (name, part), holders in sorted(contents.items())
+        if len(holders) > 1
+    ]
+
+
+def _named(ranks: Iterable[int], hosts: Sequence[str]) -> str:
+    """ "rank 1 (node-7), rank 3 (node-8)"."""
+    return ", ".join(f"rank {rank} ({hosts[rank]})" for rank in sorted(ranks))
+
+
+# --------------------------------------------------------------------------- hashing
+
+
+def _digests(copies: Sequence[Copy]) -> list[int]:
+    """The hash of each copy; each device is waited for once."""
+    on_device: dict[torch.device, list[int]] = {}
+    for i, copy in enumerate(copies):
+        on_device.setdefault(copy.local.device, []).append(i)
+    digests = [0] * len(copies)
+    for indices in on_device.values():
+        values = torch.stack([digest(copies[i].local) for i in indices]).tolist()
+        for i, value in zip(indices, values, strict=True):
+            digests[i] = value
+    return digests
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A hash of a tensor's bytes, an int64 scalar on its device; computing it does not wait for the device.
+
+    Each word of 8 bytes is multiplied by an odd number of its place, and all are added up, modulo 2^64. An odd factor
+    can be undone, so a change of bits in one half of one word always changes the hash; other changes go unnoticed once
+    in about 2^32 times. The upper half is folded into the lower, or two flipped sign bits would cancel out.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    factors = _factors(tensor.device)
+    for piece in _words(tensor).split(len(factors)):
+        mixed = torch.add(piece, piece >> 32, alpha=_FOLD)
+        total = total * _HORNER + mixed.mul_(factors[: piece.numel()]).sum()
+    return total
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as int64, the last word filled up with zeros; a copy only where they are not aligned."""
+    raw = tensor.contiguous().flatten().view(torch.uint8)
+    if raw.numel() % 8 or raw.storage_offset() % 8:
+        aligned = raw.new_zeros(-(-raw.numel() // 8) * 8)
+        aligned[: raw.numel()] = raw
+        raw = aligned
+    return raw.view(torch.int64)
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """An odd int64 for each word of a piece, the same in every process."""
+    n = CPU_PIECE if device.type == "cpu" else GPU_PIECE
+    limits, generator = torch.iinfo(torch.int64), torch.Generator().manual_seed(0)
+    return (torch.randint(limits.min, limits.max, (n,), generator=generator) | 1).to(device)

@@ -1,0 +1,230 @@
+"""Spikes of the loss, skipped and rewound, by the job file: every mesh decides alike, and a resume decides the same.
+
+The data are a constant, which the model soon knows, but for some samples of noise: their loss is a spike.
+"""
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from checkpoint.manifest import TRAINER_NAME, step_folder, steps_in
+from configs.errors import UserError
+from configs.load import load
+from tests.end_to_end.launch import (
+    ROOT,
+    TINY,
+    assert_same_tensors,
+    curve,
+    launch,
+    records,
+    tensors,
+)
+from trainer.console import Console
+from trainer.data.sources import SyntheticSource
+from trainer.lifecycle import StopRequest
+from trainer.metrics import TimeLedger
+from trainer.step import Learner
+from trainer.trainer import Trainer
+
+BATCH = 8
+RULE = ("--fault.spikes.window", "8", "--fault.spikes.threshold", "8", "--lr_schedule.total_steps", "60")
+SKIP = (*RULE, "--fault.spikes.action", "skip")
+REWIND = (*RULE, "--fault.spikes.action", "rewind", "--fault.spikes.rewind_interval", "10")
+NOISE = (27, 33)
+"""Batches, counted from one, with noise in one of their samples."""
+_read = SyntheticSource.read
+
+
+def plant(noise):
+    """Make all samples alike but for one in each of the batches `noise`."""
+    samples = {BATCH * (batch - 1) + 5 for batch in noise}
+
+    def read(self, address, tokens, starts):
+        _read(self, address, tokens, starts)
+        if address not in samples:
+            tokens[:] = np.arange(len(tokens)) % 7
+
+    SyntheticSource.read = read
+
+
+def train(folder, words, stop_after=0, noise=NOISE, steps=40):
+    """A launch of the job; returns its losses, its state at the end and its error's message."""
+    plant(noise)
+    original, stop, calls = Learner.step, StopRequest(), []
+
+    def step(learner, *arguments):
+        calls.append(1)
+        if len(calls) == stop_after:
+            stop.record(signal.SIGTERM, None)
+        return original(learner, *arguments)
+
+    Learner.step = step
+    Path(folder).mkdir(exist_ok=True)
+    quiet = ("--metrics.tensorboard", "false", "--job.output_dir", str(folder), "--training.steps", str(steps))
+    try:
+        with Console(rank=1) as console:
+            job = load(str(TINY), (*quiet, *words), dist.get_world_size())
+            trainer = Trainer(job, torch.device("cpu"), console, stop, TimeLedger())
+            try:
+                trainer.train()
+                message = ""
+            except UserError as error:
+                message = str(error)
+            return trainer.losses, trainer.run, message
+    finally:
+        Learner.step, SyntheticSource.read = original, _read
+
+
+def decisions(incidents):
+    """What was done, without losses and limits, which differ by round-off between meshes."""
+    return [{key: value for key, value in each.items() if key not in ("loss", "limit")} for each in incidents]
+
+
+MESHES = {
+    "1 process": (1, ()),
+    "FSDP 2": (2, ()),
+    "TP 2": (2, ("--mesh.tp", "2")),
+    "PP 2 x DDP 2": (4, ("--mesh.pp", "2", "--mesh.dp_replicate", "2")),
+}
+
+
+def test_every_mesh_skips_the_same_steps(ranks, tmp_path):
+    for name, (n, words) in MESHES.items():
+        folder = tmp_path / name
+        for losses, run, message in ranks(n, train, str(folder), (*SKIP, *words)):
+            assert not message
+            assert (run.step, run.tokens, len(losses)) == (40, 40 * 8 * 16, 40)
+            assert decisions(run.incidents) == [{"step": step, "what": "skip"} for step in NOISE]
+        found = {record["step"]: record["incidents"] for record in records(folder) if "incidents" in record}
+        assert found.keys() == set(NOISE)
+        for step, [incident] in found.items():
+            assert incident["loss"] == losses[step - 1] > incident["limit"] > losses[step - 2]
+
+
+def test_a_skipped_step_changes_no_tensor(ranks, tmp_path):
+    ranks(1, train, str(tmp_path / "run"), (*SKIP, "--checkpoint.interval", "1"), 0, NOISE, 27)
+    assert_same_tensors(tensors(tmp_path / "run", 26), tensors(tmp_path / "run", 27))
+
+
+def test_every_mesh_goes_back_alike_and_passes_the_samples_over(ranks, tmp_path):
+    """Batch 27 is a spike at step 27: steps 21 to 40 are then made of batches 28 on, with noise in step 26 again."""
+    for name, (n, words) in MESHES.items():
+        folder = tmp_path / name
+        for _, run, message in ranks(n, train, str(folder), (*REWIND, *words)):
+            assert not message
+            assert (run.step, run.tokens) == (40, 40 * 8 * 16)
+            passed = {"step": 20, "what": "rewind", "to_step": 20}
+            assert decisions(run.incidents) == [
+                {**passed, "spike_step": 27, "samples": [160, 215]},
+                {**passed, "spike_step": 26, "samples": [160, 263]},
+            ]
+        assert [record["step"] for record in records(folder)] == list(range(1, 41))
+        [logged] = [record["incidents"] for record in records(folder) if "incidents" in record]
+        assert [incident["spike_step"] for incident in logged] == [27, 26]
+
+
+def test_a_run_that_went_back_is_the_run_without_those_samples(ranks, tmp_path):
+    """The reference: batches 21 to 27 are never shown, by a loader that jumps; losses are equal, bit for bit."""
+    losses, _, _ = ranks(1, train, str(tmp_path / "run"), REWIND, 0, (27,))[0]
+    jumped, _, _ = ranks(1, jump, str(tmp_path / "jumped"))[0]
+    assert losses[:20] + losses[26:] == jumped  # the spike itself is no step of the run
+
+
+def jump(folder):
+    words = (*RULE, "--fault.spikes.action", "skip")
+    train(folder, words, noise=(), steps=20)
+    original = Trainer._build_loaders
+
+    def jumped(trainer, data):
+        original(trainer, {**data, "next_sample": data["next_sample"] + 7 * BATCH})
+
+    Trainer._build_loaders = jumped
+    try:
+        before = [loss for _, loss, _ in curve(Path(folder))]
+        first, run, message = train(folder, words, noise=())
+        assert (run.step, message) == (40, "")
+        return before + first, None, None
+    finally:
+        Trainer._build_loaders = original
+
+
+@pytest.mark.parametrize("words", [SKIP, REWIND], ids=["skip", "rewind"])
+def test_a_stop_anywhere_changes_nothing(ranks, tmp_path, words):
+    """Stopped with a window half full, between a checkpoint and a spike, and in the second step after going back."""
+    undisturbed = tmp_path / "undisturbed"
+    ranks(2, train, str(undisturbed), words)
+    for stops in ((5, 19), (29,)):
+        folder = tmp_path / f"stopped-{stops[0]}"
+        for stop_after in (*stops, 0):
+            ranks(2, train, str(folder), words, stop_after)
+        assert_same_end(folder, undisturbed)
+
+
+KILLED = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+import trainer.run  # the spikes are planted in what this has imported
+from tests.distributed.test_spikes import NOISE, Learner, plant
+
+plant(NOISE)
+step, calls = Learner.step, []
+
+def killed(*arguments):
+    calls.append(1)
+    if len(calls) == 29:
+        os.kill(os.getpid(), 9)
+    return step(*arguments)
+
+Learner.step = killed
+train.main()
+"""
+
+
+def test_a_kill_after_going_back_changes_nothing(ranks, tmp_path):
+    """No checkpoint knows of the rewind yet; the run meets the same spike again, and decides the same."""
+    program = tmp_path / "killed.py"
+    program.write_text(KILLED)
+    words = f"--training.steps 40 --metrics.tensorboard false {' '.join(REWIND)}"
+    launch(tmp_path, words, program=program, expect=-9)
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 22))
+    assert records(tmp_path / "run")[-1]["incidents"][0]["what"] == "rewind"
+    assert steps_in(tmp_path / "run" / "checkpoints") == [10, 20]
+    ranks(1, train, str(tmp_path / "run"), REWIND)
+    ranks(1, train, str(tmp_path / "undisturbed"), REWIND)
+    assert_same_end(tmp_path / "run", tmp_path / "undisturbed")
+
+
+def assert_same_end(one, other):
+    """The same curve, tensors and trainer state (incidents and past losses among it), bit for bit."""
+    assert curve(one) == curve(other)
+    assert_same_tensors(tensors(one, 40), tensors(other, 40))
+    state, expected = (
+        json.loads((step_folder(run / "checkpoints", 40) / TRAINER_NAME).read_text()) for run in (one, other)
+    )
+    assert state == expected
+    assert state["run"]["incidents"]
+
+
+def test_a_run_that_goes_back_too_often_ends(ranks, tmp_path):
+    """Noise without end from batch 35 on."""
+    words = (*REWIND, "--fault.spikes.max_rewinds", "2", "--checkpoint.interval", "3", "--checkpoint.keep_last", "1")
+    [(_, run, message)] = ranks(1, train, str(tmp_path / "run"), words, 0, tuple(range(35, 200)))
+    assert "the loss of step 31 is a spike" in message
+    assert "has gone back to step 30 2 times already (fault.spikes.max_rewinds)" in message
+    assert run.step == 30
+    assert steps_in(tmp_path / "run" / "checkpoints") == [30]  # kept for it, beside the newest, 33, moved aside
+    assert (tmp_path / "run" / "checkpoints" / "abandoned-001" / "step-00000033").is_dir()
+
+
+def test_before_there_is_a_checkpoint_a_spike_is_skipped(ranks, tmp_path):
+    words = (*RULE, "--fault.spikes.action", "rewind", "--fault.spikes.rewind_interval", "30")
+    [(_, run, _)] = ranks(1, train, str(tmp_path / "run"), words)
+    first, second = decisions(run.incidents)
+    assert first == {"step": 27, "what": "skip"}
+    assert second == {"step": 30, "what": "rewind", "to_step": 30, "spike_step": 33, "samples": [240, 263]}

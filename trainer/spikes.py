@@ -1,0 +1,31 @@
+"""Jumps of the loss: which step is one, by the losses before it alone.
+
+The rule is that of OLMo's step-skipping optimizers (Groeneveld et al. 2024): a loss is a spike if it exceeds the mean
+of the last ones by more than so many of their standard deviations. It is known before the step's update, which is then
+left out. A loss is the same on all ranks, and on other meshes up to round-off; so all decide alike, unless a loss is
+within round-off of the limit.
+"""
+
+import math
+from collections.abc import Sequence
+
+from configs.schema import Spikes
+
+
+def loss_limit(config: Spikes, past_losses: Sequence[float]) -> float:
+    """The loss above which the next step is a spike, in nats; inf if none is.
+
+    Args:
+        past_losses: of the steps before, as `remembered` keeps them.
+    """
+    n = len(past_losses)
+    if config.action == "none" or n < config.window:
+        return math.inf
+    mean = math.fsum(past_losses) / n
+    deviation = math.sqrt(math.fsum((loss - mean) ** 2 for loss in past_losses) / n)
+    return mean + config.threshold * deviation
+
+
+def remembered(config: Spikes, past_losses: Sequence[float], loss: float) -> list[float]:
+    """The past losses after a step that was applied: as many as the rule looks at, the oldest first."""
+    return [] if config.action == "none" else [*past_losses, loss][-config.window :]
