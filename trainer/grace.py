@@ -125,20 +125,23 @@ class Grace:
         needed = f"{10 * math.ceil((step + 2 * save) / 8)}"
         killed = f"{self._seconds:g} s after a stop signal this run is killed (job.grace_seconds)"
         remedy = f"torchrun --shutdown-timeout {needed} ... --job.grace_seconds {needed}"
-        if save > self._seconds and "save" not in self._said:
-            self._said.add("save")
-            self._console.line(
+        if save > self._seconds:
+            self._say_once(
+                "save",
                 f"{killed}, but a save takes {duration(save)}: a stop loses what was trained since the last "
                 f"checkpoint; {remedy} gives it time",
-                "yellow",
             )
-        elif step + save > self._seconds and "step" not in self._said:
-            self._said.add("step")
-            self._console.line(
+        elif step + save > self._seconds:
+            self._say_once(
+                "step",
                 f"{killed}, but a step and a save take {duration(step + save)}: a stop saves the last finished step, "
                 f"and may lose the one that is computed; {remedy} lets it end",
-                "yellow",
             )
+
+    def _say_once(self, of: str, text: str) -> None:
+        if of not in self._said:
+            self._said.add(of)
+            self._console.line(text, "yellow")
 
     # ----------------------------------------------------------------------- the thread
 
