@@ -26,6 +26,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
+from parallelisms.torch_internals import store_of_all_ranks
 from trainer.console import Console, duration
 from trainer.lifecycle import StopRequest
 
@@ -74,7 +75,7 @@ class Grace:
         name = [uuid4().hex]
         dist.broadcast_object_list(name, group_src=0, group=self._group)
         self._key = f"keel/stop/{name[0]}"
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = store_of_all_ranks()
         self._held_up = threading.Lock()  # the update, by either thread
         self._held_up.acquire()
         self._finished = _Finished(0, lambda reason, group: lambda: None, 0.0)

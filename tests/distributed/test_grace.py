@@ -91,12 +91,13 @@ def assert_same_checkpoint(a: Path, b: Path) -> None:
 
 
 MIXED_OWNER = f"{MESHES['owner 2']} --fsdp.owner_broadcast_dtype bfloat16 --optimizer.name muon"
+ZERO_BUBBLE = "--mesh.pp 2 --pipeline.schedule zero_bubble_v --model.n_layers 4 --activation_checkpoint.mode none"
 CASES = {
     **{f"{name}, eager": (f"{words} --compile.enable false", AFTER_FORWARD) for name, words in MESHES.items()},
     "FSDP 2, after the backward pass": (f"{MESHES['FSDP 2']} --compile.enable false", AFTER_BACKWARD),
     "FSDP 2, sync": (f"{MESHES['FSDP 2']} --compile.enable false --checkpoint.mode sync", AFTER_FORWARD),
     "owner 2, Muon, masters": (f"{MIXED_OWNER} --compile.enable false", AFTER_FORWARD),
-    "zero bubble": ("--mesh.pp 2 --pipeline.schedule zero_bubble_v --compile.enable false", AFTER_FORWARD),
+    "zero bubble": (f"{ZERO_BUBBLE} --compile.enable false", AFTER_BACKWARD),  # the first rank computes the loss
     "FSDP 2, compiled": (f"{MESHES['FSDP 2']} --compile.enable true", AFTER_BACKWARD),
 }
 SHORT = ("FSDP 2, eager", "TP 2, eager", "PP 2, eager", "owner 2, eager", "experts, EP 2, eager", "FSDP 2, compiled")
