@@ -100,7 +100,7 @@ CASES = {
     "zero bubble": (f"{ZERO_BUBBLE} --compile.enable false", AFTER_BACKWARD),  # the first rank computes the loss
     "FSDP 2, compiled": (f"{MESHES['FSDP 2']} --compile.enable true", AFTER_BACKWARD),
 }
-SHORT = ("FSDP 2, eager", "TP 2, eager", "PP 2, eager", "owner 2, eager", "experts, EP 2, eager", "FSDP 2, compiled")
+SHORT = ("FSDP 2, eager", "TP 2, eager", "PP 2, eager", "owner 2, eager", "experts, EP 2, eager")
 
 
 @pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.long) for n in CASES])
