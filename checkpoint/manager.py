@@ -68,6 +68,8 @@ class _Save:
 @dataclass(frozen=True)
 class _Saved:
     manifest: Manifest
+    seconds: float
+    """From the beginning of the save to its commit."""
     pruned: list[str]
     """What may be said of the checkpoints that the settings did not keep, a line each."""
 
@@ -121,6 +123,8 @@ class CheckpointManager:
         self._found: Found | None = None
         self._run_id = ""
         self._last: Origin | None = None
+        self.save_seconds: float | None = None
+        """How long the last save took, its writing in the background included."""
         self._initialized_from: Origin | None = None
         self._run_changes: list[RunChange] = []
         self._failures: list[SaveFailed] = []
@@ -134,6 +138,11 @@ class CheckpointManager:
     def latest_step(self) -> int | None:
         """Step of the checkpoint that was last loaded or committed."""
         return self._last.step if self._last else None
+
+    @property
+    def under_way(self) -> "Future[_Saved] | None":
+        """The outcome of the save that is under way; any thread may wait for it."""
+        return self._pending.result if self._pending else None
 
     # ------------------------------------------------------------------ loading
 
@@ -346,9 +355,9 @@ class CheckpointManager:
         manifest = saved.manifest
         self._last = Origin(manifest.run_id, manifest.step)
         megabytes = sum(entry.size for entry in manifest.files.values()) / 1e6
-        seconds = time.perf_counter() - save.started
+        self.save_seconds = saved.seconds
         name = manifests.step_folder(self._folder, manifest.step).name
-        self._log(f"checkpoint {name}: committed, {megabytes:.1f} MB, {seconds:.1f} s after its step")
+        self._log(f"checkpoint {name}: committed, {megabytes:.1f} MB, {saved.seconds:.1f} s after its step")
         for line in saved.pruned:
             self._log(line)
 
@@ -407,7 +416,8 @@ class CheckpointManager:
             files = store.write(save.unfinished, shards, self._writers)
             self._check_before_pruning(save.unfinished, files)
             manifest = on_rank_zero(self._writers, lambda: _commit(save, files))
-            save.result.set_result(_Saved(manifest, on_rank_zero(self._writers, self._prune)))
+            seconds = time.perf_counter() - save.started
+            save.result.set_result(_Saved(manifest, seconds, on_rank_zero(self._writers, self._prune)))
         except BaseException as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(save.unfinished, ignore_errors=True)

@@ -244,6 +244,8 @@ class Job(Table):
     """Go on from a checkpoint although run keys have changed since; the change is recorded."""
     timeout_seconds: PositiveInt = 600
     """How long a rank waits for the others in a collective before the run fails."""
+    grace_seconds: PositiveInt = 30
+    """How long after a stop signal the launcher kills: torchrun's --shutdown-timeout. A longer step is not awaited."""
 
 
 class Mesh(Table):

@@ -25,6 +25,14 @@ from torch.library import Library
 
 __all__ = ["DefaultAllGather", "DefaultReduceScatter"]
 
+# --------------------------------------------------------------------------- what all ranks see
+
+
+def store_of_all_ranks() -> dist.Store:
+    """Where the process group's ranks met; any thread may read and write there, and no rank waits for another."""
+    return dist.distributed_c10d._get_default_store()
+
+
 # --------------------------------------------------------------------------- FSDP's groups
 
 

@@ -15,7 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Literal, Self, TextIO
@@ -54,6 +56,8 @@ class StopRequest:
 
     signal_number: int | None = None
     received_at: float = 0.0
+    arrivals: int | None = None
+    """File descriptor on which the numbers of signals arrive at once; Python's handlers wait for the main thread."""
 
     def __bool__(self) -> bool:
         """Whether this rank was asked to stop; the others may know nothing of it yet."""
@@ -63,6 +67,18 @@ class StopRequest:
     def reason(self) -> str:
         """The first signal's name ("SIGTERM"), or "" if there was none."""
         return "" if self.signal_number is None else signal.Signals(self.signal_number).name
+
+    def arrived(self) -> int | None:
+        """The number of a signal that has come; to be asked by one thread, which is not the main one.
+
+        It knows of a signal also while the main thread is in a long call of C++ (a backward pass, a collective), after
+        which `record` will be called.
+        """
+        if self.signal_number is None and self.arrivals is not None:
+            with suppress(BlockingIOError):
+                numbers = [number for number in os.read(self.arrivals, 4096) if number in STOP_SIGNALS]
+                return numbers[0] if numbers else None
+        return self.signal_number
 
     def wait(self, seconds: float) -> bool:
         """Sleep until a signal comes, but no longer than that; whether one came."""
@@ -87,7 +103,12 @@ class StopRequest:
 
 def install_signal_handlers() -> StopRequest:
     """Record SIGTERM, SIGINT and SIGUSR1 from now on; call it before torch is imported, in the main thread."""
-    request = StopRequest()
+    arrivals, wakeup = os.pipe()
+    for end in (arrivals, wakeup):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))  # a child's signals are its own
+    request = StopRequest(arrivals=arrivals)
     for number in STOP_SIGNALS:
         signal.signal(number, request.record)
     return request

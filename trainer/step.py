@@ -7,7 +7,7 @@ numbers are the same everywhere.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -64,21 +64,30 @@ class Learner:
     guard: OrderGuard
     gathers: GatherCounts
 
-    def step(self, micro_batches: list[MicroBatch], lr: float, loss_limit: float = math.inf) -> StepResult:
+    def step(
+        self,
+        micro_batches: list[MicroBatch],
+        lr: float,
+        loss_limit: float = math.inf,
+        before_update: Callable[[], None] = lambda: None,
+    ) -> StepResult:
         """Update the model by this rank's share of a global batch; all ranks must call it.
 
         Args:
             micro_batches: the share.
             lr: learning rate.
             loss_limit: a loss above it is a spike, and changes nothing.
+            before_update: called when all is computed; until then, `state` is what the last step has left.
 
         Raises:
             UserError: the ranks did not issue the same collectives in the same order; nothing was updated.
         """
         with self.guard.watch():
-            return self._step(micro_batches, lr, loss_limit)
+            return self._step(micro_batches, lr, loss_limit, before_update)
 
-    def _step(self, micro_batches: list[MicroBatch], lr: float, loss_limit: float) -> StepResult:
+    def _step(
+        self, micro_batches: list[MicroBatch], lr: float, loss_limit: float, before_update: Callable[[], None]
+    ) -> StepResult:
         micro_batches = self.own_part(micro_batches)
         valid_tokens = self._valid_tokens(micro_batches)
         total = self.passes.train([self.call(batch, self.loss) for batch in micro_batches], 1.0 / valid_tokens)
@@ -86,6 +95,7 @@ class Learner:
         loss = self.mesh.sum_over_tokens(total) / valid_tokens
         self.guard.compare()
         result = _result(loss, grad_norm, loss_limit)
+        before_update()
         if not result.skipped:
             set_lr(self.optimizer, lr)
             self.optimizer.step()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from trainer.data.loader import MicroBatch, build_loader, merge_state_dicts
 from trainer.data.tokenizer import load_tokenizer
 from trainer.exports import Exports
 from trainer.flops import flops_per_token, mfu, peak_flops, tflops_per_device
+from trainer.grace import Grace
 from trainer.lifecycle import State, StopRequest, Watchdog, write_status
 from trainer.lr_schedule import learning_rate
 from trainer.metrics import Kind, MetricsLog, StepMetrics, TimeLedger, memory_peak_bytes
@@ -59,6 +61,17 @@ class RunState:
     """What `fault.spikes` compares the next loss with; empty if it is not in use."""
     incidents: list[dict[str, Any]] = field(default_factory=list)
     """Every spike and repaired copy of the run so far: its `step`, `what` was done, and details."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run between two steps, but for its tensors."""
+
+    run: RunState
+    data: dict[str, Any]
+    """State of this rank's loader."""
+    validation_loss: float | None
+    """If it was measured after this step."""
 
 
 class Trainer:
@@ -105,6 +118,7 @@ class Trainer:
         self.exports = self._build_exports()
         self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
         self.watchdog = Watchdog(config.job.timeout_seconds, self.rank, self.folder / "run.log")
+        self.grace = Grace(stop, config.job.grace_seconds, console, device, config.job.timeout_seconds)
         self.metrics_log = self._open_metrics_log() if self.rank == 0 else None
         self.peak = peak_flops(device_name(self.device), config.training.compute_dtype)
         self.losses: list[float] = []
@@ -139,7 +153,7 @@ class Trainer:
     def train(self) -> State:
         """Train up to `training.steps`, or until a signal; save at the end of either."""
         last_step = self.config.training.steps
-        with self.watchdog, self.console.training(self.run.step, last_step, show_mfu=self.peak is not None):
+        with self.watchdog, self.grace, self.console.training(self.run.step, last_step, show_mfu=self.peak is not None):
             while self.run.step < last_step and not self._agreed_to_stop():
                 result, lr = self._step()
                 if result.is_spike and self._rewind(result):
@@ -153,6 +167,8 @@ class Trainer:
                     self._log(result, lr, validation)
                 self.console.advance(self.run.step)
                 self.checkpoints.poll()
+                is_typical = self.run.step - self.first_step > COMPILING_STEPS
+                self.grace.check(self.checkpoints.save_seconds, is_typical)
                 if self.checkpoints.should_save(self.run.step):
                     self._save()
                 self._poll_exports()
@@ -177,10 +193,12 @@ class Trainer:
         lr = learning_rate(self.config.lr_schedule, self.config.optimizer.lr, self.run.step)
         compiling = self.config.compile.enable and self.run.step - self.first_step < COMPILING_STEPS
         self.profiler.before_step(self.run.step + 1)
+        self.grace.computing(self.run.step, partial(self._rescue, self._finished()))
         with self.ledger.step(compiling):
             with self.ledger.waiting_for_data():
                 micro_batches = next(self.loader)
-            result = self.learner.step(micro_batches, lr, loss_limit(self.spikes, self.run.past_losses))
+            limit = loss_limit(self.spikes, self.run.past_losses)
+            result = self.learner.step(micro_batches, lr, limit, self.grace.updating)
         self.profiler.after_step(self.run.step + 1)
         if result.skipped:
             self._report_skip(result, micro_batches)
@@ -315,17 +333,52 @@ class Trainer:
         with self.ledger.measure(Kind.CHECKPOINT):
             self.checkpoints.wait()
             self._poll_exports()  # so that the export of the last one has begun before this one takes its place
-            by_rank: list[dict] = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(by_rank, self.loader.state_dict())
-            data = merge_state_dicts(by_rank)
-            trainer_state = {"tokens": self.run.tokens, "run": asdict(self.run), "data": data}
-            self.checkpoints.save(
-                self.run.step,
-                self.learner.state(),
-                trainer_state,
-                data_fingerprint={name: state["fingerprint"] for name, state in data["sources"].items()},
-                validation_loss=self.validated[1] if self.validated and self.validated[0] == self.run.step else None,
-            )
+            self._save_finished(self._finished())
+
+    def _finished(self) -> Finished:
+        """Where the run stands now, between two steps."""
+        step, loss = self.validated or (None, None)
+        return Finished(self.run, self.loader.state_dict(), loss if step == self.run.step else None)
+
+    def _save_finished(self, finished: Finished, group: dist.ProcessGroup | None = None) -> None:
+        """Save what a step has left, as long as tensors are as it has left them; `group`: of all ranks."""
+        by_rank: list[dict] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(by_rank, finished.data, group=group)
+        data = merge_state_dicts(by_rank)
+        run = finished.run
+        self.checkpoints.save(
+            run.step,
+            self.learner.state(),
+            {"tokens": run.tokens, "run": asdict(run), "data": data},
+            data_fingerprint={name: state["fingerprint"] for name, state in data["sources"].items()},
+            validation_loss=finished.validation_loss,
+        )
+
+    def _rescue(self, finished: Finished, reason: str, group: dist.ProcessGroup) -> Callable[[], None]:
+        """Save what the last step has left while the next one is computed; threads of all ranks call it together.
+
+        A launch's first step is spared that: the same command begins where this launch did.
+
+        Returns: what makes it known, once it is written.
+        """
+        step, is_new = finished.run.step, finished.run.step > self.first_step
+        if is_new:
+            self.console.line(f"{reason}: saving the state of step {step} while step {step + 1} is computed")
+            self._save_finished(finished, group)
+        else:
+            self.console.line(f"{reason}: there is nothing new to save until the first step of this launch ends")
+        under_way = self.checkpoints.under_way
+        newest = step_folder(self.folder / "checkpoints", step) if is_new else self.newest_checkpoint
+
+        def make_known() -> None:
+            failed = self.checkpoints.latest_step() != step if under_way is None else under_way.exception() is not None
+            if self.rank > 0 or (is_new and failed):  # why it has failed, the main thread says
+                return
+            write_status(self.folder, "preempted", step, reason, checkpoint=str(newest) if newest else None)
+            if is_new:
+                self.console.line(f"{reason}: step {step} is saved")
+
+        return make_known
 
     def _log(self, result: StepResult, lr: float, validation: ValidationResult | None) -> None:
         speed = self.ledger.throughput(self._tokens_per_step)
@@ -352,7 +405,8 @@ class Trainer:
         self.console.step(metrics)
         if self.metrics_log:
             self.metrics_log.write(metrics)
-            write_status(self.folder, "running", self.run.step)
+            if not self.grace.has_begun:
+                write_status(self.folder, "running", self.run.step)
 
     def memory_peak_bytes(self) -> int:
         """The most that any rank has held; all ranks must call it."""

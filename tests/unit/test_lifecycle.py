@@ -8,9 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from configs.errors import ConfigError, UserError
 from trainer import lifecycle
@@ -23,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 def request_():
     before = {number: signal.getsignal(number) for number in lifecycle.STOP_SIGNALS}
     yield install_signal_handlers()
+    signal.set_wakeup_fd(-1)
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -33,6 +36,36 @@ def test_a_signal_is_recorded_and_nothing_else_happens(request_, number):
     signal.raise_signal(number)
     assert request_
     assert request_.reason == number.name
+
+
+def test_a_signal_is_heard_of_in_a_long_call_of_c(request_):
+    """Where Python's handlers do not run, as in a collective or on the way back through a model."""
+    store, heard = dist.HashStore(), []
+
+    def watch() -> None:
+        time.sleep(0.2)  # by then the call has most likely begun; if it has not, the test is an easy one
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not (number := request_.arrived()):
+            time.sleep(0.01)
+        heard.append(number)
+        store.set("step", "has ended")
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    store.wait(["step"], timedelta(seconds=30))
+    thread.join()
+    assert heard == [signal.SIGTERM]
+    assert request_.reason == "SIGTERM"
+    assert request_.arrived() == signal.SIGTERM
+
+
+def test_a_childs_signals_are_its_own(request_):
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert request_.arrived() is None
 
 
 def test_the_first_signal_is_the_reason(request_):

@@ -1,0 +1,222 @@
+"""The grace time: what is saved of a run that is told to stop in the middle of a long step.
+
+After a stop signal the launcher waits, torchrun for 30 s unless it is given a --shutdown-timeout, and kills. A step may
+take longer than that. But tensors that a checkpoint holds change only in the update at the end of a step: until then
+they are those of the last finished step, and can be saved while the next one is computed.
+
+A thread on every rank waits for a signal to any rank. If the step does not end soon, it holds up the update, and
+agrees with the threads of the other ranks, on a process group of their own, that all ranks are after the same step.
+Then the state is saved as at any other time. A rank that has begun its update cannot be stopped in it, and may need
+the others for it; so where the ranks differ, all let go, and try again. The steps' own collectives bring the ranks to
+the same point: while all hold up the update after the same step, no rank is in the checkpoint manager.
+"""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+
+from parallelisms.torch_internals import store_of_all_ranks
+from trainer.console import Console, duration
+from trainer.lifecycle import StopRequest
+
+_TICK_SECONDS = 0.2
+"""How often a thread looks whether its own rank was signalled."""
+_ASK_SECONDS = 1.0
+"""How often it asks whether another one was."""
+_HOLD_SECONDS = 0.5
+"""How long it waits for a rank that is not in the middle of a step, before the others are let go."""
+_PATIENCE = 0.25
+"""Part of the grace time for which a step that may soon end is awaited."""
+_NOT_READY, _ENDED = -1, -2
+"""Said in place of a step: this rank is not in the middle of one; its training has ended."""
+
+Rescue = Callable[[str, dist.ProcessGroup], Callable[[], None]]
+"""Saves what the last step has left, for a reason, by collectives on a group; returns what is to be done afterwards,
+when training may go on."""
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """Where a rank stands while a step is computed."""
+
+    step: int
+    rescue: Rescue
+    since: float
+
+
+class Grace:
+    """Saves the last finished step when a stop comes in the middle of a long one; a context around training.
+
+    All ranks enter and leave it. Between `computing` and `updating` the main thread changes nothing that is saved.
+    """
+
+    def __init__(
+        self, stop: StopRequest, seconds: float, console: Console, device: torch.device, timeout_seconds: float
+    ) -> None:
+        """
+        Args:
+            seconds: `job.grace_seconds`.
+            timeout_seconds: how long the threads of two ranks may wait for each other.
+        """
+        self._stop, self._seconds, self._console, self._device = stop, seconds, console, device
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        # A store may be older than this launch (torchrun keeps it over restarts).
+        name = [uuid4().hex]
+        dist.broadcast_object_list(name, group_src=0, group=self._group)
+        self._key = f"keel/stop/{name[0]}"
+        self._store = store_of_all_ranks()
+        self._held_up = threading.Lock()  # the update, by either thread
+        self._held_up.acquire()
+        self._finished = _Finished(0, lambda reason, group: lambda: None, 0.0)
+        self._updated = torch.cuda.Event() if device.type == "cuda" else None
+        self._closing, self._is_abandoned = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="grace", daemon=True)
+        self._step_seconds = 0.0
+        self._save_seconds: float | None = None
+        self._said: set[str] = set()
+        self.has_begun = False
+        """Whether a stop was obeyed in the middle of a step: status.json speaks of that from now on."""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """End the thread, as on all other ranks; after an error, let it be."""
+        self._is_abandoned = kind is not None
+        self._closing.set()
+        if not self._is_abandoned:
+            self._thread.join()
+            dist.destroy_process_group(self._group)
+
+    # ----------------------------------------------------------------------- the main thread
+
+    def computing(self, step: int, rescue: Rescue) -> None:
+        """From now until `updating`, tensors are what `step` has left, and `rescue` saves them."""
+        if self._updated is not None:
+            self._updated.record()
+        self._finished = _Finished(step, rescue, time.monotonic())
+        self._held_up.release()
+
+    def updating(self) -> None:
+        """The tensors are going to change; waits while they are being saved."""
+        self._held_up.acquire()
+        self._step_seconds = time.monotonic() - self._finished.since
+
+    def check(self, save_seconds: float | None, may_judge_step: bool) -> None:
+        """Say, once for each, that a save or a step with its save takes longer than the grace time.
+
+        Args:
+            save_seconds: of the last save; None: none was made yet.
+            may_judge_step: the last step was like those to come.
+        """
+        self._save_seconds = save_seconds
+        save, step = save_seconds or 0.0, self._step_seconds if may_judge_step else 0.0
+        needed = f"{10 * math.ceil((step + 2 * save) / 8)}"
+        killed = f"{self._seconds:g} s after a stop signal this run is killed (job.grace_seconds)"
+        remedy = f"torchrun --shutdown-timeout {needed} ... --job.grace_seconds {needed}"
+        if save > self._seconds:
+            self._say_once(
+                "save",
+                f"{killed}, but a save takes {duration(save)}: a stop loses what was trained since the last "
+                f"checkpoint; {remedy} gives it time",
+            )
+        elif step + save > self._seconds:
+            self._say_once(
+                "step",
+                f"{killed}, but a step and a save take {duration(step + save)}: a stop saves the last finished step, "
+                f"and may lose the one that is computed; {remedy} lets it end",
+            )
+
+    def _say_once(self, of: str, text: str) -> None:
+        if of not in self._said:
+            self._said.add(of)
+            self._console.line(text, "yellow")
+
+    # ----------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        try:
+            finish = self._rescue_when_stopped()
+            if finish is not None:
+                finish()
+        except Exception as error:  # another rank has died; or the disk has refused, and all know
+            if not self._is_abandoned:
+                self._console.warning(f"nothing could be saved in the middle of the step: {error}")
+
+    def _rescue_when_stopped(self) -> Callable[[], None] | None:
+        """Wait for a stop and save, unless training ends first, on this rank or another; returns what is left to do.
+
+        All ranks' threads make the same calls of `_agree`: each learns there what makes it return.
+        """
+        reason = self._wait_for_stop()
+        if self._is_abandoned:
+            return None
+        patience, _ = self._agree(self._patience())
+        if patience == _ENDED:
+            return None
+        self._closing.wait(patience)
+        while not self._is_abandoned:
+            is_held = self._held_up.acquire(timeout=_HOLD_SECONDS)
+            try:
+                least, most = self._agree(self._finished.step if is_held else _NOT_READY)
+                if least == _ENDED:
+                    return None
+                if least == most != _NOT_READY:
+                    return self._rescue(reason)
+            finally:
+                if is_held:
+                    self._held_up.release()
+            self._closing.wait(_TICK_SECONDS)
+        return None
+
+    def _wait_for_stop(self) -> str:
+        """Wait for a signal to any rank, or the end of training; returns the signal's name."""
+        asked = time.monotonic()
+        while not self._closing.wait(_TICK_SECONDS):
+            if (number := self._stop.arrived()) is not None:
+                self._store.set(self._key, "")
+                return signal.Signals(number).name
+            if time.monotonic() - asked >= _ASK_SECONDS:
+                asked = time.monotonic()
+                if self._store.check([self._key]):
+                    break
+        return "a signal to another rank"
+
+    def _patience(self) -> float:
+        """Seconds for which the end of the step is awaited: none if it is not to be expected, or a save is slow."""
+        patience = min(_PATIENCE * self._seconds, self._seconds - 2 * (self._save_seconds or 0.0))
+        left = self._finished.since + self._step_seconds - time.monotonic()
+        return 0.0 if left > patience else max(0.0, patience)
+
+    def _agree(self, value: float) -> tuple[float, float]:
+        """The least and the greatest value of all ranks; of one whose training ends, _ENDED."""
+        said = float(_ENDED) if self._closing.is_set() else value
+        both = torch.tensor([-said, said], dtype=torch.float64)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+        return -both[0].item(), both[1].item()
+
+    def _rescue(self, reason: str) -> Callable[[], None]:
+        self.has_begun = True
+        with self._beside_training():
+            return self._finished.rescue(reason, self._group)
+
+    def _beside_training(self) -> AbstractContextManager:
+        """On a GPU, a stream that waits for the last update, but not for the step that is queued behind it."""
+        if self._updated is None:
+            return nullcontext()
+        torch.cuda.set_device(self._device)  # a new thread stands on GPU 0
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_event(self._updated)
+        return torch.cuda.stream(stream)
