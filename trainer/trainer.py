@@ -96,8 +96,10 @@ class Trainer:
         self.exports = self._build_exports()
         self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
         self.watchdog = Watchdog(config.job.timeout_seconds, self.rank, self.folder / "run.log")
-        self.metrics_log = self._open_metrics_log() if self.rank == 0 else None
+        self.metrics_log: MetricsLog | None = None
+        on_rank_zero(None, self._open_metrics_log)
         self.peak = peak_flops(device_name(self.device), config.training.compute_dtype)
+        self._save_is_due = False
         self.losses: list[float] = []
         """Of the steps of this launch."""
         self.validated: tuple[int, float] | None = None
@@ -118,11 +120,14 @@ class Trainer:
         log, warn = self.console.line, self.console.warning
         return Exports(self.config, self.folder, self.checkpoints.latest_step(), log, warn)
 
-    def _open_metrics_log(self) -> MetricsLog:
-        log = MetricsLog(self.folder, self.config.metrics.tensorboard, self.run.step)
+    def _open_metrics_log(self) -> None:
+        try:
+            log = MetricsLog(self.folder, self.config.metrics.tensorboard, self.console.outages, self.run.step)
+        except OSError as error:
+            raise UserError(f"{error.filename or self.folder} can't be written: {error.strerror}") from None
         if log.unreadable_lines:
             self.console.warning(f"{log.unreadable_lines} unreadable lines were removed from metrics.jsonl")
-        return log
+        self.metrics_log = log
 
     def train(self) -> State:
         """Train up to `training.steps`, or until a signal; save at the end of either."""
@@ -136,7 +141,7 @@ class Trainer:
                     self._log(result, lr, validation)
                 self.console.advance(self.run.step)
                 self.checkpoints.poll()
-                if self.checkpoints.should_save(self.run.step):
+                if self._should_save():
                     self._save()
                 self._poll_exports()
             self._save()
@@ -212,6 +217,11 @@ class Trainer:
             self.validated = (self.run.step, result.loss)
         return result
 
+    def _should_save(self) -> bool:
+        """Whether a save is due; one that is due while steps are skipped is made after the next that is not."""
+        self._save_is_due |= self.checkpoints.should_save(self.run.step)
+        return self._save_is_due and not self.run.skipped_in_a_row
+
     def _save(self) -> None:
         """Save all that decides what comes next.
 
@@ -233,7 +243,9 @@ class Trainer:
                 trainer_state,
                 data_fingerprint={name: state["fingerprint"] for name, state in data["sources"].items()},
                 validation_loss=self.validated[1] if self.validated and self.validated[0] == self.run.step else None,
+                prune=not self.run.skipped_in_a_row,  # the end may come while steps are skipped
             )
+        self._save_is_due = False
 
     def _log(self, result: StepResult, lr: float, validation: ValidationResult | None) -> None:
         speed = self.ledger.throughput(self._tokens_per_step)
@@ -258,7 +270,8 @@ class Trainer:
         self.console.step(metrics)
         if self.metrics_log:
             self.metrics_log.write(metrics)
-            write_status(self.folder, "running", self.run.step)
+            with self.console.outages.tolerate(self.folder / "status.json"):
+                write_status(self.folder, "running", self.run.step)
 
     def memory_peak_bytes(self) -> int:
         """The most that any rank has held; all ranks must call it."""
