@@ -30,8 +30,8 @@ from trainer.trainer import Trainer, device_name, device_type, run_folder
 
 # Where all ranks fail alike, rank 0 says why; where another fails alone, it has to say so itself, a little later.
 _PATIENCE_SECONDS = 5.0
-_WRITTEN_IN_PLACE = ("run.log", "metrics.jsonl", "status.json")
-"""What a run appends to, or reads back, in its folder."""
+_APPENDED = ("run.log", "metrics.jsonl")
+"""Files of the run's folder that must not be links; the others are replaced, whatever they are."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _open_folder(folder: Path, console: Console) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock(folder, console.warning)
-        for name in _WRITTEN_IN_PLACE:
+        for name in _APPENDED:
             require_plain(folder / name)
         console.log_to(folder / "run.log")
         write_status(folder, "running", step=_status(folder).get("step", 0), reason="starting")
@@ -167,6 +167,7 @@ def _has_ended(launch: _Launch) -> bool:
 def _status(folder: Path) -> dict[str, Any]:
     """What status.json says; empty if there is none."""
     try:
+        require_plain(folder / "status.json")  # a pipe would be waited for
         return json.loads((folder / "status.json").read_text())
     except (OSError, ValueError):
         return {}

@@ -167,7 +167,8 @@ def small_disk(n_bytes: int, inodes: int) -> Iterator[Path]:
         try:
             yield Path(folder)
         finally:
-            subprocess.run(["umount", folder], check=True)
+            # Lazy: a run in this process holds its lock until the process ends.
+            subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def fill(disk: Path, free_pages: int = 0) -> None:

@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -229,3 +230,32 @@ def test_peak_memory_of_a_cpu_process_grows_with_what_it_holds():
     held = bytearray(os.urandom(1)) * (before + 2**26)
     assert memory_peak_bytes("cpu") >= before + 2**25
     assert memory_peak_bytes("cpu") < 100 * len(held)
+
+
+def test_a_folder_of_curves_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "tensorboard").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match=r"symbolic link.*tensorboard"):
+        open_log(tmp_path, tensorboard=True)
+    assert list((tmp_path / "precious").iterdir()) == []
+
+
+def test_curves_miss_nothing_after_an_outage(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    said = []
+    log = open_log(tmp_path, tensorboard=True, say=said.append)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    log.write(metrics(10))
+    aside = events.rename(tmp_path / "aside")
+    events.mkdir()  # nobody can append to that
+    log.write(metrics(20))
+    log.write(metrics(30))
+    events.rmdir()
+    aside.rename(events)
+    log.write(metrics(40))
+    log.close()
+    curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in curves.Scalars("train/loss")] == [10, 20, 30, 40]
+    assert [record["step"] for record in read(tmp_path)] == [10, 20, 30, 40]
+    assert [str(events) in line for line in said] == [True, True]  # once that it fails, once that it works
