@@ -209,21 +209,22 @@ class MetricsLog:
         self._outages = outages
         self._file = AppendedFile(path)
         self._curves = _Curves(run_folder / "tensorboard", resumed_step + 1) if tensorboard else None
-        self._flush()
+        self.flush()
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one logged step."""
         self._file.write(f"{metrics.to_json()}\n".encode())
         if self._curves:
             self._curves.write(metrics)
-        self._flush()
+        self.flush()
 
     def close(self) -> None:
         """Write what the disk has refused until now, or say that it is missing."""
         for file in self._files:
             self._outages.give_up(file)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write what the disk has refused until now; called before a save, so that no step before it is missing."""
         for file in self._files:
             self._outages.flush(file)
 

@@ -230,6 +230,8 @@ class Trainer:
         wall clock.
         """
         self.watchdog.step(self.run.step, "checkpoint")
+        if self.metrics_log:
+            self.metrics_log.flush()
         with self.ledger.measure(Kind.CHECKPOINT):
             self.checkpoints.wait()
             self._poll_exports()  # so that the export of the last one has begun before this one takes its place
