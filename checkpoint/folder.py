@@ -12,6 +12,7 @@ from pathlib import Path
 from checkpoint import manifest as manifests
 from checkpoint.manifest import step_folder, steps_in
 from configs.errors import ConfigError, UserError
+from configs.files import synced
 from configs.schema import Checkpoint
 
 
@@ -50,20 +51,27 @@ def choose(root: Path, load: str | int) -> Choice:
     return Choice([step_folder(root, load)], f"{said}; at the next start, too, unless it is set back to latest")
 
 
-def prepare(root: Path, log: Callable[[str], None]) -> None:
-    """Make `root`, see that it can be written to, and remove what unfinished saves left behind, with a line to `log`.
+def prepare(root: Path, log: Callable[[str], None], warn: Callable[[str], None]) -> None:
+    """Make `root`, see that it can be written to, and remove what unfinished saves left behind.
 
     Raises: UserError if the disk refuses.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
         probe = root / ".probe"
-        probe.touch()
+        probe.unlink(missing_ok=True)
+        with synced(probe):
+            pass
         probe.unlink()
-        for name in manifests.remove_unfinished(root):
-            log(f"removed {root / name}, which an interrupted save or removal has left behind")
     except OSError as error:
         raise UserError(f"the folder for checkpoints, {root}, can't be written: {error} (see job.output_dir)") from None
+    manifests.remove_unfinished(root, log, warn)
+
+
+def is_own(root: Path, found: Path, step: int) -> bool:
+    """Whether the checkpoint of `step` in `found` is the one in `root`, be that a folder or a link to another disk."""
+    own = step_folder(root, step)
+    return own.exists() and own.samefile(found)
 
 
 def set_aside(root: Path, newest_kept: int | None) -> Path | None:

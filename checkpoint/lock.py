@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from configs.errors import UserError
+from configs.files import open_plain
 
 LOCK_NAME = ".lock"
 _TAKEN = (errno.EACCES, errno.EAGAIN)
@@ -32,9 +33,10 @@ def lock(folder: Path, warn: Callable[[str], None]) -> None:
     """Take the folder for this process until it ends. `warn` is told if the file system has no locks.
 
     The process must not open the lock's file in another way: closing it again would end the lock.
-    Raises: FolderInUse if another process has it; OSError if the folder can't be written.
+    Raises: FolderInUse if another process has it; OSError if the folder can't be written, or the lock's file is a link.
     """
-    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, mode=0o644)  # closed by the end of the process
+    path = folder / LOCK_NAME
+    descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)  # closed by the end of the process
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -45,5 +47,9 @@ def lock(folder: Path, warn: Callable[[str], None]) -> None:
                 f"{folder} is in use by {holder}; wait for it, stop it, or set job.output_dir to another folder"
             ) from None
         warn(f"{folder} can't be locked ({error.strerror}): see to it yourself that no two runs use it at a time")
+    if os.fstat(descriptor).st_nlink > 1:  # a copy of the folder by hard links (cp -al): it gets a lock of its own
+        path.unlink()
+        os.close(descriptor)
+        return lock(folder, warn)
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -12,7 +12,9 @@ a write is over.
 
 import json
 import math
+import os
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -33,7 +35,7 @@ from checkpoint import store
 from checkpoint.manifest import Damaged, FileEntry, Manifest, Origin, RunChange, damaged
 from checkpoint.pin import Pinned, remove
 from checkpoint.safe_read import read_metadata
-from checkpoint.store import SaveFailed, Shard, State, on_rank_zero, save_failed
+from checkpoint.store import NotFinite, SaveFailed, Shard, State, on_rank_zero, save_failed
 from checkpoint.verify import content_damages
 from checkpoint.votes import SaveClock, Vote
 from configs.errors import ConfigError, UserError
@@ -62,6 +64,7 @@ class _Save:
     unfinished: Path
     draft: Manifest
     trainer_text: str
+    prune: bool
     result: "Future[_Saved]"
 
 
@@ -177,7 +180,7 @@ class CheckpointManager:
         them if it starts anew or from another folder) are moved aside; see checkpoint.folder.
         Raises: UserError if the folder can't be written.
         """
-        on_rank_zero(self._writers, lambda: folders.prepare(self._folder, self._log))
+        on_rank_zero(self._writers, lambda: folders.prepare(self._folder, self._log, self._warn))
         self._leave_later_ones()
 
     def can_rewind(self, step: int) -> bool:
@@ -197,7 +200,9 @@ class CheckpointManager:
     def _leave_later_ones(self) -> None:
         """Move what the run does not go on from aside, and begin a new line if there was any."""
         found = self._found
-        is_own = found is not None and found.folder.resolve().parent == self._folder.resolve()
+        is_own = found is not None and on_rank_zero(
+            self._writers, lambda: folders.is_own(self._folder, found.folder, found.manifest.step)
+        )
         newest_kept = found.manifest.step if found and is_own else None
         aside = on_rank_zero(self._writers, lambda: folders.set_aside(self._folder, newest_kept))
         if aside:
@@ -295,6 +300,7 @@ class CheckpointManager:
         trainer_state: TrainerState,
         data_fingerprint: Mapping[str, str] | None = None,
         validation_loss: float | None = None,
+        prune: bool = True,
     ) -> float:
         """Write a checkpoint of the run after `step` steps; returns the seconds that training stood still.
 
@@ -303,8 +309,11 @@ class CheckpointManager:
         already, or was loaded from, is skipped.
         data_fingerprint: what the content of each source of data hashes to.
         validation_loss: if it was measured at this step.
-        Raises: SaveFailed on all ranks when the disk has refused `max_save_failures` times in a row, this save, or the
-        one that ran in the background until now, included; before that it is a warning, and the run may go on.
+        prune: remove the checkpoints that the settings don't keep; not where it is in doubt how good this one is.
+        Raises: NotFinite if a tensor holds a value that is not, whatever max_save_failures says: nothing is written
+        and nothing removed; SaveFailed on all ranks when the disk has refused `max_save_failures` times in a row, this
+        save, or the one that ran in the background until now, included; before that it is a warning, and the run may
+        go on.
         """
         started = time.perf_counter()
         self.wait()
@@ -318,7 +327,7 @@ class CheckpointManager:
         if unfinished is None:
             return time.perf_counter() - started
         draft = self._draft(step, trainer_state["tokens"], data_fingerprint or {}, validation_loss)
-        self._pending = _Save(started, unfinished, draft, json.dumps(trainer_state), Future())
+        self._pending = _Save(started, unfinished, draft, json.dumps(trainer_state), prune, Future())
         self._start(self._pending, store.shards_of(state))
         stall = time.perf_counter() - started
         self._log(f"checkpoint {folder.name}: training waited {stall:.3f} s")
@@ -413,15 +422,29 @@ class CheckpointManager:
     def _write(self, save: _Save, shards: dict[str, Shard]) -> None:
         """Write, commit, prune; the outcome, an error too, goes to `save.result` (this may run in a thread)."""
         try:
+            self._check_finite(save, shards)
             files = store.write(save.unfinished, shards, self._writers)
             self._check_before_pruning(save.unfinished, files)
             manifest = on_rank_zero(self._writers, lambda: _commit(save, files))
             seconds = time.perf_counter() - save.started
-            save.result.set_result(_Saved(manifest, seconds, on_rank_zero(self._writers, self._prune)))
+            pruned = on_rank_zero(self._writers, self._prune) if save.prune else []
+            save.result.set_result(_Saved(manifest, seconds, pruned))
         except BaseException as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(save.unfinished, ignore_errors=True)
             save.result.set_exception(error)
+
+    def _check_finite(self, save: _Save, shards: dict[str, Shard]) -> None:
+        """Raise on all ranks unless all values of all ranks are finite: a checkpoint is what a run can go on from."""
+        by_rank: list[tuple[str, list[str]]] = [("", [])] * dist.get_world_size(self._writers)
+        dist.all_gather_object(by_rank, (socket.gethostname(), store.not_finite(shards)), group=self._writers)
+        places = [f"{name} of rank {rank} on {host}" for rank, (host, names) in enumerate(by_rank) for name in names]
+        if places:
+            raise _not_finite(save, places, self._newest())
+
+    def _newest(self) -> Path | None:
+        step = self.latest_step()
+        return None if step is None else manifests.step_folder(self._folder, step)
 
     def _check_before_pruning(self, unfinished: Path, files: dict[str, FileEntry]) -> None:
         """Where older checkpoints may be removed for the new one, read it again before it counts as one."""
@@ -432,8 +455,11 @@ class CheckpointManager:
 
     def _prune(self) -> list[str]:
         """On rank 0: remove the checkpoints that the settings don't keep; returns what there is to say of it."""
-        doomed = folders.to_be_pruned(self._folder, self._settings, self._rewind_interval)
-        return [_removed(folder) for folder in doomed]
+        try:
+            doomed = folders.to_be_pruned(self._folder, self._settings, self._rewind_interval)
+            return [_removed(folder) for folder in doomed]
+        except OSError as error:
+            return [f"the checkpoints that are not kept any more can't be looked for: {error}"]
 
     def _failed(self, error: SaveFailed) -> None:
         """Raise if it has happened too often in a row, else warn."""
@@ -444,6 +470,16 @@ class CheckpointManager:
         newest = self.latest_step()
         kept = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is step {newest}"
         self._warn(f"{error}; TRAINING GOES ON, {kept}; failed saves in a row: {count}, the run ends at {limit}")
+
+
+def _not_finite(save: _Save, places: list[str], newest: Path | None) -> NotFinite:
+    more = f" and {len(places) - SHOWN_DIFFERENCES} more" if len(places) > SHOWN_DIFFERENCES else ""
+    go_on = f"the newest checkpoint is {newest}: the same command goes on from it"
+    return NotFinite(
+        f"checkpoint {save.unfinished.stem} is not written: not all values are finite in "
+        f"{', '.join(places[:SHOWN_DIFFERENCES])}{more}; {go_on if newest else 'there is no checkpoint before it'}. If "
+        "it comes again, lower optimizer.lr or training.max_norm; if it comes on one host only, look at its memory"
+    )
 
 
 def _read(folder: Path) -> Found:
@@ -458,11 +494,11 @@ def _may_resume_from(name: str, saved: torch.dtype) -> bool:
 
 def _begin(folder: Path, is_ours: bool) -> Path | None:
     """The temporary folder to write to, or None if the checkpoint is there already and `is_ours`."""
-    if folder.exists() and is_ours:
-        return None
-    if folder.exists():
-        raise UserError(f"{folder} exists, but not by this run: does another one use the same job.output_dir?")
     try:
+        if os.path.lexists(folder):
+            if is_ours:
+                return None
+            raise UserError(f"{folder} exists, but not by this run: does another one use the same job.output_dir?")
         return manifests.begin(folder)
     except OSError as error:
         raise save_failed(folder, error) from None

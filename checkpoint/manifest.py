@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from configs.errors import UserError
+from configs.files import sync_folder, synced
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "MANIFEST.json"
@@ -123,30 +124,46 @@ def steps_in(root: Path) -> list[int]:
     """Steps that have a folder under their final name, in order; none if there is no `root`."""
     if not root.is_dir():
         return []
-    matches = (re.fullmatch(r"step-(\d{8,})", path.name) for path in root.iterdir() if path.is_dir())
+    # A link counts even if what it leads to is not there: to pass over it would be to go on from an older step unsaid.
+    folders = (path for path in root.iterdir() if path.is_symlink() or path.is_dir())
+    matches = (re.fullmatch(r"step-(\d{8,})", path.name) for path in folders)
     return sorted(int(match[1]) for match in matches if match)
 
 
-def remove_unfinished(root: Path) -> list[str]:
-    """Remove what saves and removals that did not come to their end have left behind; returns the names."""
-    leftovers = sorted([*root.glob(f"step-*{UNFINISHED}"), *root.glob(f"abandoned-*{UNFINISHED}")])
-    for folder in leftovers:
-        shutil.rmtree(folder)
-    return [folder.name for folder in leftovers]
+def remove_unfinished(root: Path, log: Callable[[str], None], warn: Callable[[str], None]) -> None:
+    """Remove what saves and removals that did not come to their end have left behind, with a line to `log` on each.
+
+    What can't be removed, such as a mount point or a file that NFS keeps because a process has it open, does no harm:
+    that is a line to `warn`.
+    """
+    for folder in sorted([*root.glob(f"step-*{UNFINISHED}"), *root.glob(f"abandoned-*{UNFINISHED}")]):
+        try:
+            _remove_tree(folder)
+            log(f"removed {folder}, which an interrupted save or removal has left behind")
+        except OSError as error:
+            warn(f"{folder}, which an interrupted save or removal has left behind, can't be removed: {error}")
 
 
 def remove(folder: Path) -> None:
     """Remove a checkpoint, or a folder of them, so that a crash midway leaves no part of it under its final name."""
     doomed = folder.with_name(f"{folder.name}.removed{UNFINISHED}")
     folder.rename(doomed)
-    shutil.rmtree(doomed)
+    _remove_tree(doomed)
+
+
+def _remove_tree(folder: Path) -> None:
+    """Remove a folder with all that is in it; of a link to one only the link, for what it leads to is not ours."""
+    if folder.is_symlink() or not folder.is_dir():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def begin(folder: Path) -> Path:
     """Make the empty folder in which the checkpoint `folder` is written; returns it."""
     unfinished = folder.with_name(folder.name + UNFINISHED)
-    if unfinished.exists():  # of a failed save, when not even the removal succeeded
-        shutil.rmtree(unfinished)
+    if os.path.lexists(unfinished):  # of a failed save, when not even the removal succeeded
+        _remove_tree(unfinished)
     unfinished.mkdir()
     return unfinished
 
@@ -160,10 +177,12 @@ def commit(unfinished: Path, draft: Manifest, files: Mapping[str, FileEntry], tr
     """
     _check_visible(unfinished, files)
     trainer = trainer_state.encode()
-    _write_synced(unfinished / TRAINER_NAME, trainer)
+    with synced(unfinished / TRAINER_NAME) as file:
+        file.write(trainer)
     entry = FileEntry(len(trainer), xxhash.xxh3_128_hexdigest(trainer))
     manifest = replace(draft, files={**dict(sorted(files.items())), TRAINER_NAME: entry})
-    _write_synced(unfinished / MANIFEST_NAME, sealed(json.dumps(asdict(manifest), indent=1)).encode())
+    with synced(unfinished / MANIFEST_NAME) as file:
+        file.write(sealed(json.dumps(asdict(manifest), indent=1)).encode())
     sync_folder(unfinished)
     unfinished.rename(unfinished.with_suffix(""))
     sync_folder(unfinished.parent)
@@ -254,19 +273,3 @@ def _check_visible(folder: Path, files: Mapping[str, FileEntry]) -> None:
         if not (folder / name).is_file():
             hint = "is the folder on a disk that all nodes share? (job.output_dir)"
             raise UserError(f"{folder / name} was written by another rank, but rank 0 can't see it: {hint}")
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the folder's entries outlast a power cut; data files are synced by who wrote them, folders are not."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from checkpoint.manifest import UNFINISHED, FileEntry, sync_folder
+from checkpoint.manifest import UNFINISHED, FileEntry
 from checkpoint.tensor_stream import synced_file
 from configs.errors import UserError
+from configs.files import sync_folder
 
 
 @contextmanager

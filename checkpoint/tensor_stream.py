@@ -6,7 +6,6 @@ tensor lies, which both keep in an index.
 """
 
 import json
-import os
 import pickle
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from checkpoint.manifest import FileEntry, damaged
 from checkpoint.safe_read import METADATA_NAME
+from configs.files import synced
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -197,7 +197,5 @@ class SyncedFile:
 @contextmanager
 def synced_file(path: Path) -> Generator[SyncedFile, None, None]:
     """A new file to write to that is on the disk at the end of the block."""
-    with path.open("wb") as file:
+    with synced(path) as file:
         yield SyncedFile(file)
-        file.flush()
-        os.fsync(file.fileno())

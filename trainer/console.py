@@ -19,7 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from configs.files import AppendedFile
 from trainer.metrics import StepMetrics
+from trainer.outages import Outages
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -98,7 +100,9 @@ class Console:
         """
         self.rank = rank
         self._out, self._err = out, err
-        self._log: TextIO | None = None
+        self._log: AppendedFile | None = None
+        self.outages = Outages(self.warning, self.line)
+        """The files of the run that the disk refuses at present."""
         self._rich: RichConsole | None = _rich_console(out or sys.stdout) if rank == 0 else None
         self._live: Progress | None = None
         self._steps: _StepTable | None = None
@@ -119,13 +123,13 @@ class Console:
         if self._live:
             self._live.stop()
         if self._log:
-            self._log.close()
+            self.outages.give_up(self._log)
         self._live = self._log = None
 
     def log_to(self, path: Path) -> None:
         """Append everything from now on to run.log as well; only on rank 0."""
         if self.rank == 0:
-            self._log = path.open("a", encoding="utf-8", buffering=1)
+            self._log = AppendedFile(path)
 
     def line(self, text: str = "", style: str = "") -> None:
         """Say a line, or several, on rank 0. `style` is rich's ("bold", "dim"), and only for a terminal."""
@@ -234,7 +238,8 @@ class Console:
     def _to_log(self, text: str) -> None:
         if self._log:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            self._log.writelines(f"{stamp}  {line}".rstrip() + "\n" for line in text.split("\n"))
+            self._log.write("".join(f"{stamp}  {line}".rstrip() + "\n" for line in text.split("\n")).encode())
+            self.outages.flush(self._log)
 
     def _complain(self, kind: str, text: str, style: str) -> None:
         text = f"{kind}: {text}" if self.rank == 0 else f"[rank {self.rank}] {kind}: {text}"

@@ -71,8 +71,7 @@ class Exports:
         on_rank_zero(world, lambda: self._prepare(resumed_from))
 
     def _prepare(self, resumed_from: int | None) -> None:
-        for name in remove_unfinished(self._exports):
-            self._log(f"removed {self._exports / name}, which an interrupted export has left behind")
+        remove_unfinished(self._exports, self._log, self._warn)
         aside = set_aside(self._exports, resumed_from)
         if aside:
             self._log(f"exports that this run does not go on from were moved to {aside}")

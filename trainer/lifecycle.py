@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from types import FrameType, TracebackType
 from typing import Literal, Self, TextIO
 
 from configs.errors import KeelError
+from configs.files import open_plain, write_even_if_full
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -130,6 +130,9 @@ def write_status(run_folder: Path, state: State, step: int, reason: str = "", **
         step: optimizer steps completed since the start of the run.
         reason: why it ended: a signal's name, an error's message.
         details: further JSON values, such as the newest checkpoint.
+
+    Raises:
+        OSError: the disk refuses. A full one does not refuse if there is a status already.
     """
     status = {
         "state": state,
@@ -140,21 +143,7 @@ def write_status(run_folder: Path, state: State, step: int, reason: str = "", **
         "pid": os.getpid(),
         **details,
     }
-    write_atomically(run_folder / "status.json", [json.dumps(status, indent=2), "\n"])
-
-
-def write_atomically(path: Path, texts: Iterable[str]) -> None:
-    """Write a file so that readers, and whoever comes after a crash, see either the old or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(texts)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_even_if_full(run_folder / "status.json", json.dumps(status, indent=2) + "\n")
 
 
 # --------------------------------------------------------------------------- hangs
@@ -210,7 +199,10 @@ class Watchdog:
         assert sys.__stderr__ is not None
         _dump_stacks(sys.__stderr__, header)  # not sys.stderr: a progress bar may have replaced it
         if self.log is not None:
-            with self.log.open("a", encoding="utf-8") as file:
+            with (
+                suppress(OSError),
+                os.fdopen(open_plain(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a") as file,
+            ):
                 _dump_stacks(file, header)
 
 

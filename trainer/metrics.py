@@ -1,19 +1,22 @@
 """What a run records: `metrics.jsonl`, TensorBoard files, and where the time went.
 
-`metrics.jsonl` has one JSON object a logged step, flushed as it is written, with the keys of `StepMetrics` in its
-order. A validated step is always logged, and its object has the two validation keys besides; so is a step with an
-incident, such as a spike of the loss, with the key `incidents`; a mixture of experts has three of its own. Floats are
-written with `repr`, so that reading them back gives the same bits. JSON has no NaN: a value that is not finite is null,
-and a key `skipped` says what it was. A resume cuts the file back to the step it goes on from, so that no step stands
-there twice; the TensorBoard files are told the same by their purge step.
+`metrics.jsonl` has one JSON object a logged step, in the file as soon as it is logged, with the keys of `StepMetrics`
+in its order. A validated step is always logged, and its object has the two validation keys besides; so is a step with
+an incident, such as a spike of the loss, with the key `incidents`; a mixture of experts has three of its own. Floats
+are written with `repr`, so that reading them back gives the same bits. JSON has no NaN: a value that is not finite is
+null, and a key `skipped` says what it was. A resume cuts the file back to the step it goes on from, so that no step
+stands there twice; the TensorBoard files are told the same by their purge step.
 
 Throughput is that of training alone. `TimeLedger` gives every second of the process to exactly one kind of work;
 tokens per second divides by training and waiting for data, never by compilation, validation or checkpoints.
 """
 
+import itertools
 import json
 import math
+import os
 import resource
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +26,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from trainer.lifecycle import write_atomically
+from configs.files import AppendedFile, link_refused, require_plain, write_atomically
+from trainer.outages import Outages
 
 # --------------------------------------------------------------------------- time
 
@@ -192,38 +196,56 @@ _OPTIONAL = (
 class MetricsLog:
     """The run folder's `metrics.jsonl` and, if wanted, its `tensorboard/`. Rank 0 alone has one."""
 
-    def __init__(self, run_folder: Path, tensorboard: bool, resumed_step: int = 0) -> None:
+    def __init__(self, run_folder: Path, tensorboard: bool, outages: Outages, resumed_step: int = 0) -> None:
         """
         Args:
             run_folder: must exist.
             tensorboard: write event files too.
+            outages: told when the disk refuses a step, which is then kept for the next one.
             resumed_step: what was recorded of later steps is removed; 0 removes everything.
+
+        Raises:
+            OSError: the disk refuses to cut the file back, or `metrics.jsonl` or `tensorboard` is a link.
         """
         path = run_folder / "metrics.jsonl"
         self.unreadable_lines = cut_back(path, resumed_step)
         """Lines that were no JSON, as after a kill in the middle of one, and are removed."""
-        self._file = path.open("a", encoding="utf-8")
+        self._outages = outages
+        self._file = AppendedFile(path)
         self._curves = _Curves(run_folder / "tensorboard", resumed_step + 1) if tensorboard else None
+        self.flush()
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one logged step."""
-        self._file.write(metrics.to_json() + "\n")
-        self._file.flush()
+        self._file.write(f"{metrics.to_json()}\n".encode())
         if self._curves:
             self._curves.write(metrics)
+        self.flush()
 
     def close(self) -> None:
-        """Close the files."""
-        self._file.close()
-        if self._curves:
-            self._curves.close()
+        """Write what the disk has refused until now, or say that it is missing."""
+        for file in self._files:
+            self._outages.give_up(file)
+
+    def flush(self) -> None:
+        """Write what the disk has refused until now; called before a save, so that no step before it is missing."""
+        for file in self._files:
+            self._outages.flush(file)
+
+    @property
+    def _files(self) -> list[AppendedFile]:
+        return [self._file, self._curves.file] if self._curves else [self._file]
 
 
 def cut_back(path: Path, step: int) -> int:
     """Keep of a `metrics.jsonl` only the steps up to `step`; returns how many unreadable lines were removed too.
 
     The file is replaced as a whole, so a crash in here leaves the old one. A file that needs no cut is not touched.
+
+    Raises:
+        OSError: the disk refuses, or it is no plain file.
     """
+    require_plain(path)
     if not path.exists():
         return 0
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -262,15 +284,27 @@ _TAGS = {
 
 
 class _Curves:
-    """TensorBoard's own event writer: torch's SummaryWriter wraps it at the price of 0.8 s more of imports."""
+    """An event file in TensorBoard's format, its records made by TensorBoard's own writer.
+
+    Its event writer is left out: that writes in a thread, which an error ends for good, and tells of it at a later
+    call; torch's SummaryWriter wraps it, and costs 0.8 s of imports.
+    """
+
+    _numbers = itertools.count()
+    """Of the files of this process, for their names."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event_type, self._summary_type = event_pb2.Event, summary_pb2.Summary
         self._histogram_type = summary_pb2.HistogramProto
-        self._writer = EventFileWriter(str(folder))
+        if folder.is_symlink():
+            raise link_refused(folder)
+        folder.mkdir(exist_ok=True)
+        self.file = AppendedFile(folder / _event_file_name(next(self._numbers)))
+        self._records = RecordWriter(self.file)
+        self._add(wall_time=time.time(), file_version="brain.Event:2")
         # Makes TensorBoard drop what earlier files hold of this step and later ones.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(step=first_step, wall_time=time.time(), session_log=start)
@@ -299,9 +333,10 @@ class _Curves:
             bucket=heights,
         )
 
-    def close(self) -> None:
-        self._writer.close()
-
     def _add(self, **event: Any) -> None:
-        self._writer.add_event(self._event_type(**event))
-        self._writer.flush()
+        self._records.write(self._event_type(**event).SerializeToString())
+
+
+def _event_file_name(number: int) -> str:
+    """As TensorBoard finds event files, and reads them in order."""
+    return f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"

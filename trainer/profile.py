@@ -12,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from configs.errors import ConfigError
+from configs.files import link_refused
 from configs.schema import Config
 
 _SNAPSHOT_EVENTS = 200_000  # allocations and frees kept, with their stacks: some 100 MiB on the host, several steps
@@ -65,13 +66,27 @@ class StepProfiler:
         if self._cuda:
             torch.cuda.synchronize()
         self._profiler.stop()
+        profiler, self._profiler = self._profiler, None
+        try:
+            return self._write(profiler)
+        except OSError as error:
+            logging.getLogger(__name__).warning(f"no trace in {self._folder}, it can't be written: {error}")
+            return None
+        finally:
+            if self._config.memory_snapshot:
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _write(self, profiler: profile) -> Path:
+        if self._folder.is_symlink():
+            raise link_refused(self._folder)
         self._folder.mkdir(exist_ok=True)
         trace = self._folder / f"step-{self._config.start_step:08d}-rank-{self._rank}.json.gz"
-        self._profiler.export_chrome_trace(str(trace))
-        self._profiler = None
+        trace.unlink(missing_ok=True)  # it may be a link
+        profiler.export_chrome_trace(str(trace))
         if self._config.memory_snapshot:
-            torch.cuda.memory._dump_snapshot(str(trace.with_name(trace.name.replace(".json.gz", ".memory.pickle"))))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            snapshot = trace.with_name(trace.name.replace(".json.gz", ".memory.pickle"))
+            snapshot.unlink(missing_ok=True)
+            torch.cuda.memory._dump_snapshot(str(snapshot))
         return trace
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import time
 import traceback
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from checkpoint.lock import FolderInUse, lock
 from checkpoint.store import on_rank_zero
 from configs.errors import ConfigError, KeelError, UserError
+from configs.files import require_plain, write_atomically
 from configs.load import LoadedConfig
 from models import build_model
 from parallelisms.activation_table import activation_table
@@ -30,6 +30,8 @@ from trainer.trainer import Trainer, device_name, device_type, run_folder
 
 # Where all ranks fail alike, rank 0 says why; where another fails alone, it has to say so itself, a little later.
 _PATIENCE_SECONDS = 5.0
+_APPENDED = ("run.log", "metrics.jsonl")
+"""Files of the run's folder that must not be links; the others are replaced, whatever they are."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,11 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
             device = start_process_group(device_type(job), job.config.job.timeout_seconds)
             on_rank_zero(None, lambda: _open_folder(folder, console))
             trainer = Trainer(job, device, console, stop, ledger)
-            if rank == 0:
-                (folder / "config.toml").write_text(job.to_toml(), encoding="utf-8")
+            _write_config(launch, job)
             _say_hello(trainer)
             state = trainer.train()
+            if folder / "config.toml" in console.outages:
+                _write_config(launch, job)
             _say_goodbye(trainer, state)
             dist.destroy_process_group()
             return exit_code(state)
@@ -69,12 +72,22 @@ def _open_folder(folder: Path, console: Console) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock(folder, console.warning)
+        for name in _APPENDED:
+            require_plain(folder / name)
         console.log_to(folder / "run.log")
         write_status(folder, "running", step=_status(folder).get("step", 0), reason="starting")
     except OSError as error:
         raise UserError(
-            f"the run folder {folder} can't be written ({error.strerror}); set job.output_dir to another"
+            f"the run folder {folder} can't be written ({error.filename or folder}: {error.strerror}); "
+            "set job.output_dir to another"
         ) from None
+
+
+def _write_config(launch: _Launch, job: LoadedConfig) -> None:
+    path = launch.folder / "config.toml"
+    if launch.rank == 0:
+        with launch.console.outages.tolerate(path):
+            write_atomically(path, [job.to_toml()])
 
 
 def _say_hello(trainer: Trainer) -> None:
@@ -115,7 +128,8 @@ def _say_goodbye(trainer: Trainer, state: State) -> None:
         closing_rows(config, trainer.folder, trainer.ledger.seconds(), trainer.ends(), memory_peak, newest),
     )
     console.table("What to try next", next_rows(config, state))
-    write_status(trainer.folder, state, step, "" if state == "done" else reason, checkpoint=str(newest))
+    with console.outages.tolerate(trainer.folder / "status.json"):
+        write_status(trainer.folder, state, step, "" if state == "done" else reason, checkpoint=str(newest))
 
 
 def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
@@ -131,7 +145,7 @@ def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
     if launch.folder.is_dir() and not _has_ended(launch):  # the first error of a launch is the cause
         step = _status(launch.folder).get("step", 0) if step is None else step
         state: State = "preempted" if code == EXIT_PREEMPTED else "failed"
-        with suppress(OSError):  # it may be why the run fails
+        with launch.console.outages.tolerate(launch.folder / "status.json"):  # the disk may be why the run fails
             write_status(launch.folder, state, step, str(error) or type(error).__name__)
     return code
 
@@ -153,6 +167,7 @@ def _has_ended(launch: _Launch) -> bool:
 def _status(folder: Path) -> dict[str, Any]:
     """What status.json says; empty if there is none."""
     try:
+        require_plain(folder / "status.json")  # a pipe would be waited for
         return json.loads((folder / "status.json").read_text())
     except (OSError, ValueError):
         return {}

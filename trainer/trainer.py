@@ -119,8 +119,12 @@ class Trainer:
         self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
         self.watchdog = Watchdog(config.job.timeout_seconds, self.rank, self.folder / "run.log")
         self.grace = Grace(stop, config.job.grace_seconds, console, device, config.job.timeout_seconds)
-        self.metrics_log = self._open_metrics_log() if self.rank == 0 else None
+        self.metrics_log: MetricsLog | None = None
+        on_rank_zero(None, self._open_metrics_log)
         self.peak = peak_flops(device_name(self.device), config.training.compute_dtype)
+        self._save_is_due = False
+        self.last_was_finite = True
+        """Loss and gradient norm of the last step."""
         self.losses: list[float] = []
         """Of the steps of this launch."""
         self.validated: tuple[int, float] | None = None
@@ -144,11 +148,14 @@ class Trainer:
         log, warn = self.console.line, self.console.warning
         return Exports(self.config, self.folder, self.checkpoints.latest_step(), log, warn)
 
-    def _open_metrics_log(self) -> MetricsLog:
-        log = MetricsLog(self.folder, self.config.metrics.tensorboard, self.run.step)
+    def _open_metrics_log(self) -> None:
+        try:
+            log = MetricsLog(self.folder, self.config.metrics.tensorboard, self.console.outages, self.run.step)
+        except OSError as error:
+            raise UserError(f"{error.filename or self.folder} can't be written: {error.strerror}") from None
         if log.unreadable_lines:
             self.console.warning(f"{log.unreadable_lines} unreadable lines were removed from metrics.jsonl")
-        return log
+        self.metrics_log = log
 
     def train(self) -> State:
         """Train up to `training.steps`, or until a signal; save at the end of either."""
@@ -169,7 +176,7 @@ class Trainer:
                 self.checkpoints.poll()
                 is_typical = self.run.step - self.first_step > COMPILING_STEPS
                 self.grace.check(self.checkpoints.save_seconds, is_typical)
-                if self.checkpoints.should_save(self.run.step):
+                if self._should_save():
                     self._save()
                 self._poll_exports()
             self._save()
@@ -219,6 +226,7 @@ class Trainer:
             past_losses=past_losses if result.skipped else remembered(self.spikes, past_losses, result.loss),
         )
         self.losses.append(result.loss)
+        self.last_was_finite = result.is_spike or not result.skipped
         if result.is_spike:
             self._record("skip", loss=result.loss, limit=loss_limit(self.spikes, past_losses))
         if self.run.skipped_in_a_row > training.max_skipped_steps:
@@ -288,7 +296,7 @@ class Trainer:
         self.exports = self._build_exports()
         if self.metrics_log:
             self.metrics_log.close()
-            self.metrics_log = self._open_metrics_log()
+            self._open_metrics_log()
 
     def _compare_copies(self) -> None:
         """See that what several ranks hold copies of is equal, or made equal again.
@@ -321,6 +329,11 @@ class Trainer:
             self.validated = (self.run.step, result.loss)
         return result
 
+    def _should_save(self) -> bool:
+        """Whether a save is due; one that is due after a step that was not finite is made after the next that is."""
+        self._save_is_due |= self.checkpoints.should_save(self.run.step)
+        return self._save_is_due and self.last_was_finite
+
     def _save(self) -> None:
         """Save all that decides what comes next.
 
@@ -330,10 +343,13 @@ class Trainer:
         """
         self._compare_copies()
         self.watchdog.step(self.run.step, "checkpoint")
+        if self.metrics_log:
+            self.metrics_log.flush()
         with self.ledger.measure(Kind.CHECKPOINT):
             self.checkpoints.wait()
             self._poll_exports()  # so that the export of the last one has begun before this one takes its place
             self._save_finished(self._finished())
+        self._save_is_due = False
 
     def _finished(self) -> Finished:
         """Where the run stands now, between two steps."""
@@ -352,6 +368,7 @@ class Trainer:
             {"tokens": run.tokens, "run": asdict(run), "data": data},
             data_fingerprint={name: state["fingerprint"] for name, state in data["sources"].items()},
             validation_loss=finished.validation_loss,
+            prune=not run.skipped_in_a_row,  # the end may come while steps are skipped
         )
 
     def _rescue(self, finished: Finished, reason: str, group: dist.ProcessGroup) -> Callable[[], None]:
@@ -406,7 +423,8 @@ class Trainer:
         if self.metrics_log:
             self.metrics_log.write(metrics)
             if not self.grace.has_begun:
-                write_status(self.folder, "running", self.run.step)
+                with self.console.outages.tolerate(self.folder / "status.json"):
+                    write_status(self.folder, "running", self.run.step)
 
     def memory_peak_bytes(self) -> int:
         """The most that any rank has held; all ranks must call it."""

@@ -22,11 +22,12 @@ def test_steps_that_overflow_are_skipped_until_the_limit(tmp_path: Path):
     assert outcome.err.count("of the last 4 steps was not finite, and training.max_skipped_steps is 3") == 1
     assert "Traceback (most recent call last)" not in outcome.err.partition("torch/distributed/elastic")[0]
     assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["step"]) == ("failed", 5)
-    assert_same_tensors(tensors(tmp_path / "run", 1), tensors(tmp_path / "run", 4))
+    # No save while steps are skipped: it would cost a good one its place.
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
 
 
 def test_a_resume_goes_on_counting(tmp_path: Path, capsys):
-    """Two skipped before the stop and two after it are four in a row."""
+    """Two skipped before the stop and two after it are four in a row; the save of the stop removes none before it."""
     words = [
         "--optimizer.lr",
         "1e30",
@@ -36,8 +37,16 @@ def test_a_resume_goes_on_counting(tmp_path: Path, capsys):
         "3",
         "--metrics.interval",
         "1",
+        "--checkpoint.interval",
+        "1",
+        "--checkpoint.keep_last",
+        "1",
     ]
     assert launch_here(tmp_path, *words, "--training.steps", "3") == 0
+    saved = [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())]
+    assert saved == ["step-00000001", "step-00000003"]
+    first, last = tensors(tmp_path / "run", 1), tensors(tmp_path / "run", 3)
+    assert_same_tensors(first, last)  # skipped steps change nothing
     assert launch_here(tmp_path, *words) == 1
     assert "of the last 4 steps was not finite" in capsys.readouterr().err
     assert status(tmp_path / "run")["step"] == 5

@@ -1,27 +1,36 @@
-"""A full disk at every write of a save: python -m tests.torture.full_disk   (needs to mount: root on Linux)
+"""A full disk at every write of a save, and under a whole run: python -m tests.torture.full_disk [--ranks N]
 
 A run has one checkpoint on a small tmpfs and saves the next, while ever more of the disk is free: no page, one, two, up
 to as many as the save takes; then the same with inodes. So the disk refuses at every page that is written and every
 folder and file that is made. Each time training must go on, the checkpoint before must be whole, and nothing of the
 failed one be left; with enough room, the same manager saves.
+
+Then the disk of a real launch is filled to its last page, freed after two failed saves, and filled again for good.
+Until then the run must go on, and its records be complete; in the end it must say once why it ends. Mounting needs root
+on Linux.
 """
 
 import argparse
 import os
+import queue
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import step_folder
+from tests.end_to_end.launch import TIMEOUT_SECONDS, records, start, status
 from tests.torture.damage import make_manager, process_group, resume, state
 
 PAGE_BYTES = 4096
 DISK_BYTES = 2 << 20
 INODES = 16
+RUN_DISK_BYTES = 6 << 20
 
 
 def torture(stride: int = 1) -> tuple[int, int]:
@@ -30,7 +39,7 @@ def torture(stride: int = 1) -> tuple[int, int]:
     Returns: how many saves failed for want of pages, and of inodes.
     Raises: AssertionError if a checkpoint is lost; PermissionError if this process may not mount a disk.
     """
-    with process_group(), small_disk() as disk:
+    with process_group(), small_disk(DISK_BYTES, INODES) as disk:
         manager = make_manager(disk / "checkpoints", max_save_failures=10**6, keep_last=1)
         manager.resume(state())
         manager.begin_line()
@@ -47,14 +56,14 @@ def saves(
     manager: CheckpointManager, disk: Path, free_pages: int | None = None, free_inodes: int | None = None
 ) -> bool:
     """Save with so much room; returns whether that succeeds. Asserts that the newest checkpoint is whole and alone."""
-    step, filler = (manager.latest_step() or 0) + 1, disk / "filler"
+    step = (manager.latest_step() or 0) + 1
     if free_pages is not None:
-        filler.write_bytes(bytes((os.statvfs(disk).f_bfree - free_pages) * PAGE_BYTES))
+        fill(disk, free_pages)
     if free_inodes is not None:
         room = os.statvfs(disk)
         _mount(disk, f"remount,nr_inodes={room.f_files - room.f_ffree + free_inodes}")
     manager.save(step, state(), {"tokens": 7})
-    filler.unlink(missing_ok=True)
+    free(disk)
     _mount(disk, f"remount,nr_inodes={INODES}")
     newest = step_folder(disk / "checkpoints", manager.latest_step() or 0)
     assert list(disk.rglob("step-*")) == [newest]
@@ -62,15 +71,117 @@ def saves(
     return newest == step_folder(disk / "checkpoints", step)
 
 
+# --------------------------------------------------------------------------- a whole run
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a launch ended whose disk was full."""
+
+    code: int
+    out: list[str]
+    err: list[str]
+
+
+def whole_run(disk: Path, ranks: int = 0) -> Ended:
+    """A launch whose disk is full, is freed, and is full again until the run ends.
+
+    Every change waits for what the run says before, so nothing depends on how fast it is.
+    """
+    words = f"--training.steps 1000000 --checkpoint.interval 10 --checkpoint.keep_last 1 --job.output_dir {disk}/run"
+    process = start(disk, words, ranks)
+    try:
+        said = _Said(process)
+        said.wait_for("step-00000020: committed")
+        fill(disk)
+        said.wait_for("failed saves in a row: 2,")
+        free(disk)
+        said.wait_for("metrics.jsonl is written again")
+        said.wait_for(": committed")
+        fill(disk)
+        return Ended(process.wait(TIMEOUT_SECONDS), *said.everything())
+    finally:
+        process.kill()
+
+
+def assert_recorded(disk: Path, ended: Ended) -> None:
+    """Assert that of a `whole_run` nothing is lost that the disk had room for, and that it said how it ended."""
+    run, errors = disk / "run", "".join(ended.err)
+    steps = [record["step"] for record in records(run)]
+    assert steps == list(range(1, len(steps) + 1))
+    full = [line for line in ended.err if "metrics.jsonl can't be written: No space left on device" in line]
+    assert len(full) == 2, errors
+    assert errors.count("failed saves in a row: 3 (checkpoint.max_save_failures is 3)") == 1, errors
+    assert "Traceback" not in errors.partition("torch/distributed/elastic")[0], errors
+    found = status(run)
+    assert found["state"] == "failed"
+    assert "could not be written" in found["reason"]
+    assert found["step"] > steps[-1]
+    newest = max((run / "checkpoints").iterdir())
+    assert steps[-1] >= int(newest.name.removeprefix("step-")) > 20
+    log = (run / "run.log").read_text()
+    committed = next(number for number, line in enumerate(ended.out) if f"{newest.name}: committed" in line)
+    missing = [line for line in ended.out[: committed + 1] if line.rstrip() not in log]
+    assert not missing, missing
+    assert f"{run}/metrics.jsonl can't be written" in log
+
+
+class _Said:
+    """What a process says, heard by a thread for each of its streams."""
+
+    def __init__(self, process: subprocess.Popen) -> None:
+        self._out: list[str] = []
+        self._err: list[str] = []
+        self._lines: queue.Queue[str] = queue.Queue()
+        pairs = ((process.stdout, self._out), (process.stderr, self._err))
+        self._threads = [threading.Thread(target=self._listen, args=pair, daemon=True) for pair in pairs]
+        for thread in self._threads:
+            thread.start()
+
+    def wait_for(self, text: str) -> None:
+        """Wait for a line with it, among those that were not heard yet."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while text not in self._lines.get(timeout=deadline - time.monotonic()):
+            pass
+
+    def everything(self) -> tuple[list[str], list[str]]:
+        """All that was said to the two streams, once the process has ended."""
+        for thread in self._threads:
+            thread.join()
+        return self._out, self._err
+
+    def _listen(self, stream: Iterator[str], lines: list[str]) -> None:
+        for line in stream:
+            lines.append(line)
+            self._lines.put(line)
+
+
+# --------------------------------------------------------------------------- the disk
+
+
 @contextmanager
-def small_disk() -> Iterator[Path]:
-    """A disk of DISK_BYTES and INODES, in memory."""
+def small_disk(n_bytes: int, inodes: int) -> Iterator[Path]:
+    """A disk of so many bytes and inodes, in memory. Raises: PermissionError if this process may not mount one."""
     with tempfile.TemporaryDirectory() as folder:
-        _mount(Path(folder), f"size={DISK_BYTES},nr_inodes={INODES}")
+        _mount(Path(folder), f"size={n_bytes},nr_inodes={inodes}")
         try:
             yield Path(folder)
         finally:
-            subprocess.run(["umount", folder], check=True)
+            # Lazy: a run in this process holds its lock until the process ends.
+            subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill(disk: Path, free_pages: int = 0) -> None:
+    """Leave so many pages free, also while others write."""
+    with (disk / "filler").open("ab", buffering=0) as filler:
+        while (room := os.statvfs(disk).f_bfree - free_pages) > 0:
+            with suppress(OSError):
+                filler.write(bytes(room * PAGE_BYTES))
+
+
+def free(disk: Path) -> None:
+    """Undo `fill`."""
+    (disk / "filler").unlink(missing_ok=True)
 
 
 def _mount(folder: Path, options: str) -> None:
@@ -82,12 +193,18 @@ def _mount(folder: Path, options: str) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Fill the disk at every write of a save.")
+    parser = argparse.ArgumentParser(description="Fill the disk at every write of a save, and under a whole run.")
     parser.add_argument("--stride", type=int, default=1, help="pages between two tries")
-    started = time.monotonic()
-    pages, inodes = torture(parser.parse_args().stride)
+    parser.add_argument("--ranks", type=int, default=2, help="of the whole run; 0: without torchrun")
+    options, started = parser.parse_args(), time.monotonic()
+    pages, inodes = torture(options.stride)
     print(f"{pages} saves failed for want of pages, {inodes} of inodes; no checkpoint was lost", end=" ")
     print(f"({time.monotonic() - started:.0f} s)")
+    with small_disk(RUN_DISK_BYTES, 1000) as disk:
+        assert_recorded(disk, whole_run(disk, options.ranks))
+        print(
+            f"a whole run: {len(records(disk / 'run'))} steps recorded, none lost ({time.monotonic() - started:.0f} s)"
+        )
 
 
 if __name__ == "__main__":

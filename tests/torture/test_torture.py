@@ -44,6 +44,16 @@ def test_full_disk():
     assert inodes > 3
 
 
+def test_full_disk_under_a_whole_run():
+    try:
+        with full_disk.small_disk(full_disk.RUN_DISK_BYTES, 1000) as disk:
+            ended = full_disk.whole_run(disk)
+            assert ended.code == 1
+            full_disk.assert_recorded(disk, ended)
+    except PermissionError as error:
+        pytest.skip(f"this process may not mount a disk: {error}")
+
+
 @pytest.mark.parametrize("name", CHOSEN_RESUMES)
 def test_resume(ranks, tmp_path, name):
     resume.torture(ranks, RESUMES[name], tmp_path)

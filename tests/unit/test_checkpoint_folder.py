@@ -114,3 +114,15 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     said = []
     lock(tmp_path, said.append)
     assert "can't be locked (Operation not supported)" in said[0]
+
+
+def test_a_folder_copied_by_hard_links_has_a_lock_of_its_own(tmp_path):
+    """As `cp -al` makes it: the file of the lock is one, the runs are two; and a run that has it is not disturbed."""
+    for name in ("run", "copy"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run" / ".lock").write_text("process 1 on elsewhere\n")
+    (tmp_path / "copy" / ".lock").hardlink_to(tmp_path / "run" / ".lock")
+    lock(tmp_path / "copy", pytest.fail)
+    assert f"process {os.getpid()} " in (tmp_path / "copy" / ".lock").read_text()
+    assert (tmp_path / "run" / ".lock").read_text() == "process 1 on elsewhere\n"
+    assert not (tmp_path / "copy" / ".lock").samefile(tmp_path / "run" / ".lock")

@@ -74,7 +74,11 @@ def test_a_file_that_rank_0_cannot_see(tmp_path):
 def test_leftovers_are_removed_and_reported(tmp_path):
     committed(tmp_path)
     (begin(step_folder(tmp_path, 7)) / "data").write_bytes(b"1")
-    assert remove_unfinished(tmp_path) == ["step-00000007.tmp"]
+    (tmp_path / "step-00000008.tmp").write_bytes(b"no folder")
+    removed, refused = [], []
+    remove_unfinished(tmp_path, removed.append, refused.append)
+    assert [line.split()[1] for line in removed] == [f"{tmp_path}/step-0000000{n}.tmp," for n in (7, 8)]
+    assert not refused
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000100"]
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from configs.errors import ConfigError, UserError
 from trainer import lifecycle
-from trainer.lifecycle import StopRequest, Watchdog, exit_code, install_signal_handlers, write_atomically, write_status
+from trainer.lifecycle import StopRequest, Watchdog, exit_code, install_signal_handlers, write_status
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,20 +141,6 @@ def test_status_holds_the_contracts_keys(tmp_path):
     assert (status["step"], status["reason"], status["checkpoint"]) == (120, "SIGTERM", "step-00000120")
     assert abs(status["time"] - time.time()) < 60
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]  # no temporary file stays behind
-
-
-def test_an_interrupted_write_leaves_the_old_file_whole(tmp_path):
-    path = tmp_path / "status.json"
-    path.write_text("old")
-
-    def texts():
-        yield "half of the n"
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        write_atomically(path, texts())
-    assert path.read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
 def test_the_watchdog_names_the_rank_the_step_and_the_place(tmp_path, capfd):

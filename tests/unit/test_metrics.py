@@ -8,10 +8,12 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.metrics import Kind, MetricsLog, StepMetrics, Throughput, TimeLedger, cut_back, memory_peak_bytes
+from trainer.outages import Outages
 
 CONTRACT_KEYS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "data_seconds", "mfu"),
@@ -35,6 +37,14 @@ def metrics(step, **changes):
         "time": 1.7e9,
     }
     return StepMetrics(**(values | changes))
+
+
+def refuse(line):
+    raise AssertionError(line)
+
+
+def open_log(folder, tensorboard=False, resumed_step=0, say=refuse):
+    return MetricsLog(folder, tensorboard, Outages(say, say), resumed_step)
 
 
 def read(folder):
@@ -66,7 +76,7 @@ def test_a_value_that_is_not_finite_is_null_and_named():
 
 
 def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
-    log = MetricsLog(tmp_path, tensorboard=False)
+    log = open_log(tmp_path)
     log.write(metrics(10))
     assert [record["step"] for record in read(tmp_path)] == [10]
     log.close()
@@ -74,7 +84,7 @@ def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
 
 def test_a_resume_goes_on_where_the_checkpoint_was(tmp_path):
     for resumed, steps in ((0, range(10, 60, 10)), (30, range(40, 80, 10))):
-        log = MetricsLog(tmp_path, tensorboard=False, resumed_step=resumed)
+        log = open_log(tmp_path, resumed_step=resumed)
         for step in steps:
             log.write(metrics(step, tokens=resumed))
         log.close()
@@ -84,7 +94,7 @@ def test_a_resume_goes_on_where_the_checkpoint_was(tmp_path):
 
 def test_a_new_start_in_an_old_folder_starts_an_empty_file(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(metrics(10).to_json() + "\n")
-    MetricsLog(tmp_path, tensorboard=False).close()
+    open_log(tmp_path).close()
     assert read(tmp_path) == []
 
 
@@ -116,7 +126,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for resumed, steps, loss in ((0, (10, 20, 30), 8.0), (20, (30, 40), 4.0)):
-        log = MetricsLog(tmp_path, tensorboard=True, resumed_step=resumed)
+        log = open_log(tmp_path, tensorboard=True, resumed_step=resumed)
         for step in steps:
             log.write(metrics(step, loss=loss, validation_loss=7.0 if step == 40 else None))
         log.close()
@@ -129,7 +139,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
 def test_experts_have_keys_and_curves_of_their_own(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = MetricsLog(tmp_path, tensorboard=True)
+    log = open_log(tmp_path, tensorboard=True)
     tokens = {1: [3, 0, 5], 2: [4, 4, 0]}
     log.write(metrics(1, tokens_per_expert=tokens, load_imbalance=1.875, router_entropy=0.5))
     log.close()
@@ -145,7 +155,8 @@ def test_experts_have_keys_and_curves_of_their_own(tmp_path):
 
 def test_metrics_need_neither_torch_nor_tensorboard_unless_asked(tmp_path):
     program = (
-        "import sys, pathlib, trainer.metrics as m; m.MetricsLog(pathlib.Path(sys.argv[1]), tensorboard=False);"
+        "import sys, pathlib, trainer.metrics as m; from trainer.outages import Outages;"
+        "m.MetricsLog(pathlib.Path(sys.argv[1]), tensorboard=False, outages=Outages(print, print));"
         "m.memory_peak_bytes('cpu'); sys.exit('torch' in sys.modules or 'tensorboard' in sys.modules)"
     )
     root = Path(__file__).parents[2]
@@ -219,3 +230,32 @@ def test_peak_memory_of_a_cpu_process_grows_with_what_it_holds():
     held = bytearray(os.urandom(1)) * (before + 2**26)
     assert memory_peak_bytes("cpu") >= before + 2**25
     assert memory_peak_bytes("cpu") < 100 * len(held)
+
+
+def test_a_folder_of_curves_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "tensorboard").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match=r"symbolic link.*tensorboard"):
+        open_log(tmp_path, tensorboard=True)
+    assert list((tmp_path / "precious").iterdir()) == []
+
+
+def test_curves_miss_nothing_after_an_outage(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    said = []
+    log = open_log(tmp_path, tensorboard=True, say=said.append)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    log.write(metrics(10))
+    aside = events.rename(tmp_path / "aside")
+    events.mkdir()  # nobody can append to that
+    log.write(metrics(20))
+    log.write(metrics(30))
+    events.rmdir()
+    aside.rename(events)
+    log.write(metrics(40))
+    log.close()
+    curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in curves.Scalars("train/loss")] == [10, 20, 30, 40]
+    assert [record["step"] for record in read(tmp_path)] == [10, 20, 30, 40]
+    assert [str(events) in line for line in said] == [True, True]  # once that it fails, once that it works

@@ -1,0 +1,198 @@
+"""How Keel writes its own files, so that no crash, no full disk and no link in a stranger's folder does harm.
+
+A file is replaced as a whole (`replacing`, `write_atomically`) or appended to, record by record (`AppendedFile`). In
+both ways a reader, and the next launch after a crash, finds whole content only.
+
+Both write to plain files only. A file that is replaced takes the place of a link of its name and leaves the link's
+target alone. A file that is written in place must not be a symbolic link, a pipe or a device (`open_plain`); one that
+has a second name by a hard link, as after `cp -al`, is first given a copy of its own.
+"""
+
+import errno
+import os
+import shutil
+import stat
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+KEPT_BYTES = 16 << 20
+"""What an `AppendedFile` keeps in memory while the disk refuses: some 50,000 lines of metrics."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own is
+
+# --------------------------------------------------------------------------- plain files
+
+
+def require_plain(path: Path) -> None:
+    """See that `path`, if it exists, is a plain file.
+
+    Raises: OSError that says what it is instead.
+    """
+    with suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if stat.S_ISREG(mode):
+            return
+        if stat.S_ISLNK(mode):
+            raise link_refused(path)
+        raise OSError(errno.EINVAL, "it is no plain file; remove it", str(path))
+
+
+def link_refused(path: Path) -> OSError:
+    """The error for a symbolic link in a place where Keel writes."""
+    return OSError(errno.ELOOP, "it is a symbolic link, which Keel does not write through; remove it", str(path))
+
+
+def open_plain(path: Path, flags: int) -> int:
+    """`os.open` of a file that is written in place; the caller closes the descriptor.
+
+    Raises: OSError as `require_plain` does, and if the disk refuses.
+    """
+    require_plain(path)
+    # The flags hold, too, if somebody puts a link or a pipe in its place at this very moment.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+
+
+# --------------------------------------------------------------------------- whole files
+
+
+@contextmanager
+def synced(path: Path) -> Iterator[IO[bytes]]:
+    """A new file to write to that is on the disk at the end of the block; nothing may have its name."""
+    with path.open("xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's entries outlast a power cut; data files are synced by who wrote them, folders are not."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to that takes the place of `path` at the end of the block, whole and synced, or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with synced(temporary) as file:
+            yield file
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def write_atomically(path: Path, texts: Iterable[str]) -> None:
+    """Write a file so that readers, and the next launch after a crash, see either the old or the new one, whole."""
+    with replacing(path) as file:
+        file.writelines(text.encode() for text in texts)
+
+
+def write_even_if_full(path: Path, text: str) -> None:
+    """As `write_atomically`, but a small file that exists is rewritten on a full disk, too.
+
+    It then is overwritten in place, in the blocks that it has: not atomic, but one write of a few hundred bytes.
+    Raises: OSError if the disk refuses that as well.
+    """
+    try:
+        write_atomically(path, [text])
+    except OSError as error:
+        if error.errno not in _FULL or not _overwrite(path, text.encode()):
+            raise
+
+
+def _overwrite(path: Path, content: bytes) -> bool:
+    """Overwrite a file within its blocks; returns whether it exists and they suffice."""
+    try:
+        descriptor = open_plain(path, os.O_WRONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        found = os.fstat(descriptor)
+        if found.st_nlink > 1 or len(content) > found.st_blocks * _BLOCK_BYTES:
+            return False
+        os.pwrite(descriptor, content.ljust(found.st_size), 0)  # JSON and text end in white space just as well
+        os.ftruncate(descriptor, len(content))
+        os.fsync(descriptor)
+        return True
+    finally:
+        os.close(descriptor)
+
+
+# --------------------------------------------------------------------------- files that grow
+
+
+class AppendedFile:
+    """A file that grows by whole records, whatever the disk does.
+
+    `write` takes a record into memory, `flush` appends what was taken. A record that the disk has taken in part is cut
+    off again and stays in memory with those after it, for the next flush. The file is opened for each flush: so one
+    that was removed, with its folder or alone, is noticed, and errors that a network file system tells when a file is
+    closed are heard.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """path: made by the first flush, unless it exists."""
+        self.path = path
+        self._records: deque[bytes] = deque()
+        self._n_bytes, self._dropped = 0, 0
+        self._lock = threading.Lock()
+
+    @property
+    def missing(self) -> int:
+        """Records that are not in the file."""
+        return len(self._records) + self._dropped
+
+    def write(self, record: bytes) -> None:
+        """Take a record for the next `flush`; beyond `KEPT_BYTES` it is dropped, and counted."""
+        with self._lock:
+            if self._n_bytes + len(record) > KEPT_BYTES:
+                self._dropped += 1
+                return
+            self._records.append(record)
+            self._n_bytes += len(record)
+
+    def flush(self) -> int:
+        """Append all records that were taken; returns how many were dropped since the last flush that succeeded.
+
+        Raises: OSError if the disk refuses; then the records that it did not take are kept.
+        """
+        with self._lock:
+            while self._records:
+                self._append(self._records[0])
+                self._n_bytes -= len(self._records.popleft())
+            dropped, self._dropped = self._dropped, 0
+            return dropped
+
+    def _append(self, record: bytes) -> None:
+        descriptor = self._open()
+        try:
+            size, rest = os.fstat(descriptor).st_size, memoryview(record)
+            try:
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            except BaseException:
+                with suppress(OSError):
+                    os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
+
+    def _open(self) -> int:
+        descriptor = open_plain(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        if os.fstat(descriptor).st_nlink == 1:
+            return descriptor
+        os.close(descriptor)
+        with self.path.open("rb") as shared, replacing(self.path) as own:
+            shutil.copyfileobj(shared, own)
+        return open_plain(self.path, os.O_WRONLY | os.O_APPEND)
