@@ -25,9 +25,11 @@ from configs.load import LoadedConfig
 from configs.run_change import run_key_diff
 from configs.schema import Config
 from parallelisms.mesh import build_mesh
+from trainer.agreement import compare_data, on_all_ranks
 from trainer.console import Console
 from trainer.data.loader import MicroBatch, build_loader, merge_state_dicts
 from trainer.data.tokenizer import load_tokenizer
+from trainer.environment import device_name, environment
 from trainer.exports import Exports
 from trainer.flops import flops_per_token, mfu, peak_flops, tflops_per_device
 from trainer.lifecycle import State, StopRequest, Watchdog, write_status
@@ -75,6 +77,7 @@ class Trainer:
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), self.device)
         with ledger.measure(Kind.PREPARATION):
             _on_first_rank_in_its_own_time(lambda: prepare_data(config, console, stop))
+            compare_data(config)
         self.learner = build_learner(config, self.mesh)
         self.checkpoints = CheckpointManager(
             folder=self.folder / "checkpoints",
@@ -86,6 +89,7 @@ class Trainer:
             log=console.line,
             warn=console.warning,
             tokenizer_hash=load_tokenizer(config.tokenizer.path).hash if config.tokenizer.path else None,
+            environment=environment(device, config.fsdp.cpu_offload),
         )
         saved = self.checkpoints.resume(self.learner.state())
         self.learner.was_loaded()  # also where only weights were, from checkpoint.init_from
@@ -223,9 +227,7 @@ class Trainer:
         with self.ledger.measure(Kind.CHECKPOINT):
             self.checkpoints.wait()
             self._poll_exports()  # so that the export of the last one has begun before this one takes its place
-            by_rank: list[dict] = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(by_rank, self.loader.state_dict())
-            data = merge_state_dicts(by_rank)
+            data = merge_state_dicts(on_all_ranks(self.loader.state_dict))
             trainer_state = {"tokens": self.run.tokens, "run": asdict(self.run), "data": data}
             self.checkpoints.save(
                 self.run.step,
@@ -322,8 +324,3 @@ def device_type(job: LoadedConfig) -> str:
     if wanted == "cuda" and not available:
         raise job.error("job.device", 'device is "cuda", but torch sees no CUDA device here; use "auto" or "cpu"')
     return "cpu" if wanted == "cpu" or not available else "cuda"
-
-
-def device_name(device: torch.device) -> str:
-    """As the data sheets call it, or "cpu"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
