@@ -16,17 +16,19 @@ import torch.distributed as dist
 
 from checkpoint.lock import FolderInUse, lock
 from checkpoint.store import on_rank_zero
-from configs.errors import ConfigError, KeelError, UserError
+from configs.errors import KeelError, UserError
 from configs.files import require_plain, write_atomically
 from configs.load import LoadedConfig
 from models import build_model
 from parallelisms.activation_table import activation_table
 from parallelisms.mesh import start_process_group
+from trainer.agreement import compare_launches
 from trainer.console import Console, Row
+from trainer.environment import device_name
 from trainer.lifecycle import EXIT_PREEMPTED, State, StopRequest, exit_code, write_status
 from trainer.metrics import TimeLedger
 from trainer.summary import closing_rows, closing_title, next_rows, startup_rows
-from trainer.trainer import Trainer, device_name, device_type, run_folder
+from trainer.trainer import Trainer, device_type, run_folder
 
 # Where all ranks fail alike, rank 0 says why; where another fails alone, it has to say so itself, a little later.
 _PATIENCE_SECONDS = 5.0
@@ -55,6 +57,7 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
         try:
             device = start_process_group(device_type(job), job.config.job.timeout_seconds)
             on_rank_zero(None, lambda: _open_folder(folder, console))
+            compare_launches(job, device)
             trainer = Trainer(job, device, console, stop, ledger)
             _write_config(launch, job)
             _say_hello(trainer)
@@ -139,7 +142,7 @@ def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
         if launch.rank == 0:
             launch.console.error(str(error))
         return code
-    if launch.rank > 0 and (_others_end(launch) or isinstance(error, ConfigError)):  # a config is wrong on all ranks
+    if launch.rank > 0 and _others_end(launch):
         return code
     launch.console.error(str(error) if isinstance(error, KeelError) else "".join(traceback.format_exception(error)))
     if launch.folder.is_dir() and not _has_ended(launch):  # the first error of a launch is the cause
