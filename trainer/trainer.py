@@ -1,6 +1,6 @@
 """A job from its config to its last checkpoint: everything is built once, then the loop runs.
 
-    trainer = Trainer(job, device, console, stop, ledger)
+    trainer = Trainer(job, device, console, stop, ledger, watchdog)
     state = trainer.train()         # "done", or "preempted" after a signal
 
 Each part knows one thing: the loader which samples come next, the learner how to make a step of them, the checkpoint
@@ -8,9 +8,7 @@ manager when and where to save, the console what a person sees. The mesh appears
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -18,7 +16,6 @@ import torch.distributed as dist
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import step_folder
-from checkpoint.store import on_rank_zero
 from configs.errors import UserError
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
@@ -30,13 +27,14 @@ from trainer.data.loader import MicroBatch, build_loader, merge_state_dicts
 from trainer.data.tokenizer import load_tokenizer
 from trainer.exports import Exports
 from trainer.flops import flops_per_token, mfu, peak_flops, tflops_per_device
-from trainer.lifecycle import State, StopRequest, Watchdog, write_status
+from trainer.lifecycle import State, StopRequest, write_status
 from trainer.lr_schedule import learning_rate
 from trainer.metrics import Kind, MetricsLog, StepMetrics, TimeLedger, memory_peak_bytes
 from trainer.preparation import prepare_data
 from trainer.profile import StepProfiler
 from trainer.step import StepResult, build_learner
 from trainer.validation import ValidationResult, validate
+from trainer.watchdog import Watchdog
 
 # torch.compile works in the first step of a launch, and may once more in the second.
 COMPILING_STEPS = 2
@@ -58,7 +56,13 @@ class Trainer:
     """One rank's part in one job."""
 
     def __init__(
-        self, job: LoadedConfig, device: torch.device, console: Console, stop: StopRequest, ledger: TimeLedger
+        self,
+        job: LoadedConfig,
+        device: torch.device,
+        console: Console,
+        stop: StopRequest,
+        ledger: TimeLedger,
+        watchdog: Watchdog,
     ) -> None:
         """Build everything on this rank's device, and take up the run where `checkpoint.load` says.
 
@@ -68,13 +72,13 @@ class Trainer:
             KeelError: the job, its data or its checkpoint do not allow it; the same on all ranks.
         """
         self.config = config = job.config
-        self.console, self.stop, self.ledger = console, stop, ledger
+        self.console, self.stop, self.ledger, self.watchdog = console, stop, ledger, watchdog
         self.folder = run_folder(config)
         self.device = device
         self.rank = dist.get_rank()
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), self.device)
         with ledger.measure(Kind.PREPARATION):
-            _on_first_rank_in_its_own_time(lambda: prepare_data(config, console, stop))
+            watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, stop))
         self.learner = build_learner(config, self.mesh)
         self.checkpoints = CheckpointManager(
             folder=self.folder / "checkpoints",
@@ -86,6 +90,7 @@ class Trainer:
             log=console.line,
             warn=console.warning,
             tokenizer_hash=load_tokenizer(config.tokenizer.path).hash if config.tokenizer.path else None,
+            timeout_seconds=config.job.timeout_seconds,
         )
         saved = self.checkpoints.resume(self.learner.state())
         self.learner.was_loaded()  # also where only weights were, from checkpoint.init_from
@@ -95,7 +100,6 @@ class Trainer:
         self.checkpoints.begin_line()
         self.exports = self._build_exports()
         self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
-        self.watchdog = Watchdog(config.job.timeout_seconds, self.rank, self.folder / "run.log")
         self.metrics_log = self._open_metrics_log() if self.rank == 0 else None
         self.peak = peak_flops(device_name(self.device), config.training.compute_dtype)
         self.losses: list[float] = []
@@ -127,7 +131,7 @@ class Trainer:
     def train(self) -> State:
         """Train up to `training.steps`, or until a signal; save at the end of either."""
         last_step = self.config.training.steps
-        with self.watchdog, self.console.training(self.run.step, last_step, show_mfu=self.peak is not None):
+        with self.console.training(self.run.step, last_step, show_mfu=self.peak is not None):
             while self.run.step < last_step and not self._agreed_to_stop():
                 result, lr = self._step()
                 self._count(result)
@@ -279,7 +283,7 @@ class Trainer:
             return
         if not stopped:
             self._poll_exports()
-        _on_first_rank_in_its_own_time(lambda: exports.finish(lambda: stopped or bool(self.stop)))
+        self.watchdog.on_first_rank("exports", lambda: exports.finish(lambda: stopped or bool(self.stop)))
 
     def _close(self) -> None:
         self.learner.finish_update()
@@ -298,13 +302,6 @@ class Trainer:
     @property
     def _tokens_per_step(self) -> int:
         return self.config.training.global_batch_size * self.config.training.seq_len
-
-
-def _on_first_rank_in_its_own_time(work: Callable[[], None]) -> None:
-    """Do something slow on rank 0 while the others wait, longer than a collective may take."""
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    on_rank_zero(patient, work)
-    dist.destroy_process_group(patient)
 
 
 def run_folder(config: Config) -> Path:
