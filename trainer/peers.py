@@ -13,20 +13,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from torch.distributed import Store
 
 PERIOD_SECONDS = 2.0
 SILENT_SECONDS = 3 * PERIOD_SECONDS
 """A rank whose beat has not changed for this long does not run, or its host cannot be reached."""
-
-
-class Store(Protocol):
-    """What is asked of torch's store."""
-
-    def set(self, key: str, value: str) -> Any: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def add(self, key: str, value: int) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -83,6 +76,7 @@ class Peers:
     def __init__(self, store: Store, rank: int, world_size: int, crash_file: Path) -> None:
         """Also leaves the first beat."""
         self._store, self.world_size = store, world_size
+        self._store_is_gone = False
         born, space = _born(os.getpid()), _space()
         self.own = Beat(rank, socket.gethostname(), os.getpid(), space, born, str(crash_file), since=time.time())
         self._neighbors: dict[int, Beat] = {}
@@ -102,40 +96,54 @@ class Peers:
         self._send()
 
     def _send(self) -> None:
-        self._store.set(f"beat/{self.own.rank}", json.dumps(asdict(self.own)))
+        self._ask("set", f"beat/{self.own.rank}", json.dumps(asdict(self.own)))
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        """Ask the store; not again once it has failed, since torch prints its own stack each time.
+
+        Raises:
+            RuntimeError: it is gone; of torch's, one of its subclasses.
+        """
+        if self._store_is_gone:
+            raise RuntimeError("the store is gone")
+        try:
+            return getattr(self._store, name)(*arguments)
+        except RuntimeError:
+            self._store_is_gone = True
+            raise
 
     def beats(self, ranks: Iterable[int]) -> list[Beat]:
         """The last beats of some ranks; without those that have left none yet."""
         keys = [f"beat/{rank}" for rank in ranks if rank != self.own.rank]
-        return [Beat(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
+        return [Beat(**json.loads(self._ask("get", key))) for key in keys if self._ask("check", [key])]
 
     # ------------------------------------------------------------------ news, which each rank reads once
 
     def tell(self, news: dict[str, Any]) -> None:
         """Tell all ranks something, this one included."""
-        self._store.set(f"news/{self._store.add('news', 1)}", json.dumps(news))
+        self._ask("set", f"news/{self._ask('add', 'news', 1)}", json.dumps(news))
 
     def hear(self) -> list[dict[str, Any]]:
         """What has been told since the last call."""
         news = []
-        while self._store.check([f"news/{self._news + 1}"]):
+        while self._ask("check", [f"news/{self._news + 1}"]):
             self._news += 1
-            news.append(json.loads(self._store.get(f"news/{self._news}")))
+            news.append(json.loads(self._ask("get", f"news/{self._news}")))
         return news
 
     def answer(self, question: str, counts: dict[str, int]) -> None:
         """Say something that one rank wants to know of all."""
-        self._store.set(f"{question}/{self.own.rank}", json.dumps(counts))
+        self._ask("set", f"{question}/{self.own.rank}", json.dumps(counts))
 
     def answers(self, question: str) -> dict[int, dict[str, int]]:
         """What the ranks have answered so far."""
         keys = {rank: f"{question}/{rank}" for rank in range(self.world_size)}
-        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        return {rank: json.loads(self._ask("get", key)) for rank, key in keys.items() if self._ask("check", [key])}
 
     def is_first(self, to: str) -> bool:
         """Whether no other rank has asked this before; True as well if the store is gone."""
         try:
-            return self._store.add(f"first/{to}", 1) == 1
+            return self._ask("add", f"first/{to}", 1) == 1
         except RuntimeError:
             return True
 
@@ -163,6 +171,8 @@ class Peers:
                 lost.append(Loss(beat, "is stopped (SIGSTOP, or a debugger)"))
             elif state in ("", "Z", "X") and os.path.exists(known.crash_file):
                 lost.append(_death(beat))
+                if known.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                    self._store_is_gone = True  # where there is no torchrun, it was a part of rank 0
         return lost
 
     def silent(self, seconds: float, ranks: Iterable[int] | None = None) -> list[Loss]:

@@ -76,6 +76,9 @@ def _open_folder(folder: Path, console: Console) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         lock(folder, console.warning)
         console.log_to(folder / "run.log")
+        for file in (folder / "crashes").glob("rank-*.txt"):
+            if not file.stat().st_size:  # of a rank that was killed
+                file.unlink()
         before = read_status(folder)
         if before.get("state") == "running":  # the lock is ours, so nobody is left of it
             console.warning(_silent_end(before, folder))
@@ -89,7 +92,8 @@ def _open_folder(folder: Path, console: Console) -> None:
 def _silent_end(before: dict[str, Any], folder: Path) -> str:
     """What is known of a launch whose ranks have all died before one of them could say why."""
     heard = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(before.get("time", 0)))
-    crashes = [str(file) for file in sorted((folder / "crashes").glob("rank-*.txt")) if file.stat().st_size]
+    last_sign = before.get("time", 0) - 1
+    crashes = [str(file) for file in sorted((folder / "crashes").glob("*")) if file.stat().st_mtime >= last_sign]
     stacks = f"; stacks of its crash are in {', '.join(crashes)}" if crashes else ""
     reason = f" (it said: {before['reason']})" if before.get("reason") else ""
     return (

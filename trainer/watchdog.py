@@ -11,8 +11,10 @@ So no rank outlives another for longer than `job.timeout_seconds`, wherever it w
 """
 
 import faulthandler
+import os
 import pickle
 import re
+import socket
 import sys
 import threading
 import time
@@ -53,7 +55,7 @@ class Watchdog:
         self._store = dist.PrefixStore("watchdog", store_of_the_job())
         self._waiting = dist.PrefixStore("waiting", store_of_the_job())  # a connection that waits can do nothing else
         self._waits = 0
-        self._crash_file = folder / "crashes" / f"rank-{self.rank:05d}.txt"
+        self._crash_file = folder / "crashes" / f"rank-{self.rank:05d}-{socket.gethostname()}-{os.getpid()}.txt"
         self._had_handler = faulthandler.is_enabled()
         self._crash = self._open_crash_file()
         self.peers = Peers(self._store, self.rank, dist.get_world_size(), self._crash_file)
@@ -154,8 +156,9 @@ class Watchdog:
     # ------------------------------------------------------------------ the thread
 
     def _watch(self) -> None:
-        refreshed, period = time.monotonic(), min(PERIOD_SECONDS, self._timeout / 8)
+        refreshed, period = time.monotonic(), min(PERIOD_SECONDS, self._timeout / 16)
         while not self._closed.wait(period):
+            self._look_for_the_dead()
             step, doing, began, may_last = mark = self._mark
             seconds = time.monotonic() - began
             if self.rank == 0 and time.monotonic() - refreshed >= REFRESH_SECONDS:
@@ -170,7 +173,6 @@ class Watchdog:
                 self._hear()
                 if self._collect and time.monotonic() >= self._collect[1]:
                     self._judge(self._collect[0])
-            self._look_for_the_dead()
 
     def _refresh(self, reason: str = "") -> None:
         with suppress(OSError):
@@ -205,7 +207,7 @@ class Watchdog:
     def _announce(self, told: dict[str, Any], period: float) -> None:
         if self.peers.is_first(f"hang {told['step']} {told['doing']}"):
             self.peers.tell({"hang": told})
-            self._collect = (told, time.monotonic() + 3 * period)  # the slowest hears of it after one, and answers
+            self._collect = (told, time.monotonic() + 2 * period)  # the last one hears of it after one, and answers
 
     def _report(self, told: dict[str, Any]) -> None:
         """Write what this rank does, and let the one that asks know what it has issued."""
