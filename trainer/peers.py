@@ -76,7 +76,9 @@ class Peers:
     def __init__(self, store: Store, rank: int, world_size: int, crash_file: Path) -> None:
         """Also leaves the first beat."""
         self._store, self.world_size = store, world_size
-        self._store_is_gone = False
+        self._store_is_gone = self._store_has_no_host = False
+        self._asked: float | None = None
+        """When the question to the store was asked that has no answer yet."""
         born, space = _born(os.getpid()), _space()
         self.own = Beat(rank, socket.gethostname(), os.getpid(), space, born, str(crash_file), since=time.time())
         self._neighbors: dict[int, Beat] = {}
@@ -104,13 +106,23 @@ class Peers:
         Raises:
             RuntimeError: it is gone; of torch's, one of its subclasses.
         """
-        if self._store_is_gone:
+        if self.is_alone:
             raise RuntimeError("the store is gone")
+        self._asked = time.monotonic()
         try:
             return getattr(self._store, name)(*arguments)
         except RuntimeError:
             self._store_is_gone = True
             raise
+        finally:
+            self._asked = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the store does not answer: its host is down, or its process dead or stopped."""
+        asked = self._asked
+        has_no_answer = asked is not None and time.monotonic() - asked > SILENT_SECONDS
+        return self._store_is_gone or self._store_has_no_host or has_no_answer
 
     def beats(self, ranks: Iterable[int]) -> list[Beat]:
         """The last beats of some ranks; without those that have left none yet."""
@@ -171,8 +183,8 @@ class Peers:
                 lost.append(Loss(beat, "is stopped (SIGSTOP, or a debugger)"))
             elif state in ("", "Z", "X") and os.path.exists(known.crash_file):
                 lost.append(_death(beat))
-                if known.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                    self._store_is_gone = True  # where there is no torchrun, it was a part of rank 0
+        is_part_of_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._store_has_no_host = is_part_of_rank_0 and any(loss.beat.rank == 0 for loss in lost)
         return lost
 
     def silent(self, seconds: float, ranks: Iterable[int] | None = None) -> list[Loss]:

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -53,15 +52,16 @@ class Watchdog:
         self._folder, self._timeout, self._end = folder, timeout_seconds, end
         self.rank = dist.get_rank()
         self._store = dist.PrefixStore("watchdog", store_of_the_job())
-        self._waiting = dist.PrefixStore("waiting", store_of_the_job())  # a connection that waits can do nothing else
         self._waits = 0
+        self._done: dict[int, str] = {}
+        """How the work of rank 0 ended that the others have waited for."""
         self._crash_file = folder / "crashes" / f"rank-{self.rank:05d}-{socket.gethostname()}-{os.getpid()}.txt"
         self._had_handler = faulthandler.is_enabled()
         self._crash = self._open_crash_file()
         self.peers = Peers(self._store, self.rank, dist.get_world_size(), self._crash_file)
         self._lost: dict[int, Loss] = {}
         """Ranks that are dead."""
-        self._lost_since = 0.0
+        self._lost_since = self._last_heard = 0.0
         self._late: list[Loss] = []
         """Ranks that the others wait for, by the last report of a hang."""
         self._reported: Any = None
@@ -91,7 +91,9 @@ class Watchdog:
             self.peers.leave(why)
         self._thread.join(timeout=SILENT_SECONDS)
         if self._crash:
-            faulthandler.enable() if self._had_handler else faulthandler.disable()
+            faulthandler.disable()
+            if self._had_handler and sys.__stderr__:
+                faulthandler.enable(sys.__stderr__)
             self._crash.close()
             with suppress(OSError):
                 self._crash_file.unlink()
@@ -106,7 +108,6 @@ class Watchdog:
             UserError: rank 0 does not live any more.
         """
         self._waits += 1
-        key = f"done/{self._waits}"
         self.step(self._mark[0], doing, may_last=True)
         failure: Exception | None = None
         if self.rank == 0:
@@ -114,24 +115,24 @@ class Watchdog:
                 work()
             except Exception as error:
                 failure = error
-            self._waiting.set(key, pickle.dumps(failure).hex())
+            self.peers.tell({"done": self._waits, "failure": pickle.dumps(failure).hex()})
         else:
-            while not self._is_there(key):
-                lost = self.peers.silent(self._timeout, [0])
-                if lost:
-                    raise UserError(f"{lost[0]}, while all others wait for it ({doing})")
-            failure = pickle.loads(bytes.fromhex(self._waiting.get(key).decode()))
+            failure = pickle.loads(bytes.fromhex(self._wait_for_first(doing)))
         self.step(self._mark[0], "start-up")
         if failure is not None:
             raise failure
 
-    def _is_there(self, key: str) -> bool:
-        """Whether rank 0 has done; waits for it a while."""
-        try:
-            self._waiting.wait([key], timedelta(seconds=PERIOD_SECONDS))
-        except dist.DistStoreError:
-            return False
-        return True
+    def _wait_for_first(self, doing: str) -> str:
+        """What rank 0 tells when it has done. The thread listens, this only looks whether it hears something."""
+        self._last_heard = time.monotonic()
+        while self._waits not in self._done:
+            silence = time.monotonic() - self._last_heard
+            if silence > self._timeout:
+                how = f"rank 0, for which all others wait ({doing}), does not answer: no beat for {silence:.0f} s"
+                lost = [str(loss) for loss in self.peers.lost_neighbors(self._mark[0]) if loss.beat.rank == 0]
+                raise UserError("; ".join([how, *lost]))
+            time.sleep(PERIOD_SECONDS / 20)
+        return self._done.pop(self._waits)
 
     # ------------------------------------------------------------------ why a run ends
 
@@ -170,6 +171,8 @@ class Watchdog:
                 if not may_last and seconds >= self._timeout / 2 and mark is not self._reported:
                     self._reported = mark
                     self._announce({"step": step, "doing": doing, "seconds": seconds}, period)
+                if may_last and self.rank > 0 and not self.peers.silent(2 * period, [0]):
+                    self._last_heard = time.monotonic()
                 self._hear()
                 if self._collect and time.monotonic() >= self._collect[1]:
                     self._judge(self._collect[0])
@@ -197,6 +200,8 @@ class Watchdog:
                 self._lose(Loss.of(news["lost"]))
             elif "hang" in news:
                 self._report(news["hang"])
+            elif "done" in news:
+                self._done[news["done"]] = news["failure"]
             elif "late" in news:
                 self._late = [Loss.of(each) for each in news["late"]]
                 if self.rank == 0:
