@@ -124,13 +124,15 @@ class Watchdog:
 
     def _wait_for_first(self, doing: str) -> str:
         """What rank 0 tells when it has done. The thread listens, this only looks whether it hears something."""
-        self._last_heard = time.monotonic()
+        first, self._last_heard = self.peers.beats([0]), time.monotonic()
         while self._waits not in self._done:
             silence = time.monotonic() - self._last_heard
             if silence > self._timeout:
-                how = f"rank 0, for which all others wait ({doing}), does not answer: no beat for {silence:.0f} s"
-                lost = [str(loss) for loss in self.peers.lost_neighbors(self._mark[0]) if loss.beat.rank == 0]
-                raise UserError("; ".join([how, *lost]))
+                name = first[0] if first else "rank 0"
+                raise UserError(
+                    f"{name}, for which all others wait ({doing}), does not answer: no beat for {silence:.0f} s "
+                    "(stopped, or its host is unreachable)"
+                )
             time.sleep(PERIOD_SECONDS / 20)
         return self._done.pop(self._waits)
 
