@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -44,6 +45,7 @@ from configs.schema import Checkpoint
 
 TrainerState = dict[str, Any]
 SHOWN_DIFFERENCES = 8
+GRACE_SECONDS = 10.0
 MODEL, OPTIMIZER = "model.", "optimizer."
 
 
@@ -92,6 +94,7 @@ class CheckpointManager:
     rewind_interval: steps at whose multiples there must be a checkpoint to go back to; 0: none.
     environment: what decides the bits of the run beside config, mesh and torch, by name; stored, and compared on a
         resume.
+    timeout_seconds: how long a rank waits for the others where nobody writes (job.timeout_seconds).
 
     The order of calls: `resume`, `begin_line`, then for every step `poll` and perhaps `save`, at last `close`.
     """
@@ -109,6 +112,7 @@ class CheckpointManager:
         tokenizer_hash: str | None = None,
         rewind_interval: int = 0,
         environment: Mapping[str, str] | None = None,
+        timeout_seconds: int = 600,
     ) -> None:
         self._folder = folder
         self._rewind_interval = rewind_interval
@@ -122,8 +126,8 @@ class CheckpointManager:
         self._warn = warn if dist.get_rank() == 0 else lambda line: None
         self._tokenizer_hash = tokenizer_hash
         self._environment = dict(environment or {})
-        self._writers = dist.new_group(backend="gloo")
-        self._voters = dist.new_group(backend="gloo")
+        self._writers = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
+        self._voters = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._stager = store.Stager()
         self._pending: _Save | None = None
         self._vote: Vote | None = None
@@ -376,10 +380,17 @@ class CheckpointManager:
             self._vote.is_unanimous()
         save, self._pending, self._vote = self._pending, None, None
         try:
-            saved = save.result.result()
+            saved = save.result.result(self._seconds_left(save))
         except SaveFailed as error:
             self._failed(error)
             return
+        except TimeoutError:
+            if save.result.done():  # the writer's own error
+                raise
+            raise UserError(
+                f"the save to {save.unfinished} has not ended for {self._settings.timeout_seconds} s "
+                f"(checkpoint.timeout_seconds): the disk does not answer on rank {dist.get_rank()}, or is too slow"
+            ) from None
         self._failures.clear()
         manifest = saved.manifest
         self._last = Origin(manifest.run_id, manifest.step)
@@ -389,6 +400,10 @@ class CheckpointManager:
         self._log(f"checkpoint {name}: committed, {megabytes:.1f} MB, {saved.seconds:.1f} s after its step")
         for line in saved.pruned:
             self._log(line)
+
+    def _seconds_left(self, save: _Save) -> float:
+        """For how long a save may still be waited for: a little longer than its collectives wait for a rank."""
+        return max(0.0, save.started + self._settings.timeout_seconds + GRACE_SECONDS - time.perf_counter())
 
     def close(self) -> None:
         """Wait for the last save and give the process groups back. Not for a crash: it waits for the other ranks.

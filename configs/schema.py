@@ -243,7 +243,7 @@ class Job(Table):
     allow_run_change: bool = False
     """Go on from a checkpoint although run keys have changed since; the change is recorded."""
     timeout_seconds: PositiveInt = 600
-    """How long a rank waits for the others in a collective before the run fails."""
+    """How long a rank waits in a collective before the run fails; a hang is reported after half of that."""
     grace_seconds: PositiveInt = 30
     """How long after a stop signal the launcher kills: torchrun's --shutdown-timeout. A longer step is not awaited."""
 
@@ -388,6 +388,8 @@ class Checkpoint(Table):
     """With keep_last: checkpoints of lowest validation loss that are kept, too."""
     max_save_failures: PositiveInt = 3
     """Failed saves in a row (a full disk) at which the run ends; until then it goes on without a new checkpoint."""
+    timeout_seconds: PositiveInt = 1800
+    """How long a save may take, or a rank wait for another that writes or reads, before the run fails."""
     export_every: NonNegativeInt = 0
     """Steps of whose checkpoints every multiple is also written as a Hugging Face folder, to exports/; 0: none."""
     optimizer_dtype: Literal["same", "bfloat16"] = "same"

@@ -9,8 +9,10 @@ For the experts those same ranks are cut anew, into `expert_shard` x `ep` (exper
 
 import gc
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.layout import MeshSizes
-from parallelisms.torch_internals import forget_process_groups
+from parallelisms.torch_internals import forget_process_groups, process_groups, set_timeout, timeouts_of
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,46 @@ def start_process_group(device_type: str, timeout_seconds: int) -> torch.device:
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+    store: dist.Store = dist.HashStore()
+    rank, world_size = 0, 1
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = dist.PrefixStore(_attempt(store, rank, world_size, timeout_seconds), store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return device
+
+
+def _attempt(store: dist.Store, rank: int, world_size: int, timeout_seconds: int) -> str:
+    """A name for this attempt of torchrun's to run the job; the same on all ranks, and no other attempt's.
+
+    torchrun keeps its store when it restarts the ranks (torch 2.11 to 2.13), and in it the addresses of the dead ones,
+    with which the new ones would try to connect. Its count of restarts is no name: each node has a count of its own,
+    and a restart that another node has caused is not in it. So the first rank makes a name up, and tells it to those
+    who ask. Each asks under a new key, since the questions of dead ranks are still in the store, too.
+
+    Raises:
+        DistStoreError, DistNetworkError: a rank did not ask, or the first did not answer, for `timeout_seconds`.
+    """
+    if rank > 0:
+        question = uuid4().hex
+        store.set(f"attempt/asked by {rank}", question)
+        name = store.get(f"attempt/answer to {question}").decode()
+        store.set(f"{name}/{rank} knows", "")
+        return name
+    name, unaware = f"attempt {store.add('attempts', 1)}", set(range(1, world_size))
+    deadline = time.monotonic() + timeout_seconds
+    while unaware:
+        for each in sorted(unaware):
+            if store.check([f"attempt/asked by {each}"]):
+                store.set(f"attempt/answer to {store.get(f'attempt/asked by {each}').decode()}", name)
+            if store.check([f"{name}/{each} knows"]):
+                unaware.discard(each)
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"ranks {sorted(unaware)} did not join within {timeout_seconds} s")
+        time.sleep(0.01)
+    return name
 
 
 def end_process_group() -> None:
@@ -100,7 +137,7 @@ def end_process_group() -> None:
 
 
 def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
-    """Arrange the ranks of the process group as `sizes` says."""
+    """Arrange the ranks of the process group as `sizes` says. No group waits longer than that of all ranks does."""
     mesh = init_device_mesh(
         device.type,
         (sizes.pp, sizes.token_ranks, sizes.tp),
@@ -111,7 +148,7 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
     fsdp = mesh._unflatten(1, (sizes.replicas, sizes.fsdp_shard), ("replicas", "shard"))
     experts = fsdp._unflatten(2, (sizes.expert_shard, sizes.ep), ("expert_shard", "ep"))
     replicas = ("replicas",) if sizes.replicas > 1 else ()
-    return Mesh(
+    arranged = Mesh(
         sizes=sizes,
         device=device,
         fsdp=fsdp[*replicas, "shard"],
@@ -124,3 +161,13 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
         ep=experts["ep", "tp"] if sizes.tp > 1 and sizes.ep > 1 else experts["ep"],
         expert_fsdp=experts[*replicas, "expert_shard"],
     )
+    _hold_to_timeout()
+    return arranged
+
+
+def _hold_to_timeout() -> None:
+    """Give all groups the time-out of that of all ranks: torch makes a mesh's with its own, of 10 or 30 minutes."""
+    assert dist.group.WORLD is not None
+    for timeout in set(timeouts_of(dist.group.WORLD).values()):
+        for group in process_groups():
+            set_timeout(group, timeout)

@@ -6,9 +6,11 @@ that is named here, with what it is trusted to do; `tests/unit/test_torch_intern
 that Keel supports (2.11 on).
 """
 
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
@@ -188,6 +190,63 @@ def _cycles_a_second() -> float:
     end.record()
     end.synchronize()
     return cycles / (start.elapsed_time(end) / 1000)
+
+
+# --------------------------------------------------------------------------- process groups
+
+
+def store_of_the_job() -> dist.Store:
+    """The store through which the process group was formed, by a connection of its own: one thread may wait on it."""
+    return cast(Any, dist.distributed_c10d._get_default_store()).clone()
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """All process groups that this rank is in."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def timeouts_of(group: dist.ProcessGroup) -> dict[str, timedelta]:
+    """How long a collective of a group may take, by device type; empty for backends that never wait."""
+    options = {device.type: getattr(group._get_backend(device), "options", None) for device in group._device_types}
+    return {device: its._timeout for device, its in options.items() if its is not None}
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let collectives of a group, on each of its backends, wait for as long as `timeout`."""
+    if timeouts_of(group):
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def collectives_issued() -> dict[str, int]:
+    """How many collectives this rank has issued in each of its groups, which torch counts anyway."""
+    return {_described(group): cast(Any, group)._get_sequence_number_for_group() for group in process_groups()}
+
+
+def _described(group: dist.ProcessGroup) -> str:
+    """A group in words that are the same on all of its ranks, and no other group's."""
+    ranks = dist.get_process_group_ranks(group)
+    shown = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
+    return f"{group.group_desc} {group.group_name} of ranks {shown}"
+
+
+def last_collectives(count: int) -> list[str]:
+    """The last collectives and messages that this rank issued, oldest first, a line each, from torch's flight recorder.
+
+    The recorder is on unless TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE is 0.
+    """
+    recorders = [getattr(torch._C._distributed_c10d, name, None) for name in ("_dump_fr_trace", "_dump_nccl_trace")]
+    entries = [entry for dump in recorders if dump for entry in pickle.loads(dump()).get("entries", [])]
+    entries.sort(key=lambda entry: entry["time_created_ns"])
+    return [_line_of(entry) for entry in entries[-count:]]
+
+
+def _line_of(entry: dict[str, Any]) -> str:
+    frames = [frame for frame in entry["frames"] if "/torch/" not in frame["filename"]]
+    caller = f", for {frames[0]['filename']}:{frames[0]['line']} ({frames[0]['name']})" if frames else ""
+    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    state = "completed" if entry["retired"] else entry["state"]
+    group = " ".join(reversed(entry["process_group"]))
+    return f"{group}: number {number}, {entry['profiling_name']} {entry['input_sizes']}, {state}{caller}"
 
 
 # --------------------------------------------------------------------------- what torch remembers

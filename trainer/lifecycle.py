@@ -6,23 +6,21 @@ with the other ranks, saves and ends. torchrun flattens the exit codes of its wo
 run ended is `status.json`.
 """
 
-import faulthandler
 import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Literal, Self, TextIO
+from types import FrameType
+from typing import Any, Literal
 
 from configs.errors import KeelError
-from configs.files import open_plain, write_even_if_full
+from configs.files import require_plain, write_even_if_full
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -122,7 +120,7 @@ def _at_terminal() -> bool:
 
 
 def write_status(run_folder: Path, state: State, step: int, reason: str = "", **details: object) -> None:
-    """Replace `status.json` of the run folder; rank 0 alone calls it.
+    """Replace `status.json` of the run folder. Rank 0 calls it, or where that has died, one of the others.
 
     Args:
         run_folder: must exist.
@@ -143,71 +141,28 @@ def write_status(run_folder: Path, state: State, step: int, reason: str = "", **
         "pid": os.getpid(),
         **details,
     }
-    write_even_if_full(run_folder / "status.json", json.dumps(status, indent=2) + "\n")
+    with _writing_status:
+        write_even_if_full(run_folder / "status.json", json.dumps(status, indent=2) + "\n")
 
 
-# --------------------------------------------------------------------------- hangs
+def read_status(run_folder: Path) -> dict[str, Any]:
+    """What status.json says; empty if there is none."""
+    try:
+        require_plain(run_folder / "status.json")  # a pipe would be waited for
+        status = json.loads((run_folder / "status.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
 
 
-class Watchdog:
-    """A thread that dumps this rank's Python stacks when a step takes too long.
-
-    The one moment at which a hang can be explained is before the collective's timeout ends the run, so it speaks up
-    after half of that time. Every rank has its own: the telling stack is that of the rank which is *not* waiting in a
-    collective. It reports a step once; a slow first step (compilation) that is reported does no harm.
-    """
-
-    def __init__(self, timeout_seconds: float, rank: int, log: Path | None = None) -> None:
-        """
-        Args:
-            timeout_seconds: `job.timeout_seconds`; the stacks are dumped after half of it.
-            rank: named in the dump.
-            log: run.log, appended to as well as standard error.
-        """
-        self.timeout_seconds, self.patience_seconds = timeout_seconds, timeout_seconds / 2
-        self.rank, self.log = rank, log
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self.step(0, "start-up")
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._closed.set()
-        self._thread.join()
-
-    def step(self, step: int, doing: str = "training") -> None:
-        """Start the clock anew; called before each step, and with another `doing` before a validation or a save."""
-        self._mark = (step, doing, time.monotonic())  # one assignment: the thread sees the old mark or the new one
-
-    def _watch(self) -> None:
-        reported = None
-        while not self._closed.wait(min(1.0, self.patience_seconds / 4)):
-            mark = self._mark
-            if mark is not reported and time.monotonic() - mark[2] >= self.patience_seconds:
-                reported = mark
-                self._report(*mark[:2])
-
-    def _report(self, step: int, doing: str) -> None:
-        header = (
-            f"\n[rank {self.rank}] step {step} ({doing}) has not ended for {self.patience_seconds:.0f} s; a collective "
-            f"that waits {self.timeout_seconds:.0f} s (job.timeout_seconds) ends the run.\n"
-            "Where the Python threads of this rank are:\n"
-        )
-        assert sys.__stderr__ is not None
-        _dump_stacks(sys.__stderr__, header)  # not sys.stderr: a progress bar may have replaced it
-        if self.log is not None:
-            with (
-                suppress(OSError),
-                os.fdopen(open_plain(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a") as file,
-            ):
-                _dump_stacks(file, header)
+def refresh_status(run_folder: Path, step: int, reason: str = "") -> None:
+    """Say that this process still runs: `time` is now, `step` where it is; not if it has said already that it ends."""
+    with _writing_status:
+        status = read_status(run_folder)
+        is_ours = (status.get("pid"), status.get("host")) == (os.getpid(), socket.gethostname())
+        if status.get("state") == "running" and is_ours:
+            status |= {"step": step, "time": time.time(), "reason": reason or status["reason"]}
+            write_even_if_full(run_folder / "status.json", json.dumps(status, indent=2) + "\n")
 
 
-def _dump_stacks(file: TextIO, header: str) -> None:
-    """faulthandler writes to the file descriptor, past Python's buffer: hence the flush."""
-    file.write(header)
-    file.flush()
-    faulthandler.dump_traceback(file, all_threads=True)
+_writing_status = threading.Lock()

@@ -3,13 +3,12 @@
 However a run ends, `status.json` says so, and a mistake of the user's ends in one message instead of a traceback.
 """
 
-import json
 import os
 import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,10 +24,12 @@ from parallelisms.mesh import start_process_group
 from trainer.agreement import compare_launches
 from trainer.console import Console, Row
 from trainer.environment import device_name
-from trainer.lifecycle import EXIT_PREEMPTED, State, StopRequest, exit_code, write_status
+from trainer.lifecycle import EXIT_FAILED, EXIT_PREEMPTED, State, StopRequest, exit_code, read_status, write_status
 from trainer.metrics import TimeLedger
+from trainer.peers import Loss
 from trainer.summary import closing_rows, closing_title, next_rows, startup_rows
 from trainer.trainer import Trainer, device_type, run_folder
+from trainer.watchdog import Watchdog, append_to_log, said_of
 
 # Where all ranks fail alike, rank 0 says why; where another fails alone, it has to say so itself, a little later.
 _PATIENCE_SECONDS = 5.0
@@ -36,7 +37,7 @@ _APPENDED = ("run.log", "metrics.jsonl")
 """Files of the run's folder that must not be links; the others are replaced, whatever they are."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Launch:
     """This process's part in the job, as its ending needs it."""
 
@@ -46,6 +47,8 @@ class _Launch:
     stop: StopRequest
     started: float
     """Seconds since the epoch: what status.json says from before is about another launch."""
+    watchdog: Watchdog | None = None
+    """From when the ranks know each other."""
 
 
 def run(job: LoadedConfig, stop: StopRequest) -> int:
@@ -57,8 +60,10 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
         try:
             device = start_process_group(device_type(job), job.config.job.timeout_seconds)
             on_rank_zero(None, lambda: _open_folder(folder, console))
+            watchdog = Watchdog(folder, job.config.job.timeout_seconds, lambda losses: _end_from_thread(losses, launch))
+            launch.watchdog = watchdog
             compare_launches(job, device)
-            trainer = Trainer(job, device, console, stop, ledger)
+            trainer = Trainer(job, device, console, stop, ledger, watchdog)
             _write_config(launch, job)
             _say_hello(trainer)
             state = trainer.train()
@@ -66,6 +71,7 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
                 _write_config(launch, job)
             _say_goodbye(trainer, state)
             dist.destroy_process_group()
+            watchdog.close()
             return exit_code(state)
         except BaseException as error:  # torch's CheckpointException is no Exception
             return _end_badly(error, launch, trainer.run.step if trainer else None)
@@ -78,7 +84,13 @@ def _open_folder(folder: Path, console: Console) -> None:
         for name in _APPENDED:
             require_plain(folder / name)
         console.log_to(folder / "run.log")
-        write_status(folder, "running", step=_status(folder).get("step", 0), reason="starting")
+        for file in (folder / "crashes").glob("rank-*.txt"):
+            if not file.stat().st_size:  # of a rank that was killed
+                file.unlink()
+        before = read_status(folder)
+        if before.get("state") == "running":  # the lock is ours, so nobody is left of it
+            console.warning(_silent_end(before, folder))
+        write_status(folder, "running", step=before.get("step", 0), reason="starting")
     except OSError as error:
         raise UserError(
             f"the run folder {folder} can't be written ({error.filename or folder}: {error.strerror}); "
@@ -91,6 +103,19 @@ def _write_config(launch: _Launch, job: LoadedConfig) -> None:
     if launch.rank == 0:
         with launch.console.outages.tolerate(path):
             write_atomically(path, [job.to_toml()])
+
+
+def _silent_end(before: dict[str, Any], folder: Path) -> str:
+    """What is known of a launch whose ranks have all died before one of them could say why."""
+    heard = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(before.get("time", 0)))
+    last_sign = before.get("time", 0) - 1
+    crashes = [str(file) for file in sorted((folder / "crashes").glob("*")) if file.stat().st_mtime >= last_sign]
+    stacks = f"; stacks of its crash are in {', '.join(crashes)}" if crashes else ""
+    reason = f" (it said: {before['reason']})" if before.get("reason") else ""
+    return (
+        f"the last launch (process {before.get('pid')} on host {before.get('host')}) ended without a word at step "
+        f"{before.get('step')}{reason}, last heard of {heard}: it was killed, or its host went down{stacks}"
+    )
 
 
 def _say_hello(trainer: Trainer) -> None:
@@ -131,8 +156,7 @@ def _say_goodbye(trainer: Trainer, state: State) -> None:
         closing_rows(config, trainer.folder, trainer.ledger.seconds(), trainer.ends(), memory_peak, newest),
     )
     console.table("What to try next", next_rows(config, state))
-    with console.outages.tolerate(trainer.folder / "status.json"):
-        write_status(trainer.folder, state, step, "" if state == "done" else reason, checkpoint=str(newest))
+    write_status(trainer.folder, state, step, "" if state == "done" else reason, checkpoint=str(newest))
 
 
 def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
@@ -142,15 +166,45 @@ def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
         if launch.rank == 0:
             launch.console.error(str(error))
         return code
+    reason = str(error) or type(error).__name__
+    if launch.watchdog:
+        losses = launch.watchdog.explain(error)
+        if losses:
+            _say_who_is_lost(losses, launch, saw=reason)
+            launch.watchdog.close()
+            return code
+        launch.watchdog.close(reason)
     if launch.rank > 0 and _others_end(launch):
         return code
-    launch.console.error(str(error) if isinstance(error, KeelError) else "".join(traceback.format_exception(error)))
-    if launch.folder.is_dir() and not _has_ended(launch):  # the first error of a launch is the cause
-        step = _status(launch.folder).get("step", 0) if step is None else step
-        state: State = "preempted" if code == EXIT_PREEMPTED else "failed"
-        with launch.console.outages.tolerate(launch.folder / "status.json"):  # the disk may be why the run fails
-            write_status(launch.folder, state, step, str(error) or type(error).__name__)
+    launch.console.error(reason if isinstance(error, KeelError) else "".join(traceback.format_exception(error)))
+    state: State = "preempted" if code == EXIT_PREEMPTED else "failed"
+    _write_end(launch, state, step, reason)
     return code
+
+
+def _say_who_is_lost(losses: list[Loss], launch: _Launch, saw: str) -> None:
+    """The end of a run whose other ranks are dead, or do not answer: the first that knows it says so."""
+    assert launch.watchdog is not None
+    if _has_ended(launch) or not launch.watchdog.peers.is_first("last word"):
+        return
+    text = f"{said_of(losses)}. The same command goes on from the newest checkpoint"
+    seen = f"rank {launch.rank} saw: {saw.splitlines()[0]}" if saw else ""
+    append_to_log(launch.folder, f"error: {text}. {seen}")
+    _write_end(launch, "failed", None, said_of(losses), lost=[loss.as_json() for loss in losses])
+    launch.console.error(text)
+
+
+def _end_from_thread(losses: list[Loss], launch: _Launch) -> NoReturn:
+    """End this process from beside its main thread, which waits where it hears of nothing."""
+    _say_who_is_lost(losses, launch, saw="")
+    os._exit(EXIT_FAILED)
+
+
+def _write_end(launch: _Launch, state: State, step: int | None, reason: str, **details: object) -> None:
+    if launch.folder.is_dir() and not _has_ended(launch):  # the first error of a launch is the cause
+        known = read_status(launch.folder).get("step", 0)
+        with launch.console.outages.tolerate(launch.folder / "status.json"):  # the disk may be why the run fails
+            write_status(launch.folder, state, known if step is None else step, reason, **details)
 
 
 def _others_end(launch: _Launch) -> bool:
@@ -163,14 +217,5 @@ def _others_end(launch: _Launch) -> bool:
 
 
 def _has_ended(launch: _Launch) -> bool:
-    status = _status(launch.folder)
+    status = read_status(launch.folder)
     return status.get("state") in ("failed", "preempted") and status.get("time", 0) >= launch.started
-
-
-def _status(folder: Path) -> dict[str, Any]:
-    """What status.json says; empty if there is none."""
-    try:
-        require_plain(folder / "status.json")  # a pipe would be waited for
-        return json.loads((folder / "status.json").read_text())
-    except (OSError, ValueError):
-        return {}

@@ -1,6 +1,6 @@
 """A job from its config to its last checkpoint: everything is built once, then the loop runs.
 
-    trainer = Trainer(job, device, console, stop, ledger)
+    trainer = Trainer(job, device, console, stop, ledger, watchdog)
     state = trainer.train()         # "done", or "preempted" after a signal
 
 Each part knows one thing: the loader which samples come next, the learner how to make a step of them, the checkpoint
@@ -10,7 +10,6 @@ manager when and where to save, the console what a person sees. The mesh appears
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from trainer.environment import device_name, environment
 from trainer.exports import Exports
 from trainer.flops import flops_per_token, mfu, peak_flops, tflops_per_device
 from trainer.grace import Grace
-from trainer.lifecycle import State, StopRequest, Watchdog, write_status
+from trainer.lifecycle import State, StopRequest, write_status
 from trainer.lr_schedule import learning_rate
 from trainer.metrics import Kind, MetricsLog, StepMetrics, TimeLedger, memory_peak_bytes
 from trainer.preparation import prepare_data
@@ -44,6 +43,7 @@ from trainer.profile import StepProfiler
 from trainer.spikes import loss_limit, remembered
 from trainer.step import StepResult, build_learner
 from trainer.validation import ValidationResult, validate
+from trainer.watchdog import Watchdog
 
 # torch.compile works in the first step of a launch, and may once more in the second.
 COMPILING_STEPS = 2
@@ -80,7 +80,13 @@ class Trainer:
     """One rank's part in one job."""
 
     def __init__(
-        self, job: LoadedConfig, device: torch.device, console: Console, stop: StopRequest, ledger: TimeLedger
+        self,
+        job: LoadedConfig,
+        device: torch.device,
+        console: Console,
+        stop: StopRequest,
+        ledger: TimeLedger,
+        watchdog: Watchdog,
     ) -> None:
         """Build everything on this rank's device, and take up the run where `checkpoint.load` says.
 
@@ -91,13 +97,13 @@ class Trainer:
         """
         self.config = config = job.config
         self.spikes = config.fault.spikes
-        self.console, self.stop, self.ledger = console, stop, ledger
+        self.console, self.stop, self.ledger, self.watchdog = console, stop, ledger, watchdog
         self.folder = run_folder(config)
         self.device = device
         self.rank = dist.get_rank()
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), self.device)
         with ledger.measure(Kind.PREPARATION):
-            _on_first_rank_in_its_own_time(lambda: prepare_data(config, console, stop))
+            watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, stop))
             compare_data(config)
         self.learner = build_learner(config, self.mesh)
         self.checkpoints = CheckpointManager(
@@ -112,6 +118,7 @@ class Trainer:
             tokenizer_hash=load_tokenizer(config.tokenizer.path).hash if config.tokenizer.path else None,
             rewind_interval=self.spikes.rewind_interval if self.spikes.action == "rewind" else 0,
             environment=environment(device, config.fsdp.cpu_offload),
+            timeout_seconds=config.job.timeout_seconds,
         )
         saved = self.checkpoints.resume(self.learner.state())
         self.learner.was_loaded()  # also where only weights were, from checkpoint.init_from
@@ -121,7 +128,6 @@ class Trainer:
         self.checkpoints.begin_line()
         self.exports = self._build_exports()
         self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
-        self.watchdog = Watchdog(config.job.timeout_seconds, self.rank, self.folder / "run.log")
         self.grace = Grace(stop, config.job.grace_seconds, console, device, config.job.timeout_seconds)
         self.metrics_log: MetricsLog | None = None
         on_rank_zero(None, self._open_metrics_log)
@@ -164,7 +170,7 @@ class Trainer:
     def train(self) -> State:
         """Train up to `training.steps`, or until a signal; save at the end of either."""
         last_step = self.config.training.steps
-        with self.watchdog, self.grace, self.console.training(self.run.step, last_step, show_mfu=self.peak is not None):
+        with self.grace, self.console.training(self.run.step, last_step, show_mfu=self.peak is not None):
             while self.run.step < last_step and not self._agreed_to_stop():
                 result, lr = self._step()
                 if result.is_spike and self._rewind(result):
@@ -451,7 +457,7 @@ class Trainer:
             return
         if not stopped:
             self._poll_exports()
-        _on_first_rank_in_its_own_time(lambda: exports.finish(lambda: stopped or bool(self.stop)))
+        self.watchdog.on_first_rank("exports", lambda: exports.finish(lambda: stopped or bool(self.stop)))
 
     def _close(self) -> None:
         self.learner.finish_update()
@@ -470,13 +476,6 @@ class Trainer:
     @property
     def _tokens_per_step(self) -> int:
         return self.config.training.global_batch_size * self.config.training.seq_len
-
-
-def _on_first_rank_in_its_own_time(work: Callable[[], None]) -> None:
-    """Do something slow on rank 0 while the others wait, longer than a collective may take."""
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    on_rank_zero(patient, work)
-    dist.destroy_process_group(patient)
 
 
 def run_folder(config: Config) -> Path:

@@ -1,5 +1,6 @@
 """One run moved through several meshes, by its checkpoints alone, against the run that stayed where it was."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from trainer.console import Console
 from trainer.lifecycle import StopRequest
 from trainer.metrics import TimeLedger
 from trainer.trainer import Trainer
+from trainer.watchdog import Watchdog
 
 STEPS = 3  # on each mesh
 STAY: tuple[str, ...] = ("--training.micro_batch_size", "1")
@@ -37,8 +39,8 @@ def go_on(folder: str, steps: int, overrides: tuple[str, ...]) -> list[float]:
     words = ("--job.output_dir", folder, "--training.steps", str(steps), "--metrics.tensorboard", "false")
     job = load("parity.toml", (*words, *overrides), dist.get_world_size())
     Path(folder).mkdir(parents=True, exist_ok=True)
-    with Console(dist.get_rank()) as console:
-        trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger())
+    with Console(dist.get_rank()) as console, closing(Watchdog(Path(folder), 600, print)) as watchdog:
+        trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)
         assert trainer.train() == "done"
     return trainer.losses
 

@@ -6,6 +6,7 @@ The moments are exact here, since the signal is recorded from within; tests/end_
 import json
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from trainer.lifecycle import StopRequest
 from trainer.metrics import TimeLedger
 from trainer.step import Learner
 from trainer.trainer import Trainer
+from trainer.watchdog import Watchdog
 
 VALIDATION = '--validation.sources [{name="held",kind="synthetic"}] --validation.interval 2 --validation.sequences 400'
 WORDS = "--metrics.tensorboard false --training.steps 6"
@@ -53,8 +55,8 @@ def train(folder: str, words: tuple[str, ...], moment: tuple[str, str, int] | No
     job = load(str(JOB), ("--job.output_dir", folder, *words), dist.get_world_size())
     Path(folder).mkdir(exist_ok=True)
     try:
-        with Console(rank=1) as console:
-            trainer = Trainer(job, torch.device("cpu"), console, stop, TimeLedger())
+        with Console(rank=1) as console, closing(Watchdog(Path(folder), 600, print)) as watchdog:
+            trainer = Trainer(job, torch.device("cpu"), console, stop, TimeLedger(), watchdog)
             return trainer.train(), trainer.run.step, undo()
     finally:
         undo()

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from trainer.console import Console
 from trainer.lifecycle import StopRequest
 from trainer.metrics import TimeLedger
 from trainer.trainer import Trainer
+from trainer.watchdog import Watchdog
 
 
 @pytest.mark.long
@@ -49,10 +51,9 @@ def train_with_slow_exports(folder, mode):
     words += f" --job.output_dir {folder} --training.steps 6 --metrics.tensorboard false"
     folder.mkdir()
     try:
-        with Console(rank=1) as console:
-            Trainer(
-                load(str(TINY), words.split(), 1), torch.device("cpu"), console, StopRequest(), TimeLedger()
-            ).train()
+        with Console(rank=1) as console, closing(Watchdog(folder, 600, print)) as watchdog:
+            job = load(str(TINY), words.split(), 1)
+            Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog).train()
     finally:
         exports.export_hf = make
 

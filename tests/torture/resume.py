@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -28,6 +29,7 @@ from trainer.console import Console
 from trainer.lifecycle import StopRequest
 from trainer.metrics import TimeLedger
 from trainer.trainer import Trainer
+from trainer.watchdog import Watchdog
 
 JOB = Path(__file__).parents[1] / "end_to_end" / "tiny.toml"
 STOPS = (2, 4, 6)
@@ -73,8 +75,9 @@ def go_on(folder: str, last_step: int, words: tuple[str, ...]) -> None:
     settings = ("--job.output_dir", folder, "--training.steps", str(last_step))
     job = load(str(JOB), (*words, *settings), dist.get_world_size())
     Path(folder).mkdir(parents=True, exist_ok=True)
-    with Console(rank=1) as console:  # one that says nothing
-        assert Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger()).train() == "done"
+    # A console that says nothing.
+    with Console(rank=1) as console, closing(Watchdog(Path(folder), 600, print)) as watchdog:
+        assert Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog).train() == "done"
 
 
 def torture(run: Pool, row: Row, folder: Path) -> None:

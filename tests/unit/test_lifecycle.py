@@ -1,4 +1,4 @@
-"""Signals, exit codes, the status file and the watchdog, as the contract words them."""
+"""Signals, exit codes, and the status file, as the contract words them."""
 
 import json
 import os
@@ -16,7 +16,14 @@ import torch.distributed as dist
 
 from configs.errors import ConfigError, UserError
 from trainer import lifecycle
-from trainer.lifecycle import StopRequest, Watchdog, exit_code, install_signal_handlers, write_status
+from trainer.lifecycle import (
+    StopRequest,
+    exit_code,
+    install_signal_handlers,
+    read_status,
+    refresh_status,
+    write_status,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,26 +150,26 @@ def test_status_holds_the_contracts_keys(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]  # no temporary file stays behind
 
 
-def test_the_watchdog_names_the_rank_the_step_and_the_place(tmp_path, capfd):
-    log = tmp_path / "run.log"
-    with Watchdog(timeout_seconds=0.4, rank=3, log=log) as watchdog:
-        watchdog.step(120)
-        _a_place_that_hangs()
-    for text in (log.read_text(), capfd.readouterr().err):
-        assert "[rank 3] step 120 (training)" in text
-        assert "_a_place_that_hangs" in text
-        assert text.count("[rank 3]") == 1
+def test_a_running_job_renews_its_status_and_one_that_has_ended_does_not(tmp_path):
+    write_status(tmp_path, "running", 5, "starting")
+    written = read_status(tmp_path)
+    refresh_status(tmp_path, 7)
+    assert read_status(tmp_path) == written | {"step": 7, "time": read_status(tmp_path)["time"]}
+    assert read_status(tmp_path)["time"] > written["time"]
+    refresh_status(tmp_path, 7, "step 8 hangs")
+    assert read_status(tmp_path)["reason"] == "step 8 hangs"
+    write_status(tmp_path, "failed", 7, "why")
+    ended = read_status(tmp_path)
+    refresh_status(tmp_path, 8)
+    assert read_status(tmp_path) == ended
+    foreign = ended | {"state": "running", "pid": os.getpid() + 1}
+    (tmp_path / "status.json").write_text(json.dumps(foreign))
+    refresh_status(tmp_path, 9)
+    assert read_status(tmp_path) == foreign
 
 
-def _a_place_that_hangs():
-    threading.Event().wait(0.8)
-
-
-def test_the_watchdog_is_silent_while_steps_end_in_time(tmp_path, capfd):
-    log = tmp_path / "run.log"
-    with Watchdog(timeout_seconds=0.6, rank=0, log=log) as watchdog:
-        for step in range(12):
-            watchdog.step(step)
-            time.sleep(0.05)
-    assert not log.exists()
-    assert "rank 0" not in capfd.readouterr().err
+def test_a_status_that_is_none_is_empty(tmp_path):
+    assert read_status(tmp_path) == {}
+    for text in ("", "[1]", "{"):
+        (tmp_path / "status.json").write_text(text)
+        assert read_status(tmp_path) == {}

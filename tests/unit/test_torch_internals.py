@@ -2,6 +2,7 @@
 that file is the only one to look at; the distributed tests of streams and order guard show whether the values hold."""
 
 import inspect
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from parallelisms.torch_internals import COLLECTIVES, listening, tensors_of
+from parallelisms.torch_internals import (
+    COLLECTIVES,
+    collectives_issued,
+    last_collectives,
+    listening,
+    process_groups,
+    set_timeout,
+    store_of_the_job,
+    tensors_of,
+    timeouts_of,
+)
 
 NOT_IN_A_STEP = {"check_for_nan", "monitored_barrier_", "recv_any_source_"}
 
@@ -65,3 +76,26 @@ def test_a_listener_hears_collectives_of_python_and_of_cpp_once_and_no_more_afte
     finally:
         dist.destroy_process_group()
     assert heard == [("allreduce_", 1, (3,))] * 2
+
+
+def test_process_groups_have_a_timeout_a_count_and_a_record_of_their_collectives():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=50))
+    try:
+        group = dist.new_group(backend="gloo")
+        assert set(process_groups()) == {dist.group.WORLD, group}
+        assert set(timeouts_of(dist.group.WORLD).values()) == {timedelta(seconds=50)}
+        assert set(timeouts_of(group).values()) == {timedelta(minutes=30)}, "torch has another default: see mesh.py"
+        set_timeout(group, timedelta(seconds=7))
+        assert set(timeouts_of(group).values()) == {timedelta(seconds=7)}
+        dist.all_reduce(torch.ones(5), group=group)
+        dist.barrier()
+        dist.all_reduce(torch.ones(6), group=group)
+        assert sorted(collectives_issued().values()) == [1, 2]
+        *_, last = last_collectives(2)
+        assert "number 2, gloo:all_reduce [[6]], completed, for" in last
+        assert __file__ in last
+        other = store_of_the_job()
+        other.set("key", "value")
+        assert dist.distributed_c10d._get_default_store().get("key") == b"value"
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,79 @@
+"""`job.timeout_seconds` holds for every process group of a job, and a save does not last forever."""
+
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from checkpoint import manager as checkpoint_manager
+from checkpoint import store
+from checkpoint.manager import CheckpointManager
+from configs.errors import UserError
+from configs.layout import MeshSizes
+from configs.load import load
+from parallelisms.mesh import build_mesh, groups_of_axes
+from parallelisms.torch_internals import process_groups, timeouts_of
+from tests.end_to_end.launch import TINY
+
+RANKS_TIMEOUT = 120
+"""Of tests/conftest.py's ranks."""
+
+
+def manager(folder: str, *words: str) -> CheckpointManager:
+    settings = load(str(TINY), words, dist.get_world_size()).config.checkpoint
+    return CheckpointManager(
+        folder=Path(folder),
+        settings=settings,
+        resolved={},
+        mesh={},
+        run_key_diff=lambda old, new: [],
+        allow_run_change=False,
+        log=str,
+        warn=str,
+        timeout_seconds=66,
+    )
+
+
+def timeouts(folder: str) -> tuple[dict[str, set[float]], list[set[float]]]:
+    """Of this rank's groups, by what they are for, and of all that torch knows; the seconds of all their backends."""
+    mesh = build_mesh(MeshSizes(dp_replicate=2, dp_shard=1, tp=2), torch.device("cpu"))
+    checkpoints = manager(folder, "--checkpoint.timeout_seconds", "77")
+    groups = groups_of_axes(mesh) | {"writers": checkpoints._writers, "voters": checkpoints._voters}
+    return {name: _seconds(group) for name, group in groups.items()}, [_seconds(group) for group in process_groups()]
+
+
+def _seconds(group: dist.ProcessGroup) -> set[float]:
+    return {limit.total_seconds() for limit in timeouts_of(group).values()}
+
+
+def test_all_groups_have_the_timeout_of_the_job(ranks, tmp_path):
+    for by_name, every in ranks(4, timeouts, str(tmp_path)):
+        assert (by_name.pop("writers"), by_name.pop("voters")) == ({77}, {66})
+        assert len(by_name) >= 8
+        assert set(map(tuple, by_name.values())) == {(RANKS_TIMEOUT,)}
+        assert sorted(map(tuple, every))[:2] == [(66,), (77,)]
+        assert set(map(tuple, every)) == {(66,), (77,), (RANKS_TIMEOUT,)}
+
+
+def wait_for_a_save_that_hangs(folder: str) -> str:
+    disk_answers, grace = threading.Event(), checkpoint_manager.GRACE_SECONDS
+    checkpoint_manager.GRACE_SECONDS, write, store.write = 0, store.write, lambda *_: disk_answers.wait()
+    try:
+        checkpoints = manager(folder, "--checkpoint.timeout_seconds", "1")
+        checkpoints.resume({"model.w": torch.ones(3)})
+        checkpoints.begin_line()
+        checkpoints.save(5, {"model.w": torch.ones(3)}, {"tokens": 0})
+        checkpoints.wait()
+    except UserError as error:
+        return str(error)
+    finally:
+        checkpoint_manager.GRACE_SECONDS, store.write = grace, write
+        disk_answers.set()
+    return ""
+
+
+def test_a_save_that_hangs_is_not_waited_for_for_ever(ranks, tmp_path):
+    [said] = ranks(1, wait_for_a_save_that_hangs, str(tmp_path))
+    assert f"the save to {tmp_path}/step-00000005.tmp has not ended for 1 s (checkpoint.timeout_seconds)" in said
+    assert "on rank 0" in said

@@ -1,0 +1,267 @@
+"""A thread on every rank that looks after the others while the main thread computes, or waits for them.
+
+- It beats (trainer/peers.py), and on rank 0 keeps the time in status.json fresh.
+- A step that takes half of `job.timeout_seconds` is a hang. The first rank to notice tells all, also those that are
+  not in a step; each writes its Python stacks and last collectives to a file of `hangs/step-N/`, and one line in
+  run.log names the ranks that the others wait for. That is before the time-out ends the run.
+- A rank that dies is found within seconds by those on its host, who tell all. Most of them are about to fail in a
+  collective and end by themselves; one that is stuck where no exception reaches it is ended by this thread.
+
+So no rank outlives another for longer than `job.timeout_seconds`, wherever it waits.
+"""
+
+import faulthandler
+import os
+import pickle
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch.distributed as dist
+
+from configs.errors import KeelError, UserError
+from configs.files import AppendedFile, open_plain
+from parallelisms.torch_internals import store_of_the_job
+from trainer.hang import hang_folder, late, line_of_hang, write_report
+from trainer.lifecycle import refresh_status
+from trainer.peers import PERIOD_SECONDS, SILENT_SECONDS, Loss, Peers
+
+REFRESH_SECONDS = 30.0
+GRACE_SECONDS = 15.0
+"""How long the main thread may take to notice that a rank has died, before this one ends the process."""
+SHOWN_RANKS = 8
+_OF_COMMUNICATION = re.compile(r"gloo|nccl|c10d|store|socket|connection|timed? ?out|peer", re.IGNORECASE)
+
+
+class Watchdog:
+    """This rank's, from the process group's start to the end of the run; `step` is to be called as the run goes on."""
+
+    def __init__(self, folder: Path, timeout_seconds: float, end: Callable[[list[Loss]], None]) -> None:
+        """
+        Args:
+            folder: the run's; exists.
+            timeout_seconds: `job.timeout_seconds`; a hang is reported after half of it.
+            end: called in the thread where other ranks are dead and the main thread doesn't notice; must not return.
+        """
+        self._folder, self._timeout, self._end = folder, timeout_seconds, end
+        self.rank = dist.get_rank()
+        self._store = dist.PrefixStore("watchdog", store_of_the_job())
+        self._waits = 0
+        self._done: dict[int, str] = {}
+        """How the work of rank 0 ended that the others have waited for."""
+        self._crash_file = folder / "crashes" / f"rank-{self.rank:05d}-{socket.gethostname()}-{os.getpid()}.txt"
+        self._had_handler = faulthandler.is_enabled()
+        self._crash = self._open_crash_file()
+        self.peers = Peers(self._store, self.rank, dist.get_world_size(), self._crash_file)
+        self._lost: dict[int, Loss] = {}
+        """Ranks that are dead."""
+        self._lost_since = self._last_heard = 0.0
+        self._late: list[Loss] = []
+        """Ranks that the others wait for, by the last report of a hang."""
+        self._reported: Any = None
+        self._collect: tuple[dict[str, Any], float] | None = None
+        """The hang that this rank has announced, and when to look at what the ranks have said."""
+        self._closed = threading.Event()
+        self.step(0, "start-up")
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def step(self, step: int, doing: str = "training", may_last: bool = False) -> None:
+        """Start the clock again: to be called before each step, and before anything else that takes long.
+
+        Args:
+            step: optimizer steps completed.
+            doing: what begins now.
+            may_last: it is no hang however long it takes.
+        """
+        self._mark = (step, doing, time.monotonic(), may_last)  # one assignment: the thread sees the old or the new one
+
+    def close(self, why: str = "") -> None:
+        """Leave: tell the others that this rank ends of itself, and why if not all is well. May be called again."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        with suppress(RuntimeError):
+            self.peers.leave(why)
+        self._thread.join(timeout=SILENT_SECONDS)
+        if self._crash:
+            faulthandler.disable()
+            if self._had_handler and sys.__stderr__:
+                faulthandler.enable(sys.__stderr__)
+            self._crash.close()
+            with suppress(OSError):
+                self._crash_file.unlink()
+                self._crash_file.parent.rmdir()  # the last one
+
+    # ------------------------------------------------------------------ waiting for rank 0
+
+    def on_first_rank(self, doing: str, work: Callable[[], None]) -> None:
+        """Do something slow on rank 0, for hours if need be, while the others wait; all raise its error.
+
+        Raises:
+            UserError: rank 0 does not live any more.
+        """
+        self._waits += 1
+        self.step(self._mark[0], doing, may_last=True)
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                work()
+            except Exception as error:
+                failure = error
+            self.peers.tell({"done": self._waits, "failure": pickle.dumps(failure).hex()})
+        else:
+            failure = pickle.loads(bytes.fromhex(self._wait_for_first(doing)))
+        self.step(self._mark[0], "start-up")
+        if failure is not None:
+            raise failure
+
+    def _wait_for_first(self, doing: str) -> str:
+        """What rank 0 tells when it has done. The thread listens, this only looks whether it hears something."""
+        first, self._last_heard = self.peers.beats([0]), time.monotonic()
+        while self._waits not in self._done:
+            silence = time.monotonic() - self._last_heard
+            if silence > self._timeout:
+                name = first[0] if first else "rank 0"
+                raise UserError(
+                    f"{name}, for which all others wait ({doing}), does not answer: no beat for {silence:.0f} s "
+                    "(stopped, or its host is unreachable)"
+                )
+            time.sleep(PERIOD_SECONDS / 20)
+        return self._done.pop(self._waits)
+
+    # ------------------------------------------------------------------ why a run ends
+
+    def explain(self, error: BaseException) -> list[Loss]:
+        """The ranks whose end is the cause of an error of this one; empty if it is its own. May take seconds."""
+        if self.peers.world_size == 1 or isinstance(error, KeelError) or not _OF_COMMUNICATION.search(str(error)):
+            return []
+        deadline = time.monotonic() + SILENT_SECONDS + PERIOD_SECONDS
+        found = self._find()
+        while not found and time.monotonic() < deadline:
+            time.sleep(PERIOD_SECONDS / 10)
+            found = self._find()
+        return found or self._late
+
+    def _find(self) -> list[Loss]:
+        """Dead ranks if there are some, else stopped or silent ones, else those that have failed."""
+        lost = list(self._lost.values()) or self.peers.lost_neighbors(self._mark[0])
+        with suppress(RuntimeError):  # the store may have died with its rank
+            lost = lost or self.peers.silent(SILENT_SECONDS) or self.peers.failed()
+        return lost
+
+    # ------------------------------------------------------------------ the thread
+
+    def _watch(self) -> None:
+        refreshed, period = time.monotonic(), min(PERIOD_SECONDS, self._timeout / 16)
+        while not self._closed.wait(period):
+            self._look_for_the_dead()
+            step, doing, began, may_last = mark = self._mark
+            seconds = time.monotonic() - began
+            if self.rank == 0 and time.monotonic() - refreshed >= REFRESH_SECONDS:
+                refreshed = time.monotonic()
+                self._refresh()
+            with suppress(RuntimeError):  # without a store, as after the death of torchrun itself, the run goes on
+                self.peers.beat(step, doing, time.time() - seconds)
+                self.peers.find_neighbors()
+                if not may_last and seconds >= self._timeout / 2 and mark is not self._reported:
+                    self._reported = mark
+                    self._announce({"step": step, "doing": doing, "seconds": seconds}, period)
+                if may_last and self.rank > 0 and not self.peers.silent(2 * period, [0]):
+                    self._last_heard = time.monotonic()
+                self._hear()
+                if self._collect and time.monotonic() >= self._collect[1]:
+                    self._judge(self._collect[0])
+
+    def _refresh(self, reason: str = "") -> None:
+        with suppress(OSError):
+            refresh_status(self._folder, self._mark[0], reason)
+
+    def _look_for_the_dead(self) -> None:
+        for loss in self.peers.lost_neighbors(self._mark[0]):
+            if loss.is_dead and loss.beat.rank not in self._lost:
+                self._lose(loss)
+                with suppress(RuntimeError):
+                    self.peers.tell({"lost": asdict(loss)})
+        if self._lost and time.monotonic() - self._lost_since > GRACE_SECONDS and not self._closed.is_set():
+            self._end(list(self._lost.values()))
+
+    def _lose(self, loss: Loss) -> None:
+        self._lost_since = self._lost_since or time.monotonic()
+        self._lost.setdefault(loss.beat.rank, loss)
+
+    def _hear(self) -> None:
+        for news in self.peers.hear():
+            if "lost" in news:
+                self._lose(Loss.of(news["lost"]))
+            elif "hang" in news:
+                self._report(news["hang"])
+            elif "done" in news:
+                self._done[news["done"]] = news["failure"]
+            elif "late" in news:
+                self._late = [Loss.of(each) for each in news["late"]]
+                if self.rank == 0:
+                    self._refresh(news["line"])
+
+    # ------------------------------------------------------------------ hangs
+
+    def _announce(self, told: dict[str, Any], period: float) -> None:
+        if self.peers.is_first(f"hang {told['step']} {told['doing']}"):
+            self.peers.tell({"hang": told})
+            self._collect = (told, time.monotonic() + 2 * period)  # the last one hears of it after one, and answers
+
+    def _report(self, told: dict[str, Any]) -> None:
+        """Write what this rank does, and let the one that asks know what it has issued."""
+        path = hang_folder(self._folder, told["step"]) / f"rank-{self.rank:05d}.txt"
+        header = f"step {told['step'] + 1} ({told['doing']}) has not ended for {told['seconds']:.0f} s"
+        with suppress(OSError):
+            self.peers.answer(f"hang {told['step']}", write_report(path, self.peers.own, header))
+
+    def _judge(self, told: dict[str, Any]) -> None:
+        """Say whom the others wait for."""
+        self._collect = None
+        issued = self.peers.answers(f"hang {told['step']}")
+        beats = {beat.rank: beat for beat in self.peers.beats(range(self.peers.world_size))}
+        losses = {loss.beat.rank: loss for loss in self.peers.lost_neighbors(told["step"])}
+        for rank, how in late(issued).items():
+            if rank in beats:
+                losses.setdefault(rank, Loss(beats[rank], how))
+        for rank, beat in beats.items():
+            if rank not in issued and beat.ended is None:
+                losses.setdefault(rank, Loss(beat, "does not answer (stopped, or its host is unreachable)"))
+        line = line_of_hang(told, said_of(list(losses.values())), hang_folder(self._folder, told["step"]))
+        self.peers.tell({"late": [asdict(loss) for loss in losses.values()], "line": line})
+        append_to_log(self._folder, f"warning: {line}")
+        assert sys.__stderr__ is not None  # a progress bar may have replaced sys.stderr
+        print(f"[rank {self.rank}] warning: {line}", file=sys.__stderr__, flush=True)
+
+    def _open_crash_file(self) -> TextIO | None:
+        """Where Python writes its stacks if a signal such as SIGSEGV or SIGBUS ends this process."""
+        try:
+            self._crash_file.parent.mkdir(exist_ok=True)
+            file = os.fdopen(open_plain(self._crash_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w")
+        except OSError:
+            return None
+        faulthandler.enable(file)
+        return file
+
+
+def said_of(losses: list[Loss]) -> str:
+    """Ranks and what is the matter with them, in one line."""
+    more = len(losses) - SHOWN_RANKS
+    return "; ".join(map(str, losses[:SHOWN_RANKS])) + (f"; and {more} more ranks" if more > 0 else "")
+
+
+def append_to_log(folder: Path, text: str) -> None:
+    """Add a line to run.log from a rank, or a thread, that does not hold it open."""
+    log = AppendedFile(folder / "run.log")
+    log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n".encode())
+    with suppress(OSError):
+        log.flush()
