@@ -24,6 +24,7 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from configs.errors import UserError
+from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "MANIFEST.json"
@@ -183,8 +184,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     text = _sealed_text(folder)
     try:
-        version = json.loads(text).get("format_version")
-    except (ValueError, RecursionError) as error:
+        version = parse_json(text).get("format_version")
+    except ValueError as error:
         raise damaged(folder, f"{MANIFEST_NAME} can't be read: {error}") from None
     if isinstance(version, int) and version > FORMAT_VERSION:
         message = f"checkpoint {folder} has format {version}; this Keel reads up to {FORMAT_VERSION}: take a newer one"
@@ -202,8 +203,8 @@ def read_manifest(folder: Path) -> Manifest:
 def read_trainer_state(folder: Path) -> dict[str, Any]:
     """What the trainer has saved of itself in a checkpoint, as JSON. Raises: Damaged if it can't be read."""
     try:
-        return json.loads((folder / TRAINER_NAME).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        return parse_json(read_file(folder / TRAINER_NAME, MAX_JSON_BYTES))
+    except (OSError, ValueError) as error:
         raise damaged(folder, f"{TRAINER_NAME} can't be read: {error}") from None
 
 
@@ -223,7 +224,7 @@ def _sealed_text(folder: Path) -> str:
     Raises: Damaged if it is not.
     """
     try:
-        text = (folder / MANIFEST_NAME).read_bytes().decode()
+        text = read_file(folder / MANIFEST_NAME, MAX_JSON_BYTES).decode()
     except FileNotFoundError:
         hint = "a checkpoint is a folder such as checkpoints/step-00000100"
         raise Damaged(f"{folder} is no checkpoint: it has no {MANIFEST_NAME} ({hint})") from None

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from checkpoint.manifest import FileEntry, damaged
+from checkpoint.safe_read import require_stored
 from checkpoint.tensor_stream import synced_file
 from configs.errors import UserError
 
@@ -286,6 +287,12 @@ class _Reader(dcp.FileSystemReader):
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
         self._metadata = metadata
+
+    def _slice_file(self, file: IO[bytes], place: Any) -> IO[bytes]:
+        """The part of a file that holds one tensor, once nothing in it is compressed."""
+        part = super()._slice_file(file, place)
+        require_stored(part)
+        return part
 
     # Without `kwargs` in the signature DCP doesn't look for other files if this one fails.
     def read_metadata(self) -> Metadata:  # type: ignore[override]
