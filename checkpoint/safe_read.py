@@ -6,27 +6,25 @@ of, and nothing else; what comes out is then checked: tensors only (no pickled o
 folder that are long enough for them. The tensors themselves are read by torch with `weights_only=True`.
 
 That no code runs is not all: a pickle of nine bytes can claim gigabytes (its table of earlier values is as long as it
-says), one of a kilobyte can hold tuples in tuples whose hash takes years. So the unpickler is Python's own in Python,
-whose table is a dict, knows the instructions that an index is made of, and hashes nothing but names. It takes about as
-long as the one in C: what takes time is making the objects.
+says), one of a kilobyte can hold tuples in tuples whose hash takes years. So the unpickler is one of Keel's own.
 """
 
 import gc
-import io
 import os
 import pickle
 import struct
+import sys
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from types import NoneType
 from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -72,88 +70,172 @@ _OBJECTS = (
 )
 """Of what an index is made; each object is made empty and then given its fields."""
 
-_OPCODES = (
-    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
-    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
-    *(pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.STACK_GLOBAL),
-    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
-    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT),
-)
-"""The instructions of an index that do no more than make a value; those with effects are below."""
+_GLOBALS = frozenset(_ALLOWED)
 
 
-class _IndexUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
-    """Knows the classes and instructions of an index; calls nothing but their constructors, with plain values."""
+class _Index:
+    """Reads the pickle of an index: its instructions only, its classes only, and nothing is hashed but names.
 
-    def find_class(self, module: str, name: str) -> Any:
+    What each instruction does is in the standard library's pickletools. (Python's own unpickler in Python, which takes
+    four times as long, would do with another table of instructions; the one in C can't be given one.)
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+
+    def load(self) -> Any:
+        """The value. Raises: whatever damaged bytes lead to."""
+        content, stack, marks = self._content, self._stack, self._marks
+        known: list[Any] = []
+        at = 0
+        while True:
+            op = content[at]
+            at += 1
+            if op == 0x94:  # MEMOIZE
+                known.append(stack[-1])
+            elif op == 0x68:  # BINGET
+                stack.append(known[content[at]])
+                at += 1
+            elif op == 0x6A:  # LONG_BINGET
+                stack.append(known[_number(content[at : at + 4])])
+                at += 4
+            elif op == 0x4B:  # BININT1
+                stack.append(content[at])
+                at += 1
+            elif n_bytes := _NUMBERS.get(op):
+                stack.append(_number(content[at : at + n_bytes], signed=op == 0x4A))
+                at += n_bytes
+            elif op == 0x8A:  # LONG1
+                n_bytes = content[at]
+                stack.append(_number(content[at + 1 : at + 1 + n_bytes], signed=True))
+                at += 1 + n_bytes
+            elif n_bytes := _TEXTS.get(op):
+                start = at + n_bytes
+                at = start + _number(content[at:start])
+                stack.append(content[start:at].decode("utf-8", "surrogatepass"))
+            elif op == 0x28:  # MARK
+                marks.append(len(stack))
+            elif op in _VALUES:
+                stack.append(_VALUES[op]())
+            elif op in _TUPLES:
+                stack[-_TUPLES[op] :] = [tuple(stack[-_TUPLES[op] :])]
+            elif op in _HEADERS:  # the protocol's version, the length of what follows
+                at += _HEADERS[op]
+            elif op == 0x2E:  # STOP
+                return stack.pop()
+            else:
+                _EFFECTS[op](self)
+
+    def _pop_mark(self) -> list[Any]:
+        """What was put on the stack since the last mark."""
+        start = self._marks.pop()
+        items = self._stack[start:]
+        del self._stack[start:]
+        return items
+
+    def _tuple(self) -> None:
+        self._stack.append(tuple(self._pop_mark()))
+
+    def _class(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        _require(type(name) is str and type(module) is str, "it refers to something without a name")
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which has no place in a checkpoint")
+        _require(is_dtype or (module, name) in _GLOBALS, f"it refers to {module}.{name}, which has no place in a checkpoint")
+        self._stack.append(getattr(sys.modules[module], name))
 
-    def load_reduce(self) -> None:
+    def _call(self) -> None:
         """A shape, a layout or a memory format, of a name, a number or a tuple of numbers."""
-        [argument] = self.stack.pop()
-        if type(argument) not in (str, int) and not _is_numbers(argument):
-            raise pickle.UnpicklingError("it makes something of what is neither a name nor numbers")
-        self.stack[-1] = self.stack[-1](argument)
+        arguments, function = self._stack.pop(), self._stack.pop()
+        _require(any(function is known for known in _FUNCTIONS), "it calls what no index does")
+        [argument] = arguments
+        is_plain = type(argument) in (str, int) or type(argument) is tuple and all(type(n) is int for n in argument)
+        _require(is_plain, "it makes something of what is neither a name nor numbers")
+        self._stack.append(function(argument))
 
-    def load_newobj(self) -> None:
-        if self.stack.pop() != ():
-            raise pickle.UnpicklingError("it makes an object in a way that no index does")
-        self.stack[-1] = object.__new__(_one_of(_OBJECTS, self.stack[-1]))
+    def _object(self) -> None:
+        arguments, cls = self._stack.pop(), self._stack.pop()
+        _require(arguments == () and any(cls is known for known in _OBJECTS), "it makes something that no index has")
+        self._stack.append(object.__new__(cls))
 
-    def load_build(self) -> None:
-        fields = self.stack.pop()
-        made = self.stack[-1]
-        _one_of(_OBJECTS, type(made))
+    def _fields(self) -> None:
+        fields, made = self._stack.pop(), self._stack[-1]
+        _require(any(type(made) is known for known in _OBJECTS), "it gives fields to something that no index has")
         if type(made) is TensorProperties:
             made.__setstate__(fields)
         else:
-            made.__dict__.update(_with_names(fields))
+            _require(type(fields) is dict, "it gives an object no fields")
+            made.__dict__.update(fields)  # a dict's keys were checked when it was filled; others raise TypeError
 
-    def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set(key, value)
+    def _append(self) -> None:
+        item = self._stack.pop()
+        self._list().append(item)
 
-    def load_setitems(self) -> None:
-        items = self.pop_mark()
+    def _extend(self) -> None:
+        items = self._pop_mark()
+        self._list().extend(items)
+
+    def _list(self) -> list[Any]:
+        _require(type(self._stack[-1]) is list, "it adds an item to what is no list")
+        return self._stack[-1]
+
+    def _set_item(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._set([key, value])
+
+    def _set_items(self) -> None:
+        self._set(self._pop_mark())
+
+    def _set(self, items: list[Any]) -> None:
+        into = self._stack[-1]
+        _require(type(into) is dict, "it sets an item of what is no dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            self._set(key, value)
-
-    def _set(self, key: Any, value: Any) -> None:
-        if type(key) is MetadataIndex:
-            name, offset, index = (getattr(key, field, None) for field in ("fqn", "offset", "index"))
-            if type(name) is not str or type(offset) is not torch.Size or type(index) not in (int, NoneType):
-                raise pickle.UnpicklingError("it places a part of a tensor in a way that no index does")
-        elif type(key) is not str:
-            raise pickle.UnpicklingError(f"it holds something under a {type(key).__name__} instead of a name")
-        self.stack[-1][key] = value
-
-    dispatch = {  # noqa: RUF012 (as its base has it)
-        **{opcode[0]: pickle._Unpickler.dispatch[opcode[0]] for opcode in _OPCODES},  # type: ignore[attr-defined]
-        pickle.REDUCE[0]: load_reduce,
-        pickle.NEWOBJ[0]: load_newobj,
-        pickle.BUILD[0]: load_build,
-        pickle.SETITEM[0]: load_setitem,
-        pickle.SETITEMS[0]: load_setitems,
-    }
+            if type(key) is not str:
+                _check_key(key)
+            into[key] = value
 
 
-def _is_numbers(value: Any) -> bool:
-    return type(value) is tuple and all(type(item) is int for item in value)
+def _check_key(key: Any) -> None:
+    """Raise UnpicklingError unless the key is the place of a tensor's part; hashing a tuple of tuples may take years."""
+    _require(type(key) is MetadataIndex, f"it holds something under a {type(key).__name__} instead of a name")
+    name, offset = key.__dict__.get("fqn"), key.__dict__.get("offset")
+    _require(type(name) is str and type(offset) is torch.Size, "it places a part of a tensor as no index does")
 
 
-def _one_of(classes: tuple[type, ...], found: Any) -> Any:
-    if not any(found is cls for cls in classes):
-        raise pickle.UnpicklingError("it makes something that is no part of an index")
-    return found
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise pickle.UnpicklingError(message)
 
 
-def _with_names(fields: Any) -> dict[str, Any]:
-    if type(fields) is not dict or not all(type(name) is str for name in fields):
-        raise pickle.UnpicklingError("it gives an object no fields")
-    return fields
+def _number(content: bytes, signed: bool = False) -> int:
+    return int.from_bytes(content, "little", signed=signed)
+
+
+_FUNCTIONS = (torch.Size, torch.serialization._get_layout, _MEM_FORMAT_ENCODING)
+_NUMBERS = {0x4D: 2, 0x4A: 4}  # BININT2, BININT
+_TEXTS = {0x8C: 1, 0x58: 4}  # SHORT_BINUNICODE, BINUNICODE: bytes of their length
+_TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
+_HEADERS = {0x80: 1, 0x95: 8}  # PROTO, FRAME
+_VALUES: dict[int, Callable[[], Any]] = {
+    0x29: tuple,
+    0x7D: dict,
+    0x5D: list,
+    0x4E: lambda: None,
+    0x88: lambda: True,
+    0x89: lambda: False,
+}
+_EFFECTS: dict[int, Callable[[_Index], None]] = {
+    0x52: _Index._call,  # REDUCE
+    0x81: _Index._object,  # NEWOBJ
+    0x62: _Index._fields,  # BUILD
+    0x75: _Index._set_items,  # SETITEMS
+    0x73: _Index._set_item,  # SETITEM
+    0x65: _Index._extend,  # APPENDS
+    0x61: _Index._append,  # APPEND
+    0x74: _Index._tuple,  # TUPLE
+    0x93: _Index._class,  # STACK_GLOBAL
+}
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -163,9 +245,9 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA_NAME
     try:
-        content = io.BytesIO(read_file(path, MAX_INDEX_BYTES))
+        content = read_file(path, MAX_INDEX_BYTES)
         with _without_collection():
-            metadata = _IndexUnpickler(content).load()
+            metadata = _Index(content).load()
         _check(metadata, folder)
     except OSError as error:
         raise damaged(folder, f"{path.name} can't be read: {error.strerror}") from None
