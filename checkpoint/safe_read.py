@@ -142,7 +142,9 @@ class _Index:
         name, module = self._stack.pop(), self._stack.pop()
         _require(type(name) is str and type(module) is str, "it refers to something without a name")
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        _require(is_dtype or (module, name) in _GLOBALS, f"it refers to {module}.{name}, which has no place in a checkpoint")
+        _require(
+            is_dtype or (module, name) in _GLOBALS, f"it refers to {module}.{name}, which has no place in a checkpoint"
+        )
         self._stack.append(getattr(sys.modules[module], name))
 
     def _call(self) -> None:
@@ -150,7 +152,7 @@ class _Index:
         arguments, function = self._stack.pop(), self._stack.pop()
         _require(any(function is known for known in _FUNCTIONS), "it calls what no index does")
         [argument] = arguments
-        is_plain = type(argument) in (str, int) or type(argument) is tuple and all(type(n) is int for n in argument)
+        is_plain = type(argument) in (str, int) or (type(argument) is tuple and all(type(n) is int for n in argument))
         _require(is_plain, "it makes something of what is neither a name nor numbers")
         self._stack.append(function(argument))
 

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ def read_file(path: Path, max_bytes: int) -> bytes:
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         if status.st_size > max_bytes:
-            raise OSError(errno.EFBIG, f"its {status.st_size:,} bytes are more than the {max_bytes:,} allowed", str(path))
+            raise OSError(
+                errno.EFBIG, f"its {status.st_size:,} bytes are more than the {max_bytes:,} allowed", str(path)
+            )
         return file.read(max_bytes)
 
 
@@ -51,27 +54,26 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def require_shallow(value: Any) -> None:
-    """Raise ValueError if dicts and lists are nested in one another deeper than MAX_DEPTH, or a number is unusable.
-
-    Numbers beyond 64 bits are none that a config, a shape or a count can have.
-    """
+    """Raise ValueError if dicts and lists are nested in one another deeper than MAX_DEPTH."""
     level = [value]
     for _ in range(MAX_DEPTH):
+        level = [item for node in level for item in _items(node) if isinstance(item, (dict, list))]
         if not level:
             return
-        level = [item for node in level for item in _items(node)]
-    if level:
-        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
 
 
-def _items(node: Any) -> Any:
-    if isinstance(node, dict):
-        return node.values()
-    if isinstance(node, list):
-        return node
-    if isinstance(node, int) and not -(2**63) <= node < 2**63:
-        raise ValueError("a number is beyond 64 bits")
-    return ()
+def require_64_bits(value: Any) -> None:
+    """Raise ValueError if a number in shallow dicts and lists is beyond 64 bits: no shape, count or step is, and what
+    Python computes with it may be no number that it can print, or turn into a float."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("a number in it is beyond 64 bits")
+    for item in _items(value):
+        require_64_bits(item)
+
+
+def _items(node: Any) -> Iterable[Any]:
+    return node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
 
 
 def printable(text: str) -> str:

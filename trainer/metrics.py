@@ -23,6 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from configs.untrusted import parse_json
 from trainer.lifecycle import write_atomically
 
 # --------------------------------------------------------------------------- time
@@ -221,7 +222,7 @@ def cut_back(path: Path, step: int) -> int:
 
     The file is replaced as a whole, so a crash in here leaves the old one. A file that needs no cut is not touched.
     """
-    if not path.exists():
+    if not path.is_file():
         return 0
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     steps = [_step_of(line) for line in lines]
@@ -234,9 +235,10 @@ def cut_back(path: Path, step: int) -> int:
 def _step_of(line: str) -> int | None:
     """The step that a line records; None if it is not a whole record."""
     try:
-        return int(json.loads(line)["step"]) if line.endswith("\n") else None
+        step = parse_json(line)["step"] if line.endswith("\n") else None
     except (ValueError, KeyError, TypeError):
         return None
+    return step if type(step) is int else None
 
 
 # --------------------------------------------------------------------------- TensorBoard

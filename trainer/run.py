@@ -3,7 +3,6 @@
 However a run ends, `status.json` says so, and a mistake of the user's ends in one message instead of a traceback.
 """
 
-import json
 import os
 import time
 import traceback
@@ -19,6 +18,7 @@ from checkpoint.lock import FolderInUse, lock
 from checkpoint.store import on_rank_zero
 from configs.errors import ConfigError, KeelError, UserError
 from configs.load import LoadedConfig
+from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
 from models import build_model
 from parallelisms.activation_table import activation_table
 from parallelisms.mesh import start_process_group
@@ -151,8 +151,11 @@ def _has_ended(launch: _Launch) -> bool:
 
 
 def _status(folder: Path) -> dict[str, Any]:
-    """What status.json says; empty if there is none."""
+    """What status.json says; empty if there is none, or it is not of the form that `write_status` gives it."""
     try:
-        return json.loads((folder / "status.json").read_text())
+        status = parse_json(read_file(folder / "status.json", MAX_JSON_BYTES))
     except (OSError, ValueError):
         return {}
+    kinds = {"state": str, "step": int, "time": float}
+    is_whole = isinstance(status, dict) and all(type(status.get(key)) is kind for key, kind in kinds.items())
+    return status if is_whole else {}
