@@ -147,7 +147,7 @@ def _n_tensors(metadata: Metadata) -> int:
 
 
 def _check_count(path: Path, model: Model, n_tensors: int) -> None:
-    """Raise UserError if a model has more layers and experts than there are tensors: to list its own might never end."""
+    """Raise UserError if a model has more layers and experts than there are tensors: a list might never end."""
     if model.n_layers * (model.n_experts or 1) > n_tensors:
         experts = f" with {model.n_experts} experts each" if model.n_experts else ""
         raise UserError(f"{path} describes {model.n_layers} layers{experts}, and there are only {n_tensors} tensors")

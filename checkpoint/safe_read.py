@@ -10,6 +10,7 @@ says), one of a kilobyte can hold tuples in tuples whose hash takes years. So th
 """
 
 import gc
+import io
 import os
 import pickle
 import struct
@@ -19,7 +20,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -199,7 +200,7 @@ class _Index:
 
 
 def _check_key(key: Any) -> None:
-    """Raise UnpicklingError unless the key is the place of a tensor's part; hashing a tuple of tuples may take years."""
+    """Raise UnpicklingError unless the key is the place of a tensor's part; hashing a tuple in tuples may take years."""
     _require(type(key) is MetadataIndex, f"it holds something under a {type(key).__name__} instead of a name")
     name, offset = key.__dict__.get("fqn"), key.__dict__.get("offset")
     _require(type(name) is str and type(offset) is torch.Size, "it places a part of a tensor as no index does")
@@ -336,7 +337,7 @@ _LOCATOR_64 = struct.Struct("<4sIQI")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
 
 
-def require_stored(file: IO[bytes]) -> None:
+def require_stored(file: io.IOBase) -> None:
     """Raise ValueError unless nothing in a file of `torch.save` is compressed: a few bytes could become many.
 
     torch never compresses, but reads what is. Format: pkware.com/appnote, 4.3.12 to 4.3.16; the directory is looked for

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -288,7 +288,7 @@ class _Reader(dcp.FileSystemReader):
         super().__init__(folder)
         self._metadata = metadata
 
-    def _slice_file(self, file: IO[bytes], place: Any) -> IO[bytes]:
+    def _slice_file(self, file: Any, place: Any) -> Any:
         """The part of a file that holds one tensor, once nothing in it is compressed."""
         part = super()._slice_file(file, place)
         require_stored(part)

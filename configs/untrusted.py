@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 32 << 20
-"""Of a JSON file that describes something: the largest in use, the indexes of Hugging Face's largest models, have 10 MB."""
+"""Of a JSON file that describes something; the largest in use, indexes of Hugging Face's largest models, have 10 MB."""
 MAX_DEPTH = 64
 """Of objects and lists in one another."""
 MAX_MESSAGE_CHARACTERS = 16_384
 """Of an error's text."""
 
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but for the line's end and the tab; marks that turn the direction of writing; halves of characters,
-which can't be printed at all."""
+"""Control characters but for the line's end and the tab; marks that turn the direction of writing; halves of
+characters, which can't be printed at all."""
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
