@@ -200,7 +200,7 @@ class _Index:
 
 
 def _check_key(key: Any) -> None:
-    """Raise UnpicklingError unless the key is the place of a tensor's part; hashing a tuple in tuples may take years."""
+    """Raise UnpicklingError unless the key is the place of a tensor's part; to hash nested tuples may take years."""
     _require(type(key) is MetadataIndex, f"it holds something under a {type(key).__name__} instead of a name")
     name, offset = key.__dict__.get("fqn"), key.__dict__.get("offset")
     _require(type(name) is str and type(offset) is torch.Size, "it places a part of a tensor as no index does")
