@@ -338,7 +338,7 @@ def _opened(path: Path) -> Generator[Any, None, None]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except (OSError, SafetensorError) as error:
+    except (OSError, MemoryError, SafetensorError) as error:  # where a process may not map so much
         raise UserError(f"{path} can't be read: {error}") from None
 
 

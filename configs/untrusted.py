@@ -40,7 +40,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
             raise OSError(
                 errno.EFBIG, f"its {status.st_size:,} bytes are more than the {max_bytes:,} allowed", str(path)
             )
-        return file.read(max_bytes)
+        return file.read(status.st_size)  # a larger number would be allocated as it is
 
 
 def parse_json(content: str | bytes) -> Any:

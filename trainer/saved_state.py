@@ -1,5 +1,6 @@
 """What a checkpoint keeps of a run beside its tensors, as whoever wrote it left it: checked before it is used."""
 
+from dataclasses import fields
 from typing import Annotated, Any, NotRequired
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -42,9 +43,12 @@ def check_saved_state(saved: dict[str, Any], run_state: type) -> None:
     try:
         _SAVED.validate_python(saved, strict=True)
         TypeAdapter(run_state).validate_python(saved["run"])
+        unknown = sorted(saved["run"].keys() - {field.name for field in fields(run_state)})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise UserError(
             f"the checkpoint's trainer.json is not of the form that Keel writes: {place}: {first['msg']}"
         ) from None
+    if unknown:
+        raise UserError(f"the checkpoint's trainer.json has {unknown[0]} in it, which this Keel does not know")

@@ -33,6 +33,7 @@ CPU_SECONDS = 2.0
 """What reading may take, besides a second for every MiB of the file; measured as the process's own time."""
 HANGING_CPU_SECONDS, HANGING_SECONDS = 30, 600
 """After which the process is ended, by a timer of the kernel's."""
+SHOWN_FAILURES = 10
 ADDRESS_BYTES = 6 << 30
 """Of new address space: pyarrow and torch reserve much more than they use."""
 
@@ -111,7 +112,9 @@ def _in_a_process(kind: Kind, numbers: list[int], seed: int) -> Iterator[dict[st
     _, status = os.waitpid(child, 0)
     if done < len(numbers):
         code = os.waitstatus_to_exitcode(status)
-        how = signal.Signals(-code).name if code < 0 else f"exit {code}"
+        if code > 0:
+            raise RuntimeError("the fuzzer itself failed, see above")
+        how = signal.Signals(-code).name
         yield {"outcome": "failed", "failure": f"the process ended with {how}"}
 
 
@@ -122,7 +125,10 @@ def _serve(kind: Kind, numbers: list[int], seed: int, out: int) -> None:
     for number in numbers:
         signal.setitimer(signal.ITIMER_PROF, HANGING_CPU_SECONDS)  # its signal ends the process, whatever it does
         signal.setitimer(signal.ITIMER_REAL, HANGING_SECONDS)
-        size = kind.mutate(random.Random(f"{seed} {kind.name} {number}"))
+        try:
+            size = kind.mutate(random.Random(f"{seed} {kind.name} {number}"))
+        except Exception as error:
+            raise SystemExit(f"{kind.name} {number} could not be made") from error
         result = _measured(kind, size)
         os.write(out, (json.dumps(result) + "\n").encode())
 
@@ -147,7 +153,7 @@ def _outcome(kind: Kind) -> tuple[str, str]:
     except KeelError as error:
         shown, outcome = str(error), "refused"
     except BaseException as error:
-        return "failed", "".join(traceback.format_exception(error, limit=-4))[-3000:]
+        return "failed", "".join(traceback.format_exception(error, limit=-3))[-1500:]
     if len(shown) > 4 * MAX_MESSAGE_CHARACTERS and outcome == "refused":
         return outcome, f"a message of {len(shown):,} characters"
     if shown != printable(shown) or "Traceback" in shown:
@@ -175,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, tally in torture(Path(folder), kinds, numbers, options.seed):
             print(tally.row(name), flush=True)
             failures += len(tally.failures)
-            for failure in tally.failures[:20]:
+            for failure in tally.failures[:SHOWN_FAILURES]:
                 print(f"  {name}, {printable(failure)}", flush=True)
     return 1 if failures else 0
 

@@ -305,13 +305,21 @@ def _mutated_tensors(content: bytes, dice: random.Random) -> bytes:
     """The first tensor's part is forged where there is room for it; sizes in the index stay as they are."""
     if dice.random() < 0.8:
         return mutated_bytes(content, dice)
-    first = zipfile.ZipFile(io.BytesIO(content[: content.index(b"PK\x05\x06") + 22]))
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as forged:
-        for entry in first.infolist():
-            data = first.read(entry)
-            forged.writestr(entry.filename, bytes(100 << 20) if "/data/" in entry.filename else data)
-    return out.getvalue() + content[len(out.getvalue()) :]
+    length = content.index(b"PK\x05\x06") + 22
+    entry_bytes = 30 + 46 + 2 * len("archive/padding")
+    return _deflated(length - len(_deflated(0)) - entry_bytes) + content[length:]
+
+
+def _deflated(padding: int) -> bytes:
+    """A tensor's file with 8 MB of zeros in the place of its values, compressed."""
+    honest, forged = io.BytesIO(), io.BytesIO()
+    torch.save(torch.zeros(50, 64), honest)
+    with zipfile.ZipFile(honest) as entries, zipfile.ZipFile(forged, "w", zipfile.ZIP_DEFLATED) as file:
+        for entry in entries.infolist():
+            file.writestr(entry.filename, bytes(8 << 20) if "/data/" in entry.filename else entries.read(entry))
+        if padding > 0:
+            file.writestr("archive/padding", bytes(padding), zipfile.ZIP_STORED)
+    return forged.getvalue()
 
 
 def _resume(path: Path) -> str:
