@@ -5,7 +5,6 @@ optimizer not a byte is read. What is written gets its name only when it is whol
 touched. From a stranger's folder only safetensors and JSON are read, in neither of which code can hide.
 """
 
-import json
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from checkpoint.verify import check_tensors
 from configs.errors import UserError
 from configs.schema import Model
 from configs.toml_text import table_text
+from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, require_64_bits
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Hugging Face's own default for years: files that every file system and server takes."""
@@ -86,6 +86,7 @@ def export_hf(
     """
     manifest, metadata = read_manifest(checkpoint), read_metadata(checkpoint)
     model = _model_of(manifest, checkpoint)
+    _check_count(checkpoint / manifests.MANIFEST_NAME, model, _n_tensors(metadata))
     shapes = tensor_shapes(model)
     own_dtype = _check_tensors(checkpoint, metadata, checkpoint_shapes(model))
     target = getattr(torch, dtype) if dtype else own_dtype
@@ -101,7 +102,7 @@ def export_hf(
             check_tensors(checkpoint, manifest, metadata, "model.")
         for name, shard in shards.items():
             write_safetensors(folder / name, shard, target, tensor_of)
-        seq_len = manifest.config.get("training", {}).get("seq_len", 0)
+        seq_len = manifest.value("training", "seq_len", int) or 0
         write_json(folder / CONFIG_NAME, to_hf(model, _name(target), seq_len, tokenizer.bos_id, tokenizer.eos_id))
         write_json(folder / INDEX_NAME, _index(shards, target))
         marks = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
@@ -137,6 +138,19 @@ def _model_of(manifest: Manifest, checkpoint: Path) -> Model:
         first = error.errors()[0]
         place = ".".join(map(str, ("config", "model", *first["loc"])))
         raise damaged(checkpoint, f"{manifests.MANIFEST_NAME}: {place}: {first['msg']}") from None
+
+
+def _n_tensors(metadata: Metadata) -> int:
+    """How many tensors Hugging Face would make of a checkpoint's, each expert being one there."""
+    entries = [entry_of(metadata, name) for name in metadata.state_dict_metadata]
+    return sum(entry.size[0] if len(entry.size) == 3 else 1 for entry in entries)
+
+
+def _check_count(path: Path, model: Model, n_tensors: int) -> None:
+    """Raise UserError if a model has more layers and experts than there are tensors: a list might never end."""
+    if model.n_layers * (model.n_experts or 1) > n_tensors:
+        experts = f" with {model.n_experts} experts each" if model.n_experts else ""
+        raise UserError(f"{path} describes {model.n_layers} layers{experts}, and there are only {n_tensors} tensors")
 
 
 def _check_tensors(checkpoint: Path, metadata: Metadata, shapes: Mapping[str, Shape]) -> torch.dtype:
@@ -208,6 +222,7 @@ def import_hf(
     config = _read_json(source / CONFIG_NAME)
     model = to_keel(config, source / CONFIG_NAME)
     tensors = _tensors_in(source)
+    _check_count(source / CONFIG_NAME, model, len(tensors))
     _check_tied_head(model, tensors)
     shapes = tensor_shapes(model)
     require_same(
@@ -318,10 +333,12 @@ def _read_place(place: str, shape: Shape, tensors: Mapping[str, _SourceTensor], 
 
 @contextmanager
 def _opened(path: Path) -> Generator[Any, None, None]:
+    if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+        raise UserError(f"{path} can't be read: it is not a regular file")
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except (OSError, SafetensorError) as error:
+    except (OSError, MemoryError, SafetensorError) as error:  # where a process may not map so much
         raise UserError(f"{path} can't be read: {error}") from None
 
 
@@ -352,10 +369,13 @@ def _name(dtype: torch.dtype) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_file(path, MAX_JSON_BYTES))
+        require_64_bits(content)
     except FileNotFoundError:
         raise UserError(f"{path.parent} is no Hugging Face model folder: it has no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}") from None
+    except ValueError as error:
         raise UserError(f"{path} can't be read: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__} instead of an object")

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from configs.errors import UserError
 from configs.layout import head_dim, n_kv_heads
 from configs.schema import Model, RopeScaling
+from configs.untrusted import shortened
 
 Shape = tuple[int, ...]
 
@@ -207,7 +208,7 @@ def to_keel(config: Mapping[str, Any], path: Path) -> Model:
     """
     kind, architectures = str(config.get("model_type")), config.get("architectures") or []
     if kind not in ARCHITECTURES or architectures not in ([], [ARCHITECTURES[kind]]):
-        what = f"model_type {config.get('model_type')!r}, architectures {architectures!r}"
+        what = shortened(f"model_type {config.get('model_type')!r}, architectures {architectures!r}", 400)
         supported = f"{ARCHITECTURES['llama']} (Llama 2 and 3.x) and {ARCHITECTURES['mixtral']}"
         raise UserError(f"{path}: {what}: not supported; Keel imports {supported}")
     for field, value in _FIXED.items():
@@ -225,13 +226,18 @@ def to_keel(config: Mapping[str, Any], path: Path) -> Model:
 
 def seq_len_of(config: Mapping[str, Any]) -> int:
     """The length in tokens that the model of a config.json is for; LlamaConfig's default if it doesn't say."""
-    return int(config.get("max_position_embeddings", 2048))
+    value = config.get("max_position_embeddings", 2048)
+    if type(value) is not int:
+        raise UserError(f"max_position_embeddings = {shortened(repr(value), 200)} is no length")
+    return value
 
 
 def _rope_to_keel(config: Mapping[str, Any], path: Path, theta: float) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` of [model], from where the newer or the older form has them."""
     field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(field) or {}
+    if not isinstance(rope, dict):
+        raise _unsupported(path, field, rope, "Keel expects an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
     given = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", theta))}
     if kind not in ("default", "llama3"):
@@ -248,7 +254,7 @@ def _rope_to_keel(config: Mapping[str, Any], path: Path, theta: float) -> dict[s
 
 
 def _unsupported(path: Path, field: str, value: Any, instead: str) -> UserError:
-    return UserError(f"{path}: {field} = {value!r} is not supported; {instead}")
+    return UserError(f"{path}: {field} = {shortened(repr(value), 200)} is not supported; {instead}")
 
 
 def _field(location: tuple[str | int, ...]) -> str:

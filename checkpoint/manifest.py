@@ -18,18 +18,23 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import xxhash
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from configs.errors import UserError
 from configs.files import sync_folder, synced
+from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, require_64_bits
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "MANIFEST.json"
 TRAINER_NAME = "trainer.json"
 UNFINISHED = ".tmp"
+
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Value = TypeVar("Value")
 
 
 class Damaged(UserError):
@@ -40,7 +45,7 @@ class Damaged(UserError):
 class FileEntry:
     """What is known of one file of a checkpoint."""
 
-    size: int
+    size: Count
     """Bytes."""
     xxh3: str
     """xxh3_128 of the content as it was handed to the disk, in hex."""
@@ -51,14 +56,14 @@ class Origin:
     """The checkpoint that a run went on from."""
 
     run_id: str
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True)
 class RunChange:
     """Run keys that were changed on a resume, by `job.allow_run_change`."""
 
-    step: int
+    step: Count
     """The step from which on they count."""
     changes: list[str]
     """One line a key: its name, old and new value."""
@@ -68,8 +73,8 @@ class RunChange:
 class Manifest:
     """MANIFEST.json: what the checkpoint is, how it came to be, and what belongs to it."""
 
-    step: int
-    tokens: int
+    step: Count
+    tokens: Count
     """Tokens trained on so far."""
     config: dict[str, Any]
     """The resolved job file."""
@@ -97,6 +102,12 @@ class Manifest:
     environment: dict[str, str] = field(default_factory=dict)
     """What else decides the bits of the run (Keel's code, the device, threads, ...), by name; empty: not recorded."""
     format_version: int = FORMAT_VERSION
+
+    def value(self, table: str, key: str, kind: type[Value]) -> Value | None:
+        """What the config has under a key, None if it has nothing of this type there: anybody may have written it."""
+        keys = self.config.get(table)
+        found = keys.get(key) if isinstance(keys, dict) else None
+        return found if type(found) is kind else None
 
 
 _MANIFEST = TypeAdapter(Manifest)
@@ -204,18 +215,21 @@ def read_manifest(folder: Path) -> Manifest:
     """
     text = _sealed_text(folder)
     try:
-        version = json.loads(text).get("format_version")
-    except (ValueError, RecursionError) as error:
+        version = parse_json(text).get("format_version")  # the seal is around an object
+    except ValueError as error:
         raise damaged(folder, f"{MANIFEST_NAME} can't be read: {error}") from None
     if isinstance(version, int) and version > FORMAT_VERSION:
         message = f"checkpoint {folder} has format {version}; this Keel reads up to {FORMAT_VERSION}: take a newer one"
         raise UserError(message)
     try:
         manifest = _MANIFEST.validate_json(text, strict=True)
+        require_64_bits(manifest.config)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise damaged(folder, f"{MANIFEST_NAME} is not of the form that Keel writes: {place}: {first['msg']}") from None
+    except ValueError as error:
+        raise damaged(folder, f"{MANIFEST_NAME} can't be read: {error}") from None
     _check_files(folder, manifest)
     return manifest
 
@@ -223,8 +237,8 @@ def read_manifest(folder: Path) -> Manifest:
 def read_trainer_state(folder: Path) -> dict[str, Any]:
     """What the trainer has saved of itself in a checkpoint, as JSON. Raises: Damaged if it can't be read."""
     try:
-        return json.loads((folder / TRAINER_NAME).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        return parse_json(read_file(folder / TRAINER_NAME, MAX_JSON_BYTES))
+    except (OSError, ValueError) as error:
         raise damaged(folder, f"{TRAINER_NAME} can't be read: {error}") from None
 
 
@@ -244,7 +258,7 @@ def _sealed_text(folder: Path) -> str:
     Raises: Damaged if it is not.
     """
     try:
-        text = (folder / MANIFEST_NAME).read_bytes().decode()
+        text = read_file(folder / MANIFEST_NAME, MAX_JSON_BYTES).decode()
     except FileNotFoundError:
         hint = "a checkpoint is a folder such as checkpoints/step-00000100"
         raise Damaged(f"{folder} is no checkpoint: it has no {MANIFEST_NAME} ({hint})") from None

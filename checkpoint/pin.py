@@ -33,7 +33,7 @@ class Pin:
 
     def __init__(self, folder: Path) -> None:
         try:
-            self._descriptor: int | None = os.open(folder / MANIFEST_NAME, os.O_RDONLY)
+            self._descriptor: int | None = os.open(folder / MANIFEST_NAME, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
             self._descriptor = None  # whoever reads the manifest says why it can't be read
             return

@@ -45,6 +45,7 @@ from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from checkpoint.manifest import FileEntry, damaged
+from checkpoint.safe_read import require_stored
 from checkpoint.tensor_stream import synced_file
 from configs.errors import UserError
 
@@ -308,6 +309,12 @@ class _Reader(dcp.FileSystemReader):
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
         self._metadata = metadata
+
+    def _slice_file(self, file: Any, place: Any) -> Any:
+        """The part of a file that holds one tensor, once nothing in it is compressed."""
+        part = super()._slice_file(file, place)
+        require_stored(part)
+        return part
 
     # Without `kwargs` in the signature DCP doesn't look for other files if this one fails.
     def read_metadata(self) -> Metadata:  # type: ignore[override]

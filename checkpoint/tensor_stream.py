@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from checkpoint.manifest import FileEntry, damaged
-from checkpoint.safe_read import METADATA_NAME
+from checkpoint.safe_read import METADATA_NAME, require_stored
 from configs.files import synced
 
 SAFETENSORS_DTYPES = {
@@ -73,6 +73,7 @@ def read_part(folder: Path, metadata: Metadata, name: str, chunk: ChunkStorageMe
     try:
         with (folder / place.relative_path).open("rb") as file:
             view = _create_file_view(file, place.offset, place.length)
+            require_stored(view)
             part = torch.load(view, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
         if not isinstance(part, Tensor) or (part.shape, part.dtype) != (chunk.sizes, dtype):
             raise ValueError("it is of another shape or type than the index says")

@@ -1,10 +1,16 @@
 """Errors that end in one message instead of a traceback, each with the exit code that reports it."""
 
+from configs.untrusted import printable, shortened
+
 
 class KeelError(Exception):
     """A mistake that the user can mend; its text says what is wrong, where, and what to do."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        """The message; names and values in it may come from a stranger's file."""
+        return printable(shortened(super().__str__()))
 
 
 class UserError(KeelError):

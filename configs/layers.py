@@ -15,6 +15,12 @@ from configs.errors import ConfigError
 from configs.keys import KeyPath, dotted
 from configs.locate import line_numbers
 from configs.toml_text import value_text
+from configs.untrusted import read_file, require_64_bits, require_shallow
+
+MAX_FILE_BYTES = 256 << 10
+"""Of a job file; the largest of Keel's own has 2 KB."""
+MAX_BASES = 32
+"""Job files that inherit from one another."""
 
 
 @dataclass
@@ -39,10 +45,10 @@ class Layers:
                 self.origins[path] = origins[path]
                 self._merge(below[key], value, path, origins)
                 continue
+            if key in below:
+                self.origins = {other: of for other, of in self.origins.items() if other[: len(path)] != path}
             below[key] = value
-            kept = {other: origin for other, origin in self.origins.items() if other[: len(path)] != path}
-            new = {other: origin for other, origin in origins.items() if other[: len(path)] == path}
-            self.origins = kept | new
+            self.origins |= {inner: origins[inner] for inner in _paths(value, path) if inner in origins}
 
     def override(self, flag: str, path: KeyPath, value: Any) -> None:
         """Set one key from the command line; numbers in the path count the tables of a list.
@@ -108,6 +114,8 @@ def _add_file(layers: Layers, file: Path, chain: tuple[Path, ...]) -> None:
 def _base(value: Any, file: Path, where: str, chain: tuple[Path, ...]) -> Path:
     if not isinstance(value, str):
         raise ConfigError(f"{where}: base must be the path of another job file, got {value_text(value)}")
+    if len(chain) > MAX_BASES:
+        raise ConfigError(f"{where}: more than {MAX_BASES} job files inherit from one another")
     base = file.parent / value
     if not base.is_file():
         raise ConfigError(f"{where}: base = {value_text(value)}: there is no file {shown(base)}")
@@ -120,13 +128,15 @@ def _base(value: Any, file: Path, where: str, chain: tuple[Path, ...]) -> Path:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_bytes().decode("utf-8-sig")
+        return read_file(file, MAX_FILE_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{shown(file)}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{shown(file)}:{line}: byte {error.object[error.start]:#x} is not UTF-8") from None
 
+
+_MAX_LINE = 500
 
 # What tomli's messages most often mean, by their beginnings.
 _HINTS = {
@@ -139,15 +149,25 @@ _HINTS = {
 
 def _parse(text: str, file: Path) -> dict[str, Any]:
     try:
-        return tomli.loads(text)
+        values = tomli.loads(text)
+        require_shallow(values)
+        require_64_bits(values)  # as TOML 1.0 has it
     except tomli.TOMLDecodeError as error:
-        lines = text.replace("\r\n", "\n").split("\n")
-        line = lines[error.lineno - 1]
-        pointer = " " * (error.colno - 1) + "^"
         hint = next((f" ({hint})" for start, hint in _HINTS.items() if error.msg.startswith(start)), "")
-        raise ConfigError(
-            f"{shown(file)}:{error.lineno}: not valid TOML: {error.msg}{hint}\n    {line}\n    {pointer}"
-        ) from None
+        message = f"{shown(file)}:{error.lineno}: not valid TOML: {error.msg}{hint}"
+        raise ConfigError(message + _pointed_at(text, error, file)) from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists in lists in lists
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"{shown(file)}: cannot be read: {reason}") from None
+    return values
+
+
+def _pointed_at(text: str, error: tomli.TOMLDecodeError, file: Path) -> str:
+    """The line with the mistake. Nothing of a file that is no job file by its name: a base may lead anywhere."""
+    line = text.replace("\r\n", "\n").split("\n")[error.lineno - 1]
+    if file.suffix != ".toml" or len(line) > _MAX_LINE:
+        return ""
+    return f"\n    {line}\n    {' ' * (error.colno - 1)}^"
 
 
 def shown(file: Path) -> str:

@@ -28,6 +28,7 @@ def line_numbers(text: str) -> dict[KeyPath, int]:
 class _Scanner:
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
+        self.counted, self.line = 0, 1  # how far lines were counted, and the line there
         self.lines: dict[KeyPath, int] = {}
         self.n_tables: dict[KeyPath, int] = {}  # number of [[tables]] seen so far of each list of tables
 
@@ -57,7 +58,9 @@ class _Scanner:
         return match
 
     def _line(self) -> int:
-        return self.text.count("\n", 0, self.at) + 1
+        self.line += self.text.count("\n", self.counted, self.at)
+        self.counted = self.at
+        return self.line
 
     def _note(self, path: KeyPath, line: int) -> None:
         """A key also stands for the tables that it is the first to name: `a.b.c = 1` makes a and a.b."""

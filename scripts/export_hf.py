@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _tokenizer(checkpoint: Path, wanted: str | None) -> TokenizerFiles:
     """The tokenizer of the command line, or that of the job that wrote the checkpoint."""
-    path = wanted or (read_manifest(checkpoint).config.get("tokenizer") or {}).get("path")
+    path = wanted or read_manifest(checkpoint).value("tokenizer", "path", str)
     if path == "none":
         return TokenizerFiles()
     try:

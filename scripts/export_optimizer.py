@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from checkpoint.manifest import read_manifest
 from checkpoint.optimizer_export import export_optimizer
+from checkpoint.safe_read import read_metadata
 from configs.errors import UserError
 from configs.schema import Config
 from models import build_model
@@ -62,6 +63,9 @@ def _described(checkpoint: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
         config = Config.model_validate_json(json.dumps(manifest.config))
     except ValidationError:
         raise UserError(f"{checkpoint} has no job to go on with: it holds a model's weights only") from None
+    n_tensors = len(read_metadata(checkpoint).state_dict_metadata)
+    if config.model.n_layers > n_tensors:  # to build them might never end
+        raise UserError(f"{checkpoint} describes {config.model.n_layers} layers, and holds only {n_tensors} tensors")
     with torch.device("meta"):
         model = build_model(config.model)
         optimizers = plain_optimizers(config.optimizer, list(model.named_parameters()), hidden_matrices(model))

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from configs.files import AppendedFile
+from configs.untrusted import printable
 from trainer.metrics import StepMetrics
 from trainer.outages import Outages
 
@@ -135,6 +136,7 @@ class Console:
         """Say a line, or several, on rank 0. `style` is rich's ("bold", "dim"), and only for a terminal."""
         if self.rank != 0:
             return
+        text = printable(text)
         self._to_log(text)
         if self._rich:
             _print_styled(self._rich, text, style)
@@ -242,7 +244,7 @@ class Console:
             self.outages.flush(self._log)
 
     def _complain(self, kind: str, text: str, style: str) -> None:
-        text = f"{kind}: {text}" if self.rank == 0 else f"[rank {self.rank}] {kind}: {text}"
+        text = printable(f"{kind}: {text}" if self.rank == 0 else f"[rank {self.rank}] {kind}: {text}")
         self._to_log(text)
         err = self._err or sys.stderr
         if self._rich and err.isatty():
@@ -365,10 +367,10 @@ def _live_display(rich: "RichConsole") -> "Progress":
     from rich.progress import BarColumn, Progress, TextColumn
 
     return Progress(
-        TextColumn(_INDENT + "{task.description}"),
+        TextColumn(_INDENT + "{task.description}", markup=False),
         BarColumn(bar_width=32),
         TextColumn("{task.fields[numbers]}"),
-        TextColumn("{task.fields[message]}", style="dim"),
+        TextColumn("{task.fields[message]}", style="dim", markup=False),
         console=rich,
         transient=True,
     )
@@ -379,11 +381,11 @@ class _Bar:
 
     def __init__(self, live: "Progress", title: str, number: Callable[[int], str]) -> None:
         self._live, self._number = live, number
-        self._task: Any = live.add_task(title, total=None, numbers="", message="")
+        self._task: Any = live.add_task(printable(title), total=None, numbers="", message="")
 
     def report(self, done: int, total: int | None = None, message: str = "") -> None:
         numbers = f"{self._number(done)} / {self._number(total)}" if total else self._number(done)
-        self._live.update(self._task, completed=done, total=total or None, numbers=numbers, message=message)
+        self._live.update(self._task, completed=done, total=total or None, numbers=numbers, message=printable(message))
 
     def close(self) -> None:
         self._live.remove_task(self._task)

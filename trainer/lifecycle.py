@@ -20,7 +20,8 @@ from types import FrameType
 from typing import Any, Literal
 
 from configs.errors import KeelError
-from configs.files import require_plain, write_even_if_full
+from configs.files import write_even_if_full
+from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -146,13 +147,14 @@ def write_status(run_folder: Path, state: State, step: int, reason: str = "", **
 
 
 def read_status(run_folder: Path) -> dict[str, Any]:
-    """What status.json says; empty if there is none."""
+    """What status.json says; empty if there is none, or it is not of the form that `write_status` gives it."""
     try:
-        require_plain(run_folder / "status.json")  # a pipe would be waited for
-        status = json.loads((run_folder / "status.json").read_text())
+        status = parse_json(read_file(run_folder / "status.json", MAX_JSON_BYTES))
     except (OSError, ValueError):
         return {}
-    return status if isinstance(status, dict) else {}
+    kinds = {"state": str, "step": int, "reason": str, "time": float}
+    is_whole = isinstance(status, dict) and all(type(status.get(key)) is kind for key, kind in kinds.items())
+    return status if is_whole else {}
 
 
 def refresh_status(run_folder: Path, step: int, reason: str = "") -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.files import AppendedFile, link_refused, require_plain, write_atomically
+from configs.untrusted import parse_json
 from trainer.outages import Outages
 
 # --------------------------------------------------------------------------- time
@@ -259,9 +260,10 @@ def cut_back(path: Path, step: int) -> int:
 def _step_of(line: str) -> int | None:
     """The step that a line records; None if it is not a whole record."""
     try:
-        return int(json.loads(line)["step"]) if line.endswith("\n") else None
+        step = parse_json(line)["step"] if line.endswith("\n") else None
     except (ValueError, KeyError, TypeError):
         return None
+    return step if type(step) is int else None
 
 
 # --------------------------------------------------------------------------- TensorBoard

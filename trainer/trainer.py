@@ -40,6 +40,7 @@ from trainer.lr_schedule import learning_rate
 from trainer.metrics import Kind, MetricsLog, StepMetrics, TimeLedger, memory_peak_bytes
 from trainer.preparation import prepare_data
 from trainer.profile import StepProfiler
+from trainer.saved_state import check_saved_state
 from trainer.spikes import loss_limit, remembered
 from trainer.step import StepResult, build_learner
 from trainer.validation import ValidationResult, validate
@@ -122,6 +123,8 @@ class Trainer:
         )
         saved = self.checkpoints.resume(self.learner.state())
         self.learner.was_loaded()  # also where only weights were, from checkpoint.init_from
+        if saved:
+            check_saved_state(saved, RunState)
         self.run = RunState(**saved["run"]) if saved else RunState()
         self.first_step = self.run.step
         self._build_loaders(saved["data"] if saved else {"next_sample": 0, "sources": None})

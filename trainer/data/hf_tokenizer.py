@@ -19,6 +19,7 @@ JSON_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
 
 _BPE = 2
+_MAX_PIECE = 1024  # SentencePiece makes them of 16 at most; each is cut in two at every place
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Numbers of sentencepiece_model.proto: TrainerSpec.ModelType and SentencePiece.Type."""
 
@@ -75,9 +76,14 @@ def _parse(path: Path, content: bytes) -> Any:
     """The model's description. Raises: UserError if tokenizer.json can't express it exactly."""
     from sentencepiece import sentencepiece_model_pb2
 
-    model = sentencepiece_model_pb2.ModelProto.FromString(content)  # type: ignore[attr-defined]
+    try:
+        model = sentencepiece_model_pb2.ModelProto.FromString(content)  # type: ignore[attr-defined]
+    except Exception as error:  # protobuf's DecodeError, which is protobuf's to import
+        raise UserError(f"{path} can't be read: {error}") from None
     normalizer = model.normalizer_spec
     unlike = {
+        "its marks are none of its pieces": not 0 <= model.trainer_spec.unk_id < len(model.pieces),
+        f"it has a piece of more than {_MAX_PIECE} characters": any(len(p.piece) > _MAX_PIECE for p in model.pieces),
         "it is no BPE model": model.trainer_spec.model_type != _BPE,
         "it normalizes text": bool(normalizer.precompiled_charsmap) or normalizer.remove_extra_whitespaces,
         "it does not mark spaces": not normalizer.escape_whitespaces,

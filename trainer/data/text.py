@@ -24,10 +24,15 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from configs.errors import UserError
+from configs.untrusted import parse_json, read_file, shortened
 
+MAX_TEXT_BYTES = 16 << 30
+"""Of a file that is one document."""
+MAX_LINE_BYTES = 256 << 20
+"""Of a document in a .jsonl file; it is held in memory about three times."""
 JSONL_PIECE_BYTES = 8 << 20
 HUB_PIECE_BYTES = 64 << 20
 """What a piece of a hub dataset counts for, its size being unknown before it is read."""
@@ -146,9 +151,11 @@ def _file_pieces(path: Path) -> list[Piece]:
 
 def _parquet_pieces(path: Path, size: int) -> list[Piece]:
     parquet = _import("pyarrow.parquet", f"{path}: .parquet files")
+    if not path.is_file():
+        return [Piece("parquet", str(path), 0, 1, size)]  # it is found bad when it is read
     try:
         metadata = parquet.read_metadata(path)
-    except (OSError, ValueError):  # pyarrow.ArrowInvalid is a ValueError; it is found bad when it is read
+    except Exception:  # of a damaged file pyarrow raises a dozen types; it is found bad when it is read
         return [Piece("parquet", str(path), 0, 1, size)]
     sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
     return [Piece("parquet", str(path), i, i + 1, size) for i, size in enumerate(sizes)]
@@ -164,11 +171,8 @@ def _hub_pieces(dataset: str) -> list[Piece]:
 
 def _read_file(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
     path = Path(piece.path)
-    if path.exists() and not path.is_file():
-        bad.add(f"{path}: not a regular file")  # reading a pipe or a device might never end
-        return
     try:
-        text = path.read_bytes().decode()  # bytes, so that line ends stay as they are
+        text = read_file(path, MAX_TEXT_BYTES).decode()  # bytes, so that line ends stay as they are
     except OSError as error:
         bad.add(f"{piece.path}: {error.strerror}")
     except UnicodeDecodeError as error:
@@ -178,16 +182,21 @@ def _read_file(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
 
 
 def _read_jsonl(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
+    if not _is_regular(piece.path, bad):
+        return
     try:
         with open(piece.path, "rb") as file:
             if piece.start:
                 file.seek(piece.start - 1)
-                file.readline()
+                _pass_line(file)
             while (at := file.tell()) < piece.stop:
-                line = file.readline()
+                line = file.readline(MAX_LINE_BYTES + 1)
                 if not line.strip():
                     continue
                 try:
+                    if len(line) > MAX_LINE_BYTES:
+                        _pass_line(file)
+                        raise ValueError(f"the line is longer than {MAX_LINE_BYTES:,} bytes")
                     yield _text_of(_parse(line), text_key)
                 except ValueError as error:
                     bad.add(f"{piece.path}:{_line_number(piece.path, at)}: {error}")
@@ -195,22 +204,45 @@ def _read_jsonl(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
         bad.add(f"{piece.path}: {error.strerror}")
 
 
+def _is_regular(path: str, bad: BadFiles) -> bool:
+    """Whether a path that exists is a file; reading a pipe or a device might never end."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        bad.add(f"{path}: it is not a regular file")
+        return False
+    return True
+
+
+def _pass_line(file: IO[bytes]) -> None:
+    """Go on to the end of the line, however long it is."""
+    while (part := file.readline(1 << 20)) and not part.endswith(b"\n"):
+        pass
+
+
 def _read_parquet(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
     parquet = _import("pyarrow.parquet", f"{piece.path}: .parquet files")
+    if not _is_regular(piece.path, bad):
+        return
     try:
-        with parquet.ParquetFile(piece.path) as file:
-            if text_key not in file.schema_arrow.names:
-                raise UserError(f"{piece.path}: no column {text_key!r}; there are {file.schema_arrow.names}.")
+        _check_column(parquet.read_schema(piece.path).names, text_key, piece)
+        with parquet.ParquetFile(piece.path, read_dictionary=[text_key]) as file:
             row = 0
             for batch in file.iter_batches(1024, row_groups=range(piece.start, piece.stop), columns=[text_key]):
-                for value in batch.column(0).to_pylist():
+                for scalar in batch.column(0):  # one by one: a dictionary may hold one long text for all the rows
+                    value = scalar.as_py()
                     if isinstance(value, str):
                         yield value
                     else:
                         bad.add(f"{piece.path}, row group {piece.start}, row {row}: no text but {value!r:.40}")
                     row += 1
-    except (OSError, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
+    except UserError:
+        raise
+    except Exception as error:  # of a damaged file pyarrow raises a dozen types
         bad.add(f"{piece.path}: {error}")
+
+
+def _check_column(names: list[str], text_key: str, piece: Piece) -> None:
+    if text_key not in names:
+        raise UserError(f"{piece.path}: no column {text_key!r}; there are {shortened(str(names), 400)}.")
 
 
 def _read_hub(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
@@ -246,7 +278,7 @@ def _hub_error(dataset: str, what: str, error: Exception) -> UserError:
 def _parse(line: bytes) -> object:
     """The JSON value on a line; raises ValueError if there is none."""
     try:
-        return json.loads(line.rstrip().decode())
+        return parse_json(line.rstrip().decode())
     except json.JSONDecodeError as error:  # its own text would name a second line number
         raise ValueError(f"no JSON at column {error.colno} ({error.msg})") from None
 
@@ -256,7 +288,7 @@ def _text_of(record: object, text_key: str) -> str:
     if not isinstance(record, dict):
         raise ValueError(f"expected an object with the key {text_key!r}, found {type(record).__name__}")
     if not isinstance(text := record.get(text_key), str):
-        raise ValueError(f"no text under the key {text_key!r}; the keys are {list(record)}")
+        raise ValueError(f"no text under the key {text_key!r}; the keys are {shortened(str(list(record)), 400)}")
     text.encode()  # JSON can spell half a character ("\\ud800"), which is no text
     return text
 

@@ -11,8 +11,10 @@ import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,12 +23,19 @@ import sentencepiece
 import xxhash
 
 from configs.errors import ConfigError, UserError
+from configs.untrusted import parse_json, read_file, shortened
 
 SPACE = "\u2581"
 """The character that stands for a space in SentencePiece's pieces; it may occur in a text, too."""
 
 RUN_CHARACTERS = 1 << 18
 """Length from which a document is encoded in several runs."""
+
+MAX_TOKENIZER_BYTES = 256 << 20
+"""Of a tokenizer's file; the largest in use have 35 MB."""
+MAX_VOCABULARY = 1 << 24
+MAX_GROWTH = 100
+"""How many times longer the replacements of a tokenizer.json may make a text, one after the other."""
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
@@ -59,7 +68,7 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
     """
     path = Path(path)
     try:
-        content = path.read_bytes()
+        content = read_file(path, MAX_TOKENIZER_BYTES)
     except OSError as error:
         raise UserError(f"{path}: cannot read the tokenizer ({error.strerror}). Check tokenizer.path.") from None
     tokenizer = JsonTokenizer(path, content) if path.suffix == ".json" else SentencePieceTokenizer(path, content)
@@ -102,9 +111,10 @@ class SentencePieceTokenizer:
         try:
             self._model = sentencepiece.SentencePieceProcessor()
             self._model.load_from_serialized_proto(content)
-        except RuntimeError:
+            self.vocab_size: int = self._model.get_piece_size()
+            self._lengths = [self._bytes_of(i) for i in range(self.vocab_size)]
+        except (RuntimeError, UnicodeDecodeError):  # a piece may be no UTF-8
             raise UserError(f"{path}: not a SentencePiece model. Expected a .model or a tokenizer.json.") from None
-        self.vocab_size: int = self._model.get_piece_size()
         self.bos_id = _id_or_none(self._model.bos_id())
         self.eos_id = _id_or_none(self._model.eos_id())
         self.hash = xxhash.xxh3_128_hexdigest(content)
@@ -122,7 +132,7 @@ class SentencePieceTokenizer:
 
     def token_bytes(self) -> np.ndarray:
         """Bytes of text an id stands for, (vocab_size,): a piece's own length, 1 for a byte piece, 0 for marks."""
-        return np.array([self._bytes_of(i) for i in range(self.vocab_size)], dtype=np.int32)
+        return np.array(self._lengths, dtype=np.int32)
 
     def _bytes_of(self, i: int) -> int:
         if self._model.is_control(i) or self._model.is_unknown(i) or self._model.is_unused(i):
@@ -141,7 +151,11 @@ class SentencePieceTokenizer:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json` of the package `tokenizers`; its marks are found by their usual names."""
+    """A `tokenizer.json` of the package `tokenizers`; its marks are found by their usual names.
+
+    Of what the file says only what makes ids of text is done: not its truncation and padding, which files have that
+    were saved after a use with them, nor its post-processor, which puts marks around a text or the text twice.
+    """
 
     def __init__(self, path: Path, content: bytes) -> None:
         """Read the tokenizer from `content`, the bytes of `path`; raises UserError if they are none."""
@@ -151,27 +165,30 @@ class JsonTokenizer:
             raise UserError(
                 f"{path}: a tokenizer.json needs the package tokenizers. Install it: pip install tokenizers"
             ) from None
-        try:
-            self._model = tokenizers.Tokenizer.from_str(content.decode())
-            self._decoder: dict[str, Any] = json.loads(content)["decoder"] or {}
-        except Exception as error:  # the package raises plain Exception
-            raise UserError(f"{path}: not a tokenizer.json ({error}).") from None
-        self._model.encode_special_tokens = True  # a mark's name in a text is text
         self._path = path
-        self._ids: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
-        self._added = self._model.get_added_tokens_decoder()
-        self.vocab_size = max(self._ids.values()) + 1
+        with _panics_as_errors(f"{path}: not a tokenizer.json"):
+            description = _parse_description(content)
+            self._model = tokenizers.Tokenizer.from_str(json.dumps(description))
+            self._model.encode_special_tokens = True  # a mark's name in a text is text
+            self._decoder: dict[str, Any] = description["decoder"] or {}
+            self._ids: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
+            self._added = self._model.get_added_tokens_decoder()
+            self.vocab_size = max(self._ids.values(), default=0) + 1
+            if self.vocab_size > MAX_VOCABULARY:
+                raise ValueError(f"its ids go up to {self.vocab_size - 1:,}; Keel reads less than {MAX_VOCABULARY:,}")
         self.bos_id = self._first_id(BOS_NAMES)
         self.eos_id = self._first_id(EOS_NAMES)
         self.hash = xxhash.xxh3_128_hexdigest(content)
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without marks around it."""
-        return self._model.encode(text, add_special_tokens=False).ids
+        with _panics_as_errors(f"{self._path}: can't encode a text"):
+            return self._model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; marks stand for no text."""
-        return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
+        with _panics_as_errors(f"{self._path}: can't decode"):
+            return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def token_bytes(self) -> np.ndarray:
         """Bytes of text an id stands for, (vocab_size,), 0 for marks and unused ids.
@@ -192,6 +209,43 @@ class JsonTokenizer:
 
     def _first_id(self, names: Iterable[str]) -> int | None:
         return next((self._ids[name] for name in names if name in self._ids), None)
+
+
+def _parse_description(content: bytes) -> dict[str, Any]:
+    """The JSON of a tokenizer without truncation, padding and post-processor.
+
+    Raises ValueError if it is none, or replaces a little text by very much.
+    """
+    description = parse_json(content)
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        if (growth := _growth(description[part])) > MAX_GROWTH:
+            raise ValueError(f"its {part} makes a text up to {growth:,} times longer; Keel takes {MAX_GROWTH} at most")
+    return description | dict.fromkeys(("truncation", "padding", "post_processor"))
+
+
+def _growth(step: Any) -> int:
+    """How many times longer a step, or all in it one after the other, may make a text."""
+    if isinstance(step, list):
+        return prod(map(_growth, step))
+    if not isinstance(step, dict):
+        return 1
+    added = step.get("content") or step.get("prepend") or ""
+    is_text = isinstance(added, str) and step.get("type") in ("Replace", "Prepend")
+    own = max(1, len(added)) if is_text else 1
+    return own * prod(_growth(value) for value in step.values() if isinstance(value, list))
+
+
+@contextmanager
+def _panics_as_errors(message: str) -> Iterator[None]:
+    """Raise UserError for what the package raises: plain Exception, and for its own mistakes an exception that is none
+    (pyo3's PanicException is a BaseException)."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        what = error.args[0] if isinstance(error, KeyError) and error.args else error
+        raise UserError(f"{message} ({shortened(str(what), 400)}).") from None
 
 
 def _bytes_of_piece(piece: str) -> int:
