@@ -30,7 +30,7 @@ from typing import Any
 import torch.distributed as dist
 
 from configs.errors import UserError
-from parallelisms.torch_internals import issuing_group, listening, tensors_of
+from parallelisms.torch_internals import issuing_group, listening, prepare_listening, tensors_of
 
 _HOME = str(Path(__file__).resolve().parents[1]) + os.sep
 _NOT_CALLERS = {str(Path(__file__).resolve()), str(Path(__file__).resolve().with_name("torch_internals.py"))}
@@ -66,6 +66,8 @@ class OrderGuard:
         self._is_noting = False
         self.log: list[Issued] = []
         """What guarded steps have issued since the last comparison."""
+        if interval > 0 and dist.get_world_size() > 1:
+            prepare_listening()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
