@@ -10,6 +10,7 @@ gets, and ends as the rank did, by the same signal or code. To torchrun it is th
 """
 
 import contextlib
+import importlib
 import json
 import os
 import select
@@ -31,6 +32,8 @@ ROOT = Path(__file__).parents[2]
 RANK_PROGRAM = Path(__file__).with_name("preloaded_rank.py")
 SOCKET = "PRELOADED_SOCKET"
 """Environment variable by which `preloaded_rank.py` finds the server."""
+FIRST = "PRELOADED_FIRST"
+"""Environment variable with a function ("package.module:name") that a rank calls before `train.main`."""
 START_SECONDS = 300
 NOT_A_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -266,6 +269,9 @@ def _run(words: list[str]) -> int:
     from train import main
 
     sys.argv = words
+    if first := os.environ.get(FIRST):
+        module, name = first.split(":")
+        getattr(importlib.import_module(module), name)()
     return main()
 
 
