@@ -38,7 +38,7 @@ AT = 12
 """Steps done before the fault."""
 STEPS = 40
 JOB = (
-    f"--training.steps {STEPS} --lr_schedule.total_steps {STEPS} --checkpoint.interval 5 --metrics.tensorboard false"
+    f"--lr_schedule.total_steps {STEPS} --checkpoint.interval 5 --metrics.tensorboard false"
     " --job.timeout_seconds 8 --training.max_skipped_steps 3"
 )
 PLANTED = "PLANTED"
@@ -639,8 +639,8 @@ def prepare_text(server: Server, folder: Path, text: str) -> None:
 
 def launch(scene: Scene, fault: Fault, name: str, steps: int) -> None:
     """Start a launch of a row; only the one called "run" has the fault inside."""
-    words = f"--config {TEXT if fault.text else TINY} {JOB} --job.output_dir {scene.run} "
-    words += {"first": fault.first or ""}.get(name, fault.words) + f" --training.steps {steps}"
+    further = f"{(fault.first or '') if name == 'first' else fault.words} --training.steps {steps}"
+    words = f"--config {TEXT if fault.text else TINY} --job.output_dir {scene.run} {_merged(JOB, further)}"
     environment = {PLANTED: str(scene.folder / "planted")}
     if fault.plant and name == "run":
         environment[FIRST] = f"tests.torture.faults:{fault.plant}"
@@ -650,6 +650,14 @@ def launch(scene: Scene, fault: Fault, name: str, steps: int) -> None:
     else:
         children = scene.server.start_ranks(2, words, here, output, environment)
     scene.launches.append(children)
+
+
+def _merged(words: str, further: str) -> str:
+    """Keys and values, of which the later count: a command line may not have a key twice."""
+    settings: dict[str, str] = {}
+    for each in (words.split(), further.split()):
+        settings |= dict(zip(each[::2], each[1::2], strict=True))
+    return " ".join(f"{key} {value}" for key, value in settings.items())
 
 
 def torture(server: Server, fault: Fault, folder: Path) -> Result:
@@ -685,6 +693,7 @@ def _watch(scene: Scene, fault: Fault) -> Result:
     reached = scene.step()
     begun = time.monotonic()
     if fault.act:
+        assert not _have_ended(scene), f"ended before its fault: {scene.said()[-2000:]}"
         fault.act(scene)
     elif fault.plant:
         _wait(scene, lambda: planted.exists() or _have_ended(scene))
