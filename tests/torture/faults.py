@@ -708,12 +708,22 @@ def _watch(scene: Scene, fault: Fault) -> Result:
             _stop(scene)  # it has said it, and goes on
         if over:
             break
+        _end_stopped(scene)
         time.sleep(0.05)
     ended = time.monotonic() - begun
     saved = scene.run / "checkpoints"
     newest = max(steps_in(saved), default=0) if saved.is_dir() else 0
     how = "hangs" if not _have_ended(scene) else scene.status().get("state", "")
     return Result(fault, _line(scene.said(), pattern), said_after, ended, how, max(0, reached - newest))
+
+
+def _end_stopped(scene: Scene) -> None:
+    """A stopped rank does not end by itself, and has no torchrun that would end it with the others."""
+    running = [child.pid for children in scene.launches for child in children if child.poll() is None]
+    left = {pid: state(pid) for pid in running}
+    if left and set(left.values()) == {"T"}:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
 
 
 def _stop(scene: Scene) -> None:
