@@ -61,8 +61,9 @@ MOVING_STEPS = 300
 """Of a run that changes its mesh; a longer one would amplify differences of the last bit beyond MOVED."""
 BUSY = (
     "--checkpoint.interval 20 --comm.order_guard_interval 10 --validation.interval 30 --validation.sequences 8"
-    " --checkpoint.export_every 40 --checkpoint.keep_last 3 --checkpoint.keep_every 200"
+    " --checkpoint.keep_last 3 --checkpoint.keep_every 200"
 )
+EXPORTS = "--checkpoint.export_every 40"
 EXPERTS = "--model.n_experts 4 --model.experts_per_token 2"
 RESTING_SHARE = 0.3
 """Of the samples of a launch at its beginning that count as warm-up."""
@@ -321,7 +322,7 @@ class Launch:
         run.launches += 1
         words = f"--config {soak.job} --job.output_dir {folder} --training.steps {run.steps}"
         words += f" --lr_schedule.total_steps {run.steps} {run.words} {mesh.words}"
-        words += EXPERTS.join("  ") if mesh.experts else ""
+        words += f" {EXPERTS}" if mesh.experts else ""
         self.torchrun: Child | None = None
         self.ranks: dict[int, int] = {}
         self.children: list[Child] = []
@@ -460,11 +461,10 @@ def runs(steps: int, pattern: str) -> Iterator[Run]:
         for mesh in meshes:
             if number % 3 == 2 and len(meshes) > 1:
                 moving = tuple(each for each in meshes if not each.experts)
-                words = f"{BUSY} {FLOAT64} --checkpoint.export_every 0"
+                words = f"{BUSY} {FLOAT64}"
                 yield Run("changing meshes", moving, words, min(steps, MOVING_STEPS), 20)
             busy = number % 2 == 1
-            exports = "" if not mesh.experts else " --checkpoint.export_every 0"
-            words = f"{BUSY}{exports}" if busy else ""
+            words = f"{BUSY} {EXPORTS}" if busy else ""
             yield Run(f"{mesh.name}{', busy' if busy else ''}", (mesh,), words, steps, 20 if busy else 500)
             number += 1
         number += len(meshes) % 2 == 0  # so that a mesh is busy in every second round

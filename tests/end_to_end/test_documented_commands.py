@@ -25,24 +25,28 @@ BATCH = "--training.global_batch_size 4 --training.micro_batch_size 1 --training
 TINY_8B = (
     "--model.dim 64 --model.n_layers 2 --model.n_heads 8 --model.n_kv_heads 4 --model.ffn_dim 128"
     " --model.vocab_size 512 --training.steps 2 --training.global_batch_size 2 --compile.enable false"
-    """ --data.sources '[{name = "random", kind = "synthetic"}]' --tokenizer '{}'"""
+    """ --data.sources '[{name = "random", kind = "synthetic"}]' --tokenizer.path runs/data/tiny.model"""
+    " --tokenizer.train_on '[\"my_text\"]'"
 )
 
 INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "torchrun train.py --config debug.toml": f"torchrun train.py --config debug.toml {BATCH}"
     " && cp -r runs/debug runs/debug-300",
-    # Each of the next two goes on from step 300, past two saves and a guarded step after one; and the first from none.
+    # Each of the next two goes on from step 300, for a few steps; and the first from none, past the guarded step 101.
     "torchrun --nproc-per-node 2 train.py --config debug.toml --training.steps 600": "torchrun --nproc-per-node 2"
-    f" train.py --config debug.toml --training.steps 450 {BATCH} && torchrun --nproc-per-node 2"
+    f" train.py --config debug.toml --training.steps 320 {BATCH} && torchrun --nproc-per-node 2"
     f" train.py --config debug.toml --training.steps 130 {BATCH} --job.output_dir runs/debug-2",
     "torchrun --nproc-per-node 4 train.py --config debug.toml --training.steps 600 --mesh.tp 2": "rm -r runs/debug"
-    " && mv runs/debug-300 runs/debug && torchrun --nproc-per-node 4 train.py --config debug.toml --training.steps 420"
+    " && mv runs/debug-300 runs/debug && torchrun --nproc-per-node 4 train.py --config debug.toml --training.steps 310"
     f" --mesh.tp 2 {BATCH}",
     "tensorboard --logdir runs/debug/tensorboard": "tensorboard --inspect --logdir runs/debug/tensorboard",  # no server
     # Less text, and so fewer pieces.
     "python scripts/train_tokenizer.py my_text/ --output runs/data/mine.model --vocab-size 32000": "mkdir my_text"
-    f" && cp {os.path.dirname(os.__file__)}/a*.py my_text/ && python scripts/train_tokenizer.py my_text/"
+    f" && cp {os.path.dirname(os.__file__)}/*.py my_text/ && python scripts/train_tokenizer.py my_text/"
     " --output runs/data/mine.model --vocab-size 1000",
+    "python scripts/prepare_data.py my_text/ --output runs/data/mine --tokenizer runs/data/mine.model"
+    " --validation-fraction 0.01": "python scripts/prepare_data.py my_text/ --output runs/data/mine"
+    " --tokenizer runs/data/mine.model --validation-fraction 0.1",
     'python scripts/parity.py --rows "FSDP 2 x TP 2*"': 'python scripts/parity.py --rows "FSDP 2 x TP 2, none, eager*"',
     'python scripts/parity.py --rows "CP*"': 'python scripts/parity.py --rows "CP 2, gather, eager"',
     'python scripts/parity.py --rows "MoE*"': "python scripts/parity.py --list",  # rows are tests of their own
@@ -81,14 +85,15 @@ NO_COMMANDS = {  # first line of an indented block that is neither a command nor
     "OUTPUT/prepare.json             settings and counts; the inputs that were left out": "a folder",
     "weight * sum over experts i of f_i P_i": "a formula",
 }
-REST = """
-[job]
-name = "rest"
-
+SYNTHETIC = """
 [[data.sources]]
 name = "noise"
 kind = "synthetic"
-
+"""
+REST = f"""
+[job]
+name = "rest"
+{SYNTHETIC}
 [training]
 steps = 1
 seq_len = 16
@@ -100,12 +105,19 @@ lr = 1e-3
 [lr_schedule]
 total_steps = 1
 """
+MODEL = """
+[model]
+vocab_size = 1000
+dim = 32
+n_layers = 1
+n_heads = 2
+ffn_dim = 64
+"""
 JOBS = {  # a line of a TOML block: what precedes and follows it in its job file, what is run with the file
     'path = "runs/data/mine.model"': (
-        'base = "debug.toml"\n',
         "",
-        f"torchrun train.py --config {{job}} --model.vocab_size 1000 --training.steps 2 --job.name mine {BATCH}"
-        " --validation.interval 0",
+        f"{REST.replace(SYNTHETIC, '')}{MODEL}",
+        "torchrun train.py --config {job} --job.name mine",
     ),
     'base = "../runs/import/llama_1b/model.toml"': ("", REST, "python train.py --config {job} --training.steps 1"),
     "n_shared_experts = 2": ('base = "moe_debug.toml"\n', "", "python train.py --config {job} --validate"),
@@ -201,9 +213,9 @@ def check_debug(clone: Path, _: str) -> None:
 
 
 def check_two_ranks(clone: Path, told: str) -> None:
-    """Resumed at 300, and from the start, past the guarded step that follows an asynchronous save."""
+    """Resumed at 300; and from the start, past the guarded step that follows an asynchronous save."""
     assert "going on from runs/debug/checkpoints/step-00000300" in told
-    for name, steps, saves in (("debug", 450, (400, 450)), ("debug-2", 130, (100, 130))):
+    for name, steps, saves in (("debug", 320, (300, 320)), ("debug-2", 130, (100, 130))):
         run = clone / "runs" / name
         assert (status(run)["state"], status(run)["step"]) == ("done", steps)
         assert all((run / "checkpoints" / f"step-{save:08d}").is_dir() for save in saves)
@@ -216,7 +228,7 @@ def check_four_ranks(clone: Path, told: str) -> None:
     """FSDP 2 x TP 2, from step 300 on."""
     assert "going on from runs/debug/checkpoints/step-00000300" in told
     assert re.search(r"dp_shard 2.*tp 2|FSDP 2.*TP 2", told), told
-    assert (status(clone / "runs" / "debug")["state"], status(clone / "runs" / "debug")["step"]) == ("done", 420)
+    assert (status(clone / "runs" / "debug")["state"], status(clone / "runs" / "debug")["step"]) == ("done", 310)
 
 
 CHECKS: dict[str, Callable[[Path, str], None]] = {

@@ -591,7 +591,7 @@ FAULTS = (
     ),
     Fault("run folder read-only", r"[Rr]ead-only", "failed|running|done", read_only, prepare=_tmpfs),
     Fault("run folder removed", r"run folder|No such file", "failed|done|", act=remove_folder, lost=STEPS),
-    Fault("run folder in use", r"is in use by process \d+", "done", act=second_launch, quick=True),
+    Fault("run folder in use", r"is in use by process \d+", "preempted", act=second_launch, quick=True),
     Fault("network between ranks lost", r"rank [01]", act=link_down, plant="dead_link", prepare=_second_host),
     Fault("no more memory on rank 1", r"rank 1.*memory|memory.*rank 1", plant="no_memory"),
     Fault("clock of rank 0 a day back", r"Done: step 40", "done", plant="clock_back", lost=0),

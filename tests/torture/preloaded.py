@@ -211,8 +211,10 @@ def serve(address: str) -> None:
             if connection in ready:  # who asked for the process has ended
                 _kill(pid)
         _reap(started)
+    signal.set_wakeup_fd(-1)
     for pid in started:
         _kill(pid)
+        os.waitpid(pid, 0)
 
 
 def _accept(listener: socket.socket, started: dict[int, socket.socket], *others: socket.socket) -> None:
