@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import xxhash
@@ -73,7 +73,7 @@ def read_part(folder: Path, metadata: Metadata, name: str, chunk: ChunkStorageMe
     try:
         with (folder / place.relative_path).open("rb") as file:
             view = _create_file_view(file, place.offset, place.length)
-            require_stored(view)
+            require_stored(cast(IO[bytes], view))
             part = torch.load(view, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
         if not isinstance(part, Tensor) or (part.shape, part.dtype) != (chunk.sizes, dtype):
             raise ValueError("it is of another shape or type than the index says")

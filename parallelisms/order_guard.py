@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.errors import UserError
-from parallelisms.torch_internals import issuing_group, listening, tensors_of
+from parallelisms.torch_internals import issuing_group, listening, prepare_listening, tensors_of
 
 _HOME = str(Path(__file__).resolve().parents[1]) + os.sep
 _NOT_CALLERS = {str(Path(__file__).resolve()), str(Path(__file__).resolve().with_name("torch_internals.py"))}
@@ -67,6 +67,8 @@ class OrderGuard:
         self._is_noting = False
         self.log: list[Issued] = []
         """What guarded steps have issued since the last comparison."""
+        if interval > 0 and dist.get_world_size() > 1:
+            prepare_listening()
 
     @contextmanager
     def watch(self) -> Iterator[None]:

@@ -297,27 +297,42 @@ Listener = Callable[[str, dist.ProcessGroup, tuple[Any, ...]], None]
 """Called with the name of the operator, the process group, and the operator's arguments."""
 
 
-@contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Call `listener` before each collective and message that this process issues, from whatever code and thread.
+_listener: Listener | None = None
+_kernels: Library | None = None
 
-    A kernel is put between the operators and their backends, under the dispatch key ADInplaceOrView: no other stands
-    there, and neither `no_grad` nor compiled code jumps over it. (A dispatch mode would make compiled blocks run
-    eagerly; torch's flight recorder does not see gloo.)
+
+def prepare_listening() -> None:
+    """Put a kernel between the operators and their backends, once and for the life of the process.
+
+    To be called before a second thread issues collectives. The kernels stay, since torch swaps and frees them without
+    a lock: a thread on its way into one would run another operator's, or freed memory. It stands under the dispatch
+    key ADInplaceOrView: no other is there, and neither `no_grad` nor compiled code jumps over it. (A dispatch mode
+    would make compiled blocks run eagerly; torch's flight recorder does not see gloo.)
     """
-    library = Library("c10d", "IMPL")
-    try:
+    global _kernels
+    if _kernels is None:
+        _kernels = Library("c10d", "IMPL")
         for name in COLLECTIVES:
             operator = getattr(torch.ops.c10d, name).default
             place = [argument.name for argument in operator._schema.arguments].index("process_group")
-            library.impl(name, partial(_heard, listener, name, operator, place), "ADInplaceOrView", with_keyset=True)
+            _kernels.impl(name, partial(_heard, name, operator, place), "ADInplaceOrView", with_keyset=True)
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Call `listener` before each collective and message that this process issues, from whatever code and thread."""
+    global _listener
+    prepare_listening()
+    _listener = listener
+    try:
         yield
     finally:
-        library._destroy()
+        _listener = None
 
 
-def _heard(listener: Listener, name: str, operator: Any, place: int, keys: Any, *arguments: Any) -> Any:
-    listener(name, dist.ProcessGroup.unbox(arguments[place]), arguments)
+def _heard(name: str, operator: Any, place: int, keys: Any, *arguments: Any) -> Any:
+    if (listener := _listener) is not None:
+        listener(name, dist.ProcessGroup.unbox(arguments[place]), arguments)
     return operator.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *arguments)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.torture import damage, full_disk, resume
 from trainer.step import Learner
+from trainer.trainer import Trainer
 
 RESUMES = {row.name: row for row in resume.table()}
 CHOSEN_RESUMES = [
@@ -21,13 +22,43 @@ CHOSEN_RESUMES = [
 ]
 
 
-def test_kill(tmp_path):
-    """In a process of its own: the ranks are forked off, and this one has threads."""
-    command = [sys.executable, "-m", "tests.torture.kill", "--kills", "6", "--steps", "40"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stderr
-    assert "bit for bit like the undisturbed one" in process.stdout
+@pytest.mark.parametrize("how", ["", "--torchrun"])
+def test_kill(tmp_path, how):
+    told = run(f"tests.torture.kill --kills 6 --steps 40 {how}", tmp_path)
+    assert "bit for bit like the undisturbed one" in told
+
+
+def test_soak(tmp_path):
+    """A mesh of two ranks until its end, then for the rest of the time another one."""
+    told = run("tests.soak --minutes 0.6 --meshes ?[SP]*2 --steps 120", tmp_path)
+    assert "no difference, no growth, no problem" in told
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith("torch")]
+
+
+def test_a_soak_sees_a_resume_that_forgets_something(tmp_path):
+    environment = {"PRELOADED_FIRST": "tests.torture.test_torture:forget_the_data"}
+    told = run("tests.soak --minutes 2 --meshes FSDP?2 --steps 60", tmp_path, environment, expected=1)
+    assert "differs from the undisturbed run by" in told
+
+
+def forget_the_data():
+    """As a resume that forgets where the data stands: called on each rank of a launch."""
+    forgets = Trainer._build_loaders
+    Trainer._build_loaders = lambda self, data: forgets(self, data | {"next_sample": 0})
+
+
+def test_faults(tmp_path):
+    told = run("tests.torture.faults --quick", tmp_path)
+    assert "NOT" not in told
+
+
+def run(words, folder, environment=None, expected=0):
+    """Run one of the scripts, in a process of its own; returns what it prints."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)} | (environment or {})
+    command = [sys.executable, "-m", *words.split()]
+    process = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
+    assert process.returncode == expected, f"{process.stdout}\n{process.stderr}"
+    return process.stdout
 
 
 def test_damage(tmp_path):

@@ -2,6 +2,8 @@
 that file is the only one to look at; the distributed tests of streams and order guard show whether the values hold."""
 
 import inspect
+import threading
+import time
 from datetime import timedelta
 
 import torch
@@ -99,3 +101,33 @@ def test_process_groups_have_a_timeout_a_count_and_a_record_of_their_collectives
         assert dist.distributed_c10d._get_default_store().get("key") == b"value"
     finally:
         dist.destroy_process_group()
+
+
+def test_listening_begins_and_ends_beside_a_thread_that_issues_collectives(ranks):
+    """As the writer of checkpoints does amid guarded steps. Kernels that come and go lead it to another operator's."""
+    assert ranks(1, broadcasts_in_a_thread, 3.0) == [[]]
+
+
+def broadcasts_in_a_thread(seconds: float) -> list[str]:
+    """Listen again and again; returns what has gone wrong in the thread."""
+    errors: list[str] = []
+    group, ended = dist.new_group(backend="gloo"), threading.Event()
+
+    def write() -> None:
+        while not ended.is_set():
+            try:
+                dist.broadcast_object_list([1], src=0, group=group)
+            except Exception as error:
+                errors.append(str(error))
+                return
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not errors:
+        with listening(lambda name, group, given: None):
+            dist.all_reduce(torch.ones(2))
+            time.sleep(0.001)
+    ended.set()
+    thread.join()
+    return errors

@@ -1,0 +1,344 @@
+"""Every command of README.md and docs/ is run as a reader would run it, in order, in a copy of the checkout.
+
+Lines of `sh` blocks, indented commands and commands in the text are run by bash as they stand; `toml` blocks are put
+into a job file, which must be valid; `python` blocks are run. What is not run as it stands is in the tables below, with
+the reason, so that nothing that is new in the docs escapes: it is run, or fails.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launch import ENVIRONMENT, ROOT, curve, records, status
+
+TIMEOUT_SECONDS = 900
+
+# 16 sequences of 256 tokens are cut to 4 of 32, so that a step takes a twentieth; a validation to 8. Nothing else is.
+BATCH = "--training.global_batch_size 4 --training.micro_batch_size 1 --training.seq_len 32 --validation.sequences 8"
+TINY_8B = (
+    "--model.dim 64 --model.n_layers 2 --model.n_heads 8 --model.n_kv_heads 4 --model.ffn_dim 128"
+    " --model.vocab_size 512 --training.steps 2 --training.global_batch_size 2 --compile.enable false"
+    """ --data.sources '[{name = "random", kind = "synthetic"}]' --tokenizer.path runs/data/tiny.model"""
+    " --tokenizer.train_on '[\"my_text\"]'"
+)
+
+INSTEAD = {  # what is run in the place of a line: the cuts, all of them
+    "torchrun train.py --config debug.toml": f"torchrun train.py --config debug.toml {BATCH}"
+    " && cp -r runs/debug runs/debug-300",
+    # Each of the next two goes on from step 300, for a few steps; and the first from none, past the guarded step 101.
+    "torchrun --nproc-per-node 2 train.py --config debug.toml --training.steps 600": "torchrun --nproc-per-node 2"
+    f" train.py --config debug.toml --training.steps 320 {BATCH} && torchrun --nproc-per-node 2"
+    f" train.py --config debug.toml --training.steps 130 {BATCH} --job.output_dir runs/debug-2",
+    "torchrun --nproc-per-node 4 train.py --config debug.toml --training.steps 600 --mesh.tp 2": "rm -r runs/debug"
+    " && mv runs/debug-300 runs/debug && torchrun --nproc-per-node 4 train.py --config debug.toml --training.steps 310"
+    f" --mesh.tp 2 {BATCH}",
+    "tensorboard --logdir runs/debug/tensorboard": "tensorboard --inspect --logdir runs/debug/tensorboard",  # no server
+    # Less text, and so fewer pieces.
+    "python scripts/train_tokenizer.py my_text/ --output runs/data/mine.model --vocab-size 32000": "mkdir my_text"
+    f" && cp {os.path.dirname(os.__file__)}/*.py my_text/ && python scripts/train_tokenizer.py my_text/"
+    " --output runs/data/mine.model --vocab-size 1000",
+    "python scripts/prepare_data.py my_text/ --output runs/data/mine --tokenizer runs/data/mine.model"
+    " --validation-fraction 0.01": "python scripts/prepare_data.py my_text/ --output runs/data/mine"
+    " --tokenizer runs/data/mine.model --validation-fraction 0.1",
+    'python scripts/parity.py --rows "FSDP 2 x TP 2*"': 'python scripts/parity.py --rows "FSDP 2 x TP 2, none, eager*"',
+    'python scripts/parity.py --rows "CP*"': 'python scripts/parity.py --rows "CP 2, gather, eager"',
+    'python scripts/parity.py --rows "MoE*"': "python scripts/parity.py --list",  # rows are tests of their own
+    'python scripts/parity.py --rows "*EP *"': "python scripts/parity.py --list",
+    "python scripts/benchmark.py": "python scripts/benchmark.py --rounds 1 --steps 1 --variants bare,keel",
+    "python scripts/import_hf.py path/to/hf_model runs/imported": "python scripts/import_hf.py runs/debug-hf"
+    " runs/imported",
+    "python scripts/import_hf.py Llama-3.2-1B runs/import/llama_1b": "python scripts/import_hf.py runs/debug-hf"
+    " runs/import/llama_1b",
+    "python scripts/export_hf.py runs/llama_8b/checkpoints/step-00150000 llama-8b-hf --dtype bfloat16": "python"
+    " scripts/export_hf.py runs/debug/checkpoints/step-00000300 llama-8b-hf --dtype bfloat16",
+    "torchrun --nproc-per-node 4 train.py --config llama_8b.toml --training.seq_len 131072 --mesh.cp 4": "torchrun"
+    f" --nproc-per-node 4 train.py --config llama_8b.toml --training.seq_len 512 --mesh.cp 4 {TINY_8B}",
+}
+ENVIRONMENT_THERE = "the tests run in the environment that it would make; .ci/run makes it by these lines"
+THIS = "that is what runs this test"
+NOT_RUN = {  # beginning of a line: why not
+    "python3 -m venv": ENVIRONMENT_THERE,
+    "pip install": ENVIRONMENT_THERE,
+    "pytest": THIS,
+    "python -m pytest": THIS,
+    "python -m tests.torture": "tests/torture/test_torture.py",
+    "python -m tests.soak": "the last line of .ci/run",
+    "torchrun --signals-to-handle": "an option, not a command; tests/soak.py uses it",
+    "vllm": "not installed, as the page says",
+    "curl": "not installed, as the page says",
+    "lm_eval": "not installed, as the page says",
+}
+LONG = (  # beginning of a line that is run by `pytest -m long` alone
+    "python scripts/parity.py --rows",
+    "python scripts/benchmark.py",
+    "python scripts/plan.py --config mixtral_8x7b.toml",
+    "torchrun --nproc-per-node 4 scripts/overlap.py",
+)
+NO_COMMANDS = {  # first line of an indented block that is neither a command nor TOML: what it is
+    "OUTPUT/prepare.json             settings and counts; the inputs that were left out": "a folder",
+    "weight * sum over experts i of f_i P_i": "a formula",
+}
+SYNTHETIC = """
+[[data.sources]]
+name = "noise"
+kind = "synthetic"
+"""
+REST = f"""
+[job]
+name = "rest"
+{SYNTHETIC}
+[training]
+steps = 1
+seq_len = 16
+global_batch_size = 1
+
+[optimizer]
+lr = 1e-3
+
+[lr_schedule]
+total_steps = 1
+"""
+MODEL = """
+[model]
+vocab_size = 1000
+dim = 32
+n_layers = 1
+n_heads = 2
+ffn_dim = 64
+"""
+JOBS = {  # a line of a TOML block: what precedes and follows it in its job file, what is run with the file
+    'path = "runs/data/mine.model"': (
+        "",
+        f"{REST.replace(SYNTHETIC, '')}{MODEL}",
+        "torchrun train.py --config {job} --job.name mine",
+    ),
+    'base = "../runs/import/llama_1b/model.toml"': ("", REST, "python train.py --config {job} --training.steps 1"),
+    "n_shared_experts = 2": ('base = "moe_debug.toml"\n', "", "python train.py --config {job} --validate"),
+}
+ANY_JOB = ('base = "debug.toml"\n', "", "python train.py --config {job} --validate")
+PROGRAMS = {  # first line of a Python block: what precedes and follows it, what is run with the file
+    'state = torch.load("runs/debug-optimizer/adamw.pt", weights_only=True, mmap=True)': (
+        "import torch\nfrom configs.load import load\nfrom models import build_model\n"
+        'model = build_model(load("debug.toml", (), 1).config.model)\n',
+        "assert len(optimizer.state) == len(list(model.parameters()))\n"
+        "assert all(state['step'] == 300 for state in optimizer.state.values())\n"
+        "for p in model.parameters():\n    p.grad = torch.ones_like(p)\n"
+        "optimizer.step()\n",
+        "PYTHONPATH=. python {program}",
+    ),
+    "from torch.optim import SGD": (
+        "import torch\ntorch.distributed.init_process_group('gloo')\ntorch.manual_seed(0)\n"
+        "model = torch.nn.Linear(3, 3)\nmodel(torch.ones(1, 3)).sum().backward()\n",
+        "theirs = SGD(model.parameters(), lr=1.0)\n"
+        "assert torch.distributed.get_rank() or theirs.load_state_dict(state) is None\n",
+        "PYTHONPATH=. torchrun --nproc-per-node 2 {program}",
+    ),
+}
+COMMANDS = ("python", "python3", "torchrun", "pytest", "pip", "tensorboard", "vllm", "curl", "lm_eval")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Something in a page that a reader would run or copy."""
+
+    place: str
+    """ "README.md:12"."""
+    kind: str
+    """sh, toml, python; of indented blocks "", if they are neither commands nor TOML."""
+    text: str
+
+    def commands(self) -> list[str]:
+        """The lines of a `sh` block, without comments, those that go on in the next line joined."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [line for line in (re.sub(r"\s+#.*$|\s+$", "", re.sub(r" +", " ", line)) for line in lines) if line]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The blocks of a page, and the commands in its text, from top to bottom."""
+    lines, number = page.read_text().splitlines(), 0
+    while number < len(lines):
+        place, line = f"{page.relative_to(ROOT)}:{number + 1}", lines[number]
+        if line.startswith("```"):
+            end = lines.index("```", number + 1)
+            yield Block(place, line.removeprefix("```"), "\n".join(lines[number + 1 : end]))
+            number = end
+        elif line.startswith("    ") and not lines[number - 1]:
+            end = next(
+                (n for n in range(number, len(lines)) if lines[n] and not lines[n].startswith("    ")), len(lines)
+            )
+            text = "\n".join(each.removeprefix("    ") for each in lines[number:end]).rstrip()
+            yield Block(place, kind_of(text), text)
+            number = end - 1
+        else:
+            for code in re.findall(r"`([^`]+)`", line):
+                if code.split()[0] in COMMANDS and len(code.split()) > 1:
+                    yield Block(place, "sh", code)
+        number += 1
+
+
+def kind_of(indented: str) -> str:
+    """The kind of a block that does not say it."""
+    first = indented.splitlines()[0]
+    if first.split()[0] in COMMANDS:
+        return "sh"
+    return "toml" if re.match(r"\[|\w+ = ", first) else ""
+
+
+def all_blocks() -> list[Block]:
+    """Of README and docs."""
+    return [block for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) for block in blocks(page)]
+
+
+# --------------------------------------------------------------------------- what the text says of it
+
+
+def check_debug(clone: Path, _: str) -> None:
+    """The section "What the first command does"."""
+    run = clone / "runs" / "debug"
+    names = {path.name for path in run.iterdir()}
+    assert names >= {"config.toml", "metrics.jsonl", "tensorboard", "checkpoints", "status.json", "run.log"}
+    assert (run / "checkpoints" / "step-00000300").is_dir()
+    points = curve(run)
+    assert [step for step, *_ in points] == [1, *range(10, 301, 10)]
+    assert abs(points[0][1] - 8.3) < 0.1
+    assert points[-1][1] < 6.5  # about 4 with the whole batch
+    assert (status(run)["state"], status(run)["step"]) == ("done", 300)
+
+
+def check_two_ranks(clone: Path, told: str) -> None:
+    """Resumed at 300; and from the start, past the guarded step that follows an asynchronous save."""
+    assert "going on from runs/debug/checkpoints/step-00000300" in told
+    for name, steps, saves in (("debug", 320, (300, 320)), ("debug-2", 130, (100, 130))):
+        run = clone / "runs" / name
+        assert (status(run)["state"], status(run)["step"]) == ("done", steps)
+        assert all((run / "checkpoints" / f"step-{save:08d}").is_dir() for save in saves)
+        assert records(run)[-1]["loss"] < 7.5
+    assert 'mode = "async"' in (clone / "runs" / "debug-2" / "config.toml").read_text()
+    assert "order_guard_interval = 100" in (clone / "runs" / "debug-2" / "config.toml").read_text()
+
+
+def check_four_ranks(clone: Path, told: str) -> None:
+    """FSDP 2 x TP 2, from step 300 on."""
+    assert "going on from runs/debug/checkpoints/step-00000300" in told
+    assert re.search(r"dp_shard 2.*tp 2|FSDP 2.*TP 2", told), told
+    assert (status(clone / "runs" / "debug")["state"], status(clone / "runs" / "debug")["step"]) == ("done", 310)
+
+
+CHECKS: dict[str, Callable[[Path, str], None]] = {
+    "torchrun train.py --config debug.toml": check_debug,
+    "torchrun --nproc-per-node 2 train.py --config debug.toml": check_two_ranks,
+    "torchrun --nproc-per-node 4 train.py --config debug.toml": check_four_ranks,
+}
+
+
+# --------------------------------------------------------------------------- the tests
+
+
+def make_clone(folder: Path) -> Path:
+    """What a clone of this checkout would hold."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def run(command: str, clone: Path, place: str) -> str:
+    """Run a line to its end; returns what it has printed."""
+    path = f"{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}"
+    process = subprocess.run(
+        ["bash", "-ec", command],
+        cwd=clone,
+        env=ENVIRONMENT | {"PATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+    assert process.returncode == 0, f"{place}: `{command}` exits with {process.returncode}:\n{process.stdout[-5000:]}"
+    return process.stdout
+
+
+def try_line(line: str, clone: Path, place: str) -> None:
+    """Run a documented line, or what stands for it, and check what the text says of it."""
+    if not line.startswith(tuple(NOT_RUN)):
+        told = run(INSTEAD.get(line, line), clone, place)
+        for beginning, check in CHECKS.items():
+            if line.startswith(beginning):
+                check(clone, told)
+
+
+def try_file(block: Block, clone: Path, number: int) -> None:
+    """Use a TOML or Python block as the text says."""
+    if block.kind == "toml":
+        keys = [key for key in JOBS if any(line.startswith(key) for line in block.text.splitlines())]
+        before, after, command = JOBS[keys[0]] if keys else ANY_JOB
+        file = clone / "configs" / f"block_{number}.toml"
+    else:
+        before, after, command = PROGRAMS[block.text.splitlines()[0]]
+        file = clone / f"block_{number}.py"
+    file.write_text(f"{before}{block.text}\n{after}")
+    run(command.format(job=file.name, program=file.name), clone, block.place)
+
+
+def test_everything_that_is_documented_works(tmp_path: Path):
+    clone = make_clone(tmp_path)
+    for number, block in enumerate(all_blocks()):
+        if block.kind == "sh":
+            for line in block.commands():
+                if not line.startswith(LONG):
+                    try_line(line, clone, block.place)
+        elif block.kind in ("toml", "python"):
+            try_file(block, clone, number)
+        else:
+            assert block.text.splitlines()[0] in NO_COMMANDS, f"{block.place}: neither run nor listed"
+
+
+LONG_LINES = sorted(
+    {
+        line: block.place
+        for block in all_blocks()
+        if block.kind == "sh"
+        for line in block.commands()
+        if line.startswith(LONG)
+    }.items()
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("line", "place"), LONG_LINES)
+def test_what_takes_longer(tmp_path: Path, line: str, place: str):
+    try_line(line, make_clone(tmp_path), place)
+
+
+@pytest.mark.long
+def test_the_first_command_uncut(tmp_path: Path):
+    clone = make_clone(tmp_path)
+    run("torchrun train.py --config debug.toml", clone, "README.md")
+    check_debug(clone, "")
+    assert 3.5 < records(clone / "runs" / "debug")[-1]["loss"] < 4.5
+
+
+def test_nothing_in_the_tables_is_out_of_date():
+    lines = {line for block in all_blocks() if block.kind == "sh" for line in block.commands()}
+    texts = [block.text.splitlines() for block in all_blocks()]
+    assert not INSTEAD.keys() - lines
+    for beginning in (*NOT_RUN, *LONG):
+        assert any(line.startswith(beginning) for line in lines), beginning
+    assert NO_COMMANDS.keys() | PROGRAMS.keys() <= {text[0] for text in texts}
+    for key in JOBS:
+        assert any(line.startswith(key) for text in texts for line in text), key
