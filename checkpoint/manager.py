@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from checkpoint import folder as folders
 from checkpoint import manifest as manifests
 from checkpoint import store
+from checkpoint.bits import CODE, changed_settings, changed_surroundings
 from checkpoint.manifest import Damaged, FileEntry, Manifest, Origin, RunChange, damaged
 from checkpoint.pin import Pinned, remove
 from checkpoint.safe_read import read_metadata
@@ -86,6 +87,8 @@ class CheckpointManager:
     warn: the same, for what they must not overlook.
     tokenizer_hash: of the tokenizer's file; None without a tokenizer.
     rewind_interval: steps at whose multiples there must be a checkpoint to go back to; 0: none.
+    environment: what decides the bits of the run beside config, mesh and torch, by name; stored, and compared on a
+        resume.
 
     The order of calls: `resume`, `begin_line`, then for every step `poll` and perhaps `save`, at last `close`.
     """
@@ -102,6 +105,7 @@ class CheckpointManager:
         warn: Callable[[str], None],
         tokenizer_hash: str | None = None,
         rewind_interval: int = 0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._folder = folder
         self._rewind_interval = rewind_interval
@@ -114,6 +118,7 @@ class CheckpointManager:
         self._log = log if dist.get_rank() == 0 else lambda line: None
         self._warn = warn if dist.get_rank() == 0 else lambda line: None
         self._tokenizer_hash = tokenizer_hash
+        self._environment = dict(environment or {})
         self._writers = dist.new_group(backend="gloo")
         self._voters = dist.new_group(backend="gloo")
         self._stager = store.Stager()
@@ -166,6 +171,7 @@ class CheckpointManager:
                 self._warn(f"{error}; trying the one before (checkpoint.on_damage)")
                 continue
             self._log(f"going on from {folder}: {choice.reason}{', all newer ones are damaged' if problems else ''}")
+            self._say_other_bits(self._found.manifest)
             return self._found.trainer_state
         self._initialize(state, choice.reason)
         return None
@@ -269,6 +275,20 @@ class CheckpointManager:
             )
         self._log(f"run keys have changed since the checkpoint, as job.allow_run_change allows:{lines}")
         return [RunChange(manifest.step, changes)]
+
+    def _say_other_bits(self, manifest: Manifest) -> None:
+        """Say it if the run goes on with other bits than it would have had undisturbed.
+
+        A warning where the machine or the software is another, which nobody may have meant; where only the mesh or
+        machine keys are, they were set so.
+        """
+        surroundings = changed_surroundings(manifest, self._environment)
+        changes = surroundings | changed_settings(manifest, self._config, self._mesh)
+        if changes:
+            say = self._warn if surroundings else self._log
+            verb = "may" if changes.keys() == {CODE} else "will"
+            lines = "; ".join(f"{name} {change}" for name, change in changes.items())
+            say(f"from here on, the bits of this run {verb} differ from those of an undisturbed one: {lines}")
 
     def _fill(self, found: Found, state: State, may_convert: Callable[[str, torch.dtype], bool]) -> None:
         """Load the tensors, after a comparison of names, shapes and dtypes on all ranks."""
@@ -408,6 +428,7 @@ class CheckpointManager:
             tokenizer_hash=self._tokenizer_hash,
             data_fingerprint=dict(data_fingerprint),
             validation_loss=validation_loss if is_known else None,
+            environment=self._environment,
         )
 
     def _write(self, save: _Save, shards: dict[str, Shard]) -> None:

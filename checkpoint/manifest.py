@@ -93,6 +93,8 @@ class Manifest:
     """What the content of each source of `[data]` hashes to, by the source's name."""
     validation_loss: float | None = None
     """As measured at this very step; None: it was not, or was not finite."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """What else decides the bits of the run (Keel's code, the device, threads, ...), by name; empty: not recorded."""
     format_version: int = FORMAT_VERSION
 
 

@@ -26,10 +26,11 @@ def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def _run_values(config: dict[str, Any]) -> dict[KeyPath, Any]:
-    return {path: _value(config, path) for path in leaves(config) if is_run_key(dotted(path))}
+    return {path: value_at(config, path) for path in leaves(config) if is_run_key(dotted(path))}
 
 
-def _value(config: Any, path: KeyPath) -> Any:
+def value_at(config: Any, path: KeyPath) -> Any:
+    """The value that nested tables hold at `path`."""
     for part in path:
         config = config[part]
     return config

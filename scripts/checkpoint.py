@@ -199,6 +199,7 @@ def _history(manifest: Manifest) -> list[Row]:
         ("validation loss", "" if manifest.validation_loss is None else str(manifest.validation_loss)),
         ("run keys changed", "\n".join(changes)),
         ("written by", f"torch {manifest.torch_version} on {manifest.mesh}"),
+        ("in", "\n".join(f"{name}: {value}" for name, value in manifest.environment.items())),
         ("config", f"xxh3 {manifest.config_hash}"),
         ("tokenizer", f"xxh3 {manifest.tokenizer_hash}" if manifest.tokenizer_hash else ""),
         ("data", "\n".join(f"{name}: {value}" for name, value in manifest.data_fingerprint.items())),

@@ -22,11 +22,13 @@ from configs.load import LoadedConfig
 from models import build_model
 from parallelisms.activation_table import activation_table
 from parallelisms.mesh import start_process_group
+from trainer.agreement import compare_launches
 from trainer.console import Console, Row
+from trainer.environment import device_name
 from trainer.lifecycle import EXIT_PREEMPTED, State, StopRequest, exit_code, write_status
 from trainer.metrics import TimeLedger
 from trainer.summary import closing_rows, closing_title, next_rows, startup_rows
-from trainer.trainer import Trainer, device_name, device_type, run_folder
+from trainer.trainer import Trainer, device_type, run_folder
 
 # Where all ranks fail alike, rank 0 says why; where another fails alone, it has to say so itself, a little later.
 _PATIENCE_SECONDS = 5.0
@@ -53,6 +55,7 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
         try:
             device = start_process_group(device_type(job), job.config.job.timeout_seconds)
             on_rank_zero(None, lambda: _open_folder(folder, console))
+            compare_launches(job, device)
             trainer = Trainer(job, device, console, stop, ledger)
             if rank == 0:
                 (folder / "config.toml").write_text(job.to_toml(), encoding="utf-8")

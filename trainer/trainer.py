@@ -27,10 +27,12 @@ from configs.load import LoadedConfig
 from configs.run_change import run_key_diff
 from configs.schema import Config
 from parallelisms.mesh import build_mesh
+from trainer.agreement import compare_data, on_all_ranks
 from trainer.console import Console
 from trainer.copies import see_that_copies_are_equal
 from trainer.data.loader import MicroBatch, build_loader, merge_state_dicts
 from trainer.data.tokenizer import load_tokenizer
+from trainer.environment import device_name, environment
 from trainer.exports import Exports
 from trainer.flops import flops_per_token, mfu, peak_flops, tflops_per_device
 from trainer.grace import Grace
@@ -96,6 +98,7 @@ class Trainer:
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), self.device)
         with ledger.measure(Kind.PREPARATION):
             _on_first_rank_in_its_own_time(lambda: prepare_data(config, console, stop))
+            compare_data(config)
         self.learner = build_learner(config, self.mesh)
         self.checkpoints = CheckpointManager(
             folder=self.folder / "checkpoints",
@@ -108,6 +111,7 @@ class Trainer:
             warn=console.warning,
             tokenizer_hash=load_tokenizer(config.tokenizer.path).hash if config.tokenizer.path else None,
             rewind_interval=self.spikes.rewind_interval if self.spikes.action == "rewind" else 0,
+            environment=environment(device, config.fsdp.cpu_offload),
         )
         saved = self.checkpoints.resume(self.learner.state())
         self.learner.was_loaded()  # also where only weights were, from checkpoint.init_from
@@ -342,9 +346,12 @@ class Trainer:
 
     def _save_finished(self, finished: Finished, group: dist.ProcessGroup | None = None) -> None:
         """Save what a step has left, as long as tensors are as it has left them; `group`: of all ranks."""
-        by_rank: list[dict] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(by_rank, finished.data, group=group)
-        data = merge_state_dicts(by_rank)
+
+        def data_of_rank() -> dict:
+            self.loader.check_unchanged()  # else the fingerprint would not be true
+            return finished.data
+
+        data = merge_state_dicts(on_all_ranks(data_of_rank, group))
         run = finished.run
         self.checkpoints.save(
             run.step,
@@ -470,8 +477,3 @@ def device_type(job: LoadedConfig) -> str:
     if wanted == "cuda" and not available:
         raise job.error("job.device", 'device is "cuda", but torch sees no CUDA device here; use "auto" or "cpu"')
     return "cpu" if wanted == "cpu" or not available else "cuda"
-
-
-def device_name(device: torch.device) -> str:
-    """As the data sheets call it, or "cpu"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -98,6 +98,11 @@ class BatchReader:
         """The states of the sources, by name."""
         return {name: source.state() for name, source in self._sources.items()}
 
+    def check_unchanged(self) -> None:
+        """Raise UserError if the files of a source do not hold any more what they held at the start."""
+        for source in self._sources.values():
+            source.check_unchanged()
+
     def _micro_batch(self, samples: np.ndarray, sources: np.ndarray, addresses: np.ndarray) -> MicroBatch:
         windows = np.zeros((len(samples), self._seq_len + 1), dtype=np.int64)
         starts = np.zeros(windows.shape, dtype=bool) if self._document_mask else None
@@ -135,13 +140,14 @@ class DataLoader:
     def __init__(
         self,
         make_steps: Callable[[int], Iterator[Step]],
-        states: dict[str, dict[str, Any]],
+        reader: BatchReader,
         start_sample: int,
         samples_per_step: int,
         restarts: bool,
     ) -> None:
-        """Hand out the steps of `make_steps(start_sample)`; `states` are those of the sources before the first."""
-        self._make_steps, self._states, self._restarts = make_steps, states, restarts
+        """Hand out the steps of `make_steps(start_sample)`, which `reader` reads."""
+        self._make_steps, self._reader, self._restarts = make_steps, reader, restarts
+        self._states = reader.states()
         self._next_sample, self._samples_per_step = start_sample, samples_per_step
         self._prefetcher: Prefetcher[Step] | None = None
 
@@ -166,6 +172,10 @@ class DataLoader:
         the data. The states of several ranks become one by `merge_state_dicts`.
         """
         return {"next_sample": self._next_sample, "sources": self._states}
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if token files have changed since they were opened: their fingerprint would not be true."""
+        self._reader.check_unchanged()
 
     def close(self) -> None:
         """End the background thread."""
@@ -212,8 +222,8 @@ def build_loader(
             yield from reader.steps(samples)
 
     if validation:
-        return DataLoader(make_steps, reader.states(), 0, 0, restarts=True)
-    return DataLoader(make_steps, reader.states(), start_sample, config.training.global_batch_size, restarts=False)
+        return DataLoader(make_steps, reader, 0, 0, restarts=True)
+    return DataLoader(make_steps, reader, start_sample, config.training.global_batch_size, restarts=False)
 
 
 def merge_state_dicts(state_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -32,6 +32,9 @@ class SampleSource(Protocol):
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the source, as JSON: `fingerprint`, a hash of its content, and cursors."""
 
+    def check_unchanged(self) -> None:
+        """Raise UserError if what is read at random does not hold any more what it held at the start."""
+
 
 class TokenSource:
     """Windows of a folder of token files; window i is tokens [i * seq_len, (i + 1) * seq_len + 1) of the folder.
@@ -55,7 +58,7 @@ class TokenSource:
                 f"{seq_len} needs {seq_len} + 1 (the last target). Prepare more text, or lower training.seq_len."
             )
         self._folder, self._seq_len = folder, seq_len
-        self._once = once
+        self._once, self._epoch = once, 0
         self._epochs = Epochs(name, self.n_windows, seed=0 if once else seed)
 
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:
@@ -66,7 +69,13 @@ class TokenSource:
                 f"{self._folder.n_tokens} tokens make {self.n_windows} of training.seq_len = {self._seq_len}. "
                 "Lower validation.sequences, or prepare more text."
             )
+        self._check_at_new_epoch(int(ordinals.max(initial=0)) // self.n_windows)
         return self._epochs.window(ordinals) * self._seq_len
+
+    def _check_at_new_epoch(self, epoch: int) -> None:
+        if self._once or epoch > self._epoch:  # what is read once is asked for its addresses at the start of each pass
+            self._epoch = epoch
+            self.check_unchanged()
 
     def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
         """Fetch the window whose first token is `address`; see `SampleSource`."""
@@ -77,6 +86,10 @@ class TokenSource:
     def state(self) -> dict[str, Any]:
         """The folder's fingerprint; there are no cursors."""
         return {"fingerprint": self._folder.fingerprint}
+
+    def check_unchanged(self) -> None:
+        """Look at the size and time of writing of every file; also done where an epoch begins."""
+        self._folder.check_unchanged()
 
 
 class SyntheticSource:
@@ -102,3 +115,6 @@ class SyntheticSource:
         """What the draws depend on besides the seed."""
         documents = "" if self._document_length is None else f", documents of {self._document_length}"
         return {"fingerprint": f"synthetic, vocabulary {self._vocab_size}{documents}"}
+
+    def check_unchanged(self) -> None:
+        """Nothing: there are no files."""

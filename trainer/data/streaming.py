@@ -143,8 +143,7 @@ class TextSource:
         """
         self._tokenizer, self._seq_len, self._n_shards = tokenizer, seq_len, virtual_shards
         layout = pieces(path)
-        identity = (tokenizer.hash, virtual_shards, [(piece.path, piece.start, piece.stop) for piece in layout])
-        self._fingerprint = xxhash.xxh3_128_hexdigest(repr(identity).encode())
+        self._fingerprint = text_fingerprint(layout, tokenizer.hash, virtual_shards)
         if state is None or state["fingerprint"] != self._fingerprint:  # cursors into another text mean nothing
             state = {"sizes": [], "cursors": {}}
         self._rows = Rows(path, text_key, layout, list(state["sizes"]), virtual_shards, repeat)
@@ -177,6 +176,9 @@ class TextSource:
             "sizes": list(self._rows.sizes),
             "cursors": self._cursors | cursors,
         }
+
+    def check_unchanged(self) -> None:
+        """Nothing: a text is read from start to end, not at random."""
 
     def _open(self, index: int, window: int) -> Shard:
         """The shard `index`, standing at `window` or before; begun at its cursor, or where that is too far on, anew."""
@@ -217,6 +219,12 @@ class TextSource:
         if owner is not None and row == owner.next_row:
             owner.texts.append((row, text))
             owner.next_row += self._n_shards
+
+
+def text_fingerprint(layout: Sequence[Piece], tokenizer_hash: str, virtual_shards: int) -> str:
+    """Hash of all that decides which window is which, but for the text within the pieces."""
+    identity = (tokenizer_hash, virtual_shards, [(piece.path, piece.start, piece.stop) for piece in layout])
+    return xxhash.xxh3_128_hexdigest(repr(identity).encode())
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

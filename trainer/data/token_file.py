@@ -1,18 +1,22 @@
 """Token files: tokenised text on disk, read at random without being loaded.
 
 A corpus is a folder of `*.tokens` files, which in name order are one long run of tokens (`TokenFolder`). A file is a
-small header, the tokens as plain integers for memory mapping, a checksum for each block of them, and the offset of
+small header, the tokens as plain integers, a checksum for each block of them, and the offset of
 every document; docs/token_files.md has it byte by byte.
 
 What is read was checked. Opening a folder verifies each header, the file's length and the tables behind the tokens.
 The tokens themselves are verified at the same time if the folder is small (FULL_CHECK_BYTES), else block by block when
-first touched: reading a terabyte before the first step would cost hours, and a block costs a few microseconds.
+first touched: reading a terabyte before the first step would cost hours, and a block costs a few microseconds. A file
+that changes while a run reads it is an error as soon as it shows: a read that ends early, an id beyond the vocabulary,
+or, in `check_unchanged`, other content.
 """
 
 import os
 import struct
+import time
+import weakref
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -33,6 +37,10 @@ FULL_CHECK_BYTES = 1 << 30
 
 _HEADER = struct.Struct("<8sIIQQQ16s16s")
 _HEADER_BYTES = _HEADER.size + 8  # its own xxh3_64 follows
+_CHUNK_BYTES = 16 * BLOCK_BYTES
+"""What is read at once where a file is read as a whole."""
+_MARK_STRIDE = 512
+"""Documents to one offset that is kept in memory: a window's offsets are then found with one read of some KB."""
 _REMEDY = "Prepare it again with scripts/prepare_data.py, or copy it again."
 
 
@@ -156,50 +164,165 @@ class TokenFileWriter:
 
 
 class TokenFile:
-    """One token file, mapped into memory."""
+    """One token file, open for reading.
+
+    Windows are read with pread and not through a memory map: where a file is cut short under a run, a map ends in
+    SIGBUS, which kills the process without a word, and pread in an error that names the place.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Map `path` and verify its header, length and tables; raises UserError if one is wrong."""
+        """Open `path` and verify its header, length and tables; raises UserError if one is wrong."""
         self.path = path
         try:
-            with path.open("rb") as file:
-                self.header = Header.unpack(file.read(_HEADER_BYTES), path)
-            self._check_length(path.stat().st_size)
-            raw = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))  # plain ndarray: its slices are 3x faster
+            self._descriptor = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
+            self._stamp = self._stamp_now()
+            self.header = Header.unpack(os.pread(self._descriptor, _HEADER_BYTES, 0), path)
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror}).") from None
-        header = self.header
-        self.n_tokens = header.n_tokens
-        self._bytes = raw[_HEADER_BYTES : _HEADER_BYTES + header.n_tokens * header.dtype.itemsize]
-        self._tokens = self._bytes.view(header.dtype)
-        tables = raw[header.tables_start :]
-        if xxhash.xxh3_128_digest(tables.data) != header.tables_hash:
-            raise UserError(f"{path}: the tables after the tokens are damaged (checksum mismatch). {_REMEDY}")
-        self._block_sums, self.document_offsets = np.split(tables.view("<u8"), [header.n_blocks])
-        self._verified = bytearray(header.n_blocks)
+        self._check_length(self._stamp.size)
+        self.n_tokens = self.header.n_tokens
+        self._marks = self._verify_tables()
+        self._verified = bytearray(self.header.n_blocks)
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """Tokens [start, start + length) in the file's own type.
+
+        Raises UserError, with the byte, if they cannot be read, are damaged, or are no ids of the vocabulary.
+        """
+        itemsize = self.header.dtype.itemsize
+        tokens_per_block = BLOCK_BYTES // itemsize
+        for block in range(start // tokens_per_block, -(-(start + length) // tokens_per_block)):
+            if not self._verified[block]:
+                self._verify_blocks(block, block + 1)
+        at = _HEADER_BYTES + start * itemsize
+        tokens = np.frombuffer(self._bytes(at, length * itemsize), self.header.dtype)
+        self._check_ids(tokens, start)  # once more: the file may have changed since the block was verified
+        return tokens
+
+    def document_starts(self, start: int, length: int) -> np.ndarray:
+        """The documents that begin in tokens [start, start + length): index of their first tokens, int64, ascending."""
+        window = np.array([start, start + length], dtype=np.uint64)  # another type would convert the whole table
+        low, high = np.searchsorted(self._marks, window).tolist()
+        begin, end = max(0, low - 1) * _MARK_STRIDE, min(high * _MARK_STRIDE, self.header.n_documents)
+        at = self._offsets_start + 8 * begin
+        offsets = np.frombuffer(self._bytes(at, 8 * (end - begin)), "<u8")
+        low, high = np.searchsorted(offsets, window).tolist()
+        found = offsets[low:high]
+        if ((found < window[0]) | (found >= window[1])).any():
+            raise self._error(at, "the table of documents is damaged")
+        return found.astype(np.int64)
+
+    def verify(self) -> None:
+        """Read all tokens; raises UserError if some are damaged."""
+        self._verify_blocks(0, self.header.n_blocks)
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if the file does not hold any more what it held when it was opened.
+
+        Only where its size or the time of its last writing has changed is its content read: a file that was merely
+        touched, or copied over itself, is the same. Another file that was renamed to this one's name does not matter
+        either: the run goes on reading the one that it has opened.
+        """
+        stamp = self._stamp_now()
+        if stamp == self._stamp:
+            return
+        if self._bytes(0, _HEADER_BYTES) != self.header.pack():
+            raise self._error(0, "it is another file")
+        self._verify_tables()
+        self.verify()
+        self._stamp = stamp
 
     def _check_length(self, size: int) -> None:
         if size != self.header.file_bytes:
             state = "truncated" if size < self.header.file_bytes else "too long"
             raise UserError(f"{self.path}: {state}, {size} bytes instead of {self.header.file_bytes}. {_REMEDY}")
 
-    def read(self, start: int, length: int) -> np.ndarray:
-        """Tokens [start, start + length) as a view of the file; raises UserError if they are damaged."""
-        tokens_per_block = BLOCK_BYTES // self.header.dtype.itemsize
-        for block in range(start // tokens_per_block, -(-(start + length) // tokens_per_block)):
-            if not self._verified[block]:
-                self._verify(block)
-        return self._tokens[start : start + length]
+    @property
+    def _offsets_start(self) -> int:
+        return self.header.tables_start + 8 * self.header.n_blocks
 
-    def _verify(self, block: int) -> None:
-        data = self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-        at = f"{self.path}, at byte {_HEADER_BYTES + block * BLOCK_BYTES}"
-        if xxhash.xxh3_64_intdigest(data.data) != self._block_sums[block]:
-            raise UserError(f"{at}: the tokens are damaged (checksum mismatch). {_REMEDY}")
-        largest = int(data.view(self.header.dtype).max())
-        if largest >= self.header.vocab_size:
-            raise UserError(f"{at}: token id {largest} is beyond the vocabulary of {self.header.vocab_size}. {_REMEDY}")
-        self._verified[block] = 1
+    def _verify_tables(self) -> np.ndarray:
+        """Compare the tables with their hash; returns every _MARK_STRIDE-th offset of the documents."""
+        header, digest, marks = self.header, xxhash.xxh3_128(), [np.empty(0, dtype=np.uint64)]
+        for at, size in _chunks(header.tables_start, self._offsets_start):
+            digest.update(self._bytes(at, size))
+        for at, size in _chunks(self._offsets_start, header.file_bytes):
+            data = self._bytes(at, size)
+            digest.update(data)
+            marks.append(np.frombuffer(data, "<u8")[::_MARK_STRIDE].copy())  # a view would hold all of the data
+        if digest.digest() != header.tables_hash:
+            raise self._error(header.tables_start, "the tables after the tokens are damaged (checksum mismatch)")
+        return np.concatenate(marks)
+
+    def _verify_blocks(self, begin: int, end: int) -> None:
+        """Compare blocks [begin, end) of the tokens with their checksums, and their ids with the vocabulary."""
+        tokens_end = _HEADER_BYTES + self.n_tokens * self.header.dtype.itemsize
+        for at, size in _chunks(
+            _HEADER_BYTES + begin * BLOCK_BYTES, min(_HEADER_BYTES + end * BLOCK_BYTES, tokens_end)
+        ):
+            first = (at - _HEADER_BYTES) // BLOCK_BYTES
+            blocks = _blocks(memoryview(self._bytes(at, size)))
+            sums = np.frombuffer(self._bytes(self.header.tables_start + 8 * first, 8 * len(blocks)), "<u8").tolist()
+            for block, data, expected in zip(range(first, first + len(blocks)), blocks, sums, strict=True):
+                if xxhash.xxh3_64_intdigest(data) != expected:
+                    at = _HEADER_BYTES + block * BLOCK_BYTES
+                    raise self._error(at, "the tokens are damaged (checksum mismatch)")
+                tokens = np.frombuffer(data, self.header.dtype)
+                self._check_ids(tokens, block * BLOCK_BYTES // self.header.dtype.itemsize)
+                self._verified[block] = 1
+
+    def _check_ids(self, tokens: np.ndarray, start: int) -> None:
+        """Raise UserError if one of `tokens`, the first of which is number `start` of the file, is beyond the ids."""
+        vocab_size = self.header.vocab_size
+        if len(tokens) and tokens.max() >= vocab_size:
+            index = int(np.argmax(tokens >= vocab_size))
+            at = _HEADER_BYTES + (start + index) * self.header.dtype.itemsize
+            what = f"token id {tokens[index]} is beyond the vocabulary of {vocab_size}"
+            raise self._error(at, f"{what} (token {start + index} of the file)")
+
+    def _bytes(self, at: int, size: int) -> bytes:
+        """Bytes [at, at + size) of the file; raises UserError if they cannot be read, or are not there any more."""
+        try:
+            data = os.pread(self._descriptor, size, at)
+            while len(data) < size and (more := os.pread(self._descriptor, size - len(data), at + len(data))):
+                data += more
+        except OSError as error:
+            raise self._error(at, f"cannot be read ({error.strerror})") from None
+        if len(data) < size:
+            raise self._error(at + len(data), f"the file ends here, instead of after {self.header.file_bytes} bytes")
+        return data
+
+    def _stamp_now(self) -> "_Stamp":
+        status = os.fstat(self._descriptor)
+        return _Stamp(status.st_size, status.st_mtime_ns)
+
+    def _error(self, at: int, what: str) -> UserError:
+        """The error for what is wrong at byte `at`; says whether the file was changed since it was opened."""
+        try:
+            now = self._stamp_now()
+        except OSError:
+            now = self._stamp
+        if now == self._stamp:
+            return UserError(f"{self.path}, at byte {at}: {what}. {_REMEDY}")
+        return UserError(
+            f"{self.path}, at byte {at}: {what}. The file has changed under the run: it had {self._stamp} when it was "
+            f"opened, and now has {now}. Put its old content back and start again: the run goes on from its newest "
+            "checkpoint. (To replace the data of a running job, prepare them into another folder.)"
+        )
+
+
+@dataclass(frozen=True)
+class _Stamp:
+    """What shows that a file was written to."""
+
+    size: int
+    mtime_ns: int
+
+    def __str__(self) -> str:
+        seconds, nanoseconds = divmod(self.mtime_ns, 10**9)
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+        return f"{self.size} bytes written at {written}.{nanoseconds:09}"
 
 
 class TokenFolder:
@@ -214,7 +337,7 @@ class TokenFolder:
         self.path = Path(path)
         if not self.path.is_dir():
             raise UserError(f"{path}: no such folder of token files. Make it with scripts/prepare_data.py.")
-        self._files = [TokenFile(file) for file in sorted(self.path.glob("*" + SUFFIX))]
+        self._files = [TokenFile(file) for file in _token_files(self.path)]
         for file in self._files:
             _check_tokenizer(file, vocab_size, tokenizer_hash or self._files[0].header.tokenizer_hash)
         ends = list(accumulate(file.n_tokens for file in self._files))
@@ -223,16 +346,17 @@ class TokenFolder:
         if not self.n_tokens:
             raise UserError(f"{path}: no tokens in this folder (*{SUFFIX}). Make them with scripts/prepare_data.py.")
         self._starts = [0, *ends[:-1]]
-        self.fingerprint = xxhash.xxh3_128_hexdigest(b"".join(file.header.pack() for file in self._files))
+        self.fingerprint = _fingerprint(file.header.pack() for file in self._files)
         """Hash of the content, by way of the checksums in the headers."""
         if sum(file.header.file_bytes for file in self._files) <= FULL_CHECK_BYTES:
             for file in self._files:
-                file.read(0, file.n_tokens)
+                file.verify()
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) as a new int64 array of shape (length,).
 
-        Raises IndexError if they are not all in the folder, UserError (with file and byte) if they are damaged.
+        Raises IndexError if they are not all in the folder, UserError (with file and byte) if they cannot be read, are
+        damaged, or are no ids of the vocabulary.
         """
         parts = self._parts(start, length)
         tokens = np.empty(length, dtype=np.int64)
@@ -244,14 +368,17 @@ class TokenFolder:
 
     def document_starts(self, start: int, length: int) -> np.ndarray:
         """Where documents begin in tokens [start, start + length): int64, ascending, relative to `start`."""
-        found = []
+        found = [np.empty(0, dtype=np.int64)]
         position = 0
         for file, first, count in self._parts(start, length):
-            window = np.array([first, first + count], dtype=np.uint64)  # another type would convert the whole table
-            low, high = np.searchsorted(file.document_offsets, window)
-            found.append(file.document_offsets[low:high].astype(np.int64) - (first - position))
+            found.append(file.document_starts(first, count) - (first - position))
             position += count
-        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+        return np.concatenate(found)
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if a file does not hold any more what it held when the folder was opened."""
+        for file in self._files:
+            file.check_unchanged()
 
     def _parts(self, start: int, length: int) -> list[tuple[TokenFile, int, int]]:
         """The files that hold tokens [start, start + length), each with its first token and how many."""
@@ -265,6 +392,23 @@ class TokenFolder:
             parts.append((file, first, count))
             start, length, index = start + count, length - count, index + 1
         return parts
+
+
+def folder_fingerprint(path: Path) -> str:
+    """The fingerprint that a TokenFolder of `path` has, from its headers alone; raises OSError if one can't be read."""
+    headers = []
+    for file_path in _token_files(path):
+        with file_path.open("rb") as file:
+            headers.append(file.read(_HEADER_BYTES))
+    return _fingerprint(headers)
+
+
+def _token_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*" + SUFFIX))
+
+
+def _fingerprint(headers: Iterable[bytes]) -> str:
+    return xxhash.xxh3_128_hexdigest(b"".join(headers))
 
 
 def _check_tokenizer(file: TokenFile, vocab_size: int, tokenizer_hash: str) -> None:
@@ -285,6 +429,11 @@ def _blocks(data: memoryview) -> list[memoryview]:
     return [data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES)]
 
 
+def _chunks(start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Bytes [start, end) of a file in parts of a bounded size: where each begins, and its size."""
+    return ((at, min(_CHUNK_BYTES, end - at)) for at in range(start, end, _CHUNK_BYTES))
+
+
 def _padded(size: int) -> int:
-    """`size` rounded up to a multiple of 8, so that the tables can be mapped as 8-byte integers."""
+    """`size` rounded up to a multiple of 8, so that the tables are aligned 8-byte integers."""
     return -(-size // 8) * 8

@@ -1,0 +1,169 @@
+"""The ranks compare what must be the same on all of them, before anything depends on it.
+
+Ranks that disagree train to the end all the same, and silently learn something else (another learning rate, another
+seed, another version of the code), or wait for each other in collectives that never meet (another number of steps).
+So the facts of all ranks are compared at the start. Each rank sends a hash of its own to all, which costs the same few
+bytes at any number of ranks; only where the hashes differ do the facts themselves follow, from one rank of each kind.
+
+There are two comparisons. The first is right after the process group is formed: the mesh already depends on the config.
+The second, of the data, has to wait until rank 0 has prepared them.
+"""
+
+import json
+import platform
+import socket
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from checkpoint.bits import CODE
+from configs.errors import ConfigError, KeelError, UserError
+from configs.keys import dotted
+from configs.load import LoadedConfig, leaves
+from configs.run_change import value_at
+from configs.schema import Config, Source
+from configs.toml_text import value_text
+from trainer.data.streaming import text_fingerprint
+from trainer.data.text import pieces
+from trainer.data.token_file import folder_fingerprint
+from trainer.environment import THREADS, code_hashes, environment, threads
+
+Facts = Mapping[str, str]
+Result = TypeVar("Result")
+SHOWN_DIFFERENCES = 8
+_SHOWN_RANKS = 4
+_ABSENT = "(not set)"
+
+
+def compare_launches(job: LoadedConfig, device: torch.device) -> None:
+    """Raise an error on all ranks unless they have one config, one Keel, one torch and one kind of machine.
+
+    Raises:
+        ConfigError: the configs differ.
+        UserError: anything else does.
+    """
+    config = job.config.model_dump(mode="json")
+    settings = {dotted(path): _text(value_at(config, path)) for path in leaves(config)}
+    machine = environment(device, job.config.fsdp.cpu_offload) | {THREADS: threads()}
+    del machine[CODE]  # file by file instead
+    code = {f"the code in {path}": digest for path, digest in code_hashes().items()}
+    libraries = {"torch": torch.__version__, "python": platform.python_version()}
+    differing = _differences({**settings, **machine, **libraries, **code})
+    if differing:
+        kind = ConfigError if settings.keys() & differing.keys() else UserError
+        raise kind(_message("give all of them the same command, job file, Keel, packages and machines", differing))
+
+
+def compare_data(config: Config) -> None:
+    """Raise UserError on all ranks unless they find the same tokenizer and the same data.
+
+    Of token files the headers are compared, which hold the hashes of the rest. What no rank can read is left for its
+    reader to name.
+    """
+    facts = {}
+    tokenizer = ""
+    if config.tokenizer.path:
+        tokenizer = _fact(lambda: xxhash.xxh3_128_hexdigest(Path(str(config.tokenizer.path)).read_bytes()))
+        facts[f"the content of tokenizer.path ({config.tokenizer.path})"] = tokenizer
+    validation = config.validation.sources if config.validation.interval else []
+    for table, sources in (("data", config.data.sources), ("validation", validation)):
+        for index, source in enumerate(sources):
+            if source.kind != "synthetic":
+                name = f"the content of {table}.sources.{index} ({source.path})"
+                facts[name] = _fact(partial(_fingerprint, source, tokenizer))
+    differing = _differences(facts)
+    if differing:
+        raise UserError(_message("the data must lie where all of them see the same files", differing))
+
+
+def on_all_ranks(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> list[Result]:
+    """What `action` returns on each rank, on all ranks, which talk over `group`.
+
+    Raises: UserError, on all ranks, that names the first rank on which it raised a KeelError.
+    """
+    outcome: tuple[Any, str | None] = (None, None)
+    try:
+        outcome = (action(), None)
+    except KeelError as error:
+        outcome = (None, f"rank {dist.get_rank()} ({socket.gethostname()}): {error}")
+    outcomes: list[tuple[Any, str | None]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcome, group=group)
+    for _, problem in outcomes:
+        if problem:
+            raise UserError(problem)
+    return [result for result, _ in outcomes]
+
+
+def _fingerprint(source: Source, tokenizer_hash: str) -> str:
+    assert source.path is not None  # configs.checks has seen to it
+    if source.kind == "tokens":
+        return folder_fingerprint(Path(source.path))
+    return text_fingerprint(pieces(source.path), tokenizer_hash, source.virtual_shards)
+
+
+def _fact(read: Callable[[], str]) -> str:
+    """What `read` returns, or why it can't."""
+    try:
+        return read()
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except UserError as error:
+        return str(error)
+
+
+def _text(value: Any) -> str:
+    return _ABSENT if value is None else value_text(value)
+
+
+def _differences(facts: Facts) -> dict[str, list[tuple[str, list[str]]]]:
+    """The facts in which ranks differ: each value with the ranks that have it, the most usual value first.
+
+    The same on all ranks.
+    """
+    digest = xxhash.xxh3_128_digest(json.dumps(dict(facts), sort_keys=True).encode())
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+    gathered = torch.empty(dist.get_world_size() * len(mine), dtype=torch.int64)
+    dist.all_gather(list(gathered.split(len(mine))), mine)
+    kinds = list(map(tuple, gathered.view(-1, len(mine)).tolist()))
+    if len(set(kinds)) == 1:
+        return {}
+    rank = dist.get_rank()
+    speaks = kinds.index(kinds[rank]) == rank  # one rank of each kind
+    told: list[Any] = [None] * len(kinds)
+    dist.all_gather_object(told, (socket.gethostname(), dict(facts) if speaks else None))
+    hosts = [host for host, _ in told]
+    by_rank: list[Facts] = [told[kinds.index(kind)][1] for kind in kinds]
+    names = dict.fromkeys(name for facts in by_rank for name in facts)
+    found = {name: _ranks_by_value([facts.get(name, _ABSENT) for facts in by_rank]) for name in names}
+    return {
+        name: [(value, [f"rank {rank} ({hosts[rank]})" for rank in ranks]) for value, ranks in values]
+        for name, values in found.items()
+        if len(values) > 1
+    }
+
+
+def _ranks_by_value(values: list[str]) -> list[tuple[str, list[int]]]:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return sorted(ranks.items(), key=lambda item: -len(item[1]))  # stable: among equals that of the lowest rank
+
+
+def _message(remedy: str, differing: Mapping[str, list[tuple[str, list[str]]]]) -> str:
+    lines = [
+        f"\n  {name} is {value} on {_shown(ranks)}, but {usual} on {_shown(usual_ranks)}"
+        for name, [(usual, usual_ranks), *others] in differing.items()
+        for value, ranks in others
+    ]
+    more = f"\n  and {len(lines) - SHOWN_DIFFERENCES} more" if len(lines) > SHOWN_DIFFERENCES else ""
+    return f"the ranks of this launch do not agree ({remedy}):{''.join(lines[:SHOWN_DIFFERENCES])}{more}"
+
+
+def _shown(ranks: list[str]) -> str:
+    more = len(ranks) - _SHOWN_RANKS
+    return ", ".join(ranks[:_SHOWN_RANKS]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,63 @@
+"""What decides the bits of a run beside its job file: Keel's code, the libraries, and the machine that computes.
+
+A sum of floating-point numbers depends on its order, and that on the number of threads, on the vector instructions, on
+the libraries and on some variables of the environment. Ranks must agree in all of it, and a checkpoint records it.
+"""
+
+import os
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+
+from checkpoint.bits import CODE
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("checkpoint", "configs", "models", "parallelisms", "trainer")
+VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Variables by which the libraries choose their algorithms, or the precision of their products."""
+THREADS = "threads (OMP_NUM_THREADS)"
+
+
+def environment(device: torch.device, cpu_offload: bool) -> dict[str, str]:
+    """What decides the bits that are computed on `device` (and, with `cpu_offload`, on the CPU), by name."""
+    facts = {CODE: code_hash(), "numpy": np.__version__, "device": device_name(device)}
+    if device.type == "cuda":
+        facts |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
+    if device.type == "cpu" or cpu_offload:
+        facts |= {"CPU instructions": torch.backends.cpu.get_cpu_capability(), THREADS: threads()}
+    return facts | {f"variable {name}": os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def threads() -> str:
+    """How many threads torch shares an operation out to."""
+    return str(torch.get_num_threads())
+
+
+def device_name(device: torch.device) -> str:
+    """As the data sheets call it, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+@cache
+def code_hashes() -> dict[str, str]:
+    """xxh3_64 of each file of Keel's code that a run may execute, by its path in the repository."""
+    files = [ROOT / "train.py", *(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in sorted(files)}
+
+
+def code_hash() -> str:
+    """xxh3_64 of all of them."""
+    return xxhash.xxh3_64_hexdigest(repr(code_hashes()).encode())
