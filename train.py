@@ -21,10 +21,11 @@ def main() -> int:
             return 0
         job = load_for_run(command)
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
+        rank = os.environ.get("RANK", "0")
+        if rank == "0":
             print(error, file=sys.stderr)
-        else:
-            stop.wait(5.0)  # for torchrun, which ends all ranks with the first: the one that speaks should be that
+        elif not stop.wait(5.0):  # torchrun ends all ranks with the first: that rank 0 has said it
+            print(f"[rank {rank}] {error}", file=sys.stderr)
         return error.exit_code
     from trainer.run import run
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from checkpoint.lock import FolderInUse, lock
 from checkpoint.store import on_rank_zero
-from configs.errors import ConfigError, KeelError, UserError
+from configs.errors import KeelError, UserError
 from configs.load import LoadedConfig
 from models import build_model
 from parallelisms.activation_table import activation_table
@@ -128,7 +128,7 @@ def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
         if launch.rank == 0:
             launch.console.error(str(error))
         return code
-    if launch.rank > 0 and (_others_end(launch) or isinstance(error, ConfigError)):  # a config is wrong on all ranks
+    if launch.rank > 0 and _others_end(launch):
         return code
     launch.console.error(str(error) if isinstance(error, KeelError) else "".join(traceback.format_exception(error)))
     if launch.folder.is_dir() and not _has_ended(launch):  # the first error of a launch is the cause

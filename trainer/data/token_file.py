@@ -290,7 +290,9 @@ class TokenFile:
         except OSError as error:
             raise self._error(at, f"cannot be read ({error.strerror})") from None
         if len(data) < size:
-            raise self._error(at + len(data), f"the file ends here, instead of after {self.header.file_bytes} bytes")
+            raise self._error(
+                at + len(data), f"beyond the end of the file, which should have {self.header.file_bytes} bytes"
+            )
         return data
 
     def _stamp_now(self) -> "_Stamp":
