@@ -18,15 +18,15 @@ SETTINGS = (
     "fsdp.zero_stage",
     "fsdp.accumulate",
     "fsdp.partition",
-    "fsdp.cpu_offload",
     "context.method",
     "pipeline.schedule",
     "pipeline.stages_per_rank",
     "pipeline.split",
-    "activation_checkpoint.mode",
     "compile.enable",
 )
 """The machine keys that change the order of sums, or what the compiler fuses."""
+_ALIKE = {"fsdp.zero_stage": {2, 3}}
+"""Values of them between which no bit changes."""
 
 
 def changed_surroundings(manifest: Manifest, environment: Mapping[str, str]) -> dict[str, str]:
@@ -43,7 +43,8 @@ def changed_settings(manifest: Manifest, config: Mapping[str, Any], mesh: Mappin
     """The sizes of the mesh, and those of SETTINGS, that are not as they were, by name."""
     before = {f"mesh.{axis}": size for axis, size in manifest.mesh.items()} | _settings(manifest.config)
     now = {f"mesh.{axis}": size for axis, size in mesh.items()} | _settings(config)
-    return _changes(before, now)
+    alike = {name for name, values in _ALIKE.items() if {before.get(name), now.get(name)} <= values}
+    return {name: change for name, change in _changes(before, now).items() if name not in alike}
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

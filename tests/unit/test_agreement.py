@@ -1,0 +1,87 @@
+"""What ranks that differ are told, at any number of them, and what is compared."""
+
+import torch.distributed as dist
+
+from configs.errors import UserError
+from trainer import agreement
+from trainer.data.token_file import TokenFileWriter, TokenFolder, folder_fingerprint
+from trainer.environment import ROOT, code_hashes
+
+
+def compared(facts_of_rank: list[dict[str, str]]) -> tuple[str, list[str]]:
+    """The message of a comparison, "" if all agree, and the collectives that it took."""
+    rank, issued = dist.get_rank(), []
+    originals = dist.all_gather, dist.all_gather_object
+    try:
+        dist.all_gather = lambda *args: issued.append("all_gather") or originals[0](*args)
+        dist.all_gather_object = lambda *args: issued.append("all_gather_object") or originals[1](*args)
+        differing = agreement._differences(facts_of_rank[rank])
+    finally:
+        dist.all_gather, dist.all_gather_object = originals
+    return agreement._message("do this", differing) if differing else "", issued
+
+
+def test_ranks_that_agree_need_one_gather_of_a_few_bytes(ranks):
+    facts = {"a": "1", "b": "2"}
+    assert ranks(4, compared, [facts, dict(reversed(facts.items())), facts, facts]) == [("", ["all_gather"])] * 4
+
+
+def test_each_difference_names_rank_host_key_and_both_values(ranks):
+    usual = {"a": "1", "b": "2", "c": "3"}
+    results = ranks(4, compared, [usual | {"a": "9"}, usual, {"a": "1", "b": "2"}, usual | {"b": "8"}])
+    (message,) = {message for message, _ in results}  # all ranks say the same
+    host = agreement.socket.gethostname()
+    on = [f"rank {rank} ({host})" for rank in range(4)]
+    assert message.split("\n") == [
+        "the ranks of this launch do not agree (do this):",
+        f"  a is 9 on {on[0]}, but 1 on {on[1]}, {on[2]}, {on[3]}",
+        f"  b is 8 on {on[3]}, but 2 on {on[0]}, {on[1]}, {on[2]}",
+        f"  c is (not set) on {on[2]}, but 3 on {on[0]}, {on[1]}, {on[3]}",
+    ]
+
+
+def test_the_message_is_short_at_any_number_of_ranks_and_differences():
+    values = ["3e-4"] * 3000 + ["1e-3"] * 1000
+    [(usual, most), (other, few)] = agreement._ranks_by_value(values)
+    assert (usual, len(most), other, few[0]) == ("3e-4", 3000, "1e-3", 3000)
+    names = [[f"rank {rank} (node-{rank // 8})" for rank in ranks] for ranks in (most, few)]
+    differing = {f"key{i}": [(usual, names[0]), (other, names[1])] for i in range(50)}
+    lines = agreement._message("do this", differing).split("\n")
+    assert lines[1] == (
+        "  key0 is 1e-3 on rank 3000 (node-375), rank 3001 (node-375), rank 3002 (node-375), rank 3003 (node-375) and "
+        "996 more, but 3e-4 on rank 0 (node-0), rank 1 (node-0), rank 2 (node-0), rank 3 (node-0) and 2996 more"
+    )
+    assert len(lines) == 1 + agreement.SHOWN_DIFFERENCES + 1
+    assert lines[-1] == "  and 42 more"
+
+
+def failing_on_rank_one(fails: bool) -> object:
+    def action() -> int:
+        if fails and dist.get_rank() == 1:
+            raise UserError("a file has changed")
+        return 10 + dist.get_rank()
+
+    try:
+        return agreement.on_all_ranks(action)
+    except UserError as error:
+        return str(error)
+
+
+def test_an_error_of_one_rank_is_raised_on_all(ranks):
+    assert ranks(2, failing_on_rank_one, False) == [[10, 11]] * 2
+    assert ranks(2, failing_on_rank_one, True) == [f"rank 1 ({agreement.socket.gethostname()}): a file has changed"] * 2
+
+
+def test_every_file_of_the_code_counts():
+    hashes = code_hashes()
+    assert {"train.py", "trainer/step.py", "parallelisms/fsdp.py", "models/llama.py", "trainer/data/order.py"} < {
+        *hashes
+    }
+    assert all((ROOT / path).is_file() for path in hashes)
+
+
+def test_the_headers_alone_give_the_fingerprint_of_a_folder(tmp_path):
+    for name in ("b", "a"):
+        with TokenFileWriter(tmp_path / f"{name}.tokens", 100, "ab" * 16) as writer:
+            writer.append([ord(name), 1, 2])
+    assert folder_fingerprint(tmp_path) == TokenFolder(tmp_path, 100).fingerprint
