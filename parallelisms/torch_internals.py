@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -249,6 +249,14 @@ def _line_of(entry: dict[str, Any]) -> str:
     return f"{group}: number {number}, {entry['profiling_name']} {entry['input_sizes']}, {state}{caller}"
 
 
+# --------------------------------------------------------------------------- autograd
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is computing a backward pass, as where activation checkpointing runs a block again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 # --------------------------------------------------------------------------- what torch remembers
 
 
@@ -295,30 +303,60 @@ COLLECTIVES = (
 
 Listener = Callable[[str, dist.ProcessGroup, tuple[Any, ...]], None]
 """Called with the name of the operator, the process group, and the operator's arguments."""
+Timer = Callable[[str, dist.ProcessGroup, tuple[Any, ...], dist.Work], None]
+"""Called with the same, and with the handle to wait for."""
+
+
+class _Ears:
+    """Who listens at present."""
+
+    before: ClassVar[list[Listener]] = []
+    after: ClassVar[list[Timer]] = []
+    library: ClassVar[Library | None] = None
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Call `listener` before each collective and message that this process issues, from whatever code and thread.
+def listening(before: Listener | None = None, after: Timer | None = None) -> Iterator[None]:
+    """Call `before` and `after` around the issue of each collective and message of this process, from any code.
 
     A kernel is put between the operators and their backends, under the dispatch key ADInplaceOrView: no other stands
     there, and neither `no_grad` nor compiled code jumps over it. (A dispatch mode would make compiled blocks run
-    eagerly; torch's flight recorder does not see gloo.)
+    eagerly; torch's flight recorder does not see gloo.) Blocks of it may stand inside each other.
     """
-    library = Library("c10d", "IMPL")
+    _Ears.before += [before] if before else []
+    _Ears.after += [after] if after else []
+    is_first = _Ears.library is None
+    if is_first:
+        _Ears.library = _put_kernels()
     try:
-        for name in COLLECTIVES:
-            operator = getattr(torch.ops.c10d, name).default
-            place = [argument.name for argument in operator._schema.arguments].index("process_group")
-            library.impl(name, partial(_heard, listener, name, operator, place), "ADInplaceOrView", with_keyset=True)
         yield
     finally:
-        library._destroy()
+        _Ears.before = [listener for listener in _Ears.before if listener is not before]
+        _Ears.after = [timer for timer in _Ears.after if timer is not after]
+        if is_first and _Ears.library is not None:
+            _Ears.library._destroy()
+            _Ears.library = None
 
 
-def _heard(listener: Listener, name: str, operator: Any, place: int, keys: Any, *arguments: Any) -> Any:
-    listener(name, dist.ProcessGroup.unbox(arguments[place]), arguments)
-    return operator.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *arguments)
+def _put_kernels() -> Library:
+    library = Library("c10d", "IMPL")
+    for name in COLLECTIVES:
+        operator = getattr(torch.ops.c10d, name).default
+        place = [argument.name for argument in operator._schema.arguments].index("process_group")
+        library.impl(name, partial(_heard, name, operator, place), "ADInplaceOrView", with_keyset=True)
+    return library
+
+
+def _heard(name: str, operator: Any, place: int, keys: Any, *arguments: Any) -> Any:
+    group = dist.ProcessGroup.unbox(arguments[place])
+    for listener in _Ears.before:
+        listener(name, group, arguments)
+    result = operator.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *arguments)
+    if _Ears.after:
+        work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+        for timer in _Ears.after:
+            timer(name, group, arguments, work)
+    return result
 
 
 def tensors_of(arguments: tuple[Any, ...]) -> list[Tensor]:
@@ -330,3 +368,9 @@ def tensors_of(arguments: tuple[Any, ...]) -> list[Tensor]:
         elif isinstance(argument, (list, tuple)):
             found += tensors_of(tuple(argument))
     return found
+
+
+def world_name() -> str:
+    """Name of the group of all ranks."""
+    assert dist.group.WORLD is not None
+    return str(dist.group.WORLD.group_name)
