@@ -446,6 +446,10 @@ class Spikes(Table):
 class Fault(Table):
     """What is watched for while a run trains, and what is done about it."""
 
+    lag_ratio: NonNegativeFloat = 0.2
+    """Name the slowest rank once it keeps the others waiting for more than this part of a step; 0: never."""
+    trace_nonfinite: bool = True
+    """Compute a skipped step again, the first of a row, to name the module and rank where it went wrong."""
     compare_interval: NonNegativeInt = 100
     """Steps between comparisons of the tensors of which several ranks hold copies; 0: only before every save."""
     on_difference: Literal["end", "heal"] = "end"

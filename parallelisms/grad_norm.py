@@ -16,38 +16,22 @@ from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
-def clip_grad_norm(
-    parameters: Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    pipeline: dist.ProcessGroup | None = None,
+def grad_norm(
+    parameters: Iterable[Tensor], norm_type: float = 2.0, pipeline: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Scale the gradients in place so that their global p-norm is at most `max_norm`; all ranks must call it.
+    """Global p-norm of the gradients; all ranks must call it.
 
     Args:
         parameters: those without a gradient are left out.
-        max_norm: inf only measures.
         norm_type: p; inf for the largest absolute value.
         pipeline: the ranks that hold the other stages' parameters.
 
     Returns:
-        The norm before clipping, a scalar, the same on all ranks.
+        A scalar, the same on all ranks, but for rounding where groups add up in different orders.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = grad_norm(gradients, norm_type, pipeline)
-    if math.isfinite(max_norm):
-        # As in torch.nn.utils.clip_grads_with_norm_. A norm that is not finite scales nothing to a usable value, but
-        # such a step is skipped anyway.
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([_local(g) for g in gradients], scale.to(_local(gradients[0]).device))
-    return norm
-
-
-def grad_norm(gradients: list[Tensor], norm_type: float, pipeline: dist.ProcessGroup | None = None) -> Tensor:
-    """p-norm of all gradients, those of the `pipeline`'s other ranks included, taken as one vector."""
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        by_groups[_sharding_groups(gradient)].append(_local(gradient))
+    for gradient in _gradients(parameters):
+        by_groups[_sharding_groups(gradient)].append(local_part(gradient))
     totals = [_total_over(groups, local, norm_type) for groups, local in by_groups.items()]
     is_max = math.isinf(norm_type)
     total = torch.stack(totals).max() if is_max else torch.stack(totals).sum()
@@ -56,7 +40,25 @@ def grad_norm(gradients: list[Tensor], norm_type: float, pipeline: dist.ProcessG
     return total if is_max else total ** (1.0 / norm_type)
 
 
-def _local(tensor: Tensor) -> Tensor:
+@torch.no_grad()
+def clip_grads_with_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale the gradients in place so that their global norm, which is `norm`, is at most `max_norm` (inf: as it is).
+
+    As `torch.nn.utils.clip_grads_with_norm_`. A norm that is not finite scales nothing to a usable value, but such a
+    step is skipped anyway.
+    """
+    local = [local_part(gradient) for gradient in _gradients(parameters)]
+    if math.isfinite(max_norm):
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(local, scale.to(local[0].device))
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.errors import UserError
-from parallelisms.torch_internals import issuing_group, listening, prepare_listening, tensors_of
+from parallelisms.torch_internals import issuing_group, listening, prepare_listening, tensors_of, world_name
 
 _HOME = str(Path(__file__).resolve().parents[1]) + os.sep
 _NOT_CALLERS = {str(Path(__file__).resolve()), str(Path(__file__).resolve().with_name("torch_internals.py"))}
@@ -62,7 +62,7 @@ class OrderGuard:
             groups: those that steps compute with, beside the group of all ranks; all others are left alone.
         """
         self._interval = interval
-        self._watched = {str(group.group_name) for group in groups} | {_world_name()}
+        self._watched = {str(group.group_name) for group in groups} | {world_name()}
         self._step = 0
         self._is_noting = False
         self.log: list[Issued] = []
@@ -116,11 +116,6 @@ class OrderGuard:
         else:
             what = f"{operator.strip('_')} of {_shapes(operator, arguments)} for {issuing_group() or _caller()}"
             self.log.append(Issued((name, ranks), what, False))
-
-
-def _world_name() -> str:
-    assert dist.group.WORLD is not None
-    return str(dist.group.WORLD.group_name)
 
 
 def _shapes(operator: str, arguments: tuple[Any, ...]) -> str:

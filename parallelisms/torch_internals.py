@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -249,6 +249,14 @@ def _line_of(entry: dict[str, Any]) -> str:
     return f"{group}: number {number}, {entry['profiling_name']} {entry['input_sizes']}, {state}{caller}"
 
 
+# --------------------------------------------------------------------------- autograd
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is computing a backward pass, as where activation checkpointing runs a block again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 # --------------------------------------------------------------------------- what torch remembers
 
 
@@ -295,10 +303,16 @@ COLLECTIVES = (
 
 Listener = Callable[[str, dist.ProcessGroup, tuple[Any, ...]], None]
 """Called with the name of the operator, the process group, and the operator's arguments."""
+Timer = Callable[[str, dist.ProcessGroup, tuple[Any, ...], dist.Work], None]
+"""Called with the same, and with the handle to wait for."""
 
 
-_listener: Listener | None = None
-_kernels: Library | None = None
+class _Ears:
+    """Who listens at present. The lists are replaced, never changed: another thread may be walking through one."""
+
+    before: ClassVar[list[Listener]] = []
+    after: ClassVar[list[Timer]] = []
+    kernels: ClassVar[Library | None] = None
 
 
 def prepare_listening() -> None:
@@ -309,31 +323,43 @@ def prepare_listening() -> None:
     key ADInplaceOrView: no other is there, and neither `no_grad` nor compiled code jumps over it. (A dispatch mode
     would make compiled blocks run eagerly; torch's flight recorder does not see gloo.)
     """
-    global _kernels
-    if _kernels is None:
-        _kernels = Library("c10d", "IMPL")
+    if _Ears.kernels is None:
+        _Ears.kernels = Library("c10d", "IMPL")
         for name in COLLECTIVES:
             operator = getattr(torch.ops.c10d, name).default
             place = [argument.name for argument in operator._schema.arguments].index("process_group")
-            _kernels.impl(name, partial(_heard, name, operator, place), "ADInplaceOrView", with_keyset=True)
+            _Ears.kernels.impl(name, partial(_heard, name, operator, place), "ADInplaceOrView", with_keyset=True)
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Call `listener` before each collective and message that this process issues, from whatever code and thread."""
-    global _listener
+def listening(before: Listener | None = None, after: Timer | None = None) -> Iterator[None]:
+    """Call `before` and `after` around the issue of each collective and message of this process, from any code.
+
+    Blocks of it may stand inside each other.
+    """
     prepare_listening()
-    _listener = listener
+    _Ears.before = [*_Ears.before, *([before] if before else [])]
+    _Ears.after = [*_Ears.after, *([after] if after else [])]
     try:
         yield
     finally:
-        _listener = None
+        _Ears.before = [listener for listener in _Ears.before if listener is not before]
+        _Ears.after = [timer for timer in _Ears.after if timer is not after]
 
 
 def _heard(name: str, operator: Any, place: int, keys: Any, *arguments: Any) -> Any:
-    if (listener := _listener) is not None:
-        listener(name, dist.ProcessGroup.unbox(arguments[place]), arguments)
-    return operator.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *arguments)
+    before, after = _Ears.before, _Ears.after
+    if not before and not after:
+        return operator.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *arguments)
+    group = dist.ProcessGroup.unbox(arguments[place])
+    for listener in before:
+        listener(name, group, arguments)
+    result = operator.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *arguments)
+    if after:
+        work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+        for timer in after:
+            timer(name, group, arguments, work)
+    return result
 
 
 def tensors_of(arguments: tuple[Any, ...]) -> list[Tensor]:
@@ -345,3 +371,9 @@ def tensors_of(arguments: tuple[Any, ...]) -> list[Tensor]:
         elif isinstance(argument, (list, tuple)):
             found += tensors_of(tuple(argument))
     return found
+
+
+def world_name() -> str:
+    """Name of the group of all ranks."""
+    assert dist.group.WORLD is not None
+    return str(dist.group.WORLD.group_name)

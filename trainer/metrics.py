@@ -2,7 +2,8 @@
 
 `metrics.jsonl` has one JSON object a logged step, in the file as soon as it is logged, with the keys of `StepMetrics`
 in its order. A validated step is always logged, and its object has the two validation keys besides; so is a step with
-an incident, such as a spike of the loss, with the key `incidents`; a mixture of experts has three of its own. Floats
+an incident, such as a spike of the loss, with the key `incidents`; a mixture of experts has three of its own, and so
+does a step after a window in which the ranks were compared. Floats
 are written with `repr`, so that reading them back gives the same bits. JSON has no NaN: a value that is not finite is
 null, and a key `skipped` says what it was. A resume cuts the file back to the step it goes on from, so that no step
 stands there twice; the TensorBoard files are told the same by their purge step.
@@ -171,9 +172,15 @@ class StepMetrics:
     """Mean over tokens and layers of the entropy of the router's scores, in nats."""
     incidents: list[dict[str, Any]] | None = None
     """What has befallen the run since the line before (see docs/faults.md)."""
+    slowest_rank: int | None = None
+    """Of the last window of steps in which ranks were compared: the one that kept the others waiting for longest."""
+    lag_seconds: float | None = None
+    """A step: for how long."""
+    phase_seconds: dict[str, float] | None = None
+    """A step, by phase: of the rank that spent most, without its time in collectives."""
 
     def to_json(self) -> str:
-        """One line of JSON; the keys of validation and of experts are there only where there is a value."""
+        """One line of JSON; the keys of validation, experts and lag are there only where there is a value."""
         record = asdict(self)
         for key in [key for key in _OPTIONAL if record[key] is None]:
             del record[key]
@@ -191,6 +198,9 @@ _OPTIONAL = (
     "load_imbalance",
     "router_entropy",
     "incidents",
+    "slowest_rank",
+    "lag_seconds",
+    "phase_seconds",
 )
 
 
@@ -279,6 +289,7 @@ _TAGS = {
     "data_seconds": "speed/data_seconds",
     "mfu": "speed/mfu",
     "tflops": "speed/tflops",
+    "lag_seconds": "speed/lag_seconds",
     "memory_peak_bytes": "memory/peak_bytes",
     "load_imbalance": "router/load_imbalance",
     "router_entropy": "router/entropy",

@@ -2,8 +2,8 @@
 
 The loss is the mean over all valid target tokens of the global batch. Their number is known before the first
 backward pass, so each micro-batch adds its tokens' share and nothing depends on how the batch was cut. A step whose
-loss or gradient norm is not finite, or whose loss is above a limit, changes nothing, on all ranks alike, since both
-numbers are the same everywhere.
+loss or gradient norm is not finite on any rank, or whose loss is above a limit, changes nothing on all of them
+(`verdict.py`).
 """
 
 import math
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from configs.schema import Config
 from models import build_model
 from parallelisms.context import shard_batch
-from parallelisms.grad_norm import clip_grad_norm
+from parallelisms.grad_norm import clip_grads_with_norm, grad_norm
 from parallelisms.init import materialize
 from parallelisms.load_balance import LoadBalance
 from parallelisms.mesh import Mesh, groups_of_axes
@@ -33,20 +33,7 @@ from parallelisms.zero import OwnerPartition
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.loss import CrossEntropy
 from trainer.optimizer import build_optimizer, optimizer_state, saved_weights, set_lr
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step did; the same on all ranks."""
-
-    loss: float
-    """Mean over the global batch's valid target tokens, in nats."""
-    grad_norm: float
-    """Global norm before clipping."""
-    skipped: bool
-    """The loss or the norm was not finite, or the loss a spike, and so no parameter changed."""
-    is_spike: bool = False
-    """The loss was finite, but above the limit."""
+from trainer.verdict import StepResult, agree, agreed_norm, decide
 
 
 @dataclass(frozen=True)
@@ -55,6 +42,8 @@ class Learner:
 
     config: Config
     mesh: Mesh
+    stages: dict[int, nn.Module]
+    """This rank's parts of the model, by number; without a pipeline stage 0, the model itself."""
     parameters: dict[str, nn.Parameter]
     """This rank's, or its shards of them: those of the whole model, or of its pipeline stages."""
     passes: Passes
@@ -80,7 +69,8 @@ class Learner:
             before_update: called when all is computed; until then, `state` is what the last step has left.
 
         Raises:
-            UserError: the ranks did not issue the same collectives in the same order; nothing was updated.
+            UserError: the ranks did not issue the same collectives in the same order, or came to different results;
+                nothing was updated.
         """
         with self.guard.watch():
             return self._step(micro_batches, lr, loss_limit, before_update)
@@ -88,20 +78,30 @@ class Learner:
     def _step(
         self, micro_batches: list[MicroBatch], lr: float, loss_limit: float, before_update: Callable[[], None]
     ) -> StepResult:
-        micro_batches = self.own_part(micro_batches)
-        valid_tokens = self._valid_tokens(micro_batches)
-        total = self.passes.train([self.call(batch, self.loss) for batch in micro_batches], 1.0 / valid_tokens)
-        grad_norm = self.clip()
-        loss = self.mesh.sum_over_tokens(total) / valid_tokens
+        loss, norm = self.gradients(micro_batches)
+        agreed = agree(self.mesh, loss, norm)
+        self.clip(agreed_norm(agreed))
         self.guard.compare()
-        result = _result(loss, grad_norm, loss_limit)
+        result = decide(agreed, loss, norm, loss_limit)
         before_update()
         if not result.skipped:
             set_lr(self.optimizer, lr)
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.load_balance.finish_step(result.skipped)
+        self.finish(result.skipped)
         return result
+
+    def finish(self, skipped: bool) -> None:
+        """Let go of the gradients, and of what else a step leaves behind."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.load_balance.finish_step(skipped)
+
+    def gradients(self, micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
+        """Add a global batch's gradients to the parameters; returns its loss (float64) and their norm, scalars."""
+        micro_batches = self.own_part(micro_batches)
+        valid_tokens = self._valid_tokens(micro_batches)
+        total = self.passes.train([self.call(batch, self.loss) for batch in micro_batches], 1.0 / valid_tokens)
+        norm = self.grad_norm()
+        return self.mesh.sum_over_tokens(total) / valid_tokens, norm
 
     def evaluate(self, micro_batches: list[MicroBatch], token_bytes: Tensor | None) -> Tensor:
         """(sum of the cross-entropy, valid tokens, their bytes of text) over this rank's share, float64, (3,).
@@ -162,10 +162,13 @@ class Learner:
             arguments["document_ids"] = batch.document_ids
         return Call(batch.tokens, arguments)
 
-    def clip(self) -> Tensor:
-        """Clip the gradients; returns their norm before."""
-        training, pipeline = self.config.training, self.mesh.pp.get_group()
-        return clip_grad_norm(self.parameters.values(), training.max_norm, training.norm_type, pipeline)
+    def grad_norm(self) -> Tensor:
+        """The global norm of the gradients, a scalar; all ranks must call it."""
+        return grad_norm(self.parameters.values(), self.config.training.norm_type, self.mesh.pp.get_group())
+
+    def clip(self, norm: Tensor) -> None:
+        """Clip the gradients, whose global norm is `norm`."""
+        clip_grads_with_norm(self.parameters.values(), self.config.training.max_norm, norm)
 
     def _valid_tokens(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Target tokens of the global batch that count; a float64 scalar: exact, and every backend can add it up."""
@@ -195,6 +198,7 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
     return Learner(
         config=config,
         mesh=mesh,
+        stages=stages,
         parameters={name: p for stage in stages.values() for name, p in stage.named_parameters()},
         passes=Pipeline(stages, config, mesh) if mesh.sizes.pp > 1 else OneByOne(stages[0], config.fsdp),
         optimizer=_optimizer(config, mesh, list(stages.values()), model_names),
@@ -241,11 +245,3 @@ def _valid(batch: MicroBatch) -> Tensor:
 
 def _count_valid(micro_batches: list[MicroBatch]) -> int:
     return sum(len(_valid(batch)) for batch in micro_batches)
-
-
-def _result(loss: Tensor, grad_norm: Tensor, loss_limit: float) -> StepResult:
-    # The one point at which the CPU waits for the device: whether to update must be known before the update.
-    loss_value, norm_value = torch.stack((loss, grad_norm.to(loss))).tolist()
-    is_finite = math.isfinite(loss_value) and math.isfinite(norm_value)
-    is_spike = is_finite and loss_value > loss_limit
-    return StepResult(loss_value, norm_value, skipped=is_spike or not is_finite, is_spike=is_spike)

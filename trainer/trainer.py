@@ -25,7 +25,8 @@ from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
 from configs.run_change import run_key_diff
 from configs.schema import Config
-from parallelisms.mesh import build_mesh
+from parallelisms.collective_waits import CollectiveWaits
+from parallelisms.mesh import build_mesh, groups_of_axes
 from trainer.agreement import compare_data, on_all_ranks
 from trainer.console import Console
 from trainer.copies import see_that_copies_are_equal
@@ -38,12 +39,15 @@ from trainer.grace import Grace
 from trainer.lifecycle import State, StopRequest, write_status
 from trainer.lr_schedule import learning_rate
 from trainer.metrics import Kind, MetricsLog, StepMetrics, TimeLedger, memory_peak_bytes
+from trainer.phases import Lag, Phase, PhaseClock
 from trainer.preparation import prepare_data
 from trainer.profile import StepProfiler
 from trainer.saved_state import check_saved_state
 from trainer.spikes import loss_limit, remembered
-from trainer.step import StepResult, build_learner
+from trainer.step import build_learner
+from trainer.trace_nonfinite import trace_nonfinite
 from trainer.validation import ValidationResult, validate
+from trainer.verdict import StepResult, describe
 from trainer.watchdog import Watchdog
 
 # torch.compile works in the first step of a launch, and may once more in the second.
@@ -131,6 +135,10 @@ class Trainer:
         self.checkpoints.begin_line()
         self.exports = self._build_exports()
         self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
+        waits = CollectiveWaits(groups_of_axes(self.mesh).values(), self.device)
+        self.phases = PhaseClock(waits, config.fault.lag_ratio, self.mesh.sizes.pp > 1, COMPILING_STEPS)
+        self.lag: Lag | None = None
+        """Of the last window of steps, until it is logged."""
         self.grace = Grace(stop, config.job.grace_seconds, console, device, config.job.timeout_seconds)
         self.metrics_log: MetricsLog | None = None
         on_rank_zero(None, self._open_metrics_log)
@@ -207,7 +215,8 @@ class Trainer:
         a validation, plus the save.
         """
         self.watchdog.step(self.run.step, doing)
-        return bool(self.mesh.max_over_all(torch.tensor(int(bool(self.stop)))))
+        with self.phases.measure(Phase.OTHER):
+            return bool(self.mesh.max_over_all(torch.tensor(int(bool(self.stop)))))
 
     def _step(self) -> tuple[StepResult, float]:
         lr = learning_rate(self.config.lr_schedule, self.config.optimizer.lr, self.run.step)
@@ -215,14 +224,26 @@ class Trainer:
         self.profiler.before_step(self.run.step + 1)
         self.grace.computing(self.run.step, partial(self._rescue, self._finished()))
         with self.ledger.step(compiling):
-            with self.ledger.waiting_for_data():
+            with self.ledger.waiting_for_data(), self.phases.measure(Phase.DATA):
                 micro_batches = next(self.loader)
             limit = loss_limit(self.spikes, self.run.past_losses)
-            result = self.learner.step(micro_batches, lr, limit, self.grace.updating)
+            with self.phases.step():
+                result = self.learner.step(micro_batches, lr, limit, self.grace.updating)
+            self.phases.decided(result.decided_at)
         self.profiler.after_step(self.run.step + 1)
         if result.skipped:
-            self._report_skip(result, micro_batches)
+            with self.phases.measure(Phase.OTHER):
+                self._report_skip(result, micro_batches)
+        self._report_lag()
         return result, lr
+
+    def _report_lag(self) -> None:
+        lag = self.phases.finish_step()
+        if lag:
+            self.lag = lag
+            complaint = self.phases.complaint(lag)
+            if complaint and self.rank == 0:
+                self.console.warning(f"step {self.run.step + 1}: {complaint}")
 
     def _count(self, result: StepResult) -> None:
         """Add a step to the run.
@@ -256,9 +277,11 @@ class Trainer:
         samples = sorted({sample for samples in by_rank for sample in samples})
         limit = f" (a spike is above {loss_limit(self.spikes, self.run.past_losses)})" if result.is_spike else ""
         self.console.note(
-            f"step {self.run.step + 1} skipped: loss {result.loss}{limit}, gradient norm {result.grad_norm}; its "
-            f"samples are {samples[0]} to {samples[-1]}"
+            f"step {self.run.step + 1} skipped: {describe(result.gather())}{limit}; its samples are {samples[0]} to "
+            f"{samples[-1]}"
         )
+        if self.config.fault.trace_nonfinite and self.last_was_finite and not result.is_spike:
+            self.console.note(f"step {self.run.step + 1}: {trace_nonfinite(self.learner, micro_batches)}")
 
     def _record(self, what: str, **details: Any) -> None:
         """Add to the incidents, which later checkpoints hold, and the next line of metrics."""
@@ -287,7 +310,7 @@ class Trainer:
                 "checkpoint (--checkpoint.load STEP), or with a lower optimizer.lr"
             )
         self.watchdog.step(self.run.step, "going back")
-        with self.ledger.measure(Kind.CHECKPOINT):
+        with self.ledger.measure(Kind.CHECKPOINT), self.phases.measure(Phase.CHECKPOINT):
             if not self.checkpoints.can_rewind(to_step):
                 return False
             self._finish_exports()  # they may read checkpoints that are moved aside now
@@ -321,7 +344,7 @@ class Trainer:
             return
         self.watchdog.step(self.run.step, "comparing copies")
         on_difference, saved_step = self.config.fault.on_difference, self.checkpoints.latest_step()
-        with self.ledger.measure(Kind.TRAINING):
+        with self.ledger.measure(Kind.TRAINING), self.phases.measure(Phase.OTHER):
             healed = see_that_copies_are_equal(self.learner.copies(), on_difference, self.run.step, saved_step)
         self.compared_step = self.run.step
         if healed:
@@ -334,7 +357,7 @@ class Trainer:
     def _validate(self) -> ValidationResult | None:
         """What a validation finds; None if a signal ends it."""
         assert self.validation_loader is not None
-        with self.ledger.measure(Kind.VALIDATION):
+        with self.ledger.measure(Kind.VALIDATION), self.phases.measure(Phase.OTHER):
             result = validate(
                 self.learner, self.validation_loader, self.token_bytes, lambda: self._agreed_to_stop("validation")
             )
@@ -358,7 +381,7 @@ class Trainer:
         self.watchdog.step(self.run.step, "checkpoint")
         if self.metrics_log:
             self.metrics_log.flush()
-        with self.ledger.measure(Kind.CHECKPOINT):
+        with self.ledger.measure(Kind.CHECKPOINT), self.phases.measure(Phase.CHECKPOINT):
             self.checkpoints.wait()
             self._poll_exports()  # so that the export of the last one has begun before this one takes its place
             self._save_finished(self._finished())
@@ -432,8 +455,12 @@ class Trainer:
             validation_bits_per_byte=validation.bits_per_byte if validation else None,
             incidents=self.unlogged_incidents or None,
             **(vars(balance) if balance else {}),
+            slowest_rank=self.lag.rank if self.lag else None,
+            lag_seconds=self.lag.seconds if self.lag else None,
+            phase_seconds=self.lag.phase_seconds if self.lag else None,
         )
         self.unlogged_incidents = []
+        self.lag = None
         self.console.step(metrics)
         if self.metrics_log:
             self.metrics_log.write(metrics)

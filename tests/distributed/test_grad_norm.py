@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from parallelisms.grad_norm import clip_grad_norm
+from parallelisms.grad_norm import clip_grads_with_norm, grad_norm
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
 
@@ -37,9 +37,10 @@ def clipped(norm_type: float, max_norm: float) -> tuple[float, list[torch.Tensor
         parameter.grad = cut.clone()
         parameters.append(parameter)
     parameters.append(torch.nn.Parameter(torch.zeros(3)))  # frozen: no gradient
-    norm = clip_grad_norm(parameters, max_norm, norm_type).item()
+    norm = grad_norm(parameters, norm_type)
+    clip_grads_with_norm(parameters, max_norm, norm)
     grads = [p.grad for p in parameters if p.grad is not None]
-    return norm, [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+    return norm.item(), [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
 
 
 @pytest.mark.parametrize("norm_type", NORMS)

@@ -34,8 +34,8 @@ def train(folder: str, words: tuple[str, ...], plant_at: int | None = None, wher
     Path(folder).mkdir(exist_ok=True)
     step = Learner.step
 
-    def step_and_plant(self, micro_batches, lr):
-        result = step(self, micro_batches, lr)
+    def step_and_plant(self, *arguments):
+        result = step(self, *arguments)
         if trainer.run.step + 1 == plant_at and dist.get_rank() == 1:
             tensor = self.state()[where]
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor

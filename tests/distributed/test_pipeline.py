@@ -11,7 +11,8 @@ from configs.load import load
 from parallelisms.mesh import build_mesh
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.memory import _stages_in_flight
-from trainer.step import Learner, StepResult, build_learner
+from trainer.step import Learner, build_learner
+from trainer.verdict import StepResult
 
 STEPS, BATCH, SEQ_LEN = 3, 8, 32
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_v")

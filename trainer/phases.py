@@ -1,0 +1,207 @@
+"""Where each rank's time goes, and which rank keeps the others waiting.
+
+All ranks take as long for a step, since the fast ones wait for the slow in their collectives. What tells them apart is
+the time that a rank does *not* spend in collectives. Waiting for data, the update and the host's work between steps are
+timed on each step; forward and backward, whose collectives have to be listened to for that, only on every so many that
+it costs less than two thousandths of the time. After a window of such samples the ranks exchange what they measured.
+"""
+
+import math
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallelisms.collective_waits import CollectiveWaits
+from trainer.verdict import name_ranks
+
+_SAMPLES = 6  # a window
+_WINDOWS = 3  # in a row in which the same rank is the slow one before it is said: a busy machine has bad moments
+_REPEAT_WINDOWS = 30
+_COST = 1.5e-3  # of a step, at most, for listening
+_FIRST_STRIDE, _LAST_STRIDE = 5, 100
+_SHORT_STEP_SECONDS = 0.05  # what delays a step shorter than that is the machine's scheduling
+
+
+class Phase(IntEnum):
+    """What a rank spends a training loop's time on."""
+
+    DATA = 0
+    COMPUTE = 1
+    UPDATE = 2
+    HOST = 3
+    CHECKPOINT = 4
+    OTHER = 5
+
+    @property
+    def words(self) -> str:
+        """As a person calls it."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    Phase.DATA: "waiting for data",
+    Phase.COMPUTE: "forward and backward",
+    Phase.UPDATE: "the update",
+    Phase.HOST: "work between steps",
+    Phase.CHECKPOINT: "checkpoints",
+    Phase.OTHER: "waiting for the other ranks",
+}
+_COMPARED = (Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.HOST)
+
+
+@dataclass(frozen=True)
+class Lag:
+    """Of a window: how far the slowest rank was behind."""
+
+    rank: int
+    phase: Phase
+    """Where most of it arose."""
+    seconds: float
+    """A step: what the slowest rank took longer than the others, outside of collectives."""
+    step_seconds: float
+    phase_seconds: dict[str, float]
+    """A step, outside of collectives, on the rank where it was most."""
+
+
+class PhaseClock:
+    """Books this rank's time of the training loop; all ranks have one, and make the same calls."""
+
+    def __init__(self, waits: CollectiveWaits, lag_ratio: float, has_pipeline: bool, warm_up_steps: int) -> None:
+        """
+        Args:
+            lag_ratio: of a step; a rank that is further behind is named.
+            has_pipeline: stages differ in their work, and wait for each other's messages: forward and backward are
+                not compared.
+            warm_up_steps: not counted.
+        """
+        self._waits, self._ratio = waits, lag_ratio
+        self._is_on = lag_ratio > 0 and dist.get_world_size() > 1
+        self._is_sampled = False
+        self._compared = [phase for phase in _COMPARED if not (has_pipeline and phase is Phase.COMPUTE)]
+        self._stride, self._steps = _FIRST_STRIDE, -warm_up_steps
+        self._open = [Phase.HOST]
+        self._last = time.perf_counter()
+        self._clear()
+        self._slow: list[int] = []
+        """The slow rank of each of the last windows in a row; -1: of none."""
+        self._quiet = 0
+        """Windows for which nothing is said again."""
+
+    def _clear(self) -> None:
+        self._seconds, self._sampled = [0.0] * len(Phase), 0.0
+        self._samples, self._in_window, self._calls = 0, 0, self._waits.calls
+        self._waits.take()
+
+    @contextmanager
+    def measure(self, phase: Phase) -> Iterator[None]:
+        """Book the time inside under `phase`; a block inside another takes its time from it."""
+        self._book()
+        self._open.append(phase)
+        try:
+            yield
+        finally:
+            self._book()
+            self._open.pop()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around forward, backward and update."""
+        self._is_sampled = self._is_on and self._in_window % self._stride == 0
+        before = self._seconds[Phase.COMPUTE]
+        with self.measure(Phase.COMPUTE), self._waits.measuring() if self._is_sampled else nullcontext():
+            yield
+        if self._is_sampled:
+            self._samples += 1
+            self._sampled += self._seconds[Phase.COMPUTE] - before
+
+    def decided(self, at: float) -> None:
+        """Say when the step's update began (time.perf_counter); called after `step`."""
+        update = self._last - at
+        self._seconds[Phase.UPDATE] += update
+        self._seconds[Phase.COMPUTE] -= update
+        if self._is_sampled:
+            self._sampled -= update
+
+    def _book(self) -> None:
+        now = time.perf_counter()
+        self._seconds[self._open[-1]] += now - self._last
+        self._last = now
+
+    def finish_step(self) -> Lag | None:
+        """Count a step; at the end of a window all ranks compare, and find the same."""
+        if not self._is_on:
+            return None
+        self._book()
+        self._steps += 1
+        if self._steps <= 0:
+            self._clear()
+            return None
+        self._in_window += 1
+        if self._in_window < self._stride * _SAMPLES:
+            return None
+        lag = self._compare(self._exchange())
+        self._clear()
+        return lag
+
+    def _exchange(self) -> Tensor:
+        """Seconds a step of each rank: (ranks, phases + 2), the last two a step's seconds and collectives."""
+        seconds = [total / self._in_window for total in self._seconds]
+        step_seconds = sum(seconds)
+        calls = (self._waits.calls - self._calls) / self._samples
+        # The collectives of a step are waited for in forward and backward.
+        seconds[Phase.COMPUTE] = (self._sampled - self._waits.take()) / self._samples
+        own = torch.tensor([*seconds, step_seconds, calls], dtype=torch.float64)
+        everyone = own.new_empty(dist.get_world_size(), len(own))
+        dist.all_gather(list(everyone.unbind()), own)
+        return everyone
+
+    def _compare(self, ranks: Tensor) -> Lag:
+        step_seconds, calls = ranks[:, -2].max().item(), ranks[:, -1].max().item()
+        self._stride = stride(calls * self._waits.call_seconds, step_seconds)
+        behind = ranks[:, self._compared] - _of_others(ranks[:, self._compared])
+        slowest = int(behind.sum(1).argmax())
+        lag = Lag(
+            rank=slowest,
+            phase=self._compared[int(behind[slowest].argmax())],
+            seconds=max(0.0, behind[slowest].sum().item()),
+            step_seconds=step_seconds,
+            phase_seconds={phase.name.lower(): ranks[:, phase].max().item() for phase in Phase if phase != Phase.OTHER},
+        )
+        is_slow = lag.seconds > self._ratio * max(step_seconds, _SHORT_STEP_SECONDS)
+        self._slow = [*self._slow[1 - _WINDOWS :], slowest if is_slow else -1]
+        self._quiet -= self._quiet > 0
+        return lag
+
+    def complaint(self, lag: Lag) -> str | None:
+        """What to say of a window; None if that is nothing. All ranks must call it, and get the same."""
+        if self._slow != [lag.rank] * _WINDOWS or self._quiet:
+            return None
+        self._quiet = _REPEAT_WINDOWS
+        hosts: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        return (
+            f"{name_ranks([lag.rank], hosts)} keeps the others waiting: {lag.seconds:.3g} s of a step's "
+            f"{lag.step_seconds:.3g} s, most of it in {lag.phase.words}"
+        )
+
+
+def stride(listening_seconds: float, step_seconds: float) -> int:
+    """Steps from one that is listened to, for which that takes so long, to the next."""
+    return min(max(1, math.ceil(listening_seconds / (_COST * step_seconds))), _LAST_STRIDE)
+
+
+def _of_others(ranks: Tensor) -> Tensor:
+    """For each rank, the median of the other ranks' rows; of (ranks, phases)."""
+    n = len(ranks)
+    ordered = ranks.sort(0).values
+    place = ranks.argsort(0).argsort(0)  # of each rank in that order
+    middle = (n - 2) // 2  # of n - 1; of the two of an even number the smaller
+    # With the rank itself among them, what stands there of the others is one further on if the rank stands before it.
+    return ordered.gather(0, middle + (place <= middle).long())
