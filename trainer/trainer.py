@@ -170,6 +170,8 @@ class Trainer:
         return Exports(self.config, self.folder, self.checkpoints.latest_step(), log, warn)
 
     def _open_metrics_log(self) -> None:
+        if self.metrics_log:
+            self.metrics_log.close()
         try:
             log = MetricsLog(self.folder, self.config.metrics.tensorboard, self.console.outages, self.run.step)
         except OSError as error:
@@ -330,9 +332,7 @@ class Trainer:
         self.compared_step = None
         self.profiler.finish()
         self.exports = self._build_exports()
-        if self.metrics_log:
-            self.metrics_log.close()
-            self._open_metrics_log()
+        on_rank_zero(None, self._open_metrics_log)
 
     def _compare_copies(self) -> None:
         """See that what several ranks hold copies of is equal, or made equal again.
