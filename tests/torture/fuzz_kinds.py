@@ -24,6 +24,7 @@ from checkpoint.manifest import MANIFEST_NAME, TRAINER_NAME, read_manifest, read
 from checkpoint.safe_read import METADATA_NAME, read_metadata
 from checkpoint.tensor_stream import read_tensor
 from configs.display import summary
+from configs.errors import UserError
 from configs.load import load
 from configs.run_change import run_key_diff
 from configs.toml_text import table_text
@@ -47,6 +48,8 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text() * 3
 SPECIAL = 0.02
 """Share of the mutations that put something in the file's place which is none, or has no end."""
+SPARSE_BYTES = 100 << 20
+"""Of a text that takes no room on the disk; other files are made so large that they must be refused by their size."""
 RESEALED = 0.8
 """Share in which sizes, hashes and seals say the truth about what was forged."""
 
@@ -80,7 +83,7 @@ class Kind:
         self._restore()
         if dice.random() < SPECIAL:
             dice.choice((_fifo, _folder, _device, _sparse, _missing))(self.path)
-            return 0
+            return SPARSE_BYTES if self.path.suffix in (".jsonl", ".txt") else 0
         content = self.mutate_bytes(self.originals[self.path], dice)
         self.path.write_bytes(content)
         if dice.random() < RESEALED:
@@ -116,7 +119,7 @@ def _device(path: Path) -> None:
 
 
 def _sparse(path: Path) -> None:
-    os.truncate(path, 40 << 30)
+    os.truncate(path, SPARSE_BYTES if path.suffix in (".jsonl", ".txt") else 40 << 30)
 
 
 def _missing(path: Path) -> None:
@@ -516,7 +519,7 @@ def _mutated_parquet(content: bytes, dice: random.Random) -> bytes:
     if dice.random() < 0.9:
         return mutated_bytes(content, dice)
     columns: tuple[Any, ...] = (
-        ["x" * 1_000_000] * 5_000,
+        pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 5_000), ["x" * 1_000_000]),
         [["x"]] * 100,
         [b"\xff\xfe"] * 100,
         [None] * 100,
@@ -531,6 +534,8 @@ def _read_text(path: Path) -> str:
     bad = BadFiles(3)
     for text in documents(str(path), "text", bad):
         text.encode()
+    if bad.messages:
+        raise UserError("\n".join(bad.messages))
     return ""
 
 
