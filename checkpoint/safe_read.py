@@ -10,7 +10,6 @@ says), one of a kilobyte can hold tuples in tuples whose hash takes years. So th
 """
 
 import gc
-import io
 import os
 import pickle
 import struct
@@ -20,7 +19,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -337,7 +336,7 @@ _LOCATOR_64 = struct.Struct("<4sIQI")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
 
 
-def require_stored(file: io.IOBase) -> None:
+def require_stored(file: IO[bytes]) -> None:
     """Raise ValueError unless nothing in a file of `torch.save` is compressed: a few bytes could become many.
 
     torch never compresses, but reads what is. Format: pkware.com/appnote, 4.3.12 to 4.3.16; the directory is looked for

@@ -73,7 +73,7 @@ def read_part(folder: Path, metadata: Metadata, name: str, chunk: ChunkStorageMe
     try:
         with (folder / place.relative_path).open("rb") as file:
             view = _create_file_view(file, place.offset, place.length)
-            require_stored(view)
+            require_stored(view)  # type: ignore[arg-type]
             part = torch.load(view, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
         if not isinstance(part, Tensor) or (part.shape, part.dtype) != (chunk.sizes, dtype):
             raise ValueError("it is of another shape or type than the index says")

@@ -30,12 +30,13 @@ from configs.run_change import run_key_diff
 from configs.toml_text import table_text
 from scripts import checkpoint as script
 from scripts.export_hf import _tokenizer
+from scripts.prepare_data import _say
 from tests.torture.damage import make_manager, process_group, state, write_checkpoint
 from tests.torture.mutations import hostile, mutated_bytes, mutated_json, mutated_value
 from tests.unit.hf_support import TINY, make_model, save
 from trainer.console import Console
 from trainer.data.hf_tokenizer import tokenizer_files
-from trainer.data.prepare import RECORD, Settings, _is_finished
+from trainer.data.prepare import RECORD, Settings, _is_finished, _read_record
 from trainer.data.text import BadFiles, documents
 from trainer.data.token_file import SUFFIX, TokenFileWriter, TokenFolder
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
@@ -144,7 +145,7 @@ def _mutated_job(content: bytes, dice: random.Random) -> bytes:
     values = mutated_value(tomli.loads(content.decode()), dice)
     try:
         return table_text(values).encode()
-    except (UnicodeEncodeError, RecursionError):
+    except Exception:  # no TOML can be made of these values
         return mutated_bytes(content, dice)
 
 
@@ -539,15 +540,24 @@ def _read_text(path: Path) -> str:
     return ""
 
 
+_SETTINGS = Settings(["a"], "text", "0" * 32, 500, 0.0)
+
+
 def _prepared(folder: Path) -> Path:
-    values = {"settings": Settings(["a"], "text", "0" * 32, 500, 0.0).__dict__, "bad_files": [], "empty_documents": 0}
+    split = {"documents": 1, "tokens": 2, "text_bytes": 3}
+    values = {"settings": _SETTINGS.__dict__, "bad_files": ["x"], "empty_documents": 0, "train": split}
     (folder / RECORD).write_text(json.dumps(values, indent=2))
     return folder / RECORD
 
 
 def _read_prepared(path: Path) -> str:
-    _is_finished(path.parent, Settings(["a"], "text", "0" * 32, 500, 0.0))
-    return ""
+    """As the command that made it is given once more."""
+    if not _is_finished(path.parent, _SETTINGS):
+        raise UserError("it would be made anew")
+    record = _read_record(path.parent)
+    shown = io.StringIO()
+    _say(Console(out=shown, err=shown), record, path.parent)
+    return shown.getvalue()
 
 
 # --------------------------------------------------------------------------- the run folder

@@ -161,7 +161,7 @@ def prepare(
                     _prepare_all(shards, settings, working, processes, BadFiles(max_bad_files), progress)
                     os.rename(working / "output", output)
                 _discard(working)
-        record = _read_json(output / RECORD)
+        record = _read_record(output)
     except OSError as error:
         raise UserError(f"{error.filename or output}: {error.strerror}, while preparing {output}.") from None
     BadFiles(max_bad_files).extend(record["bad_files"])
@@ -401,6 +401,27 @@ def _discard(folder: Path) -> None:
         trash = folder.with_name(f"{folder.name}.{os.getpid()}")
         os.rename(folder, trash)
         shutil.rmtree(trash)
+
+
+def _read_record(output: Path) -> dict[str, Any]:
+    """The record of a finished preparation. Raises UserError if it has not what is shown of it."""
+    record = _read_json(output / RECORD)
+    splits = [record.get(name, {}) for name in (TRAIN, VALIDATION)]
+    counts = [
+        record.get("empty_documents"),
+        *(count for split in splits if _is_split(split) for count in split.values()),
+    ]
+    bad_files = record.get("bad_files")
+    is_whole = isinstance(bad_files, list) and all(isinstance(message, str) for message in bad_files)
+    if not is_whole or not all(map(_is_split, splits)) or not all(type(count) is int for count in counts):
+        raise UserError(
+            f"{output / RECORD}: is not of the form that Keel writes. Delete its folder to have it made anew."
+        )
+    return record
+
+
+def _is_split(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() <= asdict(Split()).keys()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
