@@ -238,7 +238,9 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     """What the trainer has saved of itself in a checkpoint, as JSON. Raises: Damaged if it can't be read."""
     try:
         return parse_json(read_file(folder / TRAINER_NAME, MAX_JSON_BYTES))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise damaged(folder, f"{TRAINER_NAME} can't be read: {error.strerror}") from None
+    except ValueError as error:
         raise damaged(folder, f"{TRAINER_NAME} can't be read: {error}") from None
 
 
@@ -262,7 +264,9 @@ def _sealed_text(folder: Path) -> str:
     except FileNotFoundError:
         hint = "a checkpoint is a folder such as checkpoints/step-00000100"
         raise Damaged(f"{folder} is no checkpoint: it has no {MANIFEST_NAME} ({hint})") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise damaged(folder, f"{MANIFEST_NAME} can't be read: {error.strerror}") from None
+    except ValueError as error:
         raise damaged(folder, f"{MANIFEST_NAME} can't be read: {error}") from None
     body = text.rpartition(',\n "seal": ')[0]
     if not body.startswith("{") or text != sealed(body):

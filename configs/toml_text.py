@@ -52,7 +52,7 @@ def _key_line(key: str, value: Any, comment: str | None) -> Iterator[str]:
 
 
 def _is_list_of_tables(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
 def _key_text(key: str) -> str:

@@ -241,7 +241,9 @@ def last_collectives(count: int) -> list[str]:
 
 
 def _line_of(entry: dict[str, Any]) -> str:
-    frames = [frame for frame in entry["frames"] if "/torch/" not in frame["filename"]]
+    frames = [
+        frame for frame in entry["frames"] if "/torch/" not in frame["filename"] and frame["filename"] != __file__
+    ]
     caller = f", for {frames[0]['filename']}:{frames[0]['line']} ({frames[0]['name']})" if frames else ""
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     state = "completed" if entry["retired"] else entry["state"]

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +250,9 @@ class MetricsLog:
         return [self._file, self._curves.file] if self._curves else [self._file]
 
 
+_MAX_RECORD_CHARACTERS = 1 << 20
+
+
 def cut_back(path: Path, step: int) -> int:
     """Keep of a `metrics.jsonl` only the steps up to `step`; returns how many unreadable lines were removed too.
 
@@ -259,12 +264,17 @@ def cut_back(path: Path, step: int) -> int:
     require_plain(path)
     if not path.exists():
         return 0
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    steps = [_step_of(line) for line in lines]
-    kept = [line for line, found in zip(lines, steps, strict=True) if found is not None and found <= step]
-    if len(kept) < len(lines):
-        write_atomically(path, kept)
+    steps = [_step_of(line) for line in _lines(path)]
+    keeps = [found is not None and found <= step for found in steps]
+    if not all(keeps):
+        write_atomically(path, compress(_lines(path), keeps))
     return steps.count(None)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a file with their ends, one by one; of a very long one, which is no record, parts."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        yield from iter(partial(file.readline, _MAX_RECORD_CHARACTERS), "")
 
 
 def _step_of(line: str) -> int | None:

@@ -156,7 +156,8 @@ def _say_goodbye(trainer: Trainer, state: State) -> None:
         closing_rows(config, trainer.folder, trainer.ledger.seconds(), trainer.ends(), memory_peak, newest),
     )
     console.table("What to try next", next_rows(config, state))
-    write_status(trainer.folder, state, step, "" if state == "done" else reason, checkpoint=str(newest))
+    with console.outages.tolerate(trainer.folder / "status.json"):
+        write_status(trainer.folder, state, step, "" if state == "done" else reason, checkpoint=str(newest))
 
 
 def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:

@@ -24,17 +24,19 @@ from checkpoint.manifest import MANIFEST_NAME, TRAINER_NAME, read_manifest, read
 from checkpoint.safe_read import METADATA_NAME, read_metadata
 from checkpoint.tensor_stream import read_tensor
 from configs.display import summary
+from configs.errors import UserError
 from configs.load import load
 from configs.run_change import run_key_diff
 from configs.toml_text import table_text
 from scripts import checkpoint as script
 from scripts.export_hf import _tokenizer
+from scripts.prepare_data import _say
 from tests.torture.damage import make_manager, process_group, state, write_checkpoint
 from tests.torture.mutations import hostile, mutated_bytes, mutated_json, mutated_value
 from tests.unit.hf_support import TINY, make_model, save
 from trainer.console import Console
 from trainer.data.hf_tokenizer import tokenizer_files
-from trainer.data.prepare import RECORD, Settings, _is_finished
+from trainer.data.prepare import RECORD, Settings, _is_finished, _read_record
 from trainer.data.text import BadFiles, documents
 from trainer.data.token_file import SUFFIX, TokenFileWriter, TokenFolder
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
@@ -47,6 +49,8 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text() * 3
 SPECIAL = 0.02
 """Share of the mutations that put something in the file's place which is none, or has no end."""
+SPARSE_BYTES = 100 << 20
+"""Of a text that takes no room on the disk; other files are made so large that they must be refused by their size."""
 RESEALED = 0.8
 """Share in which sizes, hashes and seals say the truth about what was forged."""
 
@@ -80,7 +84,7 @@ class Kind:
         self._restore()
         if dice.random() < SPECIAL:
             dice.choice((_fifo, _folder, _device, _sparse, _missing))(self.path)
-            return 0
+            return SPARSE_BYTES if self.path.suffix in (".jsonl", ".txt") else 0
         content = self.mutate_bytes(self.originals[self.path], dice)
         self.path.write_bytes(content)
         if dice.random() < RESEALED:
@@ -116,7 +120,7 @@ def _device(path: Path) -> None:
 
 
 def _sparse(path: Path) -> None:
-    os.truncate(path, 40 << 30)
+    os.truncate(path, SPARSE_BYTES if path.suffix in (".jsonl", ".txt") else 40 << 30)
 
 
 def _missing(path: Path) -> None:
@@ -141,7 +145,7 @@ def _mutated_job(content: bytes, dice: random.Random) -> bytes:
     values = mutated_value(tomli.loads(content.decode()), dice)
     try:
         return table_text(values).encode()
-    except (UnicodeEncodeError, RecursionError):
+    except Exception:  # no TOML can be made of these values
         return mutated_bytes(content, dice)
 
 
@@ -516,7 +520,7 @@ def _mutated_parquet(content: bytes, dice: random.Random) -> bytes:
     if dice.random() < 0.9:
         return mutated_bytes(content, dice)
     columns: tuple[Any, ...] = (
-        ["x" * 1_000_000] * 5_000,
+        pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 5_000), ["x" * 1_000_000]),
         [["x"]] * 100,
         [b"\xff\xfe"] * 100,
         [None] * 100,
@@ -531,18 +535,29 @@ def _read_text(path: Path) -> str:
     bad = BadFiles(3)
     for text in documents(str(path), "text", bad):
         text.encode()
+    if bad.messages:
+        raise UserError("\n".join(bad.messages))
     return ""
 
 
+_SETTINGS = Settings(["a"], "text", "0" * 32, 500, 0.0)
+
+
 def _prepared(folder: Path) -> Path:
-    values = {"settings": Settings(["a"], "text", "0" * 32, 500, 0.0).__dict__, "bad_files": [], "empty_documents": 0}
+    split = {"documents": 1, "tokens": 2, "text_bytes": 3}
+    values = {"settings": _SETTINGS.__dict__, "bad_files": ["x"], "empty_documents": 0, "train": split}
     (folder / RECORD).write_text(json.dumps(values, indent=2))
     return folder / RECORD
 
 
 def _read_prepared(path: Path) -> str:
-    _is_finished(path.parent, Settings(["a"], "text", "0" * 32, 500, 0.0))
-    return ""
+    """As the command that made it is given once more."""
+    if not _is_finished(path.parent, _SETTINGS):
+        raise UserError("it would be made anew")
+    record = _read_record(path.parent)
+    shown = io.StringIO()
+    _say(Console(out=shown, err=shown), record, path.parent)
+    return shown.getvalue()
 
 
 # --------------------------------------------------------------------------- the run folder

@@ -1,5 +1,6 @@
 """Tokenizers: exact round trips, what an id stands for in bytes, and errors that say what to do."""
 
+import json
 import sys
 
 import numpy as np
@@ -170,3 +171,108 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(UserError, match=r"t\.model: cannot write"):
         train_sentencepiece(iter(CODE), tmp_path / "file" / "t.model", VOCAB)
+
+
+@pytest.fixture
+def json_values(byte_level):
+    """The content of a tokenizer.json, to be changed."""
+    return json.loads(byte_level._model.to_str())
+
+
+def load_json(folder, values):
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    return load_tokenizer(folder / "tokenizer.json")
+
+
+TRUNCATION = {"direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0}
+PADDING = {
+    "strategy": {"Fixed": 512},
+    "direction": "Right",
+    "pad_to_multiple_of": None,
+    "pad_id": 0,
+    "pad_type_id": 0,
+    "pad_token": "<|begin_of_text|>",
+}
+TWICE = {
+    "type": "TemplateProcessing",
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2,
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+    "special_tokens": {},
+}
+
+
+@pytest.mark.parametrize(
+    "settings_of_a_use",
+    [
+        {"truncation": TRUNCATION},
+        {"truncation": TRUNCATION | {"stride": 99}},
+        {"padding": PADDING},
+        {"padding": PADDING | {"strategy": {"Fixed": 2**30}}},
+        {"padding": PADDING | {"pad_to_multiple_of": 64, "strategy": "BatchLongest"}},
+        {"post_processor": TWICE},
+        {"truncation": TRUNCATION, "padding": PADDING, "post_processor": TWICE},
+    ],
+)
+def test_what_a_file_says_of_truncation_padding_and_templates_is_not_done(
+    tmp_path, byte_level, json_values, settings_of_a_use
+):
+    """A document of 400 characters and more, whole: files that were saved after a use with these have such blocks."""
+    document = "def f(x):\n    return x\n" * 40
+    tokenizer = load_json(tmp_path, json_values | settings_of_a_use)
+    ids = encode_document(tokenizer, document)
+    assert ids == encode_document(byte_level, document)
+    assert tokenizer.decode(ids) == document
+    loaded = tokenizer._model
+    assert (loaded.truncation, loaded.padding, loaded.post_processor) == (None, None, None)
+
+
+def times(n):
+    return {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * n}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [times(1000)] * 3}}, "1,000,000,000 times longer"),
+        ({"decoder": {"type": "Sequence", "decoders": [times(1000)] * 3}}, "1,000,000,000 times longer"),
+        ({"model": {"type": "WordLevel", "vocab": {"a": 2**32 - 1}, "unk_token": "a"}}, "ids go up to 4,294,967,295"),
+        ({"model": None}, "not a tokenizer.json"),
+        (
+            {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(["}, "behavior": "Isolated", "invert": False}},
+            "not a tokenizer.json",
+        ),
+    ],
+)
+def test_a_tokenizer_json_that_would_take_memory_or_time_without_end(tmp_path, json_values, change, reason):
+    with pytest.raises(UserError, match=reason):
+        load_json(tmp_path, json_values | change)
+
+
+def test_a_tokenizer_json_that_never_ends(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("[" * 200_000)
+    with pytest.raises(UserError, match="nested deeper"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_panic_of_the_package_is_a_message(tmp_path, byte_level, monkeypatch):
+    """pyo3's PanicException derives from BaseException."""
+
+    class PanicException(BaseException):
+        pass
+
+    class Model:
+        def encode(self, *_, **__):
+            raise PanicException("attempt to subtract with overflow")
+
+    monkeypatch.setattr(byte_level, "_model", Model())
+    with pytest.raises(UserError, match=r"can't encode a text .attempt to subtract"):
+        byte_level.encode("x")
+
+
+def test_a_sentencepiece_model_with_a_piece_that_is_no_text(tmp_path, model_path):
+    content = model_path.read_bytes()
+    piece = b"<0x41>"
+    assert content.count(piece) == 1
+    (tmp_path / "forged.model").write_bytes(content.replace(piece, b"\xff\xfe\x80\xc3(("))
+    with pytest.raises(UserError, match="not a SentencePiece model"):
+        load_tokenizer(tmp_path / "forged.model")

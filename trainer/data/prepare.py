@@ -31,6 +31,7 @@ from typing import IO, Any
 import xxhash
 
 from configs.errors import UserError
+from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, shortened
 from trainer.data.text import BadFiles, Piece, pieces, read
 from trainer.data.token_file import SUFFIX, TokenFileWriter
 from trainer.data.tokenizer import Tokenizer, encode_document, load_tokenizer
@@ -120,8 +121,8 @@ class Shard:
         """The counts of the finished shard; None if it is not finished, or its input has changed since."""
         if not self.report_path.exists():
             return None
-        report = json.loads(self.report_path.read_text())
-        return report if report["inputs_hash"] == self.inputs_hash else None
+        report = _read_json(self.report_path)
+        return report if report.get("inputs_hash") == self.inputs_hash else None
 
 
 def prepare(
@@ -160,7 +161,7 @@ def prepare(
                     _prepare_all(shards, settings, working, processes, BadFiles(max_bad_files), progress)
                     os.rename(working / "output", output)
                 _discard(working)
-        record = json.loads((output / RECORD).read_text())
+        record = _read_record(output)
     except OSError as error:
         raise UserError(f"{error.filename or output}: {error.strerror}, while preparing {output}.") from None
     BadFiles(max_bad_files).extend(record["bad_files"])
@@ -335,7 +336,7 @@ def _record(settings: Settings, reports: list[dict[str, Any]]) -> dict[str, Any]
 def _is_finished(output: Path, settings: Settings) -> bool:
     """Whether OUTPUT was prepared with these settings; raises UserError if it holds anything else."""
     if (output / RECORD).is_file():
-        _check_same(output, json.loads((output / RECORD).read_text())["settings"], settings)
+        _check_same(output, _read_json(output / RECORD).get("settings"), settings)
         return True
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output}: exists and holds something else than prepared text. Choose another output folder.")
@@ -346,7 +347,7 @@ def _enter(working: Path, settings: Settings) -> None:
     """Begin or go on in a working folder; raises UserError if it holds the beginning of something else."""
     state = working / "settings.json"
     if state.exists():
-        _check_same(working, json.loads(state.read_text()), settings)
+        _check_same(working, _read_json(state), settings)
     for left in working.glob("unfinished.*"):
         _discard(left)
     (working / "reports").mkdir(exist_ok=True)
@@ -363,9 +364,11 @@ def _remove_leftovers(working: Path, finished: set[str]) -> None:
             path.unlink()
 
 
-def _check_same(folder: Path, before: dict[str, Any], settings: Settings) -> None:
+def _check_same(folder: Path, before: Any, settings: Settings) -> None:
     now = asdict(settings)
-    changed = [f"  {key}: {before.get(key)!r} then, {now[key]!r} now" for key in now if before.get(key) != now[key]]
+    then = before if isinstance(before, dict) else {}
+    values = {key: shortened(repr(then.get(key)), 400) for key in now}
+    changed = [f"  {key}: {values[key]} then, {now[key]!r} now" for key in now if then.get(key) != now[key]]
     if changed:
         raise UserError(
             f"{folder}: was made with other settings:\n" + "\n".join(changed) + "\n"
@@ -398,6 +401,40 @@ def _discard(folder: Path) -> None:
         trash = folder.with_name(f"{folder.name}.{os.getpid()}")
         os.rename(folder, trash)
         shutil.rmtree(trash)
+
+
+def _read_record(output: Path) -> dict[str, Any]:
+    """The record of a finished preparation. Raises UserError if it has not what is shown of it."""
+    record = _read_json(output / RECORD)
+    splits = [record.get(name, {}) for name in (TRAIN, VALIDATION)]
+    counts = [
+        record.get("empty_documents"),
+        *(count for split in splits if _is_split(split) for count in split.values()),
+    ]
+    bad_files = record.get("bad_files")
+    is_whole = isinstance(bad_files, list) and all(isinstance(message, str) for message in bad_files)
+    if not is_whole or not all(map(_is_split, splits)) or not all(type(count) is int for count in counts):
+        raise UserError(
+            f"{output / RECORD}: is not of the form that Keel writes. Delete its folder to have it made anew."
+        )
+    return record
+
+
+def _is_split(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() <= asdict(Split()).keys()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """An object that `_write_json` has written. Raises UserError if it is none."""
+    try:
+        content = parse_json(read_file(path, MAX_JSON_BYTES))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}).") from None
+    except ValueError as error:
+        raise UserError(f"{path}: cannot be read ({error}). Delete its folder to have it made anew.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: cannot be read (no object). Delete its folder to have it made anew.")
+    return content
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

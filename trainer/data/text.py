@@ -188,14 +188,14 @@ def _read_jsonl(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
         with open(piece.path, "rb") as file:
             if piece.start:
                 file.seek(piece.start - 1)
-                _pass_line(file)
+                _pass_line(file, piece.stop)
             while (at := file.tell()) < piece.stop:
                 line = file.readline(MAX_LINE_BYTES + 1)
                 if not line.strip():
                     continue
                 try:
                     if len(line) > MAX_LINE_BYTES:
-                        _pass_line(file)
+                        _pass_line(file, piece.stop)
                         raise ValueError(f"the line is longer than {MAX_LINE_BYTES:,} bytes")
                     yield _text_of(_parse(line), text_key)
                 except ValueError as error:
@@ -212,9 +212,9 @@ def _is_regular(path: str, bad: BadFiles) -> bool:
     return True
 
 
-def _pass_line(file: IO[bytes]) -> None:
-    """Go on to the end of the line, however long it is."""
-    while (part := file.readline(1 << 20)) and not part.endswith(b"\n"):
+def _pass_line(file: IO[bytes], stop: int) -> None:
+    """Go on to the end of the line, or beyond `stop`: of a line as long as many pieces each reads its own part."""
+    while (part := file.readline(1 << 20)) and not part.endswith(b"\n") and file.tell() < stop:
         pass
 
 

@@ -1,0 +1,498 @@
+"""A stranger's files: each is refused by one message, soon, in little memory, and no terminal obeys what is in it.
+
+`tests/torture/fuzz.py` tries them by the thousand; here is each defect that was found, by its name.
+"""
+
+import io
+import json
+import os
+import pickle
+import signal
+import zipfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from checkpoint.hf import TokenizerFiles, export_hf, import_hf
+from checkpoint.manifest import MANIFEST_NAME, TRAINER_NAME, read_manifest, sealed
+from checkpoint.safe_read import _Index, read_metadata, require_stored
+from checkpoint.tensor_stream import read_tensor
+from configs.errors import ConfigError, KeelError, UserError
+from configs.load import load
+from configs.untrusted import MAX_MESSAGE_CHARACTERS, parse_json, printable, read_file
+from scripts import checkpoint as checkpoint_script
+from scripts.export_hf import _tokenizer
+from tests.held import held
+from tests.unit.hf_support import TINY, make_model, save
+from tests.unit.test_checkpoint_exploits import reseal
+from trainer.console import Console
+from trainer.data import text
+from trainer.data.prepare import Settings, _is_finished
+from trainer.data.text import BadFiles, documents
+from trainer.data.tokenizer import load_tokenizer
+from trainer.metrics import cut_back
+from trainer.run import _status
+from trainer.saved_state import check_saved_state
+
+MIB = 1 << 20
+ESCAPE = "\x1b[2J\x1b]0;owned\x07\u202e"
+
+
+@contextmanager
+def soon(seconds=100):
+    """Fails what would wait for ever; generous, since machines are busy."""
+
+    def fail(*_):
+        raise AssertionError(f"still at it after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(seconds)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    return save(tmp_path / "run" / "checkpoints" / "step-00000001", make_model(TINY["untied"]))
+
+
+@pytest.fixture
+def hf_folder(tmp_path, checkpoint):
+    export_hf(checkpoint, tmp_path / "hf", TokenizerFiles())
+    return tmp_path / "hf"
+
+
+def rewrite_manifest(checkpoint, change):
+    content = json.loads((checkpoint / MANIFEST_NAME).read_text())
+    del content["seal"]
+    change(content)
+    (checkpoint / MANIFEST_NAME).write_text(sealed(json.dumps(content, indent=1)))
+
+
+# --------------------------------------------------------------------------- whatever has a name but no end
+
+
+def fifo(path):
+    os.mkfifo(path)
+
+
+def device(path):
+    path.symlink_to("/dev/zero")
+
+
+def sparse(path):
+    path.touch()
+    os.truncate(path, 40 << 30)
+
+
+READERS = {
+    MANIFEST_NAME: lambda path: read_manifest(path.parent),
+    "config.json": lambda path: import_hf(path.parent, path.parent / "out", None),
+    "job.toml": lambda path: load(str(path)),
+    "prepare.json": lambda path: _is_finished(path.parent, Settings([], "text", "0", 1, 0.0)),
+    "own.model": load_tokenizer,
+    "tokenizer.json": load_tokenizer,
+    "a.txt": lambda path: list(documents(str(path))),
+}
+
+
+@pytest.mark.parametrize("put", [fifo, device, sparse])
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_no_file_is_neither_waited_for_nor_read(tmp_path, name, put):
+    put(tmp_path / name)
+
+    def read():
+        with pytest.raises(KeelError, match=r"regular file|are more than|no job file|something else"):
+            READERS[name](tmp_path / name)
+
+    with soon():
+        assert held(read) < 64 * MIB
+
+
+@pytest.mark.parametrize("put", [fifo, device, sparse])
+def test_a_status_that_is_no_file_is_none(tmp_path, put):
+    put(tmp_path / "status.json")
+    with soon():
+        assert _status(tmp_path) == {}
+
+
+def test_a_pipe_in_the_place_of_a_manifest_is_named_in_the_list(checkpoint, capsys):
+    (checkpoint / MANIFEST_NAME).unlink()
+    os.mkfifo(checkpoint / MANIFEST_NAME)
+    with soon():
+        assert checkpoint_script.main(["list", str(checkpoint.parent)]) == 0
+        with pytest.raises(UserError, match="not a regular file"):
+            export_hf(checkpoint, checkpoint.parent / "out", TokenizerFiles())  # which pins it first
+    assert "MANIFEST.json can't be read: not a regular file" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_pipe_in_the_place_of_weights(tmp_path, hf_folder):
+    (hf_folder / "model.safetensors").unlink()
+    os.mkfifo(hf_folder / "model.safetensors")
+    with soon(), pytest.raises(UserError, match="not a regular file"):
+        import_hf(hf_folder, tmp_path / "out", None)
+
+
+def test_a_file_is_read_in_the_size_that_it_has(tmp_path):
+    (tmp_path / "small").write_text("x")
+    assert held(lambda: read_file(tmp_path / "small", 1 << 40)) < 16 * MIB
+    with pytest.raises(OSError, match="1 bytes are more than the 0 allowed"):
+        read_file(tmp_path / "small", 0)
+
+
+# --------------------------------------------------------------------------- the index of a checkpoint
+
+DOUBLED = b")" + b"".join(b"\x94h" + bytes([i]) * 1 + b"h" + bytes([i]) + b"\x86" for i in range(60))
+"""A tuple of two tuples of two tuples ..., whose hash and whose text take 2**60 steps."""
+
+BOMBS = {
+    "LONG_BINPUT": b"\x80\x04Nr\xff\xff\xff\x07.",
+    "BYTEARRAY8": b"\x80\x05\x96" + (3 << 30).to_bytes(8, "little") + b"x.",
+    "BINUNICODE": b"\x80\x04X\xff\xff\xff\xffx.",
+    "BINUNICODE8": b"\x80\x04\x8d" + (3 << 30).to_bytes(8, "little") + b"x.",
+    "LONG4": b"\x80\x04\x8b\xff\xff\xff\x7fx.",
+    "FRAME": b"\x80\x04\x95" + b"\xff" * 7 + b"\x7fN.",
+    "DUP": b"\x80\x04N" + b"2" * 100_000 + b".",
+    "a hash of nested tuples": b"\x80\x04}" + DOUBLED + b"Ns.",
+    "a hash that is too deep for C": b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns.",
+    "a text of nested tuples": b"\x80\x04" + DOUBLED + b".",
+    "lists in lists": b"\x80\x04" + b"]" * 1_000_000 + b"a" * 999_999 + b".",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_in_the_index(checkpoint, name):
+    (checkpoint / ".metadata").write_bytes(BOMBS[name])
+
+    def read():
+        with pytest.raises(UserError, match=r"\.metadata can't be read"):
+            read_metadata(checkpoint)
+
+    with soon():
+        assert held(read) < 64 * MIB + 32 * len(BOMBS[name])
+
+
+def index_of(checkpoint):
+    return pickle.loads((checkpoint / ".metadata").read_bytes())
+
+
+def test_the_index_is_read_as_pickle_reads_it(checkpoint):
+    content = (checkpoint / ".metadata").read_bytes()
+    assert _Index(content).load() == pickle.loads(content)
+    assert read_metadata(checkpoint).storage_data == pickle.loads(content).storage_data
+    numbers = pickle.dumps([0, 255, 256, 65535, 65536, -1, 2**31, 2**62, -(2**62), "é" * 300, None, True, ()], 4)
+    assert _Index(numbers).load() == pickle.loads(numbers)
+
+
+def test_no_class_of_an_index_is_changed(checkpoint):
+    """BUILD sets attributes of whatever is on the stack, a class too."""
+    global_class = b"\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08Metadata\x93"
+    (checkpoint / ".metadata").write_bytes(b"\x80\x04" + global_class + b"N}\x8c\x07planner\x8c\x01xs\x86b.")
+    with pytest.raises(UserError, match="gives fields to something that no index has"):
+        read_metadata(checkpoint)
+    assert not hasattr(Metadata, "planner")
+
+
+def outside(index, chunk):
+    chunk.__dict__["offsets"] = torch.Size([0 for _ in chunk.offsets[1:]] + [2])
+
+
+def negative(index, chunk):
+    chunk.__dict__["offsets"] = torch.Size([-1 for _ in chunk.offsets])
+
+
+def too_short(index, chunk):
+    for place in index.storage_data.values():
+        place.length = 1
+
+
+def beyond_the_file(index, chunk):
+    for place in index.storage_data.values():
+        place.length = 1 << 40
+
+
+def not_a_place(index, chunk):
+    for place in index.storage_data.values():
+        place.offset = -5
+
+
+@pytest.mark.parametrize("change", [outside, negative, too_short, beyond_the_file, not_a_place])
+def test_parts_are_inside_of_their_tensors_and_files(checkpoint, change):
+    index = index_of(checkpoint)
+    change(index, next(iter(index.state_dict_metadata.values())).chunks[0])
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(UserError, match="damaged"):
+        read_metadata(checkpoint)
+
+
+def test_compressed_tensors_are_refused_before_they_are_made_large(checkpoint):
+    """torch reads them: 300 kB became 300 MB before their length was compared."""
+    honest, forged = io.BytesIO(), io.BytesIO()
+    torch.save(torch.zeros(10), honest)
+    require_stored(honest)
+    with zipfile.ZipFile(honest) as entries, zipfile.ZipFile(forged, "w", zipfile.ZIP_DEFLATED) as file:
+        for entry in entries.infolist():
+            file.writestr(entry.filename, bytes(300 * MIB) if "/data/" in entry.filename else entries.read(entry))
+    metadata = read_metadata(checkpoint)
+    name = next(iter(metadata.state_dict_metadata))
+    for place in metadata.storage_data.values():
+        place.offset, place.length = 0, len(forged.getvalue())
+    (checkpoint / "__0_0.distcp").write_bytes(forged.getvalue())
+
+    def read():
+        with pytest.raises(UserError, match="compressed"):
+            read_tensor(checkpoint, metadata, name)
+
+    assert held(read) < 64 * MIB
+
+
+# --------------------------------------------------------------------------- numbers that nobody can reach
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers"])
+def test_a_config_of_a_hundred_million_layers(tmp_path, hf_folder, field):
+    config = json.loads((hf_folder / "config.json").read_text())
+    (hf_folder / "config.json").write_text(json.dumps(config | {field: 10**8}))
+    with (
+        soon(),
+        pytest.raises(UserError, match=r"config.json describes 100000000 layers, and there are only 21 tensors"),
+    ):
+        import_hf(hf_folder, tmp_path / "out", None)
+
+
+@pytest.mark.parametrize("key", ["n_layers", "n_experts"])
+def test_a_manifest_of_ten_million_layers(tmp_path, checkpoint, key):
+    rewrite_manifest(checkpoint, lambda content: content["config"]["model"].update({key: 10**7}))
+    with soon(), pytest.raises(UserError, match="there are only 42 tensors"):
+        export_hf(checkpoint, tmp_path / "out", TokenizerFiles())
+
+
+@pytest.mark.parametrize("key", ["step", "tokens"])
+@pytest.mark.parametrize("value", [10**300, -1])
+def test_a_manifest_counts_within_64_bits(checkpoint, key, value):
+    rewrite_manifest(checkpoint, lambda content: content.update({key: value}))
+    with pytest.raises(UserError, match=key):
+        read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize("config", [{"training": []}, {"tokenizer": 3}, {"tokenizer": {"path": 3}}, {"a": [{}, 1]}])
+def test_a_manifest_with_another_kind_of_config(tmp_path, checkpoint, config, capsys):
+    rewrite_manifest(checkpoint, lambda content: content["config"].update(config))
+    assert checkpoint_script.main(["show", str(checkpoint), "--config"]) == 0
+    export_hf(checkpoint, tmp_path / "out", _tokenizer(checkpoint, None))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rope_scaling", [1]), ("max_position_embeddings", "long"), ("hidden_size", 10**400), ("hidden_act", "x" * 10**6)],
+)
+def test_a_config_json_with_another_kind_of_value(tmp_path, hf_folder, field, value):
+    config = json.loads((hf_folder / "config.json").read_text()) | {"rope_parameters": None, field: value}
+    (hf_folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as refused:
+        import_hf(hf_folder, tmp_path / "out", None)
+    assert len(str(refused.value)) < 2000
+
+
+# --------------------------------------------------------------------------- nesting
+
+
+def test_a_config_json_that_never_ends(tmp_path, hf_folder):
+    (hf_folder / "config.json").write_text("[" * 200_000)
+    with pytest.raises(UserError, match="nested deeper than 64 levels"):
+        import_hf(hf_folder, tmp_path / "out", None)
+
+
+def test_a_line_that_never_ends_is_one_bad_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' + "[" * 200_000 + '\n{"text": "two"}\n')
+    bad = BadFiles(1)
+    assert list(documents(str(tmp_path / "a.jsonl"), "text", bad)) == ["one", "two"]
+    assert bad.messages == [f"{tmp_path}/a.jsonl:2: nested deeper than 64 levels"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a = " + "[" * 20_000 + "]" * 20_000,
+        ".".join(["a"] * 20_000) + " = 1",
+        "seed = " + "9" * 5_000,
+        "seed = 9223372036854775808",
+        "\n".join(f"[table{n}]\nx = 1" for n in range(60_000)),
+    ],
+    ids=["arrays", "keys", "digits", "64 bits", "size"],
+)
+def test_a_job_file_that_goes_too_far(tmp_path, line):
+    (tmp_path / "job.toml").write_text(line)
+    with soon(), pytest.raises(ConfigError, match=r"job.toml: cannot be read: "):
+        load(str(tmp_path / "job.toml"))
+
+
+def test_a_job_file_of_thousands_of_tables_takes_seconds(tmp_path):
+    """Twice as many took four times as long: lines and origins were counted from the start for each."""
+    sources = "".join(f'[[data.sources]]\nname = "s{n}"\nkind = "synthetic"\n' for n in range(4_000))
+    (tmp_path / "job.toml").write_text(sources + "[model]\n")
+    with soon(), pytest.raises(ConfigError, match="dim"):
+        load(str(tmp_path / "job.toml"))
+
+
+def test_bases_without_end(tmp_path):
+    for n in range(1_200):
+        (tmp_path / f"{n}.toml").write_text(f'base = "{n + 1}.toml"')
+    with pytest.raises(ConfigError, match="more than 32 job files"):
+        load(str(tmp_path / "0.toml"))
+
+
+def test_parse_json_takes_what_documents_have():
+    assert parse_json('{"id": 18446744073709551615, "x": [[[]]]}') == {"id": 2**64 - 1, "x": [[[]]]}
+    assert parse_json("[" * 64 + "]" * 64) is not None
+    with pytest.raises(ValueError, match="nested"):
+        parse_json("[" * 65 + "]" * 65)
+
+
+# --------------------------------------------------------------------------- what is shown
+
+
+def test_no_line_of_a_file_that_is_no_job_file_is_shown(tmp_path):
+    (tmp_path / "secret").write_text("root:x:0:0:hush\n")
+    (tmp_path / "job.toml").write_text('base = "secret"\n')
+    with pytest.raises(ConfigError, match="secret:1: not valid TOML") as refused:
+        load(str(tmp_path / "job.toml"))
+    assert "hush" not in str(refused.value)
+
+
+def test_escapes_are_cleaned_in_show_list_and_diff(tmp_path, checkpoint, capsys):
+    other = save(tmp_path / "run" / "checkpoints" / "step-00000002", make_model(TINY["untied"]))
+    index = index_of(checkpoint)
+    name = next(iter(index.state_dict_metadata))
+    index.state_dict_metadata[ESCAPE] = index.state_dict_metadata.pop(name)
+    for key in [key for key in index.storage_data if key.fqn == name]:
+        index.storage_data[type(key)(ESCAPE, key.offset)] = index.storage_data.pop(key)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    reseal(checkpoint)
+    change = {"run_id": ESCAPE, "torch_version": ESCAPE}
+    rewrite_manifest(checkpoint, lambda content: content.update(change) or content["config"].update(job=ESCAPE))
+    for words in (
+        ["show", checkpoint, "--tensors", "--config"],
+        ["list", checkpoint.parent],
+        ["diff", checkpoint, other],
+    ):
+        checkpoint_script.main(list(map(str, words)))
+    shown = capsys.readouterr().out
+    assert shown.count("\\x1b[2J\\x1b]0;owned\\x07\\u202e") >= 5
+    assert printable(shown) == shown
+
+
+def test_errors_and_lines_are_cleaned_and_bounded():
+    assert str(UserError(f"{ESCAPE}\rx\ud800\ty\n")) == "\\x1b[2J\\x1b]0;owned\\x07\\u202e\\rx\\ud800\ty\n"
+    assert MAX_MESSAGE_CHARACTERS < len(str(ConfigError("x" * 10**6))) < MAX_MESSAGE_CHARACTERS + 100
+    out = io.StringIO()
+    with Console(out=out, err=out) as console:
+        console.line(ESCAPE)
+        console.warning(ESCAPE)
+        console.table(ESCAPE, [(ESCAPE, f"a{ESCAPE}\nb")])
+        with console.progress(ESCAPE):
+            pass
+    assert "\x1b" not in out.getvalue()
+    assert out.getvalue().count("owned") == 7
+
+
+# --------------------------------------------------------------------------- text
+
+
+def test_a_document_in_jsonl_has_a_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(text, "JSONL_PIECE_BYTES", 1 << 19)
+    lines = [json.dumps({"text": letter * n}) for letter, n in (("a", 9), ("b", 3 << 20), ("c", 600_000), ("d", 9))]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    bad = BadFiles(1)
+    assert [t[:2] for t in documents(str(tmp_path / "a.jsonl"), "text", bad)] == ["aa", "cc", "dd"]
+    assert bad.messages == [f"{tmp_path}/a.jsonl:2: the line is longer than 1,048,576 bytes"]
+
+
+def test_a_parquet_dictionary_is_not_unfolded(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1_000), ["x" * MIB])
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    next(documents(str(tmp_path / "a.parquet")))  # pyarrow's own memory
+
+    def read():
+        assert sum(len(document) for document in documents(str(tmp_path / "a.parquet"))) == 1_000 * MIB
+
+    assert held(read) < 64 * MIB
+
+
+# --------------------------------------------------------------------------- the run folder
+
+WHOLE = {"state": "failed", "step": 3, "time": 1.5}
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, "[]", "3", json.dumps(WHOLE | {"time": "x"}), json.dumps(WHOLE | {"step": None})]
+)
+def test_a_status_of_another_form_is_none(tmp_path, content):
+    (tmp_path / "status.json").write_text(json.dumps(WHOLE))
+    assert _status(tmp_path) == WHOLE
+    (tmp_path / "status.json").write_text(content)
+    assert _status(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, '{"step": Infinity}', '{"step": "2"}', '{"step": NaN}', "x" * (3 << 20)]
+)
+def test_a_metrics_line_of_another_form_is_unreadable(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n{{"step": 3}}\n')
+    assert cut_back(path, 2) >= 1
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+@dataclass
+class RunFields:
+    step: int = 0
+
+
+SAVED = {
+    "run": {"step": 1},
+    "data": {"next_sample": 8, "sources": {"a": {"fingerprint": "x", "cursors": {"0": [1, 2, 3]}}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("run",), None),
+        (("run", "step"), "x"),
+        (("run", "skipped"), 1),
+        (("data",), []),
+        (("data", "next_sample"), -1),
+        (("data", "sources"), None),
+        (("data", "sources", "a"), {}),
+        (("data", "sources", "a", "cursors"), {"0": [1, 2]}),
+        (("data", "sources", "a", "sizes"), [2**70]),
+    ],
+)
+def test_a_saved_state_of_another_form(place, value):
+    saved = json.loads(json.dumps(SAVED))
+    check_saved_state(saved, RunFields)
+    at = saved
+    for key in place[:-1]:
+        at = at[key]
+    at[place[-1]] = value
+    with pytest.raises(UserError, match=TRAINER_NAME):
+        check_saved_state(saved, RunFields)
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, "[]", "{}", '{"settings": []}', '{"settings": {"inputs": "\\ud800"}}']
+)
+def test_a_preparation_of_another_form(tmp_path, content):
+    (tmp_path / "prepare.json").write_text(content)
+    with pytest.raises(UserError, match=r"prepare.json|other settings"):
+        _is_finished(tmp_path, Settings([], "text", "0", 1, 0.0))
