@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelisms.torch_internals import listening, tensors_of, world_name
+from parallelisms.torch_internals import listening, prepare_listening, tensors_of, world_name
 
 _MESSAGES = ("send", "recv_")
 
@@ -41,6 +41,10 @@ class CollectiveWaits:
         self.calls = 0
         """Collectives measured so far."""
 
+    def prepare(self) -> None:
+        """Make ready; to be called before other threads issue collectives."""
+        prepare_listening()
+
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Around a step."""
@@ -62,9 +66,11 @@ class CollectiveWaits:
         return name not in _MESSAGES and group.size() > 1 and str(group.group_name) in self._watched
 
     def _before(self, name: str, group: dist.ProcessGroup, arguments: tuple[Any, ...]) -> None:
+        if not self._counts(name, group):  # another thread's, perhaps
+            return
         tensors = tensors_of(arguments)
         self._event = None
-        if self._counts(name, group) and tensors and tensors[0].is_cuda:
+        if tensors and tensors[0].is_cuda:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
         self._began = time.perf_counter()

@@ -84,6 +84,8 @@ class PhaseClock:
         self._waits, self._ratio = waits, lag_ratio
         self._is_on = lag_ratio > 0 and dist.get_world_size() > 1
         self._is_sampled = False
+        if self._is_on:
+            waits.prepare()
         self._compared = [phase for phase in _COMPARED if not (has_pipeline and phase is Phase.COMPUTE)]
         self._stride, self._steps = _FIRST_STRIDE, -warm_up_steps
         self._open = [Phase.HOST]

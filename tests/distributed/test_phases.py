@@ -6,6 +6,7 @@ import socket
 import statistics
 import subprocess
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from trainer.lifecycle import StopRequest
 from trainer.metrics import TimeLedger
 from trainer.phases import Phase, PhaseClock, _of_others
 from trainer.trainer import Trainer
+from trainer.watchdog import Watchdog
 
 SECONDS = 0.5
 """What is planted: much, for these tests run on machines with other work to do."""
@@ -77,8 +79,11 @@ def watched(folder: str, words: tuple[str, ...], where: str, windows: int) -> st
     Path(folder).mkdir(exist_ok=True)
     said, process = io.StringIO(), None
     try:
-        with Console(dist.get_rank(), out=io.StringIO(), err=said) as console:
-            trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger())
+        with (
+            Console(dist.get_rank(), out=io.StringIO(), err=said) as console,
+            closing(Watchdog(Path(folder), 600, print)) as watchdog,
+        ):
+            trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)
             if dist.get_rank() == SLOW:
                 process = plant(trainer, where)
             trainer.train()

@@ -4,7 +4,7 @@ import io
 import math
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from trainer.lifecycle import StopRequest
 from trainer.metrics import TimeLedger
 from trainer.trainer import Trainer
 from trainer.verdict import Seen, describe
+from trainer.watchdog import Watchdog
 
 HOST = socket.gethostname()
 MESHES = {
@@ -64,8 +65,12 @@ def trained(folder: str, words: tuple[str, ...], change: Callable[[torch.Tensor]
     job = load(str(JOB), ("--job.output_dir", folder, *words), dist.get_world_size())
     Path(folder).mkdir(exist_ok=True)
     said, error, weights = io.StringIO(), "", []
-    with Console(dist.get_rank(), out=said) as console, gradients_changed(1, 3, change):
-        trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger())
+    with (
+        Console(dist.get_rank(), out=said) as console,
+        closing(Watchdog(Path(folder), 600, print)) as watchdog,
+        gradients_changed(1, 3, change),
+    ):
+        trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)
         count = trainer._count
 
         def counted(result):
