@@ -12,6 +12,9 @@ from configs.keys import Key, KeyPath, dotted, find, key_path, nearest, schema_k
 from configs.layers import Layers
 from configs.toml_text import value_text
 
+MAX_EXPLAINED = 200
+"""Mistakes of a job."""
+
 
 @dataclass(frozen=True)
 class Mistake:
@@ -28,9 +31,11 @@ class Mistake:
 def explain(error: ValidationError, layers: Layers) -> list[Mistake]:
     """One mistake a key, in the order of the schema.
 
-    A missing key is not reported when an unknown one is most likely that key misspelled.
+    A missing key is not reported when an unknown one is most likely that key misspelled. Only the first MAX_EXPLAINED
+    are looked at: to find what a key may mean takes milliseconds.
     """
-    found = {(_known(item["loc"]), item["type"] in ("missing", "extra_forbidden")): item for item in error.errors()}
+    first = error.errors()[:MAX_EXPLAINED]
+    found = {(_known(item["loc"]), item["type"] in ("missing", "extra_forbidden")): item for item in first}
     unknown = [item["loc"] for item in found.values() if item["type"] == "extra_forbidden"]
     meant = {_suggestion(path) for path in unknown}
     mistakes = [_unknown(path, layers) for path in unknown]
@@ -122,7 +127,7 @@ def _hint(key: Key, value: Any, where: str) -> str:
 def _is_number(text: str) -> bool:
     try:
         return isinstance(tomli.loads(f"value = {text}")["value"], (int, float))
-    except tomli.TOMLDecodeError:
+    except (ValueError, RecursionError):  # a TOMLDecodeError is a ValueError
         return False
 
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from configs.checks import Problem, check
 from configs.errors import ConfigError
-from configs.explain import Mistake, bad_paths, explain
+from configs.explain import MAX_EXPLAINED, Mistake, bad_paths, explain
 from configs.keys import KeyPath, dotted, key_path
 from configs.layers import Layers, read_layers, shown
 from configs.overrides import parse_overrides
@@ -75,6 +75,8 @@ def load(name_or_path: str, overrides: Sequence[str] = (), world_size: int | Non
         problems = check(config, world_size)
     except ValidationError as error:
         mistakes += explain(error, layers)
+        if (more := error.error_count() - MAX_EXPLAINED) > 0:
+            raise ConfigError("\n".join([*map(str, mistakes), f"and {more} more"])) from None
         bad = set(bad_paths(error))
         problems = check(_construct(Config, layers.values, bad), world_size, complete=False)
     mistakes += (_mistake(problem, layers) for problem in problems)

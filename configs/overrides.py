@@ -72,6 +72,8 @@ def _toml_value(flag: str, text: str) -> Any:
         if text.lstrip()[:1] in ("[", "{", '"', "'"):
             raise ConfigError(f"{flag}: {text} is not valid TOML: {error.msg}") from None
         parsed = {}
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{flag}: a number of too many digits, or nested too deep") from None
     if any(0xD800 <= ord(character) <= 0xDFFF for character in text):
         raise ConfigError(f"{flag}: the value is not UTF-8")
     return parsed["value"] if parsed.keys() == {"value"} else text
