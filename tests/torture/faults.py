@@ -169,12 +169,12 @@ def _nan_in_gradient(rank: int | None) -> None:
     clip, due = Learner.clip, [False]
     _before_step(lambda learner: due.__setitem__(0, True), rank)
 
-    def patched(self: Learner) -> Any:
+    def patched(self: Learner, *arguments: Any, **named: Any) -> Any:
         if due[0]:
             due[0] = False
             gradient = next(p.grad for p in self.parameters.values() if p.grad is not None and _local(p.grad).numel())
             _local(gradient).view(-1)[:1].fill_(float("nan"))
-        return clip(self)
+        return clip(self, *arguments, **named)
 
     Learner.clip = patched  # type: ignore[method-assign]
 
@@ -266,7 +266,7 @@ def slow_data() -> None:
 
     step, done = Trainer._step, [0]
 
-    def patched(self: Trainer) -> Any:
+    def patched(self: Trainer, *arguments: Any, **named: Any) -> Any:
         done[0] += 1
         if done[0] == AT + 1 and _is_rank(1):
             _mark()
@@ -279,7 +279,7 @@ def slow_data() -> None:
 
             slow = late()
             self.loader = _Late(source, slow)  # type: ignore[assignment]
-        return step(self)
+        return step(self, *arguments, **named)
 
     Trainer._step = patched  # type: ignore[method-assign]
 
