@@ -6,6 +6,7 @@ a resume and the checkpoint rely on. Nothing here imports torch: `--help` and `-
 second.
 """
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -246,6 +247,11 @@ class Job(Table):
     """How long a rank waits in a collective before the run fails; a hang is reported after half of that."""
     grace_seconds: PositiveInt = 30
     """How long after a stop signal the launcher kills: torchrun's --shutdown-timeout. A longer step is not awaited."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the run writes everything."""
+        return Path(self.output_dir or f"runs/{self.name}")
 
 
 class Mesh(Table):

@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from checkpoint.bits import CODE
+from configs.load import LoadedConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("checkpoint", "configs", "models", "parallelisms", "trainer")
@@ -61,3 +62,15 @@ def code_hashes() -> dict[str, str]:
 def code_hash() -> str:
     """xxh3_64 of all of them."""
     return xxhash.xxh3_64_hexdigest(repr(code_hashes()).encode())
+
+
+def device_type(job: LoadedConfig) -> str:
+    """ "cpu" or "cuda".
+
+    Raises:
+        ConfigError: cuda is asked for, and there is none.
+    """
+    wanted, available = job.config.job.device, torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise job.error("job.device", 'device is "cuda", but torch sees no CUDA device here; use "auto" or "cpu"')
+    return "cpu" if wanted == "cpu" or not available else "cuda"

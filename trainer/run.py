@@ -23,12 +23,12 @@ from parallelisms.activation_table import activation_table
 from parallelisms.mesh import start_process_group
 from trainer.agreement import compare_launches
 from trainer.console import Console, Row
-from trainer.environment import device_name
+from trainer.environment import device_name, device_type
 from trainer.lifecycle import EXIT_FAILED, EXIT_PREEMPTED, State, StopRequest, exit_code, read_status, write_status
 from trainer.metrics import TimeLedger
 from trainer.peers import Loss
 from trainer.summary import closing_rows, closing_title, next_rows, startup_rows
-from trainer.trainer import Trainer, device_type, run_folder
+from trainer.trainer import Trainer
 from trainer.watchdog import Watchdog, append_to_log, said_of
 
 # Where all ranks fail alike, rank 0 says why; where another fails alone, it has to say so itself, a little later.
@@ -53,7 +53,7 @@ class _Launch:
 
 def run(job: LoadedConfig, stop: StopRequest) -> int:
     """Run a job on this rank, to its end; returns the process's exit code."""
-    rank, folder, ledger = int(os.environ.get("RANK", "0")), run_folder(job.config), TimeLedger()
+    rank, folder, ledger = int(os.environ.get("RANK", "0")), job.config.job.folder, TimeLedger()
     trainer = None
     with Console(rank) as console:
         launch = _Launch(rank, folder, console, stop, started=time.time())

@@ -1,12 +1,58 @@
 """What a checkpoint keeps of a run beside its tensors; a stranger may have written it, so it is checked first."""
 
-from dataclasses import fields
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from configs.errors import UserError
+from configs.schema import Config, Spikes
+from trainer.spikes import remembered
+from trainer.verdict import StepResult
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run stands, beside its tensors and its data; a checkpoint keeps it as JSON."""
+
+    step: int = 0
+    """Optimizer steps completed since the start of the run."""
+    tokens: int = 0
+    """Tokens trained on since then."""
+    skipped_in_a_row: int = 0
+    """How many of the last steps changed nothing."""
+    past_losses: list[float] = field(default_factory=list)
+    """What `fault.spikes` compares the next loss with; empty if it is not in use."""
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+    """Every spike and repaired copy of the run so far: its `step`, `what` was done, and details."""
+
+    def after(self, result: StepResult, tokens: int, spikes: Spikes) -> "RunState":
+        """The state after one more step, of so many `tokens`."""
+        losses = self.past_losses if result.skipped else remembered(spikes, self.past_losses, result.loss)
+        return replace(
+            self,
+            step=self.step + 1,
+            tokens=self.tokens + tokens,
+            skipped_in_a_row=self.skipped_in_a_row + 1 if result.skipped else 0,
+            past_losses=losses,
+        )
+
+    def with_incident(self, what: str, **details: Any) -> "RunState":
+        """The state with one more incident, of this step."""
+        return replace(self, incidents=[*self.incidents, {"step": self.step, "what": what, **details}])
+
+
+def too_many_skipped(config: Config, run: RunState, folder: Path) -> str:
+    """The message for a run of which more steps in a row changed nothing than `training.max_skipped_steps` allows."""
+    or_spike = "" if config.fault.spikes.action == "none" else ", or the loss a spike"
+    return (
+        f"the loss or gradient norm of the last {run.skipped_in_a_row} steps was not finite{or_spike}, and "
+        f"training.max_skipped_steps is {config.training.max_skipped_steps}; lower optimizer.lr or training.max_norm, "
+        f"or look at the samples that {folder / 'run.log'} names"
+    )
+
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -38,12 +84,12 @@ class SavedState(TypedDict):
 _SAVED = TypeAdapter(SavedState)
 
 
-def check_saved_state(saved: dict[str, Any], run_state: type) -> None:
-    """Raise UserError unless `saved` has the form of what a run saves, its `run` that of the dataclass `run_state`."""
+def check_saved_state(saved: dict[str, Any]) -> None:
+    """Raise UserError unless `saved` has the form of what a run saves."""
     try:
         _SAVED.validate_python(saved, strict=True)
-        TypeAdapter(run_state).validate_python(saved["run"])
-        unknown = sorted(saved["run"].keys() - {field.name for field in fields(run_state)})
+        TypeAdapter(RunState).validate_python(saved["run"])
+        unknown = sorted(saved["run"].keys() - {each.name for each in fields(RunState)})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))

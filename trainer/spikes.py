@@ -7,8 +7,10 @@ within round-off of the limit.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from configs.errors import UserError
 from configs.schema import Spikes
 
 
@@ -24,6 +26,28 @@ def loss_limit(config: Spikes, past_losses: Sequence[float]) -> float:
     mean = math.fsum(past_losses) / n
     deviation = math.sqrt(math.fsum((loss - mean) ** 2 for loss in past_losses) / n)
     return mean + config.threshold * deviation
+
+
+def rewind_target(config: Spikes, step: int, incidents: Sequence[Mapping[str, Any]], loss: float) -> int | None:
+    """The step whose checkpoint a run at `step` goes back to when the next step's `loss` is a spike; None: to none.
+
+    Args:
+        incidents: of the run so far, as its checkpoints keep them.
+
+    Raises:
+        UserError: the run has gone back there too often.
+    """
+    to_step = step // config.rewind_interval * config.rewind_interval
+    if config.action != "rewind" or to_step == 0:
+        return None
+    rewinds = sum(incident.get("to_step") == to_step for incident in incidents)
+    if rewinds >= config.max_rewinds:
+        raise UserError(
+            f"the loss of step {step + 1} is a spike, {loss}, and the run has gone back to step {to_step} {rewinds} "
+            "times already (fault.spikes.max_rewinds): other samples do not help; go on from an earlier checkpoint "
+            "(--checkpoint.load STEP), or with a lower optimizer.lr"
+        )
+    return to_step
 
 
 def remembered(config: Spikes, past_losses: Sequence[float], loss: float) -> list[float]:

@@ -9,7 +9,7 @@ manager when and where to save, the console what a person sees. The mesh appears
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from configs.errors import UserError
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
 from configs.run_change import run_key_diff
-from configs.schema import Config
 from parallelisms.collective_waits import CollectiveWaits
 from parallelisms.mesh import build_mesh, groups_of_axes
 from trainer.agreement import compare_data, on_all_ranks
@@ -42,8 +41,8 @@ from trainer.metrics import Kind, MetricsLog, StepMetrics, TimeLedger, memory_pe
 from trainer.phases import Lag, Phase, PhaseClock
 from trainer.preparation import prepare_data
 from trainer.profile import StepProfiler
-from trainer.saved_state import check_saved_state
-from trainer.spikes import loss_limit, remembered
+from trainer.saved_state import RunState, check_saved_state, too_many_skipped
+from trainer.spikes import loss_limit, rewind_target
 from trainer.step import build_learner
 from trainer.trace_nonfinite import trace_nonfinite
 from trainer.validation import ValidationResult, validate
@@ -52,22 +51,6 @@ from trainer.watchdog import Watchdog
 
 # torch.compile works in the first step of a launch, and may once more in the second.
 COMPILING_STEPS = 2
-
-
-@dataclass(frozen=True)
-class RunState:
-    """Where a run stands, beside its tensors and its data; a checkpoint keeps it as JSON."""
-
-    step: int = 0
-    """Optimizer steps completed since the start of the run."""
-    tokens: int = 0
-    """Tokens trained on since then."""
-    skipped_in_a_row: int = 0
-    """How many of the last steps changed nothing."""
-    past_losses: list[float] = field(default_factory=list)
-    """What `fault.spikes` compares the next loss with; empty if it is not in use."""
-    incidents: list[dict[str, Any]] = field(default_factory=list)
-    """Every spike and repaired copy of the run so far: its `step`, `what` was done, and details."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +86,7 @@ class Trainer:
         self.config = config = job.config
         self.spikes = config.fault.spikes
         self.console, self.stop, self.ledger, self.watchdog = console, stop, ledger, watchdog
-        self.folder = run_folder(config)
+        self.folder = config.job.folder
         self.device = device
         self.rank = dist.get_rank()
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), self.device)
@@ -128,7 +111,7 @@ class Trainer:
         saved = self.checkpoints.resume(self.learner.state())
         self.learner.was_loaded()  # also where only weights were, from checkpoint.init_from
         if saved:
-            check_saved_state(saved, RunState)
+            check_saved_state(saved)
         self.run = RunState(**saved["run"]) if saved else RunState()
         self.first_step = self.run.step
         self._build_loaders(saved["data"] if saved else {"next_sample": 0, "sources": None})
@@ -253,25 +236,14 @@ class Trainer:
         Raises:
             UserError: too many steps in a row changed nothing.
         """
-        training, past_losses = self.config.training, self.run.past_losses
-        self.run = replace(
-            self.run,
-            step=self.run.step + 1,
-            tokens=self.run.tokens + self._tokens_per_step,
-            skipped_in_a_row=self.run.skipped_in_a_row + 1 if result.skipped else 0,
-            past_losses=past_losses if result.skipped else remembered(self.spikes, past_losses, result.loss),
-        )
+        limit = loss_limit(self.spikes, self.run.past_losses)
+        self.run = self.run.after(result, self._tokens_per_step, self.spikes)
         self.losses.append(result.loss)
         self.last_was_finite = result.is_spike or not result.skipped
         if result.is_spike:
-            self._record("skip", loss=result.loss, limit=loss_limit(self.spikes, past_losses))
-        if self.run.skipped_in_a_row > training.max_skipped_steps:
-            or_spike = "" if self.spikes.action == "none" else ", or the loss a spike"
-            raise UserError(
-                f"the loss or gradient norm of the last {self.run.skipped_in_a_row} steps was not finite{or_spike}, "
-                f"and training.max_skipped_steps is {training.max_skipped_steps}; lower optimizer.lr or "
-                f"training.max_norm, or look at the samples that {self.folder / 'run.log'} names"
-            )
+            self._record("skip", loss=result.loss, limit=limit)
+        if self.run.skipped_in_a_row > self.config.training.max_skipped_steps:
+            raise UserError(too_many_skipped(self.config, self.run, self.folder))
 
     def _report_skip(self, result: StepResult, micro_batches: list[MicroBatch]) -> None:
         by_rank: list[list[int]] = [[] for _ in range(dist.get_world_size())]
@@ -287,9 +259,8 @@ class Trainer:
 
     def _record(self, what: str, **details: Any) -> None:
         """Add to the incidents, which later checkpoints hold, and the next line of metrics."""
-        incident = {"step": self.run.step, "what": what, **details}
-        self.run = replace(self.run, incidents=[*self.run.incidents, incident])
-        self.unlogged_incidents.append(incident)
+        self.run = self.run.with_incident(what, **details)
+        self.unlogged_incidents.append(self.run.incidents[-1])
 
     def _rewind(self, result: StepResult) -> bool:
         """Go back to a checkpoint from before a spike, but not in the data; whether there was one to go back to.
@@ -300,17 +271,9 @@ class Trainer:
         Raises:
             UserError: the run has gone back there too often.
         """
-        spike, spikes = self.run.step + 1, self.spikes
-        to_step = self.run.step // spikes.rewind_interval * spikes.rewind_interval
-        if spikes.action != "rewind" or to_step == 0:
+        to_step = rewind_target(self.spikes, self.run.step, self.run.incidents, result.loss)
+        if to_step is None:
             return False
-        rewinds = sum(incident.get("to_step") == to_step for incident in self.run.incidents)
-        if rewinds >= spikes.max_rewinds:
-            raise UserError(
-                f"the loss of step {spike} is a spike, {result.loss}, and the run has gone back to step {to_step} "
-                f"{rewinds} times already (fault.spikes.max_rewinds): other samples do not help; go on from an earlier "
-                "checkpoint (--checkpoint.load STEP), or with a lower optimizer.lr"
-            )
         self.watchdog.step(self.run.step, "going back")
         with self.ledger.measure(Kind.CHECKPOINT), self.phases.measure(Phase.CHECKPOINT):
             if not self.checkpoints.can_rewind(to_step):
@@ -318,7 +281,7 @@ class Trainer:
             self._finish_exports()  # they may read checkpoints that are moved aside now
             saved = self.checkpoints.rewind(to_step, self.learner.state())
             self.learner.was_loaded()
-        limit = loss_limit(spikes, self.run.past_losses)
+        spike, limit = self.run.step + 1, loss_limit(self.spikes, self.run.past_losses)
         samples = [saved["data"]["next_sample"], self.loader.state_dict()["next_sample"] - 1]
         self.run = replace(RunState(**saved["run"]), incidents=self.run.incidents)
         self._record("rewind", spike_step=spike, to_step=to_step, loss=result.loss, limit=limit, samples=samples)
@@ -506,20 +469,3 @@ class Trainer:
     @property
     def _tokens_per_step(self) -> int:
         return self.config.training.global_batch_size * self.config.training.seq_len
-
-
-def run_folder(config: Config) -> Path:
-    """Where a run writes everything."""
-    return Path(config.job.output_dir or f"runs/{config.job.name}")
-
-
-def device_type(job: LoadedConfig) -> str:
-    """ "cpu" or "cuda".
-
-    Raises:
-        ConfigError: cuda is asked for, and there is none.
-    """
-    wanted, available = job.config.job.device, torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise job.error("job.device", 'device is "cuda", but torch sees no CUDA device here; use "auto" or "cpu"')
-    return "cpu" if wanted == "cpu" or not available else "cuda"

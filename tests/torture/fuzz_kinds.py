@@ -43,7 +43,6 @@ from trainer.data.tokenizer import encode_document, load_tokenizer, train_senten
 from trainer.metrics import cut_back
 from trainer.run import _status
 from trainer.saved_state import check_saved_state
-from trainer.trainer import RunState
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text() * 3
@@ -251,8 +250,8 @@ def _resolved() -> dict[str, Any]:
 def _read_state(path: Path) -> str:
     read_manifest(path.parent)
     saved = read_trainer_state(path.parent)
-    check_saved_state(saved, RunState)
-    return json.dumps(RunState(**saved["run"]).step)
+    check_saved_state(saved)
+    return json.dumps(saved["run"]["step"])
 
 
 def _mutated_index(content: bytes, dice: random.Random) -> bytes:
