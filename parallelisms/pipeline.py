@@ -26,6 +26,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from configs.errors import UserError
 from configs.layout import accumulation_steps
 from configs.schema import Config
 from configs.stages import layers_of_stages, n_stages, rank_of_stage, stages_of_rank
@@ -33,6 +34,7 @@ from parallelisms.fsdp import reshard
 from parallelisms.mesh import Mesh
 from parallelisms.passes import Call
 from parallelisms.plan import plan_of
+from parallelisms.torch_internals import has_zero_bubble
 
 _SCHEDULES: dict[str, Callable[..., Any]] = {
     "gpipe": lambda stages, **settings: ScheduleGPipe(stages[0], **settings),
@@ -70,7 +72,16 @@ class Pipeline:
     """The passes of micro-batches through the stages; as `Passes`."""
 
     def __init__(self, stages: Mapping[int, nn.Module], config: Config, mesh: Mesh) -> None:
-        """Of this rank's `stages`, with parameters in memory and every other technique applied."""
+        """Of this rank's `stages`, with parameters in memory and every other technique applied.
+
+        Raises:
+            UserError: the schedule does not work on this version of torch.
+        """
+        if config.pipeline.schedule == "zero_bubble_v" and not has_zero_bubble():
+            raise UserError(
+                f'pipeline.schedule = "zero_bubble_v" needs torch 2.13 or later, and this is {torch.__version__}; '
+                'install that, or set pipeline.schedule = "interleaved_1f1b"'
+            )
         self._modules, self._mesh = stages, mesh
         self._n_stages = n_stages(config)
         self._owners = [rank_of_stage(config, stage) for stage in range(self._n_stages)]

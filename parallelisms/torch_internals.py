@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 from torch.distributed.tensor import _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.library import Library
+from torch.torch_version import TorchVersion
 
 __all__ = ["DefaultAllGather", "DefaultReduceScatter"]
 
@@ -257,6 +258,15 @@ def _line_of(entry: dict[str, Any]) -> str:
 def is_in_backward() -> bool:
     """Whether this thread is computing a backward pass, as where activation checkpointing runs a block again."""
     return torch._C._current_graph_task_id() != -1
+
+
+# --------------------------------------------------------------------------- pipelines
+
+
+def has_zero_bubble() -> bool:
+    """Whether zero-bubble schedules work: on torch 2.11 their backward takes no autograd.Function, as the loss is one,
+    no arguments but tensors, and sends from a rank to itself, for which gloo has no way."""
+    return TorchVersion(torch.__version__) >= "2.13"
 
 
 # --------------------------------------------------------------------------- what torch remembers
