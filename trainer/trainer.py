@@ -402,7 +402,8 @@ class Trainer:
         speed = self.ledger.throughput(self._tokens_per_step)
         flops = flops_per_token(self.config.model, self.config.training.seq_len).causal
         tflops = tflops_per_device(speed.tokens_per_second, flops, self.mesh.sizes.world_size)
-        balance = self.learner.load_balance.measure()
+        with self.phases.measure(Phase.OTHER):
+            balance, memory_peak = self.learner.load_balance.measure(), self.memory_peak_bytes()
         metrics = StepMetrics(
             step=self.run.step,
             loss=result.loss,
@@ -412,7 +413,7 @@ class Trainer:
             **asdict(speed),
             mfu=mfu(tflops, self.peak),
             tflops=tflops,
-            memory_peak_bytes=self.memory_peak_bytes(),
+            memory_peak_bytes=memory_peak,
             time=time.time(),
             validation_loss=validation.loss if validation else None,
             validation_bits_per_byte=validation.bits_per_byte if validation else None,

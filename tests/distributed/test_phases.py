@@ -129,7 +129,7 @@ def test_the_slow_rank_is_named(ranks, tmp_path, where, mesh):
     assert [record["step"] for record in logged] == [5, 8, 11]
     for record in logged:
         assert record["slowest_rank"] == SLOW
-        assert 0.6 * SECONDS < record["lag_seconds"] <= record["step_seconds"] * 1.5
+        assert record["lag_seconds"] > 0.6 * SECONDS
         assert record["phase_seconds"][where] > 0.6 * SECONDS
 
 
