@@ -166,7 +166,7 @@ def nan_in_weight() -> None:
 def _nan_in_gradient(rank: int | None) -> None:
     from trainer.step import Learner
 
-    clip, due = Learner.clip, [False]
+    norm, due = Learner.grad_norm, [False]
     _before_step(lambda learner: due.__setitem__(0, True), rank)
 
     def patched(self: Learner, *arguments: Any, **named: Any) -> Any:
@@ -174,13 +174,13 @@ def _nan_in_gradient(rank: int | None) -> None:
             due[0] = False
             gradient = next(p.grad for p in self.parameters.values() if p.grad is not None and _local(p.grad).numel())
             _local(gradient).view(-1)[:1].fill_(float("nan"))
-        return clip(self, *arguments, **named)
+        return norm(self, *arguments, **named)
 
-    Learner.clip = patched  # type: ignore[method-assign]
+    Learner.grad_norm = patched  # type: ignore[method-assign]
 
 
 def nan_in_gradient() -> None:
-    """On rank 1, after the reduction."""
+    """On rank 1, after the reduction, before the norm is taken."""
     _nan_in_gradient(1)
 
 
@@ -502,7 +502,7 @@ FAULTS = (
     Fault(
         "kill -9 of torchrun, SIGTERM to ranks", "Stopped by SIGTERM", "preempted", kill_torchrun, torchrun=True, lost=0
     ),
-    Fault("SIGSEGV in rank 1", r"rank 1.*(SIGSEGV|signal 11)", act=_signal(1, signal.SIGSEGV)),
+    Fault("SIGSEGV in rank 1", r"rank 1.*(SIGSEGV|signal 11|Segmentation fault)", act=_signal(1, signal.SIGSEGV)),
     Fault("rank 1 stopped", r"rank 1\b", act=_signal(1, signal.SIGSTOP)),
     Fault("rank 0 stopped", r"rank 0\b", act=_signal(0, signal.SIGSTOP)),
     Fault("SIGTERM to rank 1", "Stopped by", "preempted", _signal(1, signal.SIGTERM), lost=0, quick=True),
@@ -516,8 +516,14 @@ FAULTS = (
         words="--job.timeout_seconds 100",
         lost=0,
     ),
-    Fault("slow rank", r"rank 1.*(slow|lag|behind)|slowest.*rank 1", "done", plant="slow_rank"),
-    Fault("slow data", r"rank 1.*data|data.*rank 1", "done", plant="slow_data"),
+    Fault(
+        "slow rank",
+        r"rank 1.*(slow|lag|behind)|slowest.*rank 1",
+        "done",
+        plant="slow_rank",
+        words="--training.steps 80",
+    ),
+    Fault("slow data", r"rank 1.*data|data.*rank 1", "done", plant="slow_data", words="--training.steps 80"),
     Fault("NaN in a weight of rank 1", r"rank 1.*(down_proj|mlp)|(down_proj|mlp).*rank 1", plant="nan_in_weight"),
     Fault("NaN in a gradient of rank 1, DDP", r"rank 1", "done", plant="nan_in_gradient", words=REPLICAS),
     Fault("NaN in a gradient of all", r"step 13 skipped", "done", plant="nan_in_gradient_everywhere", quick=True),
@@ -656,7 +662,7 @@ def prepare_text(server: Server, folder: Path, modules: str) -> None:
 
 def launch(scene: Scene, fault: Fault, name: str, steps: int) -> None:
     """Start a launch of a row; only the one called "run" has the fault inside."""
-    further = f"{(fault.first or '') if name == 'first' else fault.words} --training.steps {steps}"
+    further = f"--training.steps {steps} {(fault.first or '') if name == 'first' else fault.words}"
     words = f"--config {TEXT if fault.text else TINY} --job.output_dir {scene.run} {_merged(JOB, further)}"
     environment = {PLANTED: str(scene.folder / "planted")}
     if fault.plant and name == "run":
