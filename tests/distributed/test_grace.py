@@ -5,6 +5,7 @@ import json
 import signal
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainer.loss import CrossEntropy
 from trainer.metrics import TimeLedger
 from trainer.step import Learner
 from trainer.trainer import Trainer
+from trainer.watchdog import Watchdog
 
 WORDS = "--metrics.tensorboard false --lr_schedule.total_steps 6 --checkpoint.keep_last 0"
 SOON = "--job.grace_seconds 2"
@@ -45,8 +47,8 @@ class Stopped:
         self.folder.mkdir(exist_ok=True)
         if dist.get_rank() == 0:
             write_status(self.folder, "running", 0)
-        with Console(rank=1) as console:
-            self.trainer = Trainer(job, torch.device("cpu"), console, self.stop, TimeLedger())
+        with Console(rank=1) as console, closing(Watchdog(self.folder, 600, print)) as watchdog:
+            self.trainer = Trainer(job, torch.device("cpu"), console, self.stop, TimeLedger(), watchdog)
             owner, name = moment
             original = getattr(owner, name)
             setattr(owner, name, self._held(original))

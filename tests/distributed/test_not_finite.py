@@ -3,6 +3,7 @@
 import math
 import shlex
 import socket
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from trainer.lifecycle import StopRequest
 from trainer.metrics import TimeLedger
 from trainer.step import Learner
 from trainer.trainer import Trainer
+from trainer.watchdog import Watchdog
 
 WORDS = shlex.split(
     "--mesh.dp_shard 2 --checkpoint.keep_last 2 --training.max_skipped_steps 5 --metrics.tensorboard false"
@@ -45,8 +47,11 @@ def train(folder: str, words: tuple[str, ...], plant_at: int | None = None, wher
 
     Learner.step = step_and_plant
     try:
-        with Console(rank=1) as console:  # one that says nothing
-            trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger())
+        with (
+            Console(rank=1) as console,
+            closing(Watchdog(Path(folder), 600, print)) as watchdog,
+        ):  # one that says nothing
+            trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)
             return trainer.train()
     except UserError as error:
         return f"{type(error).__name__}: {error}"

@@ -2,6 +2,7 @@
 
 import re
 import socket
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from trainer.lifecycle import StopRequest
 from trainer.metrics import TimeLedger
 from trainer.step import Learner, build_learner
 from trainer.trainer import Trainer
+from trainer.watchdog import Watchdog
 
 ROWS = {row.name: row for row in table()}
 HEALTHY = {
@@ -198,8 +200,8 @@ def run(folder, words, flip_after=0, odd_rank=-1, steps=12):
     quiet = ("--metrics.tensorboard", "false", "--job.output_dir", str(folder), "--training.steps", str(steps))
     job = load(str(TINY), (*quiet, *words), dist.get_world_size())
     try:
-        with Console(rank=1) as console:
-            trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger())
+        with Console(rank=1) as console, closing(Watchdog(folder, 600, print)) as watchdog:
+            trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)
             try:
                 trainer.train()
                 return "", trainer.run.incidents

@@ -5,6 +5,7 @@ The data are a constant, which the model soon knows, but for some samples of noi
 
 import json
 import signal
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from trainer.lifecycle import StopRequest
 from trainer.metrics import TimeLedger
 from trainer.step import Learner
 from trainer.trainer import Trainer
+from trainer.watchdog import Watchdog
 
 BATCH = 8
 RULE = ("--fault.spikes.window", "8", "--fault.spikes.threshold", "8", "--lr_schedule.total_steps", "60")
@@ -67,9 +69,9 @@ def train(folder, words, stop_after=0, noise=NOISE, steps=40):
     Path(folder).mkdir(exist_ok=True)
     quiet = ("--metrics.tensorboard", "false", "--job.output_dir", str(folder), "--training.steps", str(steps))
     try:
-        with Console(rank=1) as console:
+        with Console(rank=1) as console, closing(Watchdog(Path(folder), 600, print)) as watchdog:
             job = load(str(TINY), (*quiet, *words), dist.get_world_size())
-            trainer = Trainer(job, torch.device("cpu"), console, stop, TimeLedger())
+            trainer = Trainer(job, torch.device("cpu"), console, stop, TimeLedger(), watchdog)
             try:
                 trainer.train()
                 message = ""
