@@ -473,7 +473,8 @@ def _other_text(scene: Scene) -> None:
 
 def _change_data(scene: Scene) -> None:
     shutil.rmtree(scene.folder / "here" / "data" / "tokens")
-    (scene.folder / "here" / "text" / "more.txt").write_text("some more text\n" * 50)
+    for number in range(20):  # some of them go to training, the others to validation
+        (scene.folder / "here" / "text" / f"more_{number}.py").write_text(f"text number {number}\n" * 50)
 
 
 def _change_tokenizer(scene: Scene) -> None:
