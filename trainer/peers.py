@@ -82,6 +82,7 @@ class Peers:
         born, space = _born(os.getpid()), _space()
         self.own = Beat(rank, socket.gethostname(), os.getpid(), space, born, str(crash_file), since=time.time())
         self._neighbors: dict[int, Beat] = {}
+        self._latest: dict[int, Beat] = {}
         self._seen: dict[int, tuple[int, float]] = {}
         """Of each rank the last count of beats that was read, and when it was first read."""
         self._news = 0
@@ -126,8 +127,14 @@ class Peers:
 
     def beats(self, ranks: Iterable[int]) -> list[Beat]:
         """The last beats of some ranks; without those that have left none yet."""
-        keys = [f"beat/{rank}" for rank in ranks if rank != self.own.rank]
-        return [Beat(**json.loads(self._ask("get", key))) for key in keys if self._ask("check", [key])]
+        keys = {rank: f"beat/{rank}" for rank in ranks if rank != self.own.rank}
+        found = [Beat(**json.loads(self._ask("get", key))) for key in keys.values() if self._ask("check", [key])]
+        self._latest |= {beat.rank: beat for beat in found}
+        return found
+
+    def name(self, rank: int) -> str:
+        """A rank by host and process, if it is known; asks nobody."""
+        return str(self._latest.get(rank, f"rank {rank}"))
 
     # ------------------------------------------------------------------ news, which each rank reads once
 

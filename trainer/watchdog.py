@@ -125,14 +125,13 @@ class Watchdog:
 
     def _wait_for_first(self, doing: str) -> str:
         """What rank 0 tells when it has done. The thread listens, this only looks whether it hears something."""
-        first, self._last_heard = self.peers.beats([0]), time.monotonic()
+        self._last_heard = time.monotonic()
         while self._waits not in self._done:
             silence = time.monotonic() - self._last_heard
             if silence > self._timeout:
-                name = first[0] if first else "rank 0"
                 raise UserError(
-                    f"{name}, for which all others wait ({doing}), does not answer: no beat for {silence:.0f} s "
-                    "(stopped, or its host is unreachable)"
+                    f"{self.peers.name(0)}, for which all others wait ({doing}), does not answer: "
+                    f"no beat for {silence:.0f} s (stopped, or its host is unreachable)"
                 )
             time.sleep(PERIOD_SECONDS / 20)
         return self._done.pop(self._waits)
@@ -228,14 +227,14 @@ class Watchdog:
         """Say whom the others wait for."""
         self._collect = None
         issued = self.peers.answers(f"hang {told['step']}")
-        beats = {beat.rank: beat for beat in self.peers.beats(range(self.peers.world_size))}
+        everyone = [self.peers.own, *self.peers.beats(range(self.peers.world_size))]
+        beats = {beat.rank: beat for beat in everyone}
         losses = {loss.beat.rank: loss for loss in self.peers.lost_neighbors(told["step"])}
-        for rank, how in late(issued).items():
-            if rank in beats:
-                losses.setdefault(rank, Loss(beats[rank], how))
         for rank, beat in beats.items():
             if rank not in issued and beat.ended is None:
                 losses.setdefault(rank, Loss(beat, "does not answer (stopped, or its host is unreachable)"))
+        if not losses:  # else it is for them that others are late
+            losses = {rank: Loss(beats[rank], how) for rank, how in late(issued).items() if rank in beats}
         line = line_of_hang(told, said_of(list(losses.values())), hang_folder(self._folder, told["step"]))
         self.peers.tell({"late": [asdict(loss) for loss in losses.values()], "line": line})
         append_to_log(self._folder, f"warning: {line}")

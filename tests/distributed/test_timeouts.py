@@ -1,6 +1,7 @@
 """`job.timeout_seconds` holds for every process group of a job, and a save does not last forever."""
 
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from configs.load import load
 from parallelisms.mesh import build_mesh, groups_of_axes
 from parallelisms.torch_internals import process_groups, timeouts_of
 from tests.end_to_end.launch import TINY
+from trainer.watchdog import Watchdog
 
 RANKS_TIMEOUT = 120
 """Of tests/conftest.py's ranks."""
@@ -77,3 +79,27 @@ def test_a_save_that_hangs_is_not_waited_for_for_ever(ranks, tmp_path):
     [said] = ranks(1, wait_for_a_save_that_hangs, str(tmp_path))
     assert f"the save to {tmp_path}/step-00000005.tmp has not ended for 1 s (checkpoint.timeout_seconds)" in said
     assert "on rank 0" in said
+
+
+def come_late(folder: str) -> None:
+    """Rank 1 does not come to a collective until the hang has been reported."""
+    watchdog = Watchdog(Path(folder), 8, print)
+    watchdog.step(7)
+    deadline = time.monotonic() + 60
+    while dist.get_rank() == 1 and not (Path(folder) / "run.log").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    dist.all_reduce(torch.ones(1))
+    watchdog.close()
+
+
+def test_a_hang_names_the_rank_that_does_not_come_though_it_lives(ranks, tmp_path):
+    ranks(2, come_late, str(tmp_path))
+    [line] = (tmp_path / "run.log").read_text().splitlines()
+    assert "step 8 (training) has not ended for " in line
+    assert " s: rank 1 on host" in line
+    assert "has not arrived at collective" in line
+    assert "rank 0" not in line
+    waiting, late = ((tmp_path / "hangs" / "step-00000007" / f"rank-0000{rank}.txt").read_text() for rank in (0, 1))
+    assert "in all_reduce" in waiting
+    assert "in all_reduce" not in late
+    assert "come_late" in late
