@@ -142,7 +142,7 @@ class AppendedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """path: made by the first flush, unless it exists."""
+        """path: made by `touch` or the first record, unless it exists."""
         self.path = path
         self._records: deque[bytes] = deque()
         self._n_bytes, self._dropped = 0, 0
@@ -161,6 +161,10 @@ class AppendedFile:
                 return
             self._records.append(record)
             self._n_bytes += len(record)
+
+    def touch(self) -> None:
+        """Make the file if it is not there yet. Raises: OSError if the disk refuses."""
+        os.close(self._open())
 
     def flush(self) -> int:
         """Append all records that were taken; returns how many were dropped since the last flush that succeeded.

@@ -225,6 +225,7 @@ class MetricsLog:
         """Lines that were no JSON, as after a kill in the middle of one, and are removed."""
         self._outages = outages
         self._file = AppendedFile(path)
+        self._file.touch()  # a run that is stopped before its first step has recorded nothing, and says so
         self._curves = _Curves(run_folder / "tensorboard", resumed_step + 1) if tensorboard else None
         self.flush()
 

@@ -71,6 +71,7 @@ NOT_RUN = {  # beginning of a line: why not
     "python -m tests.torture": "tests/torture/test_torture.py",
     "python -m tests.soak": "the last line of .ci/run",
     "torchrun --signals-to-handle": "an option, not a command; tests/soak.py uses it",
+    "torchrun --max-restarts": "an option, not a command; tests/end_to_end/test_restarts.py uses it",
     "vllm": "not installed, as the page says",
     "curl": "not installed, as the page says",
     "lm_eval": "not installed, as the page says",

@@ -21,13 +21,13 @@ from trainer.step import Learner
 
 clip, calls = Learner.clip, []
 
-def without_end(learner):
+def without_end(learner, *arguments):
     calls.append(1)
     if len(calls) == 3 and os.environ["RANK"] in os.environ["SLOW_RANKS"]:
         Path("is_slow").touch()
         while True:
             time.sleep(1)
-    return clip(learner)
+    return clip(learner, *arguments)
 
 Learner.clip = without_end
 import train
