@@ -30,7 +30,7 @@ from trainer.watchdog import Watchdog
 WORDS = "--metrics.tensorboard false --lr_schedule.total_steps 6 --checkpoint.keep_last 0"
 SOON = "--job.grace_seconds 2"
 SAFETY_SECONDS = 90
-AFTER_FORWARD, AFTER_BACKWARD = (CrossEntropy, "__call__"), (Learner, "clip")
+AFTER_FORWARD, AFTER_BACKWARD = (CrossEntropy, "__call__"), (Learner, "grad_norm")
 
 
 class Stopped:
