@@ -40,7 +40,7 @@ from checkpoint.verify import check_tensors
 from configs.errors import UserError
 from configs.schema import Model
 from configs.toml_text import table_text
-from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, require_64_bits
+from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, require_64_bits, shortened
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Hugging Face's own default for years: files that every file system and server takes."""
@@ -287,8 +287,8 @@ def _file_names(source: Path) -> list[str]:
         names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
         outside = [name for name in names if not is_plain_name(name)]
         if not names or outside:
-            what = f"names {outside[0]!r}, outside of the folder" if outside else "names no files"
-            raise UserError(f"{index}: {what}")
+            outer = f"{shortened(repr(outside[0]), 300)}, outside of the folder" if outside else "no files"
+            raise UserError(f"{index}: names {outer}")
         return names
     if (source / SINGLE_NAME).is_file():
         return [SINGLE_NAME]

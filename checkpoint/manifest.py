@@ -25,12 +25,13 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from configs.errors import UserError
 from configs.files import sync_folder, synced
-from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, require_64_bits
+from configs.untrusted import MAX_JSON_BYTES, parse_json, printable, read_file, require_64_bits
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "MANIFEST.json"
 TRAINER_NAME = "trainer.json"
 UNFINISHED = ".tmp"
+_MAX_NAME_BYTES = 255
 
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -124,8 +125,10 @@ def damaged(folder: Path, reason: str) -> Damaged:
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether `name` names something right inside a folder, so that it can't lead out of it."""
-    return isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..")
+    """Whether `name` names something right inside a folder, so that it can't lead out of it, and a file can have it."""
+    if not isinstance(name, str) or printable(name) != name or name in ("", ".", ".."):
+        return False
+    return name == os.path.basename(name) and len(name.encode()) <= _MAX_NAME_BYTES
 
 
 def step_folder(root: Path, step: int) -> Path:

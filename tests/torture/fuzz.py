@@ -154,7 +154,8 @@ def _outcome(kind: Kind) -> tuple[str, str]:
     except KeelError as error:
         shown, outcome = str(error), "refused"
     except BaseException as error:
-        return "failed", "".join(traceback.format_exception(error, limit=-3))[-1500:]
+        places = "".join(traceback.format_tb(error.__traceback__, limit=-3))
+        return "failed", f"{type(error).__name__}: {str(error)[:300]}\n{places}"
     if len(shown) > 4 * MAX_MESSAGE_CHARACTERS and outcome == "refused":
         return outcome, f"a message of {len(shown):,} characters"
     if shown != printable(shown) or "Traceback" in shown:

@@ -8,14 +8,16 @@ import pickle
 import random
 import shutil
 import signal
+import traceback
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 
 from checkpoint.hf import INDEX_NAME, SINGLE_NAME, TokenizerFiles, export_hf, import_hf
@@ -72,11 +74,21 @@ class Kind:
     originals: dict[Path, bytes] = field(default_factory=dict)
 
     def prepare(self, folder: Path) -> None:
-        """Make the real one, and see that it is read."""
-        self.path = self.make(folder)
+        """Make the real one, and see that it is read; in another process, for threads do not survive a fork."""
+        child = os.fork()
+        if child == 0:
+            try:
+                path = self.make(folder)
+                if self.name != LOCK_NAME:
+                    self.read_file(path)
+                (folder / "path").write_text(str(path))
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        self.path = Path((folder / "path").read_text())
         self.originals = {path: path.read_bytes() for path in self.path.parent.iterdir() if path.is_file()}
-        if self.name != LOCK_NAME:
-            self.read_file(self.path)
 
     def mutate(self, dice: random.Random) -> int:
         """Put a forged one there; returns its size."""
@@ -325,10 +337,16 @@ def _deflated(padding: int) -> bytes:
     return forged.getvalue()
 
 
+@cache
+def _manager(checkpoint: Path, _process: int) -> Any:
+    """One for all of a process's mutations: each has process groups, whose threads stay."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return make_manager(checkpoint.parent / "other", load=str(checkpoint))
+
+
 def _resume(path: Path) -> str:
-    output = path.parent.parent / "other"
-    with process_group():
-        make_manager(output, load=str(path.parent)).resume(state())
+    _manager(path.parent, os.getpid()).resume(state())
     metadata = read_metadata(path.parent)
     for name in metadata.state_dict_metadata:
         read_tensor(path.parent, metadata, name)
@@ -396,11 +414,8 @@ def _mutated_sentencepiece(content: bytes, dice: random.Random) -> bytes:
             piece.type = dice.randint(1, 6)
         elif change == 3:
             mark = dice.choice(("unk_id", "bos_id", "eos_id", "pad_id", "vocab_size", "model_type"))
-            setattr(
-                model.trainer_spec,
-                mark,
-                dice.choice((0, 1, 4)) if mark == "model_type" else dice.choice((-1, 2**31 - 1, 3)),
-            )
+            number = dice.choice((1, 2, 4)) if mark == "model_type" else dice.choice((-1, 2**31 - 1, 3))
+            setattr(model.trainer_spec, mark, number)
         elif change == 4:
             model.normalizer_spec.precompiled_charsmap = dice.randbytes(dice.choice((1, 8, 400)))
         else:

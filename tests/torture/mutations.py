@@ -4,6 +4,7 @@ import json
 import random
 import struct
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\r\u202e\x9b31m"
@@ -112,7 +113,7 @@ def mutated_bytes(content: bytes, dice: random.Random) -> bytes:
 def hostile(dice: random.Random) -> Any:
     """A value that nobody expects at its place."""
     value = dice.choice(_HOSTILE)
-    return value(dice) if callable(value) else value
+    return value(dice) if callable(value) else deepcopy(value)
 
 
 def _nested(dice: random.Random) -> Any:

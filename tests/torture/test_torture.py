@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from tests.torture import damage, full_disk, resume
+from tests.torture import damage, full_disk, fuzz, resume
+from tests.torture.fuzz_kinds import KINDS, Kind
 from trainer.step import Learner
 from trainer.trainer import Trainer
 
@@ -64,6 +65,43 @@ def run(words, folder, environment=None, expected=0):
 def test_damage(tmp_path):
     done = damage.torture(tmp_path, times=80, seed=1)
     assert done.total() == 80
+
+
+def test_fuzz(tmp_path):
+    """In a process of its own: it forks others, which read, and this one has threads."""
+    command = [sys.executable, "-m", "tests.torture.fuzz", "--times", "40"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert process.returncode == 0, process.stdout + process.stderr
+    rows = [line.split() for line in process.stdout.splitlines()[1:]]
+    assert len(rows) == len(KINDS)
+    assert all(int(row[-6]) == 40 for row in rows)
+
+
+def test_the_fuzzer_sees_what_is_no_message(tmp_path):
+    """A reader that lets an exception of Python's out, one that takes memory, and one that shows escapes."""
+
+    def original(folder):
+        (folder / "file").write_text("1")
+        return folder / "file"
+
+    def reads(path):
+        if path.exists() and path.is_file() and path.stat().st_size < 1 << 30:
+            text = path.read_bytes().decode(errors="replace")
+            if "\x1b" in text:
+                return text
+            if "[" in text:
+                return str(len(bytearray(b"1" * (200 << 20))))
+            return str(int(text, 16))
+        return ""
+
+    fuzz_kind = Kind("a file", original, lambda content, dice: dice.choice([b"1", b"z", b"[", b"\x1b"]), reads)
+    [(_, tally)] = fuzz.torture(tmp_path, [fuzz_kind], range(40))
+    failures = " ".join(tally.failures)
+    assert tally.valid + tally.refused < tally.times == 40
+    assert "ValueError: invalid literal" in failures
+    assert "bytes of memory" in failures
+    assert "control characters" in failures
 
 
 def test_full_disk():

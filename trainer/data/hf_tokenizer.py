@@ -12,7 +12,7 @@ from typing import Any
 
 from checkpoint.hf import TokenizerFiles
 from configs.errors import KeelError, UserError
-from trainer.data.tokenizer import SPACE, load_tokenizer
+from trainer.data.tokenizer import SPACE, JsonTokenizer, load_tokenizer
 
 SENTENCEPIECE_NAME = "tokenizer.model"
 JSON_NAME = "tokenizer.json"
@@ -33,8 +33,8 @@ def tokenizer_files(path: str | Path | None) -> TokenizerFiles:
         return TokenizerFiles()
     path = Path(path)
     tokenizer, content = load_tokenizer(path), path.read_bytes()
-    if path.suffix == ".json":
-        files, tokens, settings = {JSON_NAME: content}, _tokens_of_json(json.loads(content)), {}
+    if isinstance(tokenizer, JsonTokenizer):
+        files, tokens, settings = {JSON_NAME: content}, tokenizer.pieces(), {}
     else:
         model = _parse(path, content)
         tokens = {i: piece.piece for i, piece in enumerate(model.pieces)}
@@ -64,12 +64,6 @@ def find_tokenizer(folder: Path) -> Path | None:
             continue
         return folder / name
     return None
-
-
-def _tokens_of_json(content: dict[str, Any]) -> dict[int, str]:
-    vocab = content["model"].get("vocab")
-    tokens = {i: token for token, i in vocab.items()} if isinstance(vocab, dict) else {}  # Unigram has a list
-    return tokens | {added["id"]: added["content"] for added in content.get("added_tokens", [])}
 
 
 def _parse(path: Path, content: bytes) -> Any:

@@ -190,6 +190,10 @@ class JsonTokenizer:
         with _panics_as_errors(f"{self._path}: can't decode"):
             return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def pieces(self) -> dict[int, str]:
+        """What the vocabulary calls each id."""
+        return {i: piece for piece, i in self._ids.items()}
+
     def token_bytes(self) -> np.ndarray:
         """Bytes of text an id stands for, (vocab_size,), 0 for marks and unused ids.
 
