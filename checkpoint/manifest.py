@@ -155,9 +155,9 @@ def remove_unfinished(root: Path, log: Callable[[str], None], warn: Callable[[st
     for folder in sorted([*root.glob(f"step-*{UNFINISHED}"), *root.glob(f"abandoned-*{UNFINISHED}")]):
         try:
             _remove_tree(folder)
-            log(f"removed {folder}, which an interrupted save or removal has left behind")
+            log(f"removed {folder}, which an interrupted save, export or removal has left behind")
         except OSError as error:
-            warn(f"{folder}, which an interrupted save or removal has left behind, can't be removed: {error}")
+            warn(f"{folder}, which an interrupted save, export or removal has left behind, can't be removed: {error}")
 
 
 def remove(folder: Path) -> None:

@@ -105,7 +105,7 @@ def test_exports_of_a_run(ranks, tmp_path):
     [(made, lines, warnings)] = ranks(1, a_run_of_exports, tmp_path)
     assert made == ["step-00000002", "step-00000004"]
     assert lines == [
-        f"removed {tmp_path}/exports/step-00000008.tmp, which an interrupted save or removal has left behind",
+        f"removed {tmp_path}/exports/step-00000008.tmp, which an interrupted save, export or removal has left behind",
         "export step-00000002: written",
         "export step-00000004: written",
     ]
