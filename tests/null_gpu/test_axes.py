@@ -9,6 +9,7 @@ import os
 import pytest
 import torch
 
+from parallelisms.torch_internals import has_zero_bubble
 from tests.null_gpu.step import measure
 
 SMALL = (
@@ -31,18 +32,19 @@ MESHES = {
     "PP 2 gpipe": (2, "--mesh.pp 2 --pipeline.schedule gpipe", {"pp (2 ranks): send"}),
     "PP 2 1f1b": (2, "--mesh.pp 2 --pipeline.schedule 1f1b", {"pp (2 ranks): send"}),
     "PP 2 interleaved": (2, "--mesh.pp 2 --pipeline.schedule interleaved_1f1b", {"pp (2 ranks): send"}),
-    "PP 2 zero-bubble": (2, "--mesh.pp 2 --pipeline.schedule zero_bubble_v", {"pp (2 ranks): send"}),
     "owner 2": (2, OWNER, {"dp (2 ranks): broadcast", "dp (2 ranks): allreduce"}),
     "owner 2, Muon": (2, f"{OWNER} --optimizer.name muon", {"dp (2 ranks): broadcast"}),
     "experts, FSDP 2": (2, EXPERTS, {"dp (2 ranks): allgather_base"}),
     "FSDP 2, a queue a group": (2, f"{EXPERTS} --comm.streams per_group", {"dp (2 ranks): allgather_base"}),
 }
+if has_zero_bubble():
+    MESHES["PP 2 zero-bubble"] = (2, "--mesh.pp 2 --pipeline.schedule zero_bubble_v", {"pp (2 ranks): send"})
 EAGER_ONLY = {"PP 2 zero-bubble"}  # configs/layout_checks.py says why
-ACTIVATION_CHECKPOINTS = ("full", "selective", "budget")
+ACTIVATION_CHECKPOINTS = ("full", "selective")
 
 
 def step(words: str) -> dict:
-    """On a rank: the counts of a step, with an even exchange of rows between experts' ranks."""
+    """On a rank: the counts of a step."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     return measure("llama_1b.toml", (*SMALL.split(), *words.split()))
 
@@ -73,14 +75,10 @@ def test_compiled(null_ranks, name):
     assert result["counts"]["launch_triton"] > 50
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTS)
-def test_activation_checkpointing_computes_again(null_ranks, mode, compiled):
-    words = f"--compile.enable {str(compiled).lower()}"
+def test_activation_checkpointing_computes_again(null_ranks, mode):
     plain, checkpointed = (
-        run(null_ranks, 2, f"{words} --activation_checkpoint.mode {mode}") for mode in ("none", mode)
+        run(null_ranks, 2, f"--compile.enable false --activation_checkpoint.mode {each}") for each in ("none", mode)
     )
-    if mode == "budget" and not compiled:
-        return
     assert checkpointed["counts"]["gemm"] + checkpointed["launches"] > plain["counts"]["gemm"] + plain["launches"]
     assert checkpointed["peak_allocated_bytes"] < plain["peak_allocated_bytes"]
