@@ -11,6 +11,7 @@ import signal
 import traceback
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -608,15 +609,18 @@ def _read_lock(path: Path) -> str:
     reading, writing = os.pipe()
     holder = os.fork()
     if holder == 0:
-        with open(os.open(path, os.O_RDWR | os.O_NONBLOCK), "rb") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX)
-            os.write(writing, b"x")
-            signal.pause()
+        with suppress(OSError):
+            fcntl.lockf(os.open(path, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
+        os.write(writing, b"x")
+        signal.pause()
+        os._exit(0)
     try:
         os.read(reading, 1)
         lock(path.parent, lambda _: None)
+    except OSError as error:
+        raise UserError(f"the folder can't be written: {error.strerror}") from None  # as a run does
     finally:
-        os.kill(holder, 9)
+        os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
         os.close(reading)
         os.close(writing)
