@@ -299,6 +299,13 @@ def test_a_config_json_with_another_kind_of_value(tmp_path, hf_folder, field, va
     assert len(str(refused.value)) < 2000
 
 
+@pytest.mark.parametrize("name", ["x" * 30_000, "\0", "\ud800", "\x1b[2J", "..", "a/b"])
+def test_an_index_of_files_with_names_that_no_file_can_have(tmp_path, hf_folder, name):
+    (hf_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(UserError, match="outside of the folder"):
+        import_hf(hf_folder, tmp_path / "out", None)
+
+
 # --------------------------------------------------------------------------- nesting
 
 
@@ -344,6 +351,14 @@ def test_thousands_of_mistakes_are_not_all_explained(tmp_path):
     (tmp_path / "job.toml").write_text("".join(f"[table{n}]\nx = 1\n" for n in range(8_000)))
     with soon(), pytest.raises(ConfigError, match=r"unknown table \[table0\]"):
         load(str(tmp_path / "job.toml"))
+
+
+def test_a_text_in_the_place_of_a_number_may_be_anything(tmp_path):
+    """Whether it is a number in quotes is found out by reading it as TOML."""
+    for text in ("[" * 3_000, "9" * 5_000):
+        (tmp_path / "job.toml").write_text(f'[model]\ndim = "{text}"\n')
+        with pytest.raises(ConfigError, match=r"model.dim must be an integer > 0, got"):
+            load(str(tmp_path / "job.toml"), ["--model.n_heads", text])
 
 
 def test_bases_without_end(tmp_path):
