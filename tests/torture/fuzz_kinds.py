@@ -43,8 +43,8 @@ from trainer.data.prepare import RECORD, Settings, _is_finished, _read_record
 from trainer.data.text import BadFiles, documents
 from trainer.data.token_file import SUFFIX, TokenFileWriter, TokenFolder
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
+from trainer.lifecycle import read_status
 from trainer.metrics import cut_back
-from trainer.run import _status
 from trainer.saved_state import check_saved_state
 
 ROOT = Path(__file__).parents[2]
@@ -595,7 +595,7 @@ def _status_file(folder: Path) -> Path:
 
 
 def _read_status(path: Path) -> str:
-    status = _status(path.parent)
+    status = read_status(path.parent)
     return f"{status.get('state') in ('failed',)} {status.get('time', 0) >= 2.0} {status.get('step', 0):d}"
 
 

@@ -33,8 +33,8 @@ from trainer.data import text
 from trainer.data.prepare import Settings, _is_finished
 from trainer.data.text import BadFiles, documents
 from trainer.data.tokenizer import load_tokenizer
+from trainer.lifecycle import read_status
 from trainer.metrics import cut_back
-from trainer.run import _status
 from trainer.saved_state import check_saved_state
 
 MIB = 1 << 20
@@ -118,7 +118,7 @@ def test_what_is_no_file_is_neither_waited_for_nor_read(tmp_path, name, put):
 def test_a_status_that_is_no_file_is_none(tmp_path, put):
     put(tmp_path / "status.json")
     with soon():
-        assert _status(tmp_path) == {}
+        assert read_status(tmp_path) == {}
 
 
 def test_a_pipe_in_the_place_of_a_manifest_is_named_in_the_list(checkpoint, capsys):
@@ -355,10 +355,10 @@ def test_thousands_of_mistakes_are_not_all_explained(tmp_path):
 
 def test_a_text_in_the_place_of_a_number_may_be_anything(tmp_path):
     """Whether it is a number in quotes is found out by reading it as TOML."""
-    for text in ("[" * 3_000, "9" * 5_000):
-        (tmp_path / "job.toml").write_text(f'[model]\ndim = "{text}"\n')
+    for anything in ("[" * 3_000, "9" * 5_000):
+        (tmp_path / "job.toml").write_text(f'[model]\ndim = "{anything}"\n')
         with pytest.raises(ConfigError, match=r"model.dim must be an integer > 0, got"):
-            load(str(tmp_path / "job.toml"), ["--model.n_heads", text])
+            load(str(tmp_path / "job.toml"), ["--model.n_heads", anything])
 
 
 def test_bases_without_end(tmp_path):
@@ -459,9 +459,9 @@ WHOLE = {"state": "failed", "step": 3, "time": 1.5}
 )
 def test_a_status_of_another_form_is_none(tmp_path, content):
     (tmp_path / "status.json").write_text(json.dumps(WHOLE))
-    assert _status(tmp_path) == WHOLE
+    assert read_status(tmp_path) == WHOLE
     (tmp_path / "status.json").write_text(content)
-    assert _status(tmp_path) == {}
+    assert read_status(tmp_path) == {}
 
 
 @pytest.mark.parametrize(
