@@ -45,7 +45,7 @@ from trainer.data.token_file import SUFFIX, TokenFileWriter, TokenFolder
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
 from trainer.lifecycle import read_status
 from trainer.metrics import cut_back
-from trainer.saved_state import check_saved_state
+from trainer.saved_state import RunState, check_saved_state
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text() * 3
@@ -264,7 +264,7 @@ def _read_state(path: Path) -> str:
     read_manifest(path.parent)
     saved = read_trainer_state(path.parent)
     check_saved_state(saved)
-    return json.dumps(saved["run"]["step"])
+    return json.dumps(RunState(**saved["run"]).step)
 
 
 def _mutated_index(content: bytes, dice: random.Random) -> bytes:
@@ -585,7 +585,10 @@ def _metrics(folder: Path) -> Path:
 
 
 def _read_metrics(path: Path) -> str:
-    return str(cut_back(path, 20))
+    try:
+        return str(cut_back(path, 20))
+    except OSError as error:  # the trainer makes one message of it
+        raise UserError(f"{error.filename} can't be written: {error.strerror}") from None
 
 
 def _status_file(folder: Path) -> Path:

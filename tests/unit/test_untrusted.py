@@ -10,7 +10,6 @@ import pickle
 import signal
 import zipfile
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -357,7 +356,9 @@ def test_a_text_in_the_place_of_a_number_may_be_anything(tmp_path):
     """Whether it is a number in quotes is found out by reading it as TOML."""
     for anything in ("[" * 3_000, "9" * 5_000):
         (tmp_path / "job.toml").write_text(f'[model]\ndim = "{anything}"\n')
-        with pytest.raises(ConfigError, match=r"model.dim must be an integer > 0, got"):
+        with pytest.raises(
+            ConfigError, match=r"model.dim must be an integer > 0, got|too many digits, or nested too deep"
+        ):
             load(str(tmp_path / "job.toml"), ["--model.n_heads", anything])
 
 
@@ -451,7 +452,7 @@ def test_a_parquet_dictionary_is_not_unfolded(tmp_path):
 
 # --------------------------------------------------------------------------- the run folder
 
-WHOLE = {"state": "failed", "step": 3, "time": 1.5}
+WHOLE = {"state": "failed", "step": 3, "reason": "", "time": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -472,11 +473,6 @@ def test_a_metrics_line_of_another_form_is_unreadable(tmp_path, line):
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n{{"step": 3}}\n')
     assert cut_back(path, 2) >= 1
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
-@dataclass
-class RunFields:
-    step: int = 0
 
 
 SAVED = {
@@ -501,13 +497,13 @@ SAVED = {
 )
 def test_a_saved_state_of_another_form(place, value):
     saved = json.loads(json.dumps(SAVED))
-    check_saved_state(saved, RunFields)
+    check_saved_state(saved)
     at = saved
     for key in place[:-1]:
         at = at[key]
     at[place[-1]] = value
     with pytest.raises(UserError, match=TRAINER_NAME):
-        check_saved_state(saved, RunFields)
+        check_saved_state(saved)
 
 
 @pytest.mark.parametrize(
