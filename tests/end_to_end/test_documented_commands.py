@@ -69,7 +69,7 @@ NOT_RUN = {  # beginning of a line: why not
     "pytest": THIS,
     "python -m pytest": THIS,
     "python -m tests.torture": "tests/torture/test_torture.py",
-    "python -m tests.soak": "the last line of .ci/run",
+    "python -m tests.soak": "tests/torture/test_torture.py",
     "torchrun --signals-to-handle": "an option, not a command; tests/soak.py uses it",
     "torchrun --max-restarts": "an option, not a command; tests/end_to_end/test_restarts.py uses it",
     "vllm": "not installed, as the page says",
