@@ -419,13 +419,15 @@ class CheckpointManager:
             raise self._failures[-1]
 
     def _start(self, save: _Save, shards: dict[str, Shard]) -> None:
-        if self._settings.mode == "async" or self._settings.optimizer_dtype != "same":
+        is_staged = self._settings.mode == "async" or self._settings.optimizer_dtype != "same"
+        if is_staged:
             shards = self._stager.stage(shards, self._saved_dtype)
         if self._settings.mode == "async":
             # A daemon: if training dies, the process must not linger until a collective times out.
-            threading.Thread(target=self._write, args=(save, shards), name="checkpoint", daemon=True).start()
+            arguments = (save, shards, is_staged)
+            threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True).start()
         else:
-            self._write(save, shards)
+            self._write(save, shards, is_staged)
             self.wait()
 
     def _saved_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
@@ -455,11 +457,14 @@ class CheckpointManager:
             environment=self._environment,
         )
 
-    def _write(self, save: _Save, shards: dict[str, Shard]) -> None:
+    def _write(self, save: _Save, shards: dict[str, Shard], is_staged: bool) -> None:
         """Write, commit, prune; the outcome, an error too, goes to `save.result` (this may run in a thread)."""
         try:
+            staged = store.hashes(shards) if is_staged else {}
             self._check_finite(save, shards)
             files = store.write(save.unfinished, shards, self._writers)
+            if is_staged:
+                self._check_staged(save, shards, staged)
             self._check_before_pruning(save.unfinished, files)
             manifest = on_rank_zero(self._writers, lambda: _commit(save, files))
             seconds = time.perf_counter() - save.started
@@ -472,11 +477,24 @@ class CheckpointManager:
 
     def _check_finite(self, save: _Save, shards: dict[str, Shard]) -> None:
         """Raise on all ranks unless all values of all ranks are finite: a checkpoint is what a run can go on from."""
-        by_rank: list[tuple[str, list[str]]] = [("", [])] * dist.get_world_size(self._writers)
-        dist.all_gather_object(by_rank, (socket.gethostname(), store.not_finite(shards)), group=self._writers)
-        places = [f"{name} of rank {rank} on {host}" for rank, (host, names) in enumerate(by_rank) for name in names]
-        if places:
+        if places := self._places(store.not_finite(shards)):
             raise _not_finite(save, places, self._newest())
+
+    def _check_staged(self, save: _Save, shards: dict[str, Shard], hashes: dict[str, int]) -> None:
+        """Raise on all ranks unless what was staged is still what it was: the files' own hashes are taken of the bytes
+        as they are written, so a bit that has flipped in memory before is in the file and in its hash alike."""
+        now = store.hashes(shards)
+        if places := self._places([name for name, value in hashes.items() if now[name] != value]):
+            raise SaveFailed(
+                f"checkpoint {save.unfinished.stem} is not kept: while it was written, memory that nothing writes to "
+                f"has changed, in {_listed(places)}; if that host is named again, leave it out"
+            )
+
+    def _places(self, names: list[str]) -> list[str]:
+        """ "NAME of rank R on HOST" for the names of all ranks; the same on all."""
+        by_rank: list[tuple[str, list[str]]] = [("", [])] * dist.get_world_size(self._writers)
+        dist.all_gather_object(by_rank, (socket.gethostname(), names), group=self._writers)
+        return [f"{name} of rank {rank} on {host}" for rank, (host, names) in enumerate(by_rank) for name in names]
 
     def _newest(self) -> Path | None:
         step = self.latest_step()
@@ -509,13 +527,17 @@ class CheckpointManager:
 
 
 def _not_finite(save: _Save, places: list[str], newest: Path | None) -> NotFinite:
-    more = f" and {len(places) - SHOWN_DIFFERENCES} more" if len(places) > SHOWN_DIFFERENCES else ""
     go_on = f"the newest checkpoint is {newest}: the same command goes on from it"
     return NotFinite(
         f"checkpoint {save.unfinished.stem} is not written: not all values are finite in "
-        f"{', '.join(places[:SHOWN_DIFFERENCES])}{more}; {go_on if newest else 'there is no checkpoint before it'}. If "
+        f"{_listed(places)}; {go_on if newest else 'there is no checkpoint before it'}. If "
         "it comes again, lower optimizer.lr or training.max_norm; if it comes on one host only, look at its memory"
     )
+
+
+def _listed(places: list[str]) -> str:
+    more = f" and {len(places) - SHOWN_DIFFERENCES} more" if len(places) > SHOWN_DIFFERENCES else ""
+    return f"{', '.join(places[:SHOWN_DIFFERENCES])}{more}"
 
 
 def _read(folder: Path) -> Found:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -147,6 +148,15 @@ class Stager:
             pin = source.device.type != "cpu" and source.numel() > 0
             self._buffers[name] = torch.empty(source.shape, dtype=dtype, pin_memory=pin)
         return self._buffers[name].copy_(source, non_blocking=True)
+
+
+def hashes(shards: Mapping[str, Shard]) -> dict[str, int]:
+    """Of the bytes of each staged shard, by name: what is read again after a write must be what was there before."""
+    return {name: xxhash.xxh3_64_intdigest(_bytes(shard.local)) for name, shard in shards.items()}
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def write(folder: Path, shards: Mapping[str, Shard], group: dist.ProcessGroup) -> dict[str, FileEntry]:

@@ -520,6 +520,8 @@ def main() -> int:
     parser.add_argument("--meshes", default="*", help=f"shell pattern, of: {', '.join(mesh.name for mesh in MESHES)}")
     parser.add_argument("--steps", type=int, help="of a run (default: 600, or 50 a minute where that is more)")
     options = parser.parse_args()
+    if not any(fnmatchcase(mesh.name, options.meshes) for mesh in MESHES):
+        parser.error(f"--meshes {options.meshes} matches none of: {', '.join(mesh.name for mesh in MESHES)}")
     torch.set_num_threads(1)
     steps = options.steps or max(600, round(50 * options.minutes))
     with tempfile.TemporaryDirectory() as folder:

@@ -26,6 +26,7 @@ from trainer.console import Console, Row
 from trainer.environment import device_name, device_type
 from trainer.lifecycle import EXIT_FAILED, EXIT_PREEMPTED, State, StopRequest, exit_code, read_status, write_status
 from trainer.metrics import TimeLedger
+from trainer.out_of_memory import out_of_memory
 from trainer.peers import Loss
 from trainer.summary import closing_rows, closing_title, next_rows, startup_rows
 from trainer.trainer import Trainer
@@ -74,7 +75,11 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
             watchdog.close()
             return exit_code(state)
         except BaseException as error:  # torch's CheckpointException is no Exception
-            return _end_badly(error, launch, trainer.run.step if trainer else None)
+            step = trainer.run.step if trainer else None
+            explained = out_of_memory(error, job.config, step)
+            if explained:
+                append_to_log(folder, "".join(traceback.format_exception(error)))
+            return _end_badly(explained or error, launch, step)
 
 
 def _open_folder(folder: Path, console: Console) -> None:

@@ -176,6 +176,29 @@ def test_async_save_holds_the_state_of_its_step(tmp_path, monkeypatch):
     assert_equal(loaded, make_state(1))
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_memory_that_changes_while_it_is_written(tmp_path, monkeypatch, when):
+    """A bit flips in what is staged: the files' hashes are of the wrong bytes, so they cannot show it."""
+    write = store.write
+
+    def flipping(folder, shards, group):
+        files = write(folder, shards, group) if when == "after" else None
+        shards["model.weight"].local.view(torch.int32)[0, 0] ^= 1 << 22
+        return files or write(folder, shards, group)
+
+    save_steps(tmp_path, 1)
+    log = []
+    manager = begun(tmp_path, mode="async", max_save_failures=2, log=log)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write", flipping)
+        save_and_wait(manager, 2, make_state(2), {"tokens": 2})
+    assert any("step-00000002 is not kept" in line and "model.weight of rank 0 on" in line for line in log), log
+    assert steps_in(tmp_path) == [1]
+    save_and_wait(manager, 3, make_state(3), {"tokens": 3})
+    manager.close()
+    assert_equal(resumed(tmp_path)[1], make_state(3))
+
+
 def test_one_save_in_flight(tmp_path, monkeypatch):
     in_flight, write = [], store.write
 
