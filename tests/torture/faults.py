@@ -527,7 +527,7 @@ FAULTS = (
     ),
     Fault(
         "slow data",
-        r"rank 1.*data|data.*rank 1",
+        r"rank 1 [^\n]*keeps the others waiting[^\n]*waiting for data",
         "done",
         plant="slow_data",
         words="--training.steps 400 --checkpoint.interval 100",

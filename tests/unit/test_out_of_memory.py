@@ -9,8 +9,8 @@ from trainer.out_of_memory import out_of_memory, takes_less
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 3 has a total capacity of 79.10 GiB of which 1.25 GiB is "
     "free. Including non-PyTorch memory, this process has 77.84 GiB memory in use. Of the allocated memory 70.01 GiB "
-    "is allocated by PyTorch, and 5.10 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is "
-    "large try setting PYTORCH_ALLOC_CONF=expandable_segments:True"
+    "is allocated by PyTorch, and 5.10 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory "
+    "is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True"
 )
 
 
