@@ -36,6 +36,7 @@ from checkpoint import store
 from checkpoint.bits import CODE, changed_settings, changed_surroundings
 from checkpoint.manifest import Damaged, FileEntry, Manifest, Origin, RunChange, damaged
 from checkpoint.pin import Pinned, remove
+from checkpoint.room import measure_room
 from checkpoint.safe_read import read_metadata
 from checkpoint.store import NotFinite, SaveFailed, Shard, State, on_rank_zero, save_failed
 from checkpoint.verify import content_damages
@@ -96,7 +97,8 @@ class CheckpointManager:
         resume.
     timeout_seconds: how long a rank waits for the others where nobody writes (job.timeout_seconds).
 
-    The order of calls: `resume`, `begin_line`, then for every step `poll` and perhaps `save`, at last `close`.
+    The order of calls: `resume`, `begin_line`, `check_room`, then for every step `poll` and perhaps `save`, at last
+    `close`.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class CheckpointManager:
         self._writers = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
         self._voters = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._stager = store.Stager()
+        self._mode = settings.mode
         self._pending: _Save | None = None
         self._vote: Vote | None = None
         self._clock = SaveClock(settings.interval_minutes, self._voters)
@@ -192,6 +195,26 @@ class CheckpointManager:
         """
         on_rank_zero(self._writers, lambda: folders.prepare(self._folder, self._log, self._warn))
         self._leave_later_ones()
+
+    def check_room(self, state: State) -> None:
+        """See whether the checkpoints to come have room, and say what is lacking. To be called once, after begin_line.
+
+        Where a host has no memory to stage what its ranks hold, this launch saves as `checkpoint.mode = "sync"` does:
+        through a small buffer, while training waits.
+        """
+        room = measure_room(self._folder, store.shards_of(state), self._saved_dtype, self._writers)
+        if not room.is_on_disk:
+            self._warn(
+                f"a checkpoint takes {room.file_bytes:,} bytes, and {self._folder} has {room.free_on_disk:,} free: "
+                "saves will fail (checkpoint.max_save_failures). Make room, or set job.output_dir to another disk"
+            )
+        if self._mode == "async" and (crowded := room.crowded_hosts()):
+            hosts = ", ".join(f"{host} has {free:,} of {staged:,} bytes" for host, (staged, free) in crowded.items())
+            self._mode = "sync"
+            self._warn(
+                f'checkpoint.mode = "async" copies the state to the memory of its hosts, where there is too little: '
+                f"{hosts}. This launch saves while training waits"
+            )
 
     def can_rewind(self, step: int) -> bool:
         """Whether the run has a checkpoint of `step`; waits for a save under way. Raises: SaveFailed as `save` does."""
@@ -419,10 +442,10 @@ class CheckpointManager:
             raise self._failures[-1]
 
     def _start(self, save: _Save, shards: dict[str, Shard]) -> None:
-        is_staged = self._settings.mode == "async" or self._settings.optimizer_dtype != "same"
+        is_staged = self._mode == "async" or self._settings.optimizer_dtype != "same"
         if is_staged:
             shards = self._stager.stage(shards, self._saved_dtype)
-        if self._settings.mode == "async":
+        if self._mode == "async":
             # A daemon: if training dies, the process must not linger until a collective times out.
             arguments = (save, shards, is_staged)
             threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True).start()

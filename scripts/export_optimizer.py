@@ -9,7 +9,6 @@ by one; OUTPUT must not exist, and is there when it is whole.
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from pydantic import ValidationError
 
 from checkpoint.manifest import read_manifest
 from checkpoint.optimizer_export import export_optimizer
+from checkpoint.room import free_memory
 from checkpoint.safe_read import read_metadata
 from configs.errors import UserError
 from configs.schema import Config
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 optimizers,
                 experts,
                 gather=options.gather,
-                max_bytes=options.max_bytes or free_bytes(),
+                max_bytes=options.max_bytes or free_memory(),
                 verify=options.verify,
                 progress=report,
             )
@@ -74,23 +74,6 @@ def _described(checkpoint: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     of_experts = tuple(f"{module}." for module in plan_of(model).experts)
     experts = [name for name, _ in model.named_parameters() if name.startswith(of_experts)]
     return {name: optimizer.state_dict() for name, optimizer in optimizers.items()}, experts
-
-
-def free_bytes(root: Path = Path("/")) -> int:
-    """Memory that can be taken now: of the machine's without swapping, and of what a cluster or container grants.
-
-    On another system than Linux, all that the machine has.
-    """
-    if not (root / "proc/meminfo").exists():
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    groups = (root / "proc/self/cgroup").read_text().splitlines()
-    group = root / "sys/fs/cgroup" / next((line[4:] for line in groups if line.startswith("0::/")), "")
-    limit, used = group / "memory.max", group / "memory.current"
-    if not limit.exists() or limit.read_text().strip() == "max":
-        return free
-    return min(free, int(limit.read_text()) - int(used.read_text()))
 
 
 def _parser() -> argparse.ArgumentParser:

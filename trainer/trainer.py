@@ -116,6 +116,7 @@ class Trainer:
         self.first_step = self.run.step
         self._build_loaders(saved["data"] if saved else {"next_sample": 0, "sources": None})
         self.checkpoints.begin_line()
+        self.checkpoints.check_room(self.learner.state())
         self.exports = self._build_exports()
         self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
         waits = CollectiveWaits(groups_of_axes(self.mesh).values(), self.device)
