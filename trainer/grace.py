@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 from uuid import uuid4
 
 import torch
@@ -75,7 +75,8 @@ class Grace:
         name = [uuid4().hex]
         dist.broadcast_object_list(name, group_src=0, group=self._group)
         self._key = f"keel/stop/{name[0]}"
-        self._store = store_of_all_ranks()
+        self._store: dist.Store | None = store_of_all_ranks()
+        """None: it is gone, as after the death of torchrun."""
         self._held_up = threading.Lock()  # the update, by either thread
         self._held_up.acquire()
         self._finished = _Finished(0, lambda reason, group: lambda: None, 0.0)
@@ -186,13 +187,25 @@ class Grace:
         asked = time.monotonic()
         while not self._closing.wait(_TICK_SECONDS):
             if (number := self._stop.arrived()) is not None:
-                self._store.set(self._key, "")
+                self._ask_store("set", self._key, "")
                 return signal.Signals(number).name
             if time.monotonic() - asked >= _ASK_SECONDS:
                 asked = time.monotonic()
-                if self._store.check([self._key]):
+                if self._ask_store("check", [self._key]):
                     break
         return "a signal to another rank"
+
+    def _ask_store(self, name: str, *arguments: Any) -> Any:
+        """What the store answers; None once it is gone.
+
+        A thread that ended here would leave those of the other ranks alone in `_agree`. Without a store it hears of a
+        signal to another rank at the end of the step, where the main threads vote.
+        """
+        try:
+            return getattr(self._store, name)(*arguments) if self._store else None
+        except RuntimeError:
+            self._store = None
+            return None
 
     def _patience(self) -> float:
         """Seconds for which the end of the step is awaited: none if it is not to be expected, or a save is slow."""

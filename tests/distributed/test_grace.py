@@ -228,6 +228,45 @@ def test_training_that_ends_in_time_ends_the_threads(ranks, closes_first):
     assert ranks(2, stop_as_training_ends, closes_first) == [False, False]
 
 
+class LostStore:
+    """The store of a torchrun that was killed."""
+
+    def set(self, *_: Any) -> None:
+        raise dist.DistNetworkError("Broken pipe")
+
+    check = set
+
+
+def train_without_a_store(told: int) -> tuple[bool, int]:
+    """Training ends; one rank was told to stop, and all ranks but one have asked the store in vain.
+
+    Returns whether the thread is left or has saved, and how often it has agreed with those of the other ranks.
+    """
+    stop, rank, said = StopRequest(), dist.get_rank(), []
+
+    class Watched(Grace):
+        def _agree(self, value: float) -> tuple[float, float]:
+            said.append(value)
+            return super()._agree(value)
+
+    grace = Watched(stop, 1e6, Console(rank=1), torch.device("cpu"), SAFETY_SECONDS)
+    if rank != 1 - told:
+        grace._store = LostStore()
+    with grace:
+        grace.computing(1, lambda reason, group: pytest.fail("there was time"))
+        if rank == told:
+            stop.record(signal.SIGTERM, None)
+        time.sleep(3)  # each of them asks the store by then
+        grace.updating()
+    return grace.has_begun or grace._thread.is_alive(), len(said)
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_threads_end_together_without_a_store(ranks, told):
+    """One that ended alone would leave the others in a collective until its time-out."""
+    assert ranks(3, train_without_a_store, told) == [(False, 1)] * 3
+
+
 def what_is_said(seconds: float, times: list[tuple[float, float | None, bool]]) -> str:
     out = io.StringIO()
     with Console(rank=0, out=out) as console:
