@@ -67,7 +67,7 @@ class Difference:
 
 def compare(config_name: str, overrides: tuple[str, ...], path: str) -> Difference | None:
     """Train as the trainer does, on this rank of the mesh; rank 0 returns the difference from the reference."""
-    with _attention_that_compiles():
+    with attention_that_compiles():
         found = _train(load(config_name, overrides, world_size=dist.get_world_size()).config)
     if dist.get_rank() > 0:
         return None
@@ -81,7 +81,7 @@ def compare(config_name: str, overrides: tuple[str, ...], path: str) -> Differen
 
 
 @contextmanager
-def _attention_that_compiles() -> Iterator[None]:
+def attention_that_compiles() -> Iterator[None]:
     """Attention written out, on torch 2.11: what it compiles of its CPU kernel in float64 fails in backward.
 
     The logsumexp of float64 is float64, and torch 2.11 says float32 of it while it traces. What it has compiled and
