@@ -43,21 +43,9 @@ def measure(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from configs.layout import mesh_sizes
-    from configs.load import load
-    from parallelisms.mesh import build_mesh, groups_of_axes
-    from trainer.data.loader import build_loader
-    from trainer.step import build_learner
+    from parallelisms.mesh import groups_of_axes
 
-    gc.collect()  # of a measurement before this one, in the same process
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    device = torch.device("cuda", torch.cuda.current_device())
-    job = load(config, [*overrides, "--data.sources", SYNTHETIC], dist.get_world_size()).config
-    mesh = build_mesh(mesh_sizes(job, dist.get_world_size()), device)
-    with _weights_without_values():
-        learner = build_learner(job, mesh)
-    loader = build_loader(job, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
+    learner, loader = build(load_job(config, overrides, dist.get_world_size()))
     counters = Counters()
     seconds, idle = [], []
     for step in range(WARM_UP_STEPS + TIMED_STEPS):
@@ -70,7 +58,7 @@ def measure(config: str, overrides: Sequence[str]) -> dict[str, Any]:
             idle.append(counters.idle_seconds())
     counts = counters.read()
     peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    with _synchronizations() as places, _collectives(groups_of_axes(mesh)) as calls:
+    with _synchronizations() as places, _collectives(groups_of_axes(learner.mesh)) as calls:
         learner.step(next(loader), lr=1e-4)
     loader.close()
     return {
@@ -88,6 +76,33 @@ def measure(config: str, overrides: Sequence[str]) -> dict[str, Any]:
         "torch": torch.__version__,
         "ranks": dist.get_world_size(),
     }
+
+
+def load_job(config: str, overrides: Sequence[str], ranks: int) -> Any:
+    """A job's config, with synthetic data."""
+    from configs.load import load
+
+    return load(config, [*overrides, "--data.sources", SYNTHETIC], ranks).config
+
+
+def build(job: Any) -> tuple[Any, Any]:
+    """Learner and loader of a job on this rank of the process group that exists already; the memory is all theirs."""
+    import torch
+    import torch.distributed as dist
+
+    from configs.layout import mesh_sizes
+    from parallelisms.mesh import build_mesh
+    from trainer.data.loader import build_loader
+    from trainer.step import build_learner
+
+    gc.collect()  # of what was measured before, in the same process
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    device = torch.device("cuda", torch.cuda.current_device())
+    mesh = build_mesh(mesh_sizes(job, dist.get_world_size()), device)
+    with _weights_without_values():
+        learner = build_learner(job, mesh)
+    return learner, build_loader(job, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
 
 
 @contextmanager
