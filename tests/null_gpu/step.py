@@ -33,8 +33,15 @@ COPIES = ("copy_to_device", "copy_to_host", "copy_on_device", "fill")
 LAUNCHES = ("launch_aten", "launch_triton", "gemm")
 
 
-def measure(config: str, overrides: Sequence[str]) -> dict[str, Any]:
+def measure(
+    config: str, overrides: Sequence[str], warm_up: int = WARM_UP_STEPS, timed: int = TIMED_STEPS
+) -> dict[str, Any]:
     """Counts of a warmed-up step of a job, on this rank of the process group that exists already.
+
+    Args:
+        config, overrides: as of the command line; the data are synthetic.
+        warm_up: steps before those that count.
+        timed: steps of whose times the medians are taken.
 
     Returns:
         `launches`, `memcpys`, `syncs`, `nccl_calls`, `host_ms`, `peak_allocated_bytes`, `peak_reserved_bytes`, and
@@ -48,12 +55,12 @@ def measure(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     learner, loader = build(load_job(config, overrides, dist.get_world_size()))
     counters = Counters()
     seconds, idle = [], []
-    for step in range(WARM_UP_STEPS + TIMED_STEPS):
+    for step in range(warm_up + timed):
         micro_batches = next(loader)
         counters.reset()
         started = time.process_time()
         learner.step(micro_batches, lr=1e-4)
-        if step >= WARM_UP_STEPS:
+        if step >= warm_up:
             seconds.append(time.process_time() - started)
             idle.append(counters.idle_seconds())
     counts = counters.read()
