@@ -102,18 +102,19 @@ def build(job: Any) -> tuple[Any, Any]:
     from trainer.data.loader import build_loader
     from trainer.step import build_learner
 
-    gc.collect()  # of what was measured before, in the same process
+    torch._dynamo.reset()  # of what was measured before, in the same process: other shapes would be made dynamic
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     device = torch.device("cuda", torch.cuda.current_device())
     mesh = build_mesh(mesh_sizes(job, dist.get_world_size()), device)
-    with _weights_without_values():
+    with weights_without_values():
         learner = build_learner(job, mesh)
     return learner, build_loader(job, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
 
 
 @contextmanager
-def _weights_without_values() -> Iterator[None]:
+def weights_without_values() -> Iterator[None]:
     """Drawing weights takes the CPU's time, and nothing on this device keeps a value that could be checked."""
     from parallelisms import init
 

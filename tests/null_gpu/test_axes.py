@@ -36,7 +36,7 @@ MESHES = {
     "owner 2": (2, OWNER, {"dp (2 ranks): broadcast", "dp (2 ranks): allreduce"}),
     "owner 2, Muon": (2, f"{OWNER} --optimizer.name muon", {"dp (2 ranks): broadcast"}),
     "experts, FSDP 2": (2, EXPERTS, {"dp (2 ranks): allgather_base"}),
-    "experts, EP 2": (2, f"{EXPERTS} --mesh.ep 2", {"shard (2 ranks): alltoall_base"}),
+    "experts, EP 2": (2, f"{EXPERTS} --mesh.ep 2", {"dp (2 ranks): alltoall_base"}),
     "FSDP 2, a queue a group": (2, f"{EXPERTS} --comm.streams per_group", {"dp (2 ranks): allgather_base"}),
 }
 if has_zero_bubble():
