@@ -54,7 +54,7 @@ def measure(
 
     learner, loader = build(load_job(config, overrides, dist.get_world_size()))
     counters = Counters()
-    seconds, idle = [], []
+    seconds, idle, to_update = [], [], []
     for step in range(warm_up + timed):
         micro_batches = next(loader)
         counters.reset()
@@ -63,6 +63,7 @@ def measure(
         if step >= warm_up:
             seconds.append(time.process_time() - started)
             idle.append(counters.idle_seconds())
+            to_update.append(counters.last_idle_seconds())  # the loss is the last that the host reads
     counts = counters.read()
     peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     with _synchronizations() as places, _collectives(groups_of_axes(learner.mesh)) as calls:
@@ -75,6 +76,7 @@ def measure(
         "nccl_calls": counts["collective"],
         "host_ms": 1e3 * statistics.median(seconds),
         "idle_after_syncs_ms": 1e3 * statistics.median(idle),
+        "loss_to_update_ms": 1e3 * statistics.median(to_update),
         "peak_allocated_bytes": peak[0],
         "peak_reserved_bytes": peak[1],
         "counts": counts,
@@ -200,7 +202,8 @@ def table(result: dict[str, Any]) -> str:
         f"NCCL calls        {result['nccl_calls']:>8,}",
         *(f"                  {count:>8,}   {call}" for call, count in result["collectives_by_axis"].items()),
         f"host CPU time     {result['host_ms']:>8.1f} ms",
-        f"idle after syncs  {result['idle_after_syncs_ms']:>8.1f} ms of host time before the next launch",
+        f"loss to update    {result['loss_to_update_ms']:>8.1f} ms from reading the loss to the update's first launch",
+        f"idle after syncs  {result['idle_after_syncs_ms']:>8.1f} ms from any synchronization to the next launch",
         f"memory at peak    {result['peak_allocated_bytes'] / gib:>8.2f} GiB allocated, "
         f"{result['peak_reserved_bytes'] / gib:.2f} GiB reserved",
     ]

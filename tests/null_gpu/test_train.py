@@ -1,4 +1,4 @@
-"""The whole life of a job on CUDA: start, steps, validation, profile, asynchronous checkpoints, resume, on two devices."""
+"""The whole life of a job on CUDA: start, steps, validation, profile, asynchronous checkpoints, resume."""
 
 import json
 from pathlib import Path
