@@ -27,7 +27,7 @@ class Failed(Exception):
 def train(folder: Path, words: str) -> dict[int, tuple[float, float]]:
     """Train the small job in `folder`, or go on; loss and gradient norm of each step. Raises: Failed."""
     program = "tests/null_gpu/train.py" if "KEEL_NULL_GPUS" in os.environ else "train.py"
-    run_python(program, *shlex.split(f"{SMALL} {words}"), "--job.output_dir", str(folder))
+    run_python(program, *shlex.split(f"{SMALL} {words}"), *SYNTHETIC, "--job.output_dir", str(folder))
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in map(json.loads, lines)}
 

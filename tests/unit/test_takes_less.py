@@ -3,9 +3,11 @@
 import re
 
 import pytest
+import torch
 
 from configs.layout import mesh_sizes
 from configs.load import load
+from trainer import run
 from trainer.memory import estimate_memory
 from trainer.takes_less import CONTEXT_BYTES, does_not_fit
 
@@ -64,3 +66,18 @@ def test_what_no_change_brings_in_needs_more_ranks():
 
 def test_and_a_gpu_may_be_too_small_for_any():
     assert "No change that Keel knows of" in does_not_fit(job("llama_8b.toml", 1), 1, 2 * GIB)
+
+
+@pytest.mark.parametrize(("gib", "device", "warned"), [(40, "cuda", 1), (141, "cuda", 0), (40, "cpu", 0)])
+def test_a_launch_warns_before_it_builds_anything(monkeypatch, gib, device, warned):
+    class Properties:
+        total_memory = gib * GIB
+
+    said = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    monkeypatch.setattr(run.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(run.dist, "get_world_size", lambda: 1)
+    console = type("Console", (), {"warning": staticmethod(said.append)})
+    run._warn_if_too_large(job("llama_1b.toml", 1), torch.device(device), console)
+    assert len(said) == warned
+    assert all("training.micro_batch_size" in text for text in said)
