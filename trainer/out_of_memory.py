@@ -32,7 +32,7 @@ def out_of_memory(error: BaseException, config: Config, step: int | None) -> Use
     less = "".join(f"\n  {line}" for line in takes_less(config, on_gpu=isinstance(error, torch.OutOfMemoryError)))
     return UserError(
         f"{where} on host {socket.gethostname()} is out of memory {when}: {what}\nWhat takes less memory, the cheapest "
-        f"first:{less}\n`python scripts/plan.py --config ... --ranks N --memory-gib 80` says beforehand what a job needs"
+        f"first:{less}\n`python scripts/plan.py --config ... --ranks N --memory-gib 80` says beforehand what fits"
     )
 
 
