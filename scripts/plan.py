@@ -1,11 +1,11 @@
 """See whether a job fits before asking for the machines: build it for any number of ranks, in this one process.
 
-    python scripts/plan.py --config llama_7b.toml --ranks 8 [--trace]
+    python scripts/plan.py --config llama_7b.toml --ranks 8 [--memory-gib 80] [--trace]
 
 The model is built on the meta device and parallelized over a fake process group, as on the cluster: the same code,
 every check, no memory for the weights. Prints what rank 0 would hold, counted from its shards, and the estimate of the
-rest. With --trace one step of every kind of rank runs as well, with tensors that have a shape and no memory: prints
-what it communicates.
+rest; with --memory-gib also whether that fits, or else what would make it fit. With --trace one step of every kind of
+rank runs as well, with tensors that have a shape and no memory: prints what it communicates.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from trainer.console import Console, Row, count, duration, size
 from trainer.memory import estimate_memory
 from trainer.metrics import memory_peak_bytes
 from trainer.step import build_stages
+from trainer.takes_less import does_not_fit
 from trainer.trace import fake_ranks, trace_step
 
 
@@ -40,8 +41,8 @@ def shard_bytes(job: LoadedConfig, ranks: int) -> int:
         return sum(p.numel() * p.element_size() for p in locals_)
 
 
-def rows(job: LoadedConfig, ranks: int) -> list[Row]:
-    """What the plan says."""
+def rows(job: LoadedConfig, ranks: int, device_bytes: int | None) -> list[Row]:
+    """What the plan says; `device_bytes` is the memory of a GPU, None: not known."""
     started = time.perf_counter()
     held = shard_bytes(job, ranks)
     config, sizes = job.config, mesh_sizes(job.config, ranks)
@@ -50,7 +51,11 @@ def rows(job: LoadedConfig, ranks: int) -> list[Row]:
         ("model", f"{count(parameter_count(config.model))} parameters"),
         ("ranks", f"{ranks}: {sizes}"),
         ("held by rank 0", f"{size(held)} of parameters; with gradients and optimizer {size(estimate.states)}"),
-        ("at the peak", f"about {size(estimate.device)} of a GPU's memory (estimate)"),
+        (
+            "at the peak",
+            f"about {size(estimate.device)} allocated of a GPU's memory (estimate), in {estimate.peak.name}",
+        ),
+        *([("fits", does_not_fit(config, ranks, device_bytes) or "yes")] if device_bytes else []),
         ("built in", duration(time.perf_counter() - started)),
         ("this process", f"{size(memory_peak_bytes('cpu'))} at its peak"),
     ]
@@ -88,11 +93,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Further words override the config.")
     parser.add_argument("--config", required=True, help="job file, or its name in configs/")
     parser.add_argument("--ranks", type=int, required=True, help="how many ranks the job is to run on")
+    parser.add_argument("--memory-gib", type=float, help="memory of a GPU, to say whether the job fits (default: not)")
     parser.add_argument("--trace", action="store_true", help="run one step of every kind of rank without memory")
     arguments, overrides = parser.parse_known_args()
     try:
+        device_bytes = int(arguments.memory_gib * 2**30) if arguments.memory_gib else None
         job, console = load(arguments.config, overrides, arguments.ranks), Console()
-        console.table(f"{job.config.job.name} on {arguments.ranks} ranks", rows(job, arguments.ranks))
+        console.table(f"{job.config.job.name} on {arguments.ranks} ranks", rows(job, arguments.ranks, device_bytes))
         for rank, kind in kinds_of_ranks(job.config, arguments.ranks).items() if arguments.trace else ():
             console.table(f"one step of {kind}", traffic_rows(job.config, arguments.ranks, rank))
     except KeelError as error:

@@ -1,15 +1,21 @@
 """Memory that a rank will need, estimated before anything is built: the answer to "will it fit?".
 
-The states (parameters, gradients, optimizer) are exact: FSDP cuts each parameter by rows, so the largest share is
-ceil(rows / (dp_shard x cp)) of them, after tensor parallelism has taken its part. Experts are cut by expert over `ep`
-first, and then over the ranks that hold the same ones. Owners (fsdp.partition) hold the optimizer's part of whole
-parameters. The rest is a count of what is alive at the worst moment, the start of the backward pass, with experts of
-equal load, and good to a few tens of percent: the allocator's fragmentation, kernels' workspaces and the CUDA context
-(about 1 GiB) come on top, and torch.compile often keeps less.
+A step's memory is what lives from step to step, and what is alive besides at the step's worst moment. The moments
+that can be the worst are computed one by one: the loss, where all activations wait, and the backward pass of each FSDP
+group, where activations go, gradients come, and checkpointed blocks are computed again. Counted are the tensors that
+torch's CUDA build really holds (tests/null_gpu/test_memory.py compares): FSDP cuts each parameter by rows, so the
+largest share is ceil(rows / (dp_shard x cp)) of them, after tensor parallelism has taken its part; experts are cut by
+expert over `ep` first, and are taken to have equal load; owners (fsdp.partition) hold the optimizer's part of whole
+parameters.
+
+The estimate is of allocated memory: `torch.cuda.max_memory_allocated()`, on which it is within a few percent. A GPU
+must hold more: the CUDA context (about half a GiB, more with many NCCL communicators), and what torch's allocator has
+reserved in pieces that nothing fits into (2 to 10 GiB in the jobs of this repository).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, prod
 
 from configs.layout import (
@@ -24,13 +30,36 @@ from configs.layout import (
     reduces_once,
     reshard_after_forward,
 )
-from configs.schema import ActivationCheckpoint, Config, Model
+from configs.schema import ActivationCheckpoint, Config
 from configs.stages import layers_of_stages, stages_of_rank, stages_per_rank
+from parallelisms.fsdp import is_needed
 from parallelisms.zero import assign_owners
 from trainer.flops import Shape, parameter_shapes
 from trainer.loss import chunk_rows
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+_WORKSPACE_BYTES = 2 * 32 * 2**20
+"""Of cuBLAS on Hopper and later, as torch sets it, for each thread that multiplies: forward's and backward's."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes that are alive at one moment of a step, beside parameters and optimizer state."""
+
+    name: str
+    """When: "the loss", or "the backward pass of layers.3"."""
+    gradients: int
+    """Accumulated, and those just made."""
+    gathered: int
+    """Parameters that FSDP has gathered, and what it sends and reduces."""
+    activations: int
+    """Kept by the forward pass, and what a block's backward pass makes of them."""
+    loss: int
+    """A chunk of logits, and the gradients that the loss computes ahead."""
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.gathered + self.activations + self.loss
 
 
 @dataclass(frozen=True)
@@ -39,87 +68,294 @@ class MemoryEstimate:
 
     parameters: int
     gradients: int
+    """All that a step accumulates, at its end."""
     optimizer: int
-    gathered: int
-    """Parameters of the groups that FSDP has gathered, and the gradients of the one that it is reducing."""
-    activations: int
-    """Kept by the forward pass of a micro-batch, and what backward recomputes of one block."""
-    loss: int
-    """A chunk of logits, and the gradients that the loss computes ahead."""
+    buffers: int
+    """What libraries keep: cuBLAS to multiply, a pipeline to receive."""
+    peak: Moment
+    """The worst of a step."""
     offloaded: bool
     """Whether parameters, gradients and optimizer state are in the host's memory (fsdp.cpu_offload)."""
 
     @property
     def states(self) -> int:
-        """What lives from step to step."""
+        """What lives from step to step, gradients included."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def device(self) -> int:
-        """All that the device must hold."""
-        transient = self.gathered + self.activations + self.loss
-        return transient if self.offloaded else transient + self.states
+        """All that the device must hold at the worst moment."""
+        transient = self.buffers + self.peak.total
+        return transient if self.offloaded else transient + self.parameters + self.optimizer
 
 
 def estimate_memory(config: Config, sizes: MeshSizes, device_type: str) -> MemoryEstimate:
     """Estimate the memory of one rank of a mesh of `sizes`, on "cpu" or "cuda"."""
-    estimates = [_estimate(config, sizes, device_type, _share(config, sizes, rank)) for rank in range(config.mesh.pp)]
+    estimates = [RankMemory(config, sizes, device_type, rank).estimate() for rank in range(config.mesh.pp)]
     return max(estimates, key=lambda estimate: estimate.device)
 
 
-def _estimate(config: Config, sizes: MeshSizes, device_type: str, share: "_Share") -> MemoryEstimate:
-    every_shape = parameter_shapes(config.model).items()
-    shapes = {name: _own_shape(name, shape, sizes) for name, shape in every_shape if share.holds(name)}
-    training = config.training
-    state_bytes = _BYTES[training.dtype]
-    shards = {name: _sharded(shape, sizes) for name, shape in shapes.items()}
-    owned = sum(shards.values())
-    gradients = owned * state_bytes
-    if (reduces_once(config.fsdp) or config.mesh.pp > 1) and accumulation_steps(config, sizes) > 1:
-        gradients += sum(map(prod, shapes.values())) * _BYTES[training.reduce_dtype]
-    return MemoryEstimate(
-        parameters=owned * state_bytes,
-        gradients=gradients,
-        optimizer=max(optimizer_bytes(config, sizes, shards)),
-        gathered=_gathered(config, shapes),
-        activations=_activations(config, sizes, share) + _fetched(config, sizes),
-        loss=_loss(config, sizes, device_type, share),
-        offloaded=config.fsdp.cpu_offload,
-    )
+@dataclass(frozen=True)
+class _Group:
+    """Parameters that FSDP gathers together."""
 
-
-# --------------------------------------------------------------------------- pipeline
+    name: str
+    elements: int
+    """Of one tensor-parallel rank."""
+    shard: int
+    """Elements of the largest FSDP shard."""
+    layer: int | None = None
+    """If it is a block."""
 
 
 @dataclass(frozen=True)
-class _Share:
-    """What a pipeline rank holds; without a pipeline, everything."""
+class RankMemory:
+    """Of one rank of the pipeline, or of any rank where there is none."""
 
-    layers: frozenset[int]
-    has_embedding: bool
-    has_head: bool
-    in_flight: float
-    """Micro-batches whose activations of these layers it keeps at the worst moment."""
-    losses: int
-    """Micro-batches whose loss is computed and waits for its backward pass."""
+    config: Config
+    sizes: MeshSizes
+    device_type: str
+    pipeline_rank: int
 
-    def holds(self, name: str) -> bool:
-        """Whether the parameter `name` is among its own."""
+    def estimate(self) -> MemoryEstimate:
+        """What lives from step to step, and the worst moment."""
+        config, shards = self.config, {name: _sharded(shape, self.sizes) for name, shape in self.shapes.items()}
+        return MemoryEstimate(
+            parameters=sum(shards.values()) * self.state_bytes,
+            gradients=self._gradients(sum(shards.values())),
+            optimizer=max(optimizer_bytes(config, self.sizes, shards)),
+            buffers=self._buffers(),
+            peak=max(self.moments(), key=lambda moment: moment.total),
+            offloaded=config.fsdp.cpu_offload,
+        )
+
+    # ------------------------------------------------------------------------- what the rank holds
+
+    @cached_property
+    def stages(self) -> list[int]:
+        """Of the pipeline; without one, stage 0."""
+        return stages_of_rank(self.config, self.pipeline_rank)
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """Numbers of its blocks."""
+        by_stage = layers_of_stages(self.config)
+        return [layer for stage in self.stages for layer in by_stage[stage]]
+
+    @property
+    def has_embedding(self) -> bool:
+        return 0 in self.stages
+
+    @property
+    def has_head(self) -> bool:
+        return len(layers_of_stages(self.config)) - 1 in self.stages
+
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        """Its parameters, as FSDP gathers them: cut by tensor and expert parallelism."""
+        every = parameter_shapes(self.config.model).items()
+        return {name: _own_shape(name, shape, self.sizes) for name, shape in every if self._holds(name)}
+
+    def _holds(self, name: str) -> bool:
         if name.startswith("layers."):
             return int(name.split(".")[1]) in self.layers
         return self.has_embedding if name.startswith("embed") else self.has_head
 
+    @cached_property
+    def groups(self) -> list[_Group]:
+        """FSDP's groups in forward order; the ends of a tied model are the root's, gathered throughout."""
+        elements: dict[str, list[int]] = {}
+        for name, shape in self.shapes.items():
+            is_block = name.startswith("layers.")
+            end = "root" if self.config.model.tie_embeddings else "embedding" if name.startswith("embed") else "head"
+            group = ".".join(name.split(".")[:2]) if is_block else end
+            whole, shard = elements.setdefault(group, [0, 0])
+            elements[group] = [whole + prod(shape), shard + _sharded(shape, self.sizes)]
+        return [
+            _Group(name, whole, shard, int(name.split(".")[1]) if name.startswith("layers.") else None)
+            for name, (whole, shard) in elements.items()
+        ]
 
-def _share(config: Config, sizes: MeshSizes, rank: int) -> _Share:
-    stages, layers = stages_of_rank(config, rank), layers_of_stages(config)
-    micro_batches = accumulation_steps(config, sizes) if sizes.pp > 1 else 1
-    return _Share(
-        layers=frozenset(layer for stage in stages for layer in layers[stage]),
-        has_embedding=0 in stages,
-        has_head=len(layers) - 1 in stages,
-        in_flight=_stages_in_flight(config, rank, micro_batches) / len(stages),
-        losses=micro_batches if config.pipeline.schedule == "gpipe" else 1,
-    )
+    @property
+    def micro_batches(self) -> int:
+        """Of a step."""
+        return accumulation_steps(self.config, self.sizes)
+
+    @property
+    def state_bytes(self) -> int:
+        return _BYTES[self.config.training.dtype]
+
+    @property
+    def compute_bytes(self) -> int:
+        return _BYTES[self.config.training.compute_dtype]
+
+    @property
+    def reduce_bytes(self) -> int:
+        return _BYTES[self.config.training.reduce_dtype]
+
+    def _gradients(self, sharded: int) -> int:
+        return sum(map(self._held, self.groups)) if self.reduces_once else sharded * self.state_bytes
+
+    def _buffers(self) -> int:
+        """A pipeline's stage receives each micro-batch, and each gradient, into a tensor of its own."""
+        last = len(layers_of_stages(self.config)) - 1
+        received = sum((stage > 0) + (stage < last) for stage in self.stages) * self.micro_batches
+        stream = self._tokens * self.config.model.dim // self.sizes.tp * self.compute_bytes
+        return received * stream + (_WORKSPACE_BYTES if self.device_type == "cuda" else 0)
+
+    # ------------------------------------------------------------------------- moments
+
+    def moments(self) -> Iterator[Moment]:
+        """Those at which a step's memory can be at its most, in the first, a middle and the last micro-batch.
+
+        A step's first has no gradients yet, the last of several reduces them where that is done once a step.
+        """
+        many = [(True, False)] if self.micro_batches > 2 else []
+        several = [(False, False), *many, (True, True)]
+        for accumulated, is_last in several if self.micro_batches > 1 else [(False, True)]:
+            if self.has_head:
+                yield self._in_loss(accumulated)
+            for place in range(len(self.groups)):
+                yield from self._in_backward(place, accumulated, is_last)
+
+    def _in_loss(self, accumulated: bool) -> Moment:
+        """All activations wait; the head is gathered, and its gradient is there before it is to be reduced."""
+        gradients = sum(self._held(group) for group in self.groups) if accumulated else 0
+        gathered = self._gathered(len(self.groups) - 1, ahead=0)
+        if self.is_sharded and self.config.fsdp.zero_stage > 1:
+            gathered += self.groups[-1].elements * self.compute_bytes  # FSDP keeps the buffer of its last gather
+        if accumulated and not self.reduces_once:
+            gathered += self._reduced(0)
+        return Moment("the loss", gradients, gathered, self._waiting(len(self.layers)), self._loss(peak=True))
+
+    def _in_backward(self, place: int, accumulated: bool, is_last: bool) -> Iterator[Moment]:
+        """While the group computes, and while its gradients are reduced."""
+        group = self.groups[place]
+        name = f"the backward pass of {group.name}"
+        before, after = self.groups[: place + 1], self.groups[place + 1 :]
+        gradients = sum(map(self._held, before)) if accumulated else 0
+        if accumulated and not (self.reduces_once and is_last):
+            gradients += sum(map(self._held, after))
+        else:
+            gradients += sum(map(self._reduced_shard if is_last else self._held, after))
+        below = [layer for layer in self.layers if group.layer is not None and layer < group.layer]
+        kept = self._waiting(len(below))
+        waiting_losses = self._loss(peak=False)
+        gathered = self._gathered(place, self.config.comm.prefetch_backward)
+        if group.layer is not None:
+            block = self.blocks[group.layer]
+            down = self.config.model.dim * block.ffn * self.compute_bytes  # the first gradient that it makes
+            computing = self._tokens * block.in_backward(self.config) * self.compute_bytes + self._fetched()
+            sent = self._reduced(place + 1) if place + 1 < len(self.groups) and not self.reduces_once else 0
+            yield Moment(name, gradients + ceil(down), gathered + sent, kept + ceil(computing), waiting_losses)
+        made = group.elements * self.compute_bytes
+        yield Moment(name, gradients + made, gathered + self._reduced(place), kept, waiting_losses)
+
+    # ------------------------------------------------------------------------- gathered groups, and gradients
+
+    @property
+    def uses_fsdp(self) -> bool:
+        return is_needed(self.sizes.world_size, self.config.fsdp, self.config.training)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.sizes.fsdp_shard > 1
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients wait, whole, for the step's end."""
+        return (reduces_once(self.config.fsdp) or self.config.mesh.pp > 1) and self.micro_batches > 1
+
+    def _held(self, group: _Group) -> int:
+        """Bytes of the group's gradients between two micro-batches."""
+        return group.elements * self.reduce_bytes if self.reduces_once else self._reduced_shard(group)
+
+    def _reduced_shard(self, group: _Group) -> int:
+        """Bytes of the group's gradients after their reduction, on the device."""
+        return 0 if self.config.fsdp.cpu_offload else group.shard * self.state_bytes
+
+    def _reduced(self, place: int) -> int:
+        """Bytes of a group's whole gradients as they are sent; FSDP keeps them until it sends the next."""
+        return self.groups[place].elements * self.reduce_bytes if self.uses_fsdp else 0
+
+    def _gathered(self, place: int, ahead: int) -> int:
+        """Bytes of parameters gathered while the group at `place` computes, and so many `ahead` in backward's order."""
+        if not self.uses_fsdp:
+            return 0
+        reshard = reshard_after_forward(self.config.fsdp)
+        group = self.groups[place]
+        if self.config.fsdp.zero_stage == 1:
+            alive = self.groups
+        elif reshard == "never" or (self.config.mesh.pp > 1 and reshard == "default"):
+            alive = self.groups[: place + 1]
+        else:
+            coming = self.groups[max(0, place - ahead) : place] if self.is_sharded else []
+            alive = [*(g for g in self.groups if g.name == "root"), group, *coming]
+        return sum({g.name: g.elements for g in alive}.values()) * self.compute_bytes
+
+    # ------------------------------------------------------------------------- activations and loss
+
+    @property
+    def _tokens(self) -> int:
+        return _tokens(self.config, self.sizes)
+
+    @cached_property
+    def blocks(self) -> dict[int, "_Block"]:
+        return {layer: _block(self.config, layer, self.sizes.tp) for layer in self.layers}
+
+    def _waiting(self, n_layers: int) -> int:
+        """Bytes of activations that wait for their backward pass, of this micro-batch in its first `n_layers`."""
+        config = self.config
+        recomputed = set(_checkpointed_layers(config.activation_checkpoint, config.model.n_layers))
+        kept = [block.kept(config, layer in recomputed) for layer, block in self.blocks.items()]
+        stream = config.model.dim / self.sizes.tp
+        whole, part = sum(kept) + stream, sum(kept[:n_layers]) + stream  # with what enters the first block
+        elements = part + (self._in_flight - 1) * whole
+        if self.has_head and n_layers == len(kept):
+            elements += stream + (config.model.dim if self.sizes.tp > 1 else 0)  # the final norm's output, and gathered
+        return ceil(self._tokens * elements * self.compute_bytes)
+
+    @cached_property
+    def _in_flight(self) -> float:
+        """Micro-batches whose activations it keeps at the worst moment."""
+        if self.config.mesh.pp == 1:
+            return 1
+        return _stages_in_flight(self.config, self.pipeline_rank, self.micro_batches) / len(self.stages)
+
+    def _fetched(self) -> int:
+        """Bytes of the other ranks' keys and values that attention holds in backward, and of the gradients by them.
+
+        gather: all of them, with their gradients once as they are made and once as they are sent; ring: those at hand
+        and the next, with the gradients at hand, arriving and leaving.
+        """
+        config, sizes = self.config, self.sizes
+        if sizes.cp == 1 or config.context.method == "all_to_all":
+            return 0
+        shares, of_gradients = (sizes.cp, 2 * sizes.cp) if config.context.method == "gather" else (2, 3)
+        elements = 2 * n_kv_heads(config.model) * head_dim(config.model) * self._tokens // sizes.tp
+        return elements * (shares * self.compute_bytes + of_gradients * max(self.compute_bytes, 4))
+
+    def _loss(self, peak: bool) -> int:
+        """Bytes of the gradients that the losses of waiting micro-batches have made ahead; at the peak of one, also of
+        its chunks of logits."""
+        if not self.has_head:
+            return 0
+        model, tokens, compute = self.config.model, self._tokens, self.compute_bytes
+        vocabulary, softmax = ceil(model.vocab_size / self.sizes.tp), max(compute, 4)
+        ahead = vocabulary * model.dim * softmax + tokens * model.dim * compute
+        waiting = self.micro_batches if self.config.pipeline.schedule == "gpipe" and self.config.mesh.pp > 1 else 1
+        if not peak:
+            return (waiting - 1) * ahead
+        rows = chunk_rows(tokens, vocabulary * softmax, self.device_type)
+        chunk, product = rows * vocabulary, vocabulary * model.dim * compute
+        logits, in_place = chunk * compute, softmax == compute
+        # Of the chunk before, what was multiplied last is still there.
+        before = logits if rows < tokens and not in_place else 0
+        if self.config.compile.enable:
+            working = 0 if in_place else logits + max(before, product)
+        else:
+            working = before + chunk * softmax * (1 if in_place else 2)
+        return waiting * ahead + logits + working
 
 
 def _stages_in_flight(config: Config, rank: int, micro_batches: int) -> int:
@@ -182,41 +418,7 @@ def _is_of_experts(shape: Shape) -> bool:
     return len(shape) == 3
 
 
-# --------------------------------------------------------------------------- gathered groups
-
-
-def _gathered(config: Config, shapes: dict[str, Shape]) -> int:
-    """Bytes of the groups gathered at the worst moment, plus the gradients of the largest group on their way."""
-    groups = _group_sizes(config.model, shapes)
-    training = config.training
-    in_reduction = _BYTES[training.compute_dtype] + _BYTES[training.reduce_dtype]
-    return _most_alive(groups, config) * _BYTES[training.compute_dtype] + max(groups.values()) * in_reduction
-
-
-def _group_sizes(model: Model, shapes: dict[str, Shape]) -> dict[str, int]:
-    """Elements of each FSDP group in forward order; the ends of a tied model are the root's, gathered throughout."""
-    groups: dict[str, int] = {}
-    for name, shape in shapes.items():
-        is_block = name.startswith("layers.")
-        end = "root" if model.tie_embeddings else "embedding" if name.startswith("embed") else "head"
-        group = ".".join(name.split(".")[:2]) if is_block else end
-        groups[group] = groups.get(group, 0) + prod(shape)
-    return groups
-
-
-def _most_alive(groups: dict[str, int], config: Config) -> int:
-    """Elements of the groups that are gathered at once."""
-    sizes = [size for name, size in groups.items() if name != "root"]
-    reshard = reshard_after_forward(config.fsdp)
-    if reshard == "never" or (config.mesh.pp > 1 and reshard == "default"):
-        return sum(groups.values())
-    window = 1 + max(config.comm.prefetch_forward, config.comm.prefetch_backward)
-    kept = sizes.pop() if reshard == "default" else 0
-    moving = max((sum(sizes[i : i + window]) for i in range(len(sizes))), default=0)
-    return groups.get("root", 0) + kept + moving
-
-
-# --------------------------------------------------------------------------- activations
+# --------------------------------------------------------------------------- a block's activations
 
 
 @dataclass(frozen=True)
@@ -231,22 +433,47 @@ class _Block:
     kv: float
     ffn: float
     """Inside of the feed-forward, or of all experts that a token meets."""
+    statistics: float
+    """Of attention: the logsumexp of each head, float32."""
     routed: float = 0.0
     """A row for each expert that the token is sent to."""
 
-    @property
-    def everything(self) -> float:
-        """Kept without checkpointing: both norms' inputs and outputs, q, k, v and the attention's output, gate, up,
-        silu(gate) and its product with up; the experts' inputs, and their outputs as they come and by token."""
-        return 2 * self.stream + 2 * self.normed + 2 * self.query + 2 * self.kv + 4 * self.ffn + 3 * self.routed
+    def everything(self, compiled: bool) -> float:
+        """Kept without checkpointing: both sums of the residual stream, both norms' outputs, q, k, v and the
+        attention's output, gate, up, silu(gate) and its product with up (the compiler makes silu(gate) again); the
+        experts' inputs, and their outputs as they come and by token."""
+        attention = 2 * self.query + 2 * self.kv + self.statistics
+        return 2 * self.stream + 2 * self.normed + attention + (3 if compiled else 4) * self.ffn + 3 * self.routed
 
-    @property
-    def matmul_outputs(self) -> float:
-        """Of q, k, v, o, gate, up and down."""
-        return self.query + 2 * self.kv + 2 * self.stream + 2 * self.ffn + self.routed
+    def in_backward(self, config: Config) -> float:
+        """While its gradients are made, beside what enters it: everything, what was recomputed included, and the
+        gradients of the stream and of the feed-forward's inside."""
+        compiled = config.compile.enable
+        return self.everything(compiled) + self.stream + (1 if compiled else 2) * self.ffn
+
+    def kept(self, config: Config, checkpointed: bool) -> float:
+        """From the forward to the backward pass, its output in place of its input."""
+        checkpointing, everything = config.activation_checkpoint, self.everything(config.compile.enable)
+        if not checkpointed:
+            return everything
+        if checkpointing.mode == "budget":
+            return self.stream + checkpointing.memory_budget * (everything - self.stream)
+        if checkpointing.mode == "full":
+            return self.stream
+        return self.stream + self._saved(checkpointing, config.compile.enable)
+
+    def _saved(self, config: ActivationCheckpoint, compiled: bool) -> float:
+        """Outputs of the ops that `selective` saves; the compiler sees that nothing needs that of the last matrix."""
+        attention = not config.save_ops or any("attention" in op for op in config.save_ops)
+        matmuls = not config.save_ops or any("mm" in op for op in config.save_ops)
+        last = 0 if compiled else self.stream
+        outputs = [self.query, self.kv, self.kv, self.stream, self.ffn, self.ffn, last]  # q k v o gate up down
+        saved = sum(outputs[config.save_every_nth_matmul - 1 :: config.save_every_nth_matmul])
+        return attention * (self.query + self.statistics) + matmuls * (saved + self.routed)
 
 
-def _block(model: Model, layer: int, tp: int) -> _Block:
+def _block(config: Config, layer: int, tp: int) -> _Block:
+    model = config.model
     mixture = is_mixture(model, layer)
     experts = model.experts_per_token + model.n_shared_experts
     return _Block(
@@ -255,6 +482,7 @@ def _block(model: Model, layer: int, tp: int) -> _Block:
         query=model.n_heads * head_dim(model) / tp,
         kv=n_kv_heads(model) * head_dim(model) / tp,
         ffn=(experts * expert_dim(model) if mixture else model.ffn_dim) / tp,
+        statistics=model.n_heads / tp * 4 / _BYTES[config.training.compute_dtype],
         routed=model.experts_per_token * model.dim if mixture else 0,
     )
 
@@ -262,47 +490,6 @@ def _block(model: Model, layer: int, tp: int) -> _Block:
 def _tokens(config: Config, sizes: MeshSizes) -> int:
     """Tokens of a micro-batch on one rank: with context parallelism a part of every sequence."""
     return config.training.micro_batch_size * config.training.seq_len // sizes.cp
-
-
-def _activations(config: Config, sizes: MeshSizes, share: _Share) -> int:
-    """Bytes kept of the micro-batches in flight, one block's recomputation, and the gradients on their way back."""
-    model, checkpointing = config.model, config.activation_checkpoint
-    blocks = {layer: _block(model, layer, sizes.tp) for layer in share.layers}
-    recomputed = share.layers.intersection(_checkpointed_layers(checkpointing, model.n_layers))
-    kept = [_kept(checkpointing, b) if layer in recomputed else b.everything for layer, b in blocks.items()]
-    elements = sum(kept) * share.in_flight
-    elements += max((blocks[layer].everything for layer in recomputed), default=0)
-    widest = max(blocks.values(), key=lambda block: block.ffn)
-    if share.has_head:
-        elements += widest.stream + widest.normed  # the final norm's input and output
-    elements += widest.stream + 2 * widest.ffn  # gradients of the stream and of a feed-forward's inside
-    return ceil(_tokens(config, sizes) * elements * _BYTES[config.training.compute_dtype])
-
-
-def _fetched(config: Config, sizes: MeshSizes) -> int:
-    """Bytes of the other ranks' keys and values that attention holds in backward, and of the gradients by them.
-
-    gather: all of them, with their gradients once as they are made and once as they are sent; ring: those at hand and
-    the next, with the gradients at hand, arriving and leaving.
-    """
-    if sizes.cp == 1 or config.context.method == "all_to_all":
-        return 0
-    compute = _BYTES[config.training.compute_dtype]
-    shares, of_gradients = (sizes.cp, 2 * sizes.cp) if config.context.method == "gather" else (2, 3)
-    elements = 2 * n_kv_heads(config.model) * head_dim(config.model) * _tokens(config, sizes) // sizes.tp
-    return elements * (shares * compute + of_gradients * max(compute, 4))
-
-
-def _kept(config: ActivationCheckpoint, block: _Block) -> float:
-    """Elements a token that a checkpointed block keeps: its input, and in selective mode the saved ops' outputs."""
-    if config.mode == "budget":
-        return block.stream + config.memory_budget * (block.everything - block.stream)
-    if config.mode == "full":
-        return block.stream
-    saves_attention = not config.save_ops or any("attention" in op for op in config.save_ops)
-    saves_matmuls = not config.save_ops or any("mm" in op for op in config.save_ops)
-    matmuls = block.matmul_outputs / config.save_every_nth_matmul
-    return block.stream + saves_attention * block.query + saves_matmuls * matmuls
 
 
 def _checkpointed_layers(config: ActivationCheckpoint, n_layers: int) -> Sequence[int]:
@@ -313,16 +500,3 @@ def _checkpointed_layers(config: ActivationCheckpoint, n_layers: int) -> Sequenc
         return range(n_layers)
     layers = layer_numbers(config.layers, n_layers) if config.layers else range(n_layers)
     return layers[config.every_nth_layer - 1 :: config.every_nth_layer]
-
-
-def _loss(config: Config, sizes: MeshSizes, device_type: str, share: _Share) -> int:
-    """Bytes of a chunk of logits, in compute_dtype and once more for the softmax, and of the gradients made ahead."""
-    if not share.has_head:
-        return 0
-    model, training = config.model, config.training
-    tokens, vocabulary = _tokens(config, sizes), ceil(model.vocab_size / sizes.tp)
-    compute = _BYTES[training.compute_dtype]
-    softmax = max(compute, 4)
-    chunk = chunk_rows(tokens, vocabulary * softmax, device_type) * vocabulary
-    ahead = vocabulary * model.dim * softmax + tokens * model.dim * compute
-    return chunk * (compute + softmax) + share.losses * ahead

@@ -18,6 +18,7 @@ from checkpoint.store import on_rank_zero
 from configs.errors import KeelError, UserError
 from configs.files import require_plain, write_atomically
 from configs.load import LoadedConfig
+from configs.schema import Config
 from models import build_model
 from parallelisms.activation_table import activation_table
 from parallelisms.mesh import start_process_group
@@ -29,6 +30,7 @@ from trainer.metrics import TimeLedger
 from trainer.out_of_memory import out_of_memory
 from trainer.peers import Loss
 from trainer.summary import closing_rows, closing_title, next_rows, startup_rows
+from trainer.takes_less import does_not_fit
 from trainer.trainer import Trainer
 from trainer.watchdog import Watchdog, append_to_log, said_of
 
@@ -64,6 +66,7 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
             watchdog = Watchdog(folder, job.config.job.timeout_seconds, lambda losses: _end_from_thread(losses, launch))
             launch.watchdog = watchdog
             compare_launches(job, device)
+            _warn_if_too_large(job.config, device, console)
             trainer = Trainer(job, device, console, stop, ledger, watchdog)
             _write_config(launch, job)
             _say_hello(trainer)
@@ -101,6 +104,14 @@ def _open_folder(folder: Path, console: Console) -> None:
             f"the run folder {folder} can't be written ({error.filename or folder}: {error.strerror}); "
             "set job.output_dir to another"
         ) from None
+
+
+def _warn_if_too_large(config: Config, device: torch.device, console: Console) -> None:
+    """Say before anything is built that a GPU has too little memory; no error, for the estimate may be wrong."""
+    if device.type == "cuda" and dist.get_rank() == 0:
+        memory = torch.cuda.get_device_properties(device).total_memory
+        if problem := does_not_fit(config, dist.get_world_size(), memory):
+            console.warning(problem)
 
 
 def _write_config(launch: _Launch, job: LoadedConfig) -> None:

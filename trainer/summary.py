@@ -160,15 +160,23 @@ def _flops(config: Config, peak: float | None) -> str:
 
 def _memory(config: Config, sizes: MeshSizes, device_type: str) -> str:
     estimate = estimate_memory(config, sizes, device_type)
+    peak = estimate.peak
     states = {
         "parameters": estimate.parameters,
         "gradients": estimate.gradients,
         "optimizer": estimate.optimizer,
     }
-    transient = {"gathered": estimate.gathered, "activations": estimate.activations, "loss": estimate.loss}
+    transient = {
+        "gradients": 0 if estimate.offloaded else peak.gradients,
+        "gathered": peak.gathered,
+        "activations": peak.activations,
+        "loss": peak.loss,
+    }
     where = f", and {size(estimate.states)} of the host's memory" if estimate.offloaded else ""
-    lines = [f"about {size(estimate.device)} a rank{where} (estimate)"]
-    lines += [", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in part.items()) for part in (states, transient)]
+    beside = "; CUDA and the allocator's reserve come on top" if device_type == "cuda" else ""
+    lines = [f"about {size(estimate.device)} a rank{where} (estimate of what is allocated{beside})"]
+    lines += [", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in states.items())]
+    lines += [f"at the peak, in {peak.name}: " + ", ".join(f"{name} {size(n)}" for name, n in transient.items() if n)]
     return "\n".join(lines)
 
 

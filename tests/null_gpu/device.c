@@ -6,9 +6,8 @@
  * FSDP, inductor and Triton's compiler, process groups. So a training step runs as on a GPU but for its values, and
  * what it asks of the device can be counted: launches, copies, synchronizations, collectives, bytes.
  *
- * What has a value all the same: copies of at most SMALL bytes between host and device are made, so that a scalar that
- * the host wrote can be read back; all other device memory reads as zeros, since nothing ever writes to it. It takes
- * address space, but no memory of the machine.
+ * Whatever the host reads from the device is zero: a loss and a norm of zero are finite, and no run depends on what was
+ * in a reused piece of memory before. Device memory takes address space, but no memory of the machine.
  *
  * tests/null_gpu/device.py builds and loads it. Counters are read by `null_gpu_count(name)` and zeroed by
  * `null_gpu_reset()`. The environment variable KEEL_NULL_GPUS says how many devices there are (default 1).
@@ -26,7 +25,6 @@
 #include "driver_types.h"
 
 enum { SUCCESS = 0, OUT_OF_MEMORY = 2 };
-enum { SMALL = 1 << 20 };
 static const size_t DEVICE_BYTES = (size_t)143771 << 20; /* of an H200, as nvidia-smi shows it */
 static const size_t PAGE = 4096, ALIGNMENT = (size_t)2 << 20;
 
@@ -41,7 +39,8 @@ static const size_t PAGE = 4096, ALIGNMENT = (size_t)2 << 20;
 
 #define DECLARE(name) static _Atomic long name##_count;
 COUNTERS(DECLARE)
-static double idle_since, idle_seconds; /* since a synchronization that no launch has followed; in all, and ended */
+static double idle_since; /* a synchronization that no launch has followed */
+static double idle_seconds, last_idle_seconds; /* from synchronizations to the launches that followed: all, the last */
 
 long null_gpu_count(const char *name) {
 #define GET(counter)                                                                                                   \
@@ -58,7 +57,7 @@ const char *null_gpu_names(void) {
 void null_gpu_reset(void) {
 #define ZERO(counter) counter##_count = 0;
     COUNTERS(ZERO)
-    idle_since = idle_seconds = 0;
+    idle_since = idle_seconds = last_idle_seconds = 0;
 }
 
 /* CPU seconds of the process. */
@@ -70,10 +69,11 @@ static double cpu_seconds(void) {
 
 /* CPU seconds that the host took, after each synchronization, to its next launch: a device had nothing to do then. */
 double null_gpu_idle_seconds(void) { return idle_seconds; }
+double null_gpu_last_idle_seconds(void) { return last_idle_seconds; }
 
 static int launched(_Atomic long *counter) {
     if (idle_since) {
-        idle_seconds += cpu_seconds() - idle_since;
+        idle_seconds += last_idle_seconds = cpu_seconds() - idle_since;
         idle_since = 0;
     }
     ++*counter;
@@ -187,9 +187,9 @@ static void copy(void *to, const void *from, size_t size, int direction) {
                                                   : cudaMemcpyHostToDevice;
     }
     if (direction == cudaMemcpyHostToDevice) copy_to_device_count++;
-    if (direction == cudaMemcpyDeviceToHost) copy_to_host_count++;
     if (direction == cudaMemcpyDeviceToDevice) copy_on_device_count++;
-    else if (size <= SMALL) memcpy(to, from, size);
+    if (direction == cudaMemcpyDeviceToHost) copy_to_host_count++, memset(to, 0, size);
+    if (direction == cudaMemcpyHostToHost) memcpy(to, from, size);
 }
 int cudaMemcpy(void *to, const void *from, size_t size, int direction) {
     copy(to, from, size, direction);

@@ -81,6 +81,7 @@ class Counters:
         self._library.null_gpu_names.restype = ctypes.c_char_p
         self._library.null_gpu_count.restype = ctypes.c_long
         self._library.null_gpu_idle_seconds.restype = ctypes.c_double
+        self._library.null_gpu_last_idle_seconds.restype = ctypes.c_double
         self._names = self._library.null_gpu_names().decode().split()
 
     def reset(self) -> None:
@@ -94,6 +95,10 @@ class Counters:
     def idle_seconds(self) -> float:
         """CPU time of the process from each synchronization to the launch that follows, in all."""
         return self._library.null_gpu_idle_seconds()
+
+    def last_idle_seconds(self) -> float:
+        """CPU time of the process from the last synchronization that a launch has followed, to that launch."""
+        return self._library.null_gpu_last_idle_seconds()
 
 
 def _build(built: Path, headers: list[Path]) -> None:

@@ -33,8 +33,15 @@ COPIES = ("copy_to_device", "copy_to_host", "copy_on_device", "fill")
 LAUNCHES = ("launch_aten", "launch_triton", "gemm")
 
 
-def measure(config: str, overrides: Sequence[str]) -> dict[str, Any]:
+def measure(
+    config: str, overrides: Sequence[str], warm_up: int = WARM_UP_STEPS, timed: int = TIMED_STEPS
+) -> dict[str, Any]:
     """Counts of a warmed-up step of a job, on this rank of the process group that exists already.
+
+    Args:
+        config, overrides: as of the command line; the data are synthetic.
+        warm_up: steps before those that count.
+        timed: steps of whose times the medians are taken.
 
     Returns:
         `launches`, `memcpys`, `syncs`, `nccl_calls`, `host_ms`, `peak_allocated_bytes`, `peak_reserved_bytes`, and
@@ -43,34 +50,23 @@ def measure(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from configs.layout import mesh_sizes
-    from configs.load import load
-    from parallelisms.mesh import build_mesh, groups_of_axes
-    from trainer.data.loader import build_loader
-    from trainer.step import build_learner
+    from parallelisms.mesh import groups_of_axes
 
-    gc.collect()  # of a measurement before this one, in the same process
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    device = torch.device("cuda", torch.cuda.current_device())
-    job = load(config, [*overrides, "--data.sources", SYNTHETIC], dist.get_world_size()).config
-    mesh = build_mesh(mesh_sizes(job, dist.get_world_size()), device)
-    with _weights_without_values():
-        learner = build_learner(job, mesh)
-    loader = build_loader(job, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
+    learner, loader = build(load_job(config, overrides, dist.get_world_size()))
     counters = Counters()
-    seconds, idle = [], []
-    for step in range(WARM_UP_STEPS + TIMED_STEPS):
+    seconds, idle, to_update = [], [], []
+    for step in range(warm_up + timed):
         micro_batches = next(loader)
         counters.reset()
         started = time.process_time()
         learner.step(micro_batches, lr=1e-4)
-        if step >= WARM_UP_STEPS:
+        if step >= warm_up:
             seconds.append(time.process_time() - started)
             idle.append(counters.idle_seconds())
+            to_update.append(counters.last_idle_seconds())  # the loss is the last that the host reads
     counts = counters.read()
     peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    with _synchronizations() as places, _collectives(groups_of_axes(mesh)) as calls:
+    with _synchronizations() as places, _collectives(groups_of_axes(learner.mesh)) as calls:
         learner.step(next(loader), lr=1e-4)
     loader.close()
     return {
@@ -80,6 +76,7 @@ def measure(config: str, overrides: Sequence[str]) -> dict[str, Any]:
         "nccl_calls": counts["collective"],
         "host_ms": 1e3 * statistics.median(seconds),
         "idle_after_syncs_ms": 1e3 * statistics.median(idle),
+        "loss_to_update_ms": 1e3 * statistics.median(to_update),
         "peak_allocated_bytes": peak[0],
         "peak_reserved_bytes": peak[1],
         "counts": counts,
@@ -90,8 +87,36 @@ def measure(config: str, overrides: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def load_job(config: str, overrides: Sequence[str], ranks: int) -> Any:
+    """A job's config, with synthetic data."""
+    from configs.load import load
+
+    return load(config, [*overrides, "--data.sources", SYNTHETIC], ranks).config
+
+
+def build(job: Any) -> tuple[Any, Any]:
+    """Learner and loader of a job on this rank of the process group that exists already; the memory is all theirs."""
+    import torch
+    import torch.distributed as dist
+
+    from configs.layout import mesh_sizes
+    from parallelisms.mesh import build_mesh
+    from trainer.data.loader import build_loader
+    from trainer.step import build_learner
+
+    torch._dynamo.reset()  # of what was measured before, in the same process: other shapes would be made dynamic
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    device = torch.device("cuda", torch.cuda.current_device())
+    mesh = build_mesh(mesh_sizes(job, dist.get_world_size()), device)
+    with weights_without_values():
+        learner = build_learner(job, mesh)
+    return learner, build_loader(job, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
+
+
 @contextmanager
-def _weights_without_values() -> Iterator[None]:
+def weights_without_values() -> Iterator[None]:
     """Drawing weights takes the CPU's time, and nothing on this device keeps a value that could be checked."""
     from parallelisms import init
 
@@ -177,7 +202,8 @@ def table(result: dict[str, Any]) -> str:
         f"NCCL calls        {result['nccl_calls']:>8,}",
         *(f"                  {count:>8,}   {call}" for call, count in result["collectives_by_axis"].items()),
         f"host CPU time     {result['host_ms']:>8.1f} ms",
-        f"idle after syncs  {result['idle_after_syncs_ms']:>8.1f} ms of host time before the next launch",
+        f"loss to update    {result['loss_to_update_ms']:>8.1f} ms from reading the loss to the update's first launch",
+        f"idle after syncs  {result['idle_after_syncs_ms']:>8.1f} ms from any synchronization to the next launch",
         f"memory at peak    {result['peak_allocated_bytes'] / gib:>8.2f} GiB allocated, "
         f"{result['peak_reserved_bytes'] / gib:.2f} GiB reserved",
     ]

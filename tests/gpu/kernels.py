@@ -1,0 +1,81 @@
+"""What the device does at its best, and whether kernels that take raw pointers are given what they read."""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from parallelisms.blocked_attention import attend, attend_backward
+
+BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLASH_ATTENTION}
+
+
+def milliseconds(work: Callable[[], object], times: int = 20) -> float:
+    """Median time of `work` on the device."""
+    for _ in range(3):
+        work()
+    each = []
+    for _ in range(times):
+        started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        started.record()
+        work()
+        ended.record()
+        ended.synchronize()
+        each.append(started.elapsed_time(ended))
+    return statistics.median(each)
+
+
+def matmul_tflops(size: int = 8192) -> float:
+    """TFLOP/s of a square product in bfloat16, of random values: zeros are faster."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / milliseconds(lambda: a @ b) / 1e9
+
+
+def copy_terabytes_per_second(n_bytes: int = 2**31) -> float:
+    """Bytes read and written."""
+    source = torch.empty(n_bytes, device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * n_bytes / milliseconds(lambda: target.copy_(source)) / 1e9
+
+
+def attention_tflops(backend: str, seq_len: int, head_dim: int) -> tuple[float, float]:
+    """TFLOP/s of causal attention forward and backward, of 32 heads in 8 groups and 16,384 tokens; half is counted."""
+    batch = 16384 // seq_len
+    q, k, v = (_heads(batch, n, seq_len, head_dim).requires_grad_() for n in (32, 8, 8))
+    grad, flops = torch.randn_like(q), 2 * batch * 32 * seq_len**2 * head_dim
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    with sdpa_kernel(BACKENDS[backend]):
+        out, ahead = forward(), milliseconds(forward)
+    back = milliseconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+    return flops / ahead / 1e9, 2.5 * flops / back / 1e9
+
+
+def context_gradient_error() -> float:
+    """Largest relative error of context parallelism's gradients, for queries whose logsumexp is a part of a whole.
+
+    The reference is plain attention in float32. FlashAttention's backward reads the logsumexp by a bare pointer.
+    """
+    q, k, v, grad = (_heads(2, 8, 1024, 64) for _ in range(4))
+    half = slice(512, None)  # strided, as a rank's second chunk is
+    out, logsumexp = attend(q, k, v, None, causal=False)
+    out = out.to(q.dtype)
+    parts = grad[:, :, half], q[:, :, half], k, v, out[:, :, half], logsumexp[:, :, half]
+    ours = attend_backward(*parts, documents=None, causal=False)
+    exact = [t.float().requires_grad_() for t in (q[:, :, half], k, v)]
+    with sdpa_kernel(SDPBackend.MATH):
+        reference = F.scaled_dot_product_attention(*exact)
+    gradients = torch.autograd.grad(reference, exact, grad[:, :, half].float())
+    errors = [(a.float() - b).norm() / b.norm() for a, b in zip(ours, gradients, strict=True)]
+    return max(error.item() for error in errors)
+
+
+def _heads(batch: int, heads: int, seq_len: int, head_dim: int) -> Tensor:
+    """(batch, heads, seq, head_dim), laid out as a projection's output is."""
+    shape = (batch, seq_len, heads, head_dim)
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2).detach()

@@ -1,0 +1,108 @@
+"""Keel's estimate of a rank's memory (trainer/memory.py) against what torch's allocator says on a null GPU.
+
+The jobs are those of the repository, with meshes and activation checkpointing mixed, each as rank 0 of a fake cluster;
+of a pipeline, rank 0 is the one with most micro-batches in flight.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.null_gpu.step import join, load_job
+
+ALL_KEPT = "--activation_checkpoint.save_every_nth_matmul 1"  # the job files' own value fits no other mode
+JOBS = {
+    # name: (job file, ranks, words)
+    "1B": ("llama_1b.toml", 1, "--training.global_batch_size 16"),
+    "1B, ZeRO 1": ("llama_1b.toml", 1, "--training.global_batch_size 16 --fsdp.zero_stage 1"),
+    "1B, PP 2 x FSDP 4, eager": (
+        "llama_1b.toml",
+        8,
+        "--mesh.pp 2 --model.tie_embeddings false --training.micro_batch_size 4 --training.global_batch_size 128 "
+        "--compile.enable false",
+    ),
+    "3B, FSDP 4 x TP 2, full": (
+        "llama_3b.toml",
+        8,
+        f"--mesh.tp 2 --activation_checkpoint.mode full {ALL_KEPT} --training.global_batch_size 32",
+    ),
+    "3B, ZeRO 2, selective": ("llama_3b.toml", 8, "--fsdp.zero_stage 2 --training.global_batch_size 64"),
+    "7B, FSDP 8, selective": ("llama_7b.toml", 8, ""),
+    "7B, FSDP 8, selective, eager": ("llama_7b.toml", 8, f"{ALL_KEPT} --compile.enable false"),
+    "7B, HSDP 2 x 4, budget": (
+        "llama_7b.toml",
+        8,
+        f"--mesh.dp_replicate 2 --mesh.dp_shard 4 --activation_checkpoint.mode budget {ALL_KEPT} "
+        "--training.global_batch_size 128",
+    ),
+    "8B, CP 2 x FSDP 4, full, eager": (
+        "llama_8b.toml",
+        8,
+        f"--mesh.cp 2 --activation_checkpoint.mode full {ALL_KEPT} --compile.enable false "
+        "--training.global_batch_size 8",
+    ),
+    "8B, FSDP 4 x TP 2, selective": ("llama_8b.toml", 8, "--mesh.tp 2 --training.global_batch_size 8"),
+    "Mixtral 8x7B, FSDP 64, selective, eager": (
+        "mixtral_8x7b.toml",
+        64,
+        "--training.global_batch_size 64 --compile.enable false",
+    ),
+    "1B narrowed, float32, eager": (
+        "llama_1b.toml",
+        1,
+        "--model.dim 512 --model.n_heads 8 --model.n_kv_heads 8 --model.ffn_dim 2048 --model.vocab_size 32000 "
+        "--training.compute_dtype float32 --training.global_batch_size 8 --compile.enable false",
+    ),
+}
+WITHIN = 0.05
+
+
+def peak_bytes(config: str, ranks: int, words: str) -> int:
+    """In a process with the device: what a warmed-up step of the job allocates at its peak."""
+    import torch
+    import torch.distributed as dist
+
+    from tests.null_gpu.step import build
+
+    join(ranks)
+    learner, loader = build(load_job(config, words.split(), ranks))
+    for _ in range(2):
+        learner.step(next(loader), lr=1e-4)
+    loader.close()
+    peak = torch.cuda.max_memory_allocated()
+    del learner
+    dist.destroy_process_group()
+    return peak
+
+
+@pytest.fixture(scope="module")
+def peaks(null_gpus: dict[str, str]) -> dict[str, int]:
+    """Of all jobs, from one process."""
+    command = [sys.executable, "-m", "tests.null_gpu.test_memory"]
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | null_gpus
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", JOBS)
+def test_the_estimate_is_near_what_is_allocated(peaks, name):
+    from configs.layout import mesh_sizes
+    from trainer.memory import RankMemory
+
+    config, ranks, words = JOBS[name]
+    job = load_job(config, words.split(), ranks)
+    estimate = RankMemory(job, mesh_sizes(job, ranks), "cuda", pipeline_rank=0).estimate()
+    print(f"{name}: estimated {estimate.device:,}, allocated {peaks[name]:,}: {estimate.device / peaks[name] - 1:+.2%}")
+    assert estimate.device == pytest.approx(peaks[name], rel=WITHIN), estimate.peak
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: peak_bytes(*job) for name, job in JOBS.items()}))
+    sys.stdout.flush()
+    os._exit(0)  # NCCL's threads wait for a device that never answers

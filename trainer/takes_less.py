@@ -1,0 +1,141 @@
+"""Changes of a job that take less memory, and which of them would make it fit; none changes what is learned."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from configs.checks import check
+from configs.errors import ConfigError
+from configs.layout import mesh_sizes
+from configs.schema import ActivationCheckpoint, Config
+from configs.toml_text import value_text
+from trainer.console import size
+from trainer.memory import estimate_memory
+
+CONTEXT_BYTES = 2**30
+"""What CUDA itself and NCCL's communicators take of a GPU, beside torch's tensors: half a GiB to one."""
+_MOST_RANKS = 2**16
+
+
+def takes_less(config: Config, on_gpu: bool) -> list[str]:
+    """The changes that are not made already, the cheapest first."""
+    made = [list(make(config)) for make in _CHANGES if on_gpu or make is not _offload]
+    return [
+        *(_changes(config, steps[-1]) for steps in made if steps),
+        "more ranks, or mesh.tp, mesh.cp and mesh.pp: each rank holds a smaller part",
+    ]
+
+
+def does_not_fit(config: Config, ranks: int, device_bytes: int) -> str:
+    """What to say of a job whose estimate is above a GPU's memory, with what would make it fit; "" if it fits."""
+    needed = _needed(config, ranks)
+    if needed <= device_bytes:
+        return ""
+    advice = _what_fits(config, ranks, device_bytes)
+    return (
+        f"the job needs about {size(needed)} of each GPU's memory ({size(CONTEXT_BYTES)} of it for CUDA itself), and "
+        f"there are {size(device_bytes)}: it will most likely end out of memory. {advice}"
+    )
+
+
+def _what_fits(config: Config, ranks: int, device_bytes: int) -> str:
+    """The first change that is enough, alone or together with those before it."""
+    for changed, n_ranks in _candidates(config, ranks):
+        if not check(changed, n_ranks) and (needed := _needed(changed, n_ranks)) <= device_bytes:
+            words = [_changes(config, changed)] if changed != config else []
+            words += [f"{n_ranks:,} ranks (now {ranks:,})"] if n_ranks != ranks else []
+            return f"With {' and '.join(words)} it would take about {size(needed)}"
+    return "No change that Keel knows of makes it fit, nor do more ranks"
+
+
+def _candidates(config: Config, ranks: int) -> Iterator[tuple[Config, int]]:
+    """Jobs that learn the same with less memory: each change alone, then with all before it; then on more ranks."""
+    combined = config
+    for make in _CHANGES:
+        for changed in make(config):
+            yield changed, ranks
+        for changed in make(combined):
+            yield changed, ranks
+            if not check(changed, ranks):
+                combined = changed
+        if make is _checkpoint_fully:
+            yield from ((each, n) for each in (config, combined) for n in _more(ranks))
+    yield from ((combined, n) for n in _more(ranks))
+
+
+def _more(ranks: int) -> Iterator[int]:
+    while (ranks := 2 * ranks) <= _MOST_RANKS:
+        yield ranks
+
+
+def _needed(config: Config, ranks: int) -> int:
+    """Bytes of a GPU, as far as they can be estimated."""
+    try:
+        return estimate_memory(config, mesh_sizes(config, ranks), "cuda").device + CONTEXT_BYTES
+    except ConfigError:  # the ranks do not form the mesh
+        return 2**63
+
+
+# --------------------------------------------------------------------------- the changes
+
+
+def _smaller_micro_batch(config: Config) -> Iterator[Config]:
+    micro_batch = config.training.micro_batch_size
+    for smaller in range(micro_batch // 2, 0, -1):
+        if micro_batch % smaller == 0:
+            yield _with(config, training={"micro_batch_size": smaller})
+
+
+def _checkpoint_selectively(config: Config) -> Iterator[Config]:
+    if config.activation_checkpoint.mode == "none":
+        yield _with(config, activation_checkpoint={"mode": "selective"})
+
+
+def _checkpoint_fully(config: Config) -> Iterator[Config]:
+    full = ActivationCheckpoint(mode="full")
+    if config.activation_checkpoint != full:
+        yield config.model_copy(update={"activation_checkpoint": full})
+
+
+def _reshard(config: Config) -> Iterator[Config]:
+    if config.fsdp.zero_stage < 3 or config.fsdp.reshard_after_forward == "never":
+        yield _with(config, fsdp={"zero_stage": 3, "reshard_after_forward": "always"})
+
+
+def _no_replicas(config: Config) -> Iterator[Config]:
+    if config.mesh.dp_replicate > 1 and config.fsdp.partition == "rows":
+        yield _with(config, mesh={"dp_replicate": 1, "dp_shard": -1})
+
+
+def _offload(config: Config) -> Iterator[Config]:
+    if not config.fsdp.cpu_offload:
+        yield _with(config, fsdp={"cpu_offload": True})
+
+
+_Change = Callable[[Config], Iterator[Config]]
+"""To the changed job, the smallest step first; nothing if it is so already."""
+_CHANGES: tuple[_Change, ...] = (
+    _smaller_micro_batch,
+    _checkpoint_selectively,
+    _checkpoint_fully,
+    _reshard,
+    _no_replicas,
+    _offload,
+)
+"""The cheapest first."""
+
+
+def _with(config: Config, **tables: dict[str, Any]) -> Config:
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in tables.items()}
+    return config.model_copy(update=changed)
+
+
+def _changes(before: Config, after: Config) -> str:
+    """The keys that differ: "training.micro_batch_size = 1 (now 8), ..."."""
+    differing = []
+    for table in Config.model_fields:
+        old, new = getattr(before, table), getattr(after, table)
+        for key in type(old).model_fields if old != new else ():
+            was, becomes = getattr(old, key), getattr(new, key)
+            if was != becomes:
+                differing.append(f"{table}.{key} = {value_text(becomes)} (now {value_text(was)})")
+    return ", ".join(differing)
