@@ -28,7 +28,7 @@ from trainer.lifecycle import EXIT_FAILED, EXIT_PREEMPTED, State, StopRequest, e
 from trainer.metrics import TimeLedger
 from trainer.out_of_memory import out_of_memory
 from trainer.peers import Loss
-from trainer.summary import closing_rows, closing_title, next_rows, startup_rows
+from trainer.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
 from trainer.trainer import Trainer
 from trainer.watchdog import Watchdog, append_to_log, said_of
 
@@ -130,6 +130,8 @@ def _say_hello(trainer: Trainer) -> None:
         config, mesh.sizes, device_name(mesh.device), trainer.peak, data, trainer.folder, trainer.first_step
     )
     trainer.console.table(f"Keel trains {config.job.name}", rows)
+    for complaint in slow_attention(config, mesh.device.type):
+        trainer.console.warning(complaint)
     if trainer.rank == 0 and config.activation_checkpoint.mode != "none":
         trainer.console.table("What a checkpointed block keeps for its backward pass", _activation_rows(trainer))
 

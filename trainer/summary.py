@@ -4,8 +4,10 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from configs.layout import (
     MeshSizes,
@@ -18,6 +20,7 @@ from configs.layout import (
 )
 from configs.schema import Config, Model
 from configs.stages import layers_of_stages
+from models.documents import has_kernel
 from trainer.console import Row, count, duration, size
 from trainer.flops import flops_per_token
 from trainer.lifecycle import State
@@ -170,6 +173,19 @@ def _memory(config: Config, sizes: MeshSizes, device_type: str) -> str:
     lines = [f"about {size(estimate.device)} a rank{where} (estimate)"]
     lines += [", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in part.items()) for part in (states, transient)]
     return "\n".join(lines)
+
+
+def slow_attention(config: Config, device_type: str) -> Iterator[str]:
+    """What to warn of where attention has no fused kernel for the documents of this job."""
+    dtype, width = config.training.compute_dtype, head_dim(config.model)
+    if not config.data.document_mask or has_kernel(device_type, getattr(torch, dtype), width):
+        return
+    in_tiles = config.mesh.cp > 1 and config.context.method != "all_to_all"
+    pairs = "tile by tile" if in_tiles else f"under a mask of all pairs, {size(config.training.seq_len**2)} a sequence"
+    yield (
+        f"no kernel keeps documents apart on CUDA in {dtype} with heads of {width}: scores are written out {pairs}, "
+        'which is slow; with training.compute_dtype = "bfloat16" and heads of a multiple of 8, up to 256, there is one'
+    )
 
 
 def _files(config: Config) -> str:
