@@ -26,6 +26,7 @@ from trainer.console import Console, Row
 from trainer.environment import device_name, device_type
 from trainer.lifecycle import EXIT_FAILED, EXIT_PREEMPTED, State, StopRequest, exit_code, read_status, write_status
 from trainer.metrics import TimeLedger
+from trainer.numerics import set_numerics
 from trainer.out_of_memory import out_of_memory
 from trainer.peers import Loss
 from trainer.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
@@ -59,7 +60,9 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
     with Console(rank) as console:
         launch = _Launch(rank, folder, console, stop, started=time.time())
         try:
-            device = start_process_group(device_type(job), job.config.job.timeout_seconds)
+            kind = device_type(job)
+            set_numerics(job.config.training, kind)
+            device = start_process_group(kind, job.config.job.timeout_seconds)
             on_rank_zero(None, lambda: _open_folder(folder, console))
             watchdog = Watchdog(folder, job.config.job.timeout_seconds, lambda losses: _end_from_thread(losses, launch))
             launch.watchdog = watchdog

@@ -26,6 +26,7 @@ from trainer.flops import flops_per_token
 from trainer.lifecycle import State
 from trainer.memory import estimate_memory
 from trainer.metrics import Kind
+from trainer.numerics import float32_products, promise
 
 _WIDTH = 85  # of a text that can be broken; with its label it fits a terminal of 100 columns
 
@@ -51,15 +52,17 @@ def startup_rows(
         run_folder: where everything is written.
         resumed_step: steps already completed; 0: a new run.
     """
+    device_type = "cpu" if device_name == "cpu" else "cuda"
     rows = [
         ("model", _model(config)),
-        ("precision", _precision(config)),
+        ("precision", _precision(config, device_type)),
         ("ranks", _ranks(sizes, device_name)),
         ("technique", _techniques(config)),
         ("batch", _batch(config, sizes)),
         ("steps", _steps(config, resumed_step)),
         ("FLOPs", _flops(config, peak)),
-        ("memory", _memory(config, sizes, "cpu" if device_name == "cpu" else "cuda")),
+        ("memory", _memory(config, sizes, device_type)),
+        ("a resume", promise(config.training, device_type)),
         ("data", "\n".join(data)),
         ("written to", f"{run_folder}/: {_files(config)}"),
     ]
@@ -93,7 +96,12 @@ def _experts(model: Model) -> str:
     )
 
 
-def _precision(config: Config) -> str:
+def _precision(config: Config, device_type: str) -> str:
+    products = float32_products(config.training, device_type)
+    return _types(config) + (f"; {products}" if products else "")
+
+
+def _types(config: Config) -> str:
     kept, compute, reduce = (getattr(config.training, key) for key in ("dtype", "compute_dtype", "reduce_dtype"))
     if kept == compute == reduce:
         return kept
