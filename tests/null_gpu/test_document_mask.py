@@ -18,6 +18,7 @@ LAYERS, SEQ_LEN = 4, 2048
 MESHES = {
     "1 GPU": (1, ""),
     "FSDP 2": (2, ""),
+    "HSDP 2x2": (4, "--mesh.dp_replicate 2 --training.global_batch_size 8"),
     "TP 2": (2, "--mesh.tp 2"),
     "CP 2 gather": (2, "--mesh.cp 2"),
     "CP 2 ring": (2, "--mesh.cp 2 --context.method ring"),
