@@ -15,6 +15,7 @@ CODE = "Keel's code"
 """Its place in an environment: the one part of it whose change need not change a bit."""
 SETTINGS = (
     "training.micro_batch_size",
+    "training.deterministic",
     "fsdp.zero_stage",
     "fsdp.accumulate",
     "fsdp.partition",
@@ -24,7 +25,7 @@ SETTINGS = (
     "pipeline.split",
     "compile.enable",
 )
-"""The machine keys that change the order of sums, or what the compiler fuses."""
+"""The machine keys that change the order of sums, what the compiler fuses, or which kernels are taken."""
 _ALIKE = {"fsdp.zero_stage": {2, 3}}
 """Values of them between which no bit changes."""
 

@@ -5,9 +5,9 @@ training goes on), write it under a temporary name, commit, then remove what is 
 check everything that can be checked, and only then touch the first tensor. All methods are collective: every rank calls
 them, at the same step, and where one rank fails all of them raise the same error, so that none is left waiting.
 
-Two process groups of its own keep it out of training's way: one for the writer (a background thread must not share a
-group with the main thread: collectives would pair up wrongly), one on which the ranks agree, in the main thread, that
-a write is over.
+A process group of its own keeps the writer out of training's way: a background thread must not share a group with the
+main thread, since collectives would pair up wrongly. That a write is over the ranks agree on in the main thread, on the
+group of all ranks.
 """
 
 import json
@@ -95,7 +95,6 @@ class CheckpointManager:
     rewind_interval: steps at whose multiples there must be a checkpoint to go back to; 0: none.
     environment: what decides the bits of the run beside config, mesh and torch, by name; stored, and compared on a
         resume.
-    timeout_seconds: how long a rank waits for the others where nobody writes (job.timeout_seconds).
 
     The order of calls: `resume`, `begin_line`, `check_room`, then for every step `poll` and perhaps `save`, at last
     `close`.
@@ -114,7 +113,6 @@ class CheckpointManager:
         tokenizer_hash: str | None = None,
         rewind_interval: int = 0,
         environment: Mapping[str, str] | None = None,
-        timeout_seconds: int = 600,
     ) -> None:
         self._folder = folder
         self._rewind_interval = rewind_interval
@@ -129,12 +127,11 @@ class CheckpointManager:
         self._tokenizer_hash = tokenizer_hash
         self._environment = dict(environment or {})
         self._writers = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
-        self._voters = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._stager = store.Stager()
         self._mode = settings.mode
         self._pending: _Save | None = None
         self._vote: Vote | None = None
-        self._clock = SaveClock(settings.interval_minutes, self._voters)
+        self._clock = SaveClock(settings.interval_minutes)
         self._found: Found | None = None
         self._run_id = ""
         self._last: Origin | None = None
@@ -393,7 +390,7 @@ class CheckpointManager:
         if self._vote is not None and self._vote.is_unanimous():
             self.wait()
         else:
-            self._vote = Vote(self._pending.result.done(), self._voters)
+            self._vote = Vote(self._pending.result.done())
 
     def wait(self) -> None:
         """Wait until no save is under way. Raises: SaveFailed as `save` does."""
@@ -437,7 +434,6 @@ class CheckpointManager:
         self.wait()
         self._clock.close()
         dist.destroy_process_group(self._writers)
-        dist.destroy_process_group(self._voters)
         if self._failures:
             raise self._failures[-1]
 

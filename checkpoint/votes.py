@@ -9,9 +9,9 @@ import torch.distributed as dist
 class Vote:
     """One question to all ranks, on its way while they train on."""
 
-    def __init__(self, yes: bool, group: dist.ProcessGroup) -> None:
+    def __init__(self, yes: bool) -> None:
         self._votes = torch.tensor(int(yes))
-        self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MIN, group=group, async_op=True)
+        self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MIN, async_op=True)
 
     def is_unanimous(self) -> bool:
         """Whether all ranks voted yes; waits for the last of them."""
@@ -23,9 +23,8 @@ class Vote:
 class SaveClock:
     """Whether so many minutes have passed since the last save, in the opinion of all ranks."""
 
-    def __init__(self, minutes: float, voters: dist.ProcessGroup) -> None:
+    def __init__(self, minutes: float) -> None:
         self._seconds = 60 * minutes
-        self._voters = voters
         self._vote: Vote | None = None
         self.is_due = False
         self.start()
@@ -41,7 +40,7 @@ class SaveClock:
         if not self._seconds or self.is_due:
             return
         self.is_due = self._vote is not None and self._vote.is_unanimous()
-        self._vote = None if self.is_due else Vote(time.monotonic() - self._since >= self._seconds, self._voters)
+        self._vote = None if self.is_due else Vote(time.monotonic() - self._since >= self._seconds)
 
     def close(self) -> None:
         """Hear what was asked last, so that no rank leaves while another still speaks to it."""

@@ -128,6 +128,19 @@ def _dtypes(config: Config, _: int | None) -> Iterator[Problem]:
         )
 
 
+def _numerics(config: Config, _: int | None) -> Iterator[Problem]:
+    training = config.training
+    if training.tf32 and training.compute_dtype != "float32":
+        yield "training.tf32", f'tf32 does nothing with compute_dtype "{training.compute_dtype}", only with "float32"'
+    if config.job.device == "cpu":
+        for name, instead in {
+            "tf32": "has no such products",
+            "deterministic": "gives the same bits every time",
+        }.items():
+            if getattr(training, name):
+                yield f"training.{name}", f'{name} does nothing with job.device = "cpu", which {instead}; leave it out'
+
+
 def _tokenizer(config: Config, _: int | None) -> Iterator[Problem]:
     path, train_on = config.tokenizer.path, config.tokenizer.train_on
     if train_on and path is None:
@@ -281,6 +294,7 @@ _RULES: tuple[Rule, ...] = (
     _sources,
     _prepare,
     _dtypes,
+    _numerics,
     _optimizer_groups,
     _lr_schedule,
     *LAYOUT_RULES,

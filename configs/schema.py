@@ -170,6 +170,10 @@ class Training(Table):
     """Type of the forward and backward pass."""
     reduce_dtype: Dtype = "float32"
     """Type in which gradients are accumulated and reduced over ranks."""
+    tf32: bool = False
+    """On CUDA with compute_dtype = "float32": multiply with 10 bits of each factor, several times faster."""
+    deterministic: bool = False
+    """On CUDA: only kernels that give the same bits every time, so that a resume is exact; slower (machine key)."""
     max_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this global norm; inf: never."""
     norm_type: Annotated[float, Field(ge=1)] = 2.0
@@ -508,7 +512,7 @@ class Config(Table):
 
 
 RUN_TABLES = ("model", "tokenizer", "data", "training", "optimizer", "lr_schedule")
-MACHINE_KEYS_IN_RUN_TABLES = ("training.steps", "training.micro_batch_size")
+MACHINE_KEYS_IN_RUN_TABLES = ("training.steps", "training.micro_batch_size", "training.deterministic")
 RUN_KEYS_IN_MACHINE_TABLES = ("fsdp.owner_broadcast_dtype", "fault.spikes")
 """Keys, and tables with all their keys."""
 

@@ -19,12 +19,14 @@ from torch import Tensor, nn
 
 from configs.layout import head_dim, is_mixture, n_kv_heads
 from configs.schema import Model, RopeScaling
+from models.documents import Documents, NumberedDocuments, attend_within, has_kernel
 from models.feed_forward import FeedForward
 from models.moe import Load, MixtureOfExperts, Router
 from models.plan import Plan, TensorRole
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # (q, k, v, mask) -> what attention mixes of v
+Mask = NumberedDocuments | Tensor  # which pairs of tokens see each other; a tensor says it of all (batch, 1, seq, seq)
+Attend = Callable[[Tensor, Tensor, Tensor, Mask | None], Tensor]  # (q, k, v, mask) -> what attention mixes of v
 
 
 class RotaryEmbedding(nn.Module):
@@ -86,7 +88,7 @@ class Attention(nn.Module):
         self.attend: Attend = attend
         """What looks at other tokens; where the sequence is cut over ranks, another function stands here."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
         """x: (batch, seq, dim), mask: what the model's `mask` made, None for plain causal."""
         heads = (*x.shape[:-1], -1, self.head_dim)  # -1: a tensor-parallel rank holds only some of the heads
         q = rotate(self.q_proj(x).view(heads), cos, sin)
@@ -96,14 +98,16 @@ class Attention(nn.Module):
         return self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
     """Scaled dot-product attention.
 
     Args:
         q: (batch, heads, seq, head_dim).
         k, v: the same with as many heads or fewer (grouped queries).
-        mask: (batch, 1, seq, seq) of the pairs allowed, None for plain causal.
+        mask: documents, or (batch, 1, seq, seq) of the pairs allowed; None for plain causal.
     """
+    if isinstance(mask, NumberedDocuments):
+        return attend_within(q, k, v, mask)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -119,7 +123,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = MixtureOfExperts(config) if is_mixture(config, layer) else FeedForward(config.dim, config.ffn_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Load | None]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> tuple[Tensor, Load | None]:
         """x: (batch, seq, dim) -> the same shape, and what was asked of the experts if there are any."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         normed = self.post_attention_layernorm(x)
@@ -202,14 +206,14 @@ class Llama(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = RotaryEmbedding(head_dim(config), config.rope_theta, config.rope_scaling)
-        self.mask: Callable[[Tensor], Tensor] = document_mask
-        """Document ids to what each block's `attend` takes; replaced together with that."""
+        self.mask: Callable[[Documents, torch.dtype], Mask] = self._mask
+        """Documents, and the type of activations, to what each block's `attend` takes; replaced together with that."""
 
     def forward(
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        documents: Documents | None = None,
         loss: Loss | None = None,
     ) -> Tensor:
         """Logits (batch, seq, vocab), or the loss if one is given; of a pipeline stage, its last layer's output.
@@ -217,20 +221,25 @@ class Llama(nn.Module):
         Args:
             tokens: (batch, seq) ids; for a later pipeline stage the output of the one before, (batch, seq, dim).
             positions: (1 or batch, seq); default: 0, 1, 2, ...
-            document_ids: (batch, seq); tokens see only earlier ones of the same id. Default: all earlier ones.
+            documents: tokens see only earlier ones of the same document. Default: all earlier ones.
             loss: called with the normed hidden states and the head's weight.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         cos, sin = self.rotary(positions)
-        mask = None if document_ids is None else self.mask(document_ids)
         x = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
+        mask = None if documents is None else self.mask(documents, x.dtype)
         for name, block in self.layers.items():
             x, load = block(x, cos, sin, mask)
             # Here, and not where it arises: activation checkpointing runs a block twice. Validation is not counted.
             if load is not None and torch.is_grad_enabled():
                 cast(Router, self.get_submodule(f"layers.{name}.mlp.router")).record(load)
         return x if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x), loss)
+
+    def _mask(self, documents: Documents, dtype: torch.dtype) -> Mask:
+        if has_kernel(documents.ids.device.type, dtype, head_dim(self.config)):
+            return documents.numbered()
+        return document_mask(documents.ids)
 
     @property
     def plan(self) -> Plan:
@@ -274,6 +283,10 @@ class Llama(nn.Module):
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
-    """document_ids: (batch, seq) -> (batch, 1, seq, seq), true where a query (row) may see a key (column)."""
+    """document_ids: (batch, seq) -> (batch, 1, seq, seq), true where a query (row) may see a key (column).
+
+    Never for 16-bit types on CUDA: cuDNN, which would take the mask there, returns NaN gradients for some (pytorch
+    issue 196678).
+    """
     same = document_ids[:, :, None] == document_ids[:, None, :]
     return same.tril()[:, None]

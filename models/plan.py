@@ -35,7 +35,7 @@ class Plan:
     """Modules gathered together, in forward order; what no group names belongs to the root's."""
 
     attention: tuple[str, ...]
-    """Modules whose `attend(q, k, v, mask)` alone looks at other tokens; the model's `mask(document_ids)` makes its
+    """Modules whose `attend(q, k, v, mask)` alone looks at other tokens; the model's `mask` makes its
     last argument. Where each rank has a part of the sequence, both are replaced."""
 
     experts: tuple[str, ...]

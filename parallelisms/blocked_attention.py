@@ -5,13 +5,15 @@ exp(logsumexp), as FlashAttention does inside its kernel (Dao et al. 2022, secti
 (Liu et al. 2023). Backward is simpler still: given the output and logsumexp of the whole, a block's gradients are its
 part of the whole's.
 
-PyTorch's flash kernels give and take the logsumexp; they are used where they exist (CPU: every type; CUDA: 16-bit types
-without document masks). Elsewhere the scores are written out. A mask of documents is made for a tile of queries at a
-time, so no tensor of (queries x keys) exists for a whole block.
+PyTorch's flash kernels give and take the logsumexp; they are used where they exist (CPU: every type; CUDA: 16-bit
+types). Elsewhere the scores are written out. A block's queries and keys of one document are neighbors in it, so CUDA's
+kernel takes them as packed sequences. On a CPU, and where scores are written out, a mask of documents is made for a
+tile of queries at a time, so no tensor of (queries x keys) exists for a whole block.
 """
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,28 +25,39 @@ _TILE_ELEMENTS = 1 << 22
 aten = torch.ops.aten
 
 
+class DocumentPairs(NamedTuple):
+    """Which queries and keys of a block are of the same document."""
+
+    queries: Tensor
+    """(batch, queries), int32: number of the document; ascending over the whole batch."""
+    keys: Tensor
+    """(batch, keys): the same."""
+    slots: int
+    """Greater than every number."""
+    longest: int
+    """At least as many tokens as the longest document has."""
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of logsumexps, and in which partial sums over blocks are kept."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, Tensor] | None, causal: bool
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, documents: DocumentPairs | None, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention of `q` to this block of keys alone.
 
     Args:
         q: (batch, heads, queries, head_dim).
         k, v: (batch, kv_heads, keys, head_dim); heads are a multiple of kv_heads.
-        documents: (batch, queries) and (batch, keys) ids; a query sees keys of its own document only. None: all.
+        documents: a query sees keys of its own document only. None: all.
         causal: query i sees the keys up to i, of as many keys as there are queries; else it sees all.
 
     Returns:
         Output, shaped as q and in the accumulation type, and logsumexp (batch, heads, queries), which is -inf where a
         query sees no key of the block (its output is then 0).
     """
-    if documents is None and _flash_takes(q):
-        out, logsumexp = _flash(q, k, v, causal)
+    if _flash_takes(q) and (documents is None or _takes_packed(q)):
+        out, logsumexp = _flash(q, k, v, causal) if documents is None else _flash_packed(q, k, v, documents, causal)
         return out.to(logsumexp.dtype), logsumexp
     out = q.new_empty(q.shape, dtype=accumulation_dtype(q.dtype))
     logsumexp = out.new_empty(q.shape[:-1])
@@ -60,7 +73,7 @@ def attend_backward(
     v: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    documents: tuple[Tensor, Tensor] | None,
+    documents: DocumentPairs | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What this block of keys adds to the gradients by q, k and v, in the accumulation type.
@@ -70,9 +83,12 @@ def attend_backward(
         out, logsumexp: of all blocks together, out in the type of q.
         q, k, v, documents, causal: as `attend` had them for this block.
     """
-    if documents is None and _flash_takes(q):
+    if _flash_takes(q) and (documents is None or _takes_packed(q)):
         # The CUDA kernel reads the logsumexp by a bare pointer: strides that say otherwise are wrong gradients, unseen.
-        gradients = _flash_backward(grad, q, k, v, out, logsumexp.contiguous(), causal)
+        whole = grad, q, k, v, out, logsumexp.contiguous()
+        gradients = (
+            _flash_backward(*whole, causal) if documents is None else _flash_packed_backward(*whole, documents, causal)
+        )
         return tuple(gradient.to(logsumexp.dtype) for gradient in gradients)  # type: ignore[return-value]
     by_q, by_k, by_v = (torch.zeros_like(tensor, dtype=logsumexp.dtype) for tensor in (q, k, v))
     for rows, mask in _tiles(q, k, documents, causal):
@@ -105,6 +121,11 @@ def _takes_bias(q: Tensor) -> bool:
     return q.device.type == "cpu"
 
 
+def _takes_packed(q: Tensor) -> bool:
+    """Whether the kernel takes sequences of any lengths, one after the other."""
+    return q.device.type == "cuda"
+
+
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
@@ -123,11 +144,57 @@ def _flash_backward(
     return op(grad, q, k, v, out, logsumexp, *lengths, 0.0, causal, random, random)
 
 
+def _flash_packed(q: Tensor, k: Tensor, v: Tensor, documents: DocumentPairs, causal: bool) -> tuple[Tensor, Tensor]:
+    packed = [_pack(each) for each in (q, k, v)]
+    out, logsumexp, *_ = aten._flash_attention_forward(*packed, *_bounds(documents), 0.0, causal, False)
+    # The kernel says inf for a query whose document has no keys here.
+    logsumexp = logsumexp.masked_fill(logsumexp == math.inf, -math.inf).unflatten(1, (len(q), -1)).transpose(0, 1)
+    return _unpack(out, q), logsumexp.contiguous()
+
+
+def _flash_packed_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    documents: DocumentPairs,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    packed = [_pack(each) for each in (grad, q, k, v, out)]
+    of_all = logsumexp.transpose(0, 1).flatten(1).contiguous()
+    gradients = aten._flash_attention_backward(*packed, of_all, *_bounds(documents), 0.0, causal, random, random)
+    by_q, by_k, by_v = (_unpack(gradient, like) for gradient, like in zip(gradients, (q, k, v), strict=True))
+    return by_q, by_k, by_v
+
+
+def _bounds(documents: DocumentPairs) -> tuple[Tensor, Tensor, int, int]:
+    """Indices at which documents end, of queries and keys laid end to end, and the most of each in a document."""
+    slots = torch.arange(documents.slots + 1, dtype=torch.int32, device=documents.queries.device)
+    ends = [
+        torch.searchsorted(numbers.flatten(), slots, out_int32=True) for numbers in (documents.queries, documents.keys)
+    ]
+    return ends[0], ends[1], documents.longest, documents.longest
+
+
+def _pack(x: Tensor) -> Tensor:
+    """(batch, heads, rows, head_dim) -> (batch * rows, heads, head_dim), its last dimension without gaps."""
+    packed = x.transpose(1, 2).flatten(0, 1)
+    return packed if packed.stride(-1) == 1 else packed.contiguous()
+
+
+def _unpack(x: Tensor, like: Tensor) -> Tensor:
+    """The reverse, shaped as `like`."""
+    return x.unflatten(0, (like.shape[0], -1)).transpose(1, 2)
+
+
 # --------------------------------------------------------------------------- tiles under a mask
 
 
 def _tiles(
-    q: Tensor, k: Tensor, documents: tuple[Tensor, Tensor] | None, causal: bool
+    q: Tensor, k: Tensor, documents: DocumentPairs | None, causal: bool
 ) -> Iterator[tuple[slice, Tensor | None]]:
     """Slices of the queries, each with its mask, broadcastable to (batch, heads, rows, keys), of the pairs allowed."""
     n_queries, n_keys = q.shape[2], k.shape[2]
@@ -139,7 +206,7 @@ def _tiles(
         if causal:
             mask = (keys[rows, None] >= keys)[None, None]
         if documents is not None:
-            same = (documents[0][:, rows, None] == documents[1][:, None, :])[:, None]
+            same = (documents.queries[:, rows, None] == documents.keys[:, None, :])[:, None]
             mask = same if mask is None else same & mask
         yield rows, mask
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from parallelisms.blocked_attention import accumulation_dtype, attend, attend_backward, merge_
+from parallelisms.blocked_attention import DocumentPairs, accumulation_dtype, attend, attend_backward, merge_
 from parallelisms.plan import plan_of
 
 _c10d = torch.ops._c10d_functional
@@ -63,14 +63,23 @@ def shard_batch(batch: B, mesh: DeviceMesh, method: Method) -> B:
     """
     if mesh.size() == 1:
         return batch
-    part = part_of(batch.tokens.shape[1], mesh.size(), mesh.get_local_rank(), method).to(batch.tokens.device)
-    positions = part[None] if batch.positions is None else batch.positions[:, part]
-    return replace(batch, tokens=batch.tokens[:, part], targets=batch.targets[:, part], positions=positions)  # type: ignore[type-var]
+    device = batch.tokens.device
+    part = part_of(batch.tokens.shape[1], mesh.size(), mesh.get_local_rank(), method, device)
+
+    def own(whole: Tensor) -> Tensor:
+        # What was in pinned memory stays there: a copy to a GPU from elsewhere would be waited for.
+        return whole[:, part].pin_memory() if whole.is_pinned() else whole[:, part]
+
+    if batch.positions is not None:
+        positions = own(batch.positions)
+    else:
+        positions = part[None].pin_memory() if batch.tokens.is_pinned() else part[None]
+    return replace(batch, tokens=own(batch.tokens), targets=own(batch.targets), positions=positions)  # type: ignore[type-var]
 
 
-def part_of(seq_len: int, n_ranks: int, rank: int, method: Method) -> Tensor:
+def part_of(seq_len: int, n_ranks: int, rank: int, method: Method, device: torch.device | str = "cpu") -> Tensor:
     """Indices in the sequence of the tokens that a rank holds, ascending, (seq_len / n_ranks,)."""
-    sequence = torch.arange(seq_len)
+    sequence = torch.arange(seq_len, device=device)
     if method == "all_to_all":
         return sequence.chunk(n_ranks)[rank]
     chunks = sequence.chunk(2 * n_ranks)
@@ -92,31 +101,57 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method) -
         for module in attention:
             module.attend = partial(_attend_some_heads, attend=module.attend, group=group)
         return
-    model.mask = _document_ids  # type: ignore[assignment]
+    model.mask = _numbered  # type: ignore[assignment]
     for module in attention:
         module.attend = partial(_attend_part, group=group, method=method)
 
 
-def _document_ids(document_ids: Tensor) -> Tensor:
-    """In the place of a mask: one is made tile by tile, where it is needed."""
-    return document_ids
+class NumberedDocuments(Protocol):
+    """Where documents lie in whole sequences, laid end to end; models/documents.py says more."""
+
+    @property
+    def numbers(self) -> Tensor:
+        """(batch, seq), int32: ascending from 0."""
+
+    @property
+    def ends(self) -> Tensor:
+        """(slots + 1,): `slots` is at least as many as there are documents."""
+
+    @property
+    def longest(self) -> Tensor:
+        """At least as many tokens as the longest has; a scalar in the host's memory."""
+
+
+def _numbered(documents: Any, _dtype: torch.dtype) -> NumberedDocuments:
+    """In the place of a mask: what blocks of queries and keys need is made where they are."""
+    return documents.numbered()
 
 
 # --------------------------------------------------------------------------- gather and ring
 
 
-def _attend_part(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: str, method: Method) -> Tensor:
+def _attend_part(
+    q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments | None, group: str, method: Method
+) -> Tensor:
     """Causal attention of this rank's queries to the whole sequence; shapes as in the model's own `attend`."""
-    return _context_attention(q, k, v, documents, group, method)[0]
+    known = (None, None, None) if documents is None else (documents.numbers, documents.ends, documents.longest)
+    return _context_attention(q, k, v, *known, group, method)[0]
 
 
 # The name lets a model's pattern for attention ops (`save_ops`) match this one, too.
 @torch.library.custom_op("keel::_scaled_dot_product_context_attention", mutates_args=())
 def _context_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: str, method: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    numbers: Tensor | None,
+    ends: Tensor | None,
+    longest: Tensor | None,
+    group: str,
+    method: str,
 ) -> tuple[Tensor, Tensor]:
     """Output, shaped as q, and its logsumexp (batch, heads, seq / cp)."""
-    ranks = _Ranks(q, documents, group)
+    ranks = _Ranks(q, numbers, ends, longest, group)
     own = torch.stack((k, v))
     out, logsumexp = attend(q, k, v, ranks.documents(ranks.rank, ranks.all, ranks.all), causal=True)
     for source, (k_there, v_there) in _TRANSPORTS[method](own, ranks.group).others():
@@ -143,12 +178,14 @@ def _context_attention_backward(
     v: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    documents: Tensor | None,
+    numbers: Tensor | None,
+    ends: Tensor | None,
+    longest: Tensor | None,
     group: str,
     method: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by this rank's queries, keys and values; the latter two sum up what flows back from all ranks."""
-    ranks = _Ranks(q, documents, group)
+    ranks = _Ranks(q, numbers, ends, longest, group)
     own = torch.stack((k, v))
     of_own = ranks.documents(ranks.rank, ranks.all, ranks.all)
     by_q, *by_own = attend_backward(grad, q, k, v, out, logsumexp, of_own, causal=True)
@@ -180,13 +217,13 @@ def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, 
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, documents, ctx.group, ctx.method = inputs
-    ctx.save_for_backward(q, k, v, *output, documents)
+    q, k, v, *documents, ctx.group, ctx.method = inputs
+    ctx.save_for_backward(q, k, v, *output, *documents)
 
 
 def _backward(ctx: Any, grad: Tensor, _by_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
     gradients = _context_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.group, ctx.method)
-    return *gradients, None, None, None
+    return *gradients, None, None, None, None, None
 
 
 _context_attention.register_autograd(_backward, setup_context=_save_for_backward)
@@ -201,17 +238,19 @@ class _Ranks:
 
     all = slice(None)
 
-    def __init__(self, q: Tensor, documents: Tensor | None, group: str) -> None:
+    def __init__(
+        self, q: Tensor, numbers: Tensor | None, ends: Tensor | None, longest: Tensor | None, group: str
+    ) -> None:
         """
         Args:
             q: this rank's queries, (batch, heads, seq / cp, head_dim).
-            documents: ids of the whole sequence, (batch, seq).
+            numbers, ends, longest: as in `NumberedDocuments`; all None where there are no documents.
             group: its name.
         """
         self.group = _group(group)
         self.rank, self.n_ranks = self.group.rank(), self.group.size()
         self._chunk = q.shape[2] // 2
-        self._documents = documents
+        self._numbers, self._ends, self._longest = numbers, ends, longest
 
     def visible(self, source: int) -> tuple[slice, slice]:
         """(queries here, keys there) of the one block in which every query sees every key: half of all pairs.
@@ -222,16 +261,15 @@ class _Ranks:
             return self.all, slice(0, self._chunk)
         return slice(self._chunk, None), self.all
 
-    def documents(self, source: int, rows: slice, keys: slice) -> tuple[Tensor, Tensor] | None:
-        """Document ids of queries here and keys there; None where there are no documents."""
-        if self._documents is None:
+    def documents(self, source: int, rows: slice, keys: slice) -> DocumentPairs | None:
+        """The documents of queries here and keys there; None where there are no documents."""
+        if self._numbers is None or self._ends is None or self._longest is None:
             return None
-        return self._of(self.rank)[:, rows], self._of(source)[:, keys]
+        queries, their_keys = self._of(self._numbers, self.rank)[:, rows], self._of(self._numbers, source)[:, keys]
+        return DocumentPairs(queries, their_keys, self._ends.shape[0] - 1, int(self._longest))
 
-    def _of(self, rank: int) -> Tensor:
-        assert self._documents is not None
-        part = part_of(self._documents.shape[1], self.n_ranks, rank, "gather")
-        return self._documents[:, part.to(self._documents.device)]
+    def _of(self, numbers: Tensor, rank: int) -> Tensor:
+        return numbers[:, part_of(numbers.shape[1], self.n_ranks, rank, "gather", numbers.device)]
 
 
 class _Gather:

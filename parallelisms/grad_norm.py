@@ -32,7 +32,8 @@ def grad_norm(
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for gradient in _gradients(parameters):
         by_groups[_sharding_groups(gradient)].append(local_part(gradient))
-    totals = [_total_over(groups, local, norm_type) for groups, local in by_groups.items()]
+        device = gradient.device_mesh.device_type if isinstance(gradient, DTensor) else gradient.device
+    totals = [_total_over(groups, local, norm_type, device) for groups, local in by_groups.items()]
     is_max = math.isinf(norm_type)
     total = torch.stack(totals).max() if is_max else torch.stack(totals).sum()
     if pipeline is not None:
@@ -72,13 +73,18 @@ def _sharding_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(mesh.get_group(axis) for axis in cut if mesh.size(axis) > 1)
 
 
-def _total_over(groups: tuple[dist.ProcessGroup, ...], local: list[Tensor], norm_type: float) -> Tensor:
-    """Sum of p-th powers (p = inf: the largest absolute value) over the local shards and over the ranks of `groups`."""
+def _total_over(
+    groups: tuple[dist.ProcessGroup, ...], local: list[Tensor], norm_type: float, device: torch.device | str
+) -> Tensor:
+    """Sum of p-th powers (p = inf: the largest absolute value) over the local shards and over the ranks of `groups`.
+
+    `device`: where these exchange tensors, also of gradients that are kept in the host's memory.
+    """
     norms = torch.stack(torch._foreach_norm([t for t in local if t.numel()] or [local[0].new_zeros(1)], norm_type))
     if norms.dtype in (torch.bfloat16, torch.float16):
         norms = norms.float()
     is_max = math.isinf(norm_type)
-    total = norms.max() if is_max else (norms**norm_type).sum()
+    total = (norms.max() if is_max else (norms**norm_type).sum()).to(device)
     for group in groups:
         dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
     return total

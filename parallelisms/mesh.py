@@ -9,9 +9,13 @@ For the experts those same ranks are cut anew, into `expert_shard` x `ep` (exper
 
 import gc
 import os
+import resource
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -21,6 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.layout import MeshSizes
 from parallelisms.torch_internals import forget_process_groups, process_groups, set_timeout, timeouts_of
+
+_GLOO_CONNECTS_LAZILY = "TORCH_GLOO_LAZY_INIT"
+_RANKS_CONNECTED_AT_ONCE = 64
+"""Three groups of so many make 189 connections a rank, and need no store later: it dies with torchrun."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,12 @@ def start_process_group(device_type: str, timeout_seconds: int) -> torch.device:
     """Join torchrun's process group, or form one of a single process; returns this rank's device.
 
     CPU tensors go over gloo also on GPU machines: checkpoints and agreement on a stop must not wait in GPU queues.
+    gloo connects all ranks of a group with each other at once; in a large job only two that speak to each other, when
+    they first do: in most collectives a rank speaks to its two neighbors, in some to as many as 2 log2(ranks).
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > _RANKS_CONNECTED_AT_ONCE:
+        os.environ.setdefault(_GLOO_CONNECTS_LAZILY, "1")
+    allow_open_files()
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     device = torch.device(device_type)
@@ -96,6 +109,13 @@ def start_process_group(device_type: str, timeout_seconds: int) -> torch.device:
             store = dist.PrefixStore(_attempt(store, rank, world_size, timeout_seconds), store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return device
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit on open files, connections included, as far as the system lets it (often 1,024)."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # a system may name a limit that it does not grant
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _attempt(store: dist.Store, rank: int, world_size: int, timeout_seconds: int) -> str:
@@ -142,11 +162,16 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
         device.type,
         (sizes.pp, sizes.token_ranks, sizes.tp),
         mesh_dim_names=("pp", "tokens", "tp"),
+        backend_override=_backends(device, {"pp": sizes.pp, "tokens": sizes.token_ranks, "tp": sizes.tp}),
     )
-    # Dimensions by number: `_unflatten` of torch 2.11 takes no name, since its check of one is inverted.
-    axes = mesh._unflatten(1, (sizes.dp_replicate, sizes.dp_shard, sizes.cp), ("dp_replicate", "dp_shard", "cp"))
-    fsdp = mesh._unflatten(1, (sizes.replicas, sizes.fsdp_shard), ("replicas", "shard"))
-    experts = fsdp._unflatten(2, (sizes.expert_shard, sizes.ep), ("expert_shard", "ep"))
+
+    def cut(mesh: DeviceMesh, dimension: int, into: dict[str, int]) -> DeviceMesh:
+        # By number: `_unflatten` of torch 2.11 takes no name, since its check of one is inverted.
+        return mesh._unflatten(dimension, tuple(into.values()), tuple(into), _backends(device, into))
+
+    axes = cut(mesh, 1, {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "cp": sizes.cp})
+    fsdp = cut(mesh, 1, {"replicas": sizes.replicas, "shard": sizes.fsdp_shard})
+    experts = cut(fsdp, 2, {"expert_shard": sizes.expert_shard, "ep": sizes.ep})
     replicas = ("replicas",) if sizes.replicas > 1 else ()
     arranged = Mesh(
         sizes=sizes,
@@ -155,7 +180,7 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
         cp=axes["cp"],
         tp=mesh["tp"],
         pp=mesh["pp"],
-        dp=axes["dp_replicate", "dp_shard"]._flatten("dp"),
+        dp=axes["dp_replicate", "dp_shard"]._flatten("dp", **_backends(device, {"backend_override": sizes.dp})),
         tokens=mesh["tokens"],
         # Without expert parallelism the slice has no use, and torch 2.11 refuses it where a shard is one rank.
         ep=experts["ep", "tp"] if sizes.tp > 1 and sizes.ep > 1 else experts["ep"],
@@ -163,6 +188,17 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
     )
     _hold_to_timeout()
     return arranged
+
+
+def _backends(device: torch.device, sizes: Mapping[str, int]) -> Any:
+    """The backend of each dimension, by name; those that are left out have that of all ranks, gloo included.
+
+    Steps on GPUs exchange nothing but GPU tensors along the axes, so NCCL is enough: a gloo group each would hold
+    connections and threads. A dimension of all ranks is the group of all ranks, and needs no other.
+    """
+    if device.type != "cuda":
+        return {}
+    return {name: "nccl" for name, size in sizes.items() if size < dist.get_world_size()}
 
 
 def _hold_to_timeout() -> None:

@@ -40,6 +40,8 @@ class Copy:
     local: Tensor
     axes: Mapping[str, dist.ProcessGroup]
     """The axes of the mesh along which its copies are."""
+    device: torch.device
+    """Where ranks along them exchange tensors."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def _copy(name: str, tensor: Tensor, mesh: Mesh, is_owned: bool) -> Copy:
     axes = {"tp": mesh.tp.get_group()}
     if not isinstance(tensor, DTensor):
         axes |= {} if is_owned else {"tokens": mesh.tokens.get_group()}
-        return Copy(name, "", tensor, _of_several(axes))
+        return Copy(name, "", tensor, _of_several(axes), mesh.device)
     names, parts = tensor.device_mesh.mesh_dim_names or (), []
     for i, (axis, placement) in enumerate(zip(names, tensor.placements, strict=True)):
         if placement.is_replicate():
@@ -92,7 +94,7 @@ def _copy(name: str, tensor: Tensor, mesh: Mesh, is_owned: bool) -> Copy:
         else:
             axes.pop(axis, None)
             parts += [f"{axis} {tensor.device_mesh.get_local_rank(i)}"] if tensor.device_mesh.size(i) > 1 else []
-    return Copy(name, ", ".join(parts), tensor.to_local(), _of_several(axes))
+    return Copy(name, ", ".join(parts), tensor.to_local(), _of_several(axes), mesh.device)
 
 
 def _of_several(axes: Mapping[str, dist.ProcessGroup]) -> dict[str, dist.ProcessGroup]:
@@ -160,7 +162,7 @@ def _differs(copies: Sequence[Copy], digests: Sequence[int], axis: str, group: d
     """Whether the ranks along an axis hold different copies of anything."""
     along = repr([digest for copy, digest in zip(copies, digests, strict=True) if axis in copy.axes])
     number = int.from_bytes(blake2b(along.encode(), digest_size=8).digest(), signed=True)
-    extremes = torch.tensor([number, ~number])
+    extremes = torch.tensor([number, ~number], device=copies[0].device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes.tolist()
     return largest != ~smallest

@@ -13,6 +13,7 @@ what is gathered nor in which order it is issued.
 `[comm.simulate]` delays every gather in its queue, as a slower network would, and reductions likewise.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -54,6 +55,10 @@ def queue_gathers(stages: Iterable[nn.Module], comm: Comm, device: torch.device)
         The counts, which go on as the models compute.
     """
     counts = GatherCounts()
+    if device.type == "cuda" and comm.streams == "per_group":
+        # Kernels of two communicators run side by side: NCCL starts them in one order on all ranks, or they may wait
+        # for each other. It reads this when the first communicator is made, at the first collective on a GPU.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     for root in stages:
         if not isinstance(root, FSDPModule):
             continue

@@ -67,6 +67,7 @@ def table() -> Iterator[Row]:
         name = f"{mesh}, {mode}, {'compiled' if compiled else 'eager'}, accumulation {accumulation}"
         yield Row(name, ranks, words(overrides))
     yield from _zero_rows()
+    yield from _document_rows()
     yield from _context_rows()
     yield from _mixed_rows()
     yield from moe_rows()
@@ -85,12 +86,30 @@ def _zero_rows() -> Iterator[Row]:
             yield Row(f"ZeRO {stage}, HSDP 2x2, compiled", ranks, words(overrides | replicas))
 
 
+DOCUMENTS: dict[str, object] = {
+    "data.document_mask": "true",
+    "data.sources": '[{name = "documents", kind = "synthetic", document_length = 8}]',
+}
+
+
+def _document_rows() -> Iterator[Row]:
+    """Documents kept apart, on each axis; selective checkpointing, accumulating two steps."""
+    meshes: dict[str, tuple[dict[str, int], int]] = {  # sizes of the axes, micro-batch
+        "1 process": ({}, 4),
+        "FSDP 2": ({"dp_shard": 2}, 2),
+        "TP 2": ({"tp": 2}, 4),
+        "PP 2": ({"pp": 2}, 4),
+    }
+    for (name, (sizes, micro_batch)), compiled in itertools.product(meshes.items(), (False, True)):
+        overrides = _selective(sizes, micro_batch, compiled)
+        how = "compiled" if compiled else "eager"
+        yield Row(f"documents, {name}, {how}", math.prod(sizes.values()), words(overrides), words(DOCUMENTS))
+    zero_bubble = words({**ZERO_BUBBLE, "training.micro_batch_size": 4})
+    yield Row("documents, PP 2 zero-bubble, eager", 2, zero_bubble, words(DOCUMENTS))
+
+
 def _context_rows() -> Iterator[Row]:
     """Context parallelism by each method, alone and beside each other axis, accumulating two steps."""
-    documents = {
-        "data.document_mask": "true",
-        "data.sources": '[{name = "documents", kind = "synthetic", document_length = 8}]',
-    }
     beside: dict[str, dict[str, int]] = {
         "CP 2": {"cp": 2},
         "CP 4": {"cp": 4},
@@ -108,7 +127,7 @@ def _context_rows() -> Iterator[Row]:
             "training.micro_batch_size": 2 if "dp_replicate" in sizes or "dp_shard" in sizes else 4,
         }
         how = f"{'compiled' if compiled else 'eager'}{', documents' if masked else ''}"
-        run = words(documents) if masked else ()
+        run = words(DOCUMENTS) if masked else ()
         yield Row(f"{mesh}, {method}, {how}", math.prod(sizes.values()), words(overrides), run)
 
 

@@ -5,6 +5,7 @@ the libraries and on some variables of the environment. Ranks must agree in all 
 """
 
 import os
+import socket
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +30,7 @@ VARIABLES = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
 """Variables by which the libraries choose their algorithms, or the precision of their products."""
+_BFLOAT16_CAPABILITY = 8
 THREADS = "threads (OMP_NUM_THREADS)"
 
 
@@ -68,9 +70,33 @@ def device_type(job: LoadedConfig) -> str:
     """ "cpu" or "cuda".
 
     Raises:
-        ConfigError: cuda is asked for, and there is none.
+        ConfigError: cuda is asked for, and there is none; or there are too few GPUs, or not of the kind that is needed.
     """
     wanted, available = job.config.job.device, torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise job.error("job.device", 'device is "cuda", but torch sees no CUDA device here; use "auto" or "cpu"')
-    return "cpu" if wanted == "cpu" or not available else "cuda"
+    if wanted == "cpu" or not available:
+        return "cpu"
+    _check_gpu(job, int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return "cuda"
+
+
+def _check_gpu(job: LoadedConfig, local_rank: int, local_ranks: int) -> None:
+    count, host = torch.cuda.device_count(), socket.gethostname()
+    if max(local_rank + 1, local_ranks) > count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise job.error(
+            "job.device",
+            f"each rank needs a GPU of its own, but torch sees {count} on host {host} for {local_ranks} ranks (this "
+            f"one has LOCAL_RANK {local_rank}): start torchrun with --nproc-per-node {count}, or with job.device = "
+            f'"cpu"; every rank must see all GPUs of its host (CUDA_VISIBLE_DEVICES is {visible or "not set"})',
+        )
+    major, minor = torch.cuda.get_device_capability(local_rank)
+    name = torch.cuda.get_device_name(local_rank)
+    if job.config.training.compute_dtype == "bfloat16" and major < _BFLOAT16_CAPABILITY and torch.version.hip is None:
+        raise job.error(
+            "training.compute_dtype",
+            f'compute_dtype is "bfloat16", but GPU {local_rank} of host {host}, {name} of compute capability '
+            f"{major}.{minor}, can't compute in it, only those of {_BFLOAT16_CAPABILITY}.0 "
+            '(Ampere) or above can: set compute_dtype = "float32"',
+        )

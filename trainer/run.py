@@ -27,9 +27,10 @@ from trainer.console import Console, Row
 from trainer.environment import device_name, device_type
 from trainer.lifecycle import EXIT_FAILED, EXIT_PREEMPTED, State, StopRequest, exit_code, read_status, write_status
 from trainer.metrics import TimeLedger
+from trainer.numerics import set_numerics
 from trainer.out_of_memory import out_of_memory
 from trainer.peers import Loss
-from trainer.summary import closing_rows, closing_title, next_rows, startup_rows
+from trainer.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
 from trainer.takes_less import does_not_fit
 from trainer.trainer import Trainer
 from trainer.watchdog import Watchdog, append_to_log, said_of
@@ -61,7 +62,9 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
     with Console(rank) as console:
         launch = _Launch(rank, folder, console, stop, started=time.time())
         try:
-            device = start_process_group(device_type(job), job.config.job.timeout_seconds)
+            kind = device_type(job)
+            set_numerics(job.config.training, kind)
+            device = start_process_group(kind, job.config.job.timeout_seconds)
             on_rank_zero(None, lambda: _open_folder(folder, console))
             watchdog = Watchdog(folder, job.config.job.timeout_seconds, lambda losses: _end_from_thread(losses, launch))
             launch.watchdog = watchdog
@@ -141,6 +144,8 @@ def _say_hello(trainer: Trainer) -> None:
         config, mesh.sizes, device_name(mesh.device), trainer.peak, data, trainer.folder, trainer.first_step
     )
     trainer.console.table(f"Keel trains {config.job.name}", rows)
+    for complaint in slow_attention(config, mesh.device.type):
+        trainer.console.warning(complaint)
     if trainer.rank == 0 and config.activation_checkpoint.mode != "none":
         trainer.console.table("What a checkpointed block keeps for its backward pass", _activation_rows(trainer))
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from configs.schema import Config
 from models import build_model
+from models.documents import Documents
 from parallelisms.context import shard_batch
 from parallelisms.grad_norm import clip_grads_with_norm, grad_norm
 from parallelisms.init import materialize
@@ -153,13 +154,13 @@ class Learner:
         return [shard_batch(batch, self.mesh.cp, self.config.context.method) for batch in micro_batches]
 
     def call(self, batch: MicroBatch, loss: CrossEntropy) -> Call:
-        batch = batch.to(self.mesh.device)
+        document_ids, batch = batch.document_ids, batch.to(self.mesh.device)
         positions = batch.positions
         if positions is None:  # a later pipeline stage sees no tokens to count
             positions = torch.arange(batch.tokens.shape[1], device=self.mesh.device)[None]
         arguments = {"positions": positions, "loss": partial(loss, targets=batch.targets)}
-        if batch.document_ids is not None:  # zero-bubble schedules of torch 2.11 take no None
-            arguments["document_ids"] = batch.document_ids
+        if document_ids is not None:  # zero-bubble schedules of torch 2.11 take no None
+            arguments["documents"] = Documents.find(document_ids).to(self.mesh.device)
         return Call(batch.tokens, arguments)
 
     def grad_norm(self) -> Tensor:

@@ -4,8 +4,10 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from configs.layout import (
     MeshSizes,
@@ -18,11 +20,13 @@ from configs.layout import (
 )
 from configs.schema import Config, Model
 from configs.stages import layers_of_stages
+from models.documents import has_kernel
 from trainer.console import Row, count, duration, size
 from trainer.flops import flops_per_token
 from trainer.lifecycle import State
 from trainer.memory import estimate_memory
 from trainer.metrics import Kind
+from trainer.numerics import float32_products, promise
 
 _WIDTH = 85  # of a text that can be broken; with its label it fits a terminal of 100 columns
 
@@ -48,15 +52,17 @@ def startup_rows(
         run_folder: where everything is written.
         resumed_step: steps already completed; 0: a new run.
     """
+    device_type = "cpu" if device_name == "cpu" else "cuda"
     rows = [
         ("model", _model(config)),
-        ("precision", _precision(config)),
+        ("precision", _precision(config, device_type)),
         ("ranks", _ranks(sizes, device_name)),
         ("technique", _techniques(config)),
         ("batch", _batch(config, sizes)),
         ("steps", _steps(config, resumed_step)),
         ("FLOPs", _flops(config, peak)),
-        ("memory", _memory(config, sizes, "cpu" if device_name == "cpu" else "cuda")),
+        ("memory", _memory(config, sizes, device_type)),
+        ("a resume", promise(config.training, device_type)),
         ("data", "\n".join(data)),
         ("written to", f"{run_folder}/: {_files(config)}"),
     ]
@@ -90,7 +96,12 @@ def _experts(model: Model) -> str:
     )
 
 
-def _precision(config: Config) -> str:
+def _precision(config: Config, device_type: str) -> str:
+    products = float32_products(config.training, device_type)
+    return _types(config) + (f"; {products}" if products else "")
+
+
+def _types(config: Config) -> str:
     kept, compute, reduce = (getattr(config.training, key) for key in ("dtype", "compute_dtype", "reduce_dtype"))
     if kept == compute == reduce:
         return kept
@@ -178,6 +189,19 @@ def _memory(config: Config, sizes: MeshSizes, device_type: str) -> str:
     lines += [", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in states.items())]
     lines += [f"at the peak, in {peak.name}: " + ", ".join(f"{name} {size(n)}" for name, n in transient.items() if n)]
     return "\n".join(lines)
+
+
+def slow_attention(config: Config, device_type: str) -> Iterator[str]:
+    """What to warn of where attention has no fused kernel for the documents of this job."""
+    dtype, width = config.training.compute_dtype, head_dim(config.model)
+    if not config.data.document_mask or has_kernel(device_type, getattr(torch, dtype), width):
+        return
+    in_tiles = config.mesh.cp > 1 and config.context.method != "all_to_all"
+    pairs = "tile by tile" if in_tiles else f"under a mask of all pairs, {size(config.training.seq_len**2)} a sequence"
+    yield (
+        f"no kernel keeps documents apart on CUDA in {dtype} with heads of {width}: scores are written out {pairs}, "
+        'which is slow; with training.compute_dtype = "bfloat16" and heads of a multiple of 8, up to 256, there is one'
+    )
 
 
 def _files(config: Config) -> str:

@@ -106,7 +106,6 @@ class Trainer:
             tokenizer_hash=load_tokenizer(config.tokenizer.path).hash if config.tokenizer.path else None,
             rewind_interval=self.spikes.rewind_interval if self.spikes.action == "rewind" else 0,
             environment=environment(device, config.fsdp.cpu_offload),
-            timeout_seconds=config.job.timeout_seconds,
         )
         saved = self.checkpoints.resume(self.learner.state())
         self.learner.was_loaded()  # also where only weights were, from checkpoint.init_from

@@ -1,5 +1,6 @@
 """Queues of gathers: they change when a computation waits, and no bit of what it computes."""
 
+import os
 import time
 from typing import cast
 
@@ -154,3 +155,11 @@ def test_overlap_is_measured(ranks):
     for row in late:  # a queue has one gather after the other, however early they were issued
         assert min(row["seconds"]) > 48 * 0.02
     assert guarded["gathers"] == plain["gathers"]
+
+
+@pytest.mark.parametrize(("streams", "expected"), [("per_group", "1"), ("shared", None)])
+def test_nccl_orders_the_kernels_of_queues_that_run_side_by_side(monkeypatch, streams, expected):
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "")  # so that it is taken back
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+    queue_gathers([], Comm(streams=streams), torch.device("cuda"))
+    assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == expected

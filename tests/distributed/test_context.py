@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from configs.layout import mesh_sizes
 from configs.load import load
+from models.documents import Documents
 from parallelisms.context import _attend_part, _attend_some_heads, part_of, shard_batch
 from parallelisms.mesh import build_mesh
 from tests.distributed.test_checkpoint import make_manager
@@ -43,6 +44,7 @@ def differences(method, dtype, with_documents):
     q, k, v, grad = draw(HEADS), draw(KV_HEADS), draw(KV_HEADS), draw(HEADS)
     ids = torch.randint(0, 3, (BATCH, SEQ_LEN), generator=generator).sort(dim=1).values if with_documents else None
     mask = None if ids is None else document_mask(ids)
+    documents = None if ids is None else Documents.find(ids).numbered()
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     expected = plain(*leaves, mask)
     expected_gradients = torch.autograd.grad(expected, leaves, grad)
@@ -54,7 +56,7 @@ def differences(method, dtype, with_documents):
     if method == "all_to_all":
         out = _attend_some_heads(*parts, mask, attend=plain, group=group)
     else:
-        out = _attend_part(*parts, ids, group=group, method=method)
+        out = _attend_part(*parts, documents, group=group, method=method)
     gradients = torch.autograd.grad(out, parts, grad[:, :, part].to(dtype))
     pairs = zip((out, *gradients), (expected, *expected_gradients), strict=True)
     return [(found.double() - whole[:, :, part]).abs().max().item() for found, whole in pairs]
@@ -140,9 +142,9 @@ def growth(seq_len, method):
     """Bytes by which forward and backward attention over documents raise this process's peak."""
     group, n_ranks = dist.distributed_c10d._get_default_group().group_name, dist.get_world_size()
     q, k, v = (torch.randn(1, 1, seq_len // n_ranks, 8, requires_grad=True) for _ in range(3))
-    ids = torch.arange(seq_len)[None] // 1000
+    documents = Documents.find(torch.arange(seq_len)[None] // 1000).numbered()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    _attend_part(q, k, v, ids, group=group, method=method).sum().backward()
+    _attend_part(q, k, v, documents, group=group, method=method).sum().backward()
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 

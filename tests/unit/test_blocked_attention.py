@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallelisms import blocked_attention
-from parallelisms.blocked_attention import attend, attend_backward, merge_
+from parallelisms.blocked_attention import DocumentPairs, attend, attend_backward, merge_
+from tests.unit.packed_flash import PackedFlash
 
 
 def plain(q, k, v, allowed):
@@ -29,9 +30,19 @@ def tensors(seed, kv_heads, group, queries, keys, dtype=torch.float64):
     return q, draw(kv_heads, keys), draw(kv_heads, keys), grad
 
 
-@pytest.fixture(params=["kernel", "written out"])
+def pairs(queries, keys, slots):
+    """Documents by their numbers, (batch, queries) and (batch, keys), in each row from 0; `slots` a row."""
+    rows = torch.arange(len(queries))[:, None] * slots
+    lengths = [(numbers == number).sum(-1).max() for numbers in (queries, keys) for number in range(slots)]
+    return DocumentPairs((queries + rows).int(), (keys + rows).int(), len(queries) * slots + 3, int(max(lengths)))
+
+
+@pytest.fixture(params=["kernel", "packed", "written out"])
 def kernel(request, monkeypatch):
-    """The CPU's kernels, and what stands in where there is none."""
+    """The CPU's kernels, those for packed sequences, and what stands in where there is none."""
+    if request.param == "packed":
+        monkeypatch.setattr(blocked_attention, "_takes_packed", lambda q: True)
+        monkeypatch.setattr(blocked_attention, "aten", PackedFlash())
     if request.param == "written out":
         monkeypatch.setattr(blocked_attention, "_flash_takes", lambda q: False)
         monkeypatch.setattr(blocked_attention, "_takes_bias", lambda q: False)
@@ -57,7 +68,10 @@ def test_an_earlier_and_the_own_block_are_the_whole(with_documents, seed, kv_hea
     if with_documents:
         ids = torch.randint(0, 3, (2, keys), generator=torch.Generator().manual_seed(seed)).sort(dim=1).values
         allowed = allowed & (ids[:, earlier:, None] == ids[:, None, :])[:, None]
-        own_ids, earlier_ids = (ids[:, earlier:], ids[:, earlier:]), (ids[:, earlier:], ids[:, :earlier])
+        own_ids, earlier_ids = (
+            pairs(ids[:, earlier:], ids[:, earlier:], 3),
+            pairs(ids[:, earlier:], ids[:, :earlier], 3),
+        )
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     expected = plain(*leaves, allowed)
     expected_gradients = torch.autograd.grad(expected, leaves, grad)
@@ -77,7 +91,7 @@ def test_an_earlier_and_the_own_block_are_the_whole(with_documents, seed, kv_hea
 @pytest.mark.usefixtures("kernel")
 def test_a_query_that_sees_nothing_counts_for_nothing():
     q, k, v, grad = tensors(0, 1, 2, queries=4, keys=4)
-    others = (torch.zeros(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.long))
+    others = pairs(torch.zeros(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.long), 2)
     out, logsumexp = attend(q, k, v, others, causal=False)
     assert not out.any()
     assert (logsumexp == -math.inf).all()

@@ -18,7 +18,7 @@ from configs.schema import Config
 from trainer import console as console_module
 from trainer.console import Console, count, duration, size
 from trainer.metrics import Kind, StepMetrics
-from trainer.summary import closing_rows, closing_title, next_rows, startup_rows
+from trainer.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -293,6 +293,19 @@ def test_the_summary_names_what_differs():
     assert "of the host's memory" in rows["memory"]
     assert rows["steps"].endswith("going on from step 120")
     assert "tensorboard" not in rows["written to"]
+
+
+def test_attention_that_must_write_out_its_scores_is_warned_of():
+    documents = config().data.model_copy(update={"document_mask": True})
+    in_float32 = config().model_copy(update={"data": documents})
+    (warning,) = slow_attention(in_float32, "cuda")
+    assert "under a mask of all pairs, 64.0 KiB a sequence" in warning
+    cut = in_float32.model_copy(update={"mesh": in_float32.mesh.model_copy(update={"cp": 2})})
+    assert "tile by tile" in next(slow_attention(cut, "cuda"))
+    assert list(slow_attention(in_float32, "cpu")) == []
+    assert list(slow_attention(config(), "cuda")) == []
+    in_bfloat16 = config(training={"compute_dtype": "bfloat16"}).model_copy(update={"data": documents})
+    assert list(slow_attention(in_bfloat16, "cuda")) == []
 
 
 def test_the_closing_says_where_everything_is_and_what_took_the_time():

@@ -6,6 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from configs.schema import Model, RopeScaling
 from models import build_model
+from models.documents import Documents
 from models.llama import document_mask
 
 SHAPE = {"dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 176, "vocab_size": 512}
@@ -73,7 +74,7 @@ def test_documents_do_not_see_each_other():
     ids = torch.tensor([[0] * 5 + [1] * 8])
     positions = torch.cat((torch.arange(5), torch.arange(8)))[None]
     with torch.no_grad():
-        packed = model(torch.cat((first, second), dim=1), positions, ids)
+        packed = model(torch.cat((first, second), dim=1), positions, Documents.find(ids))
         apart = torch.cat((model(first), model(second)), dim=1)
     torch.testing.assert_close(packed, apart, rtol=1e-12, atol=1e-12)
 

@@ -15,6 +15,7 @@ from configs.load import load
 from configs.schema import ActivationCheckpoint, Mesh, Pipeline
 from configs.stages import layers_of_stages, n_stages, rank_of_stage, stages_of_rank
 from models import build_model
+from models.documents import Documents
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.pipeline import own_stages
 
@@ -82,12 +83,12 @@ def test_stages_one_after_the_other_are_the_model():
     job = config(2, schedule="zero_bubble_v")
     model = build_model(job.model)
     tokens = torch.arange(12).view(2, 6)
-    document_ids = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
-    expected = model(tokens, document_ids=document_ids)
+    documents = Documents.find(torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1]]))
+    expected = model(tokens, documents=documents)
     stages = own_stages(model, job, 0) | own_stages(model, job, 1)
     x = tokens
     for number in range(4):
-        x = stages[number](x, torch.arange(6)[None], document_ids)
+        x = stages[number](x, torch.arange(6)[None], documents)
     assert torch.equal(x, expected)
     names = [name for number in range(4) for name, _ in stages[number].named_parameters()]
     assert names == [name for name, _ in model.named_parameters()]

@@ -46,8 +46,8 @@ class MicroBatch:
     """Indices of the samples in the run; rows beyond these are padding, all of whose targets are IGNORED."""
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """The same on `device`; from pinned memory the copy does not wait."""
-        names = ("tokens", "targets", "positions", "document_ids")
+        """The same on `device`, but for the document ids, which are counted first; from pinned memory no copy waits."""
+        names = ("tokens", "targets", "positions")
         tensors = {name: t.to(device, non_blocking=True) for name in names if (t := getattr(self, name)) is not None}
         return replace(self, **tensors)
 

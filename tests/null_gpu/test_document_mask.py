@@ -1,0 +1,68 @@
+"""Documents are kept apart by FlashAttention's kernels, without a mask of all pairs and without a wait for the host."""
+
+import os
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.autograd.profiler import profile
+
+import trainer.step
+from tests.null_gpu import step as null_step
+from tests.null_gpu.test_axes import SMALL
+from trainer.verdict import StepResult, decide
+
+SOURCES = '[{name = "documents", kind = "synthetic", document_length = 100}]'
+FORWARD, BACKWARD = "aten::_flash_attention_forward", "aten::_flash_attention_backward"
+LAYERS, SEQ_LEN = 4, 2048
+MESHES = {
+    "1 GPU": (1, ""),
+    "FSDP 2": (2, ""),
+    "HSDP 2x2": (4, "--mesh.dp_replicate 2 --training.global_batch_size 8"),
+    "TP 2": (2, "--mesh.tp 2"),
+    "CP 2 gather": (2, "--mesh.cp 2"),
+    "CP 2 ring": (2, "--mesh.cp 2 --context.method ring"),
+    "CP 2 all_to_all": (2, "--mesh.cp 2 --context.method all_to_all"),
+    "selective": (1, "--activation_checkpoint.mode selective"),
+    "full": (1, "--activation_checkpoint.mode full"),
+    "PP 2": (2, "--mesh.pp 2"),
+}
+
+
+def decide_by_zeros(agreed: torch.Tensor, loss: torch.Tensor, norm: torch.Tensor, limit: float) -> StepResult:
+    """As if they were read as zeros, without the wait: memory that ids were copied to may be theirs now."""
+    return decide(*(torch.zeros_like(each, device="cpu") for each in (agreed, loss, norm)), limit)
+
+
+def step(words: str, documents: str = "true") -> dict:
+    """On a rank: the counts of a step, and how often each attention kernel was called in six and one more."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    config = (*SMALL.split(), "--training.seq_len", str(SEQ_LEN), "--training.global_batch_size", "4", *words.split())
+    with (
+        patch.object(null_step, "SYNTHETIC", SOURCES),
+        patch.object(trainer.step, "decide", decide_by_zeros),
+        profile() as profiler,
+    ):
+        counts = null_step.measure("llama_1b.toml", (*config, "--data.document_mask", documents))
+    calls = {event.key: event.count for event in profiler.key_averages() if "attention" in event.key}
+    return counts | {"attention": calls}
+
+
+@pytest.mark.parametrize("compiled", ["false", "true"])
+@pytest.mark.parametrize("name", MESHES)
+def test_flash_attention_keeps_documents_apart(null_ranks, name, compiled):
+    ranks, words = MESHES[name]
+    steps, n_layers = null_step.WARM_UP_STEPS + null_step.TIMED_STEPS + 1, LAYERS // (2 if "pp" in words else 1)
+    for result in null_ranks(ranks, step, f"{words} --compile.enable {compiled}"):
+        assert not any("_scaled_dot_product_" in op and op.startswith("aten") for op in result["attention"])
+        assert result["attention"][FORWARD] >= steps * n_layers
+        assert result["attention"][BACKWARD] >= steps * n_layers
+        if name == "selective":  # its pattern for what is kept matches the op
+            assert result["attention"][FORWARD] == result["attention"][BACKWARD]
+        assert result["syncs"] <= 1, result["sync_places"]
+
+
+def test_no_mask_of_all_pairs_takes_memory(null_ranks):
+    ((with_documents,), (without,)) = (null_ranks(1, step, "", documents) for documents in ("true", "false"))
+    pairs = 2 * SEQ_LEN**2  # a byte each, for the micro-batch's sequences
+    assert with_documents["peak_allocated_bytes"] - without["peak_allocated_bytes"] < pairs / 2
