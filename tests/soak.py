@@ -54,6 +54,8 @@ timeout_seconds = 120
 """
 PATIENCE_SECONDS = 300
 """What hangs longer than this is an error."""
+SLOWEST_STOP_SECONDS = 60
+"""So long may a stop take on a busy machine; what waits for a time-out takes job.timeout_seconds."""
 MOVED = 1e-10
 """Largest relative difference of a loss, a gradient norm or a tensor in float64, after changes of the mesh."""
 FLOAT64 = "--training.dtype float64 --training.compute_dtype float64 --training.reduce_dtype float64"
@@ -251,6 +253,8 @@ class Soak:
         launch.wait()
         seconds = time.monotonic() - signalled
         run.slowest_stop = max(run.slowest_stop, seconds)
+        if seconds > SLOWEST_STOP_SECONDS:
+            run.problems.append(f"{stop.name}: it took {seconds:.0f} s to stop: {launch.told()}")
         run.kills, run.stops = run.kills + (stop.number == signal.SIGKILL), run.stops + 1
         if killed:
             launch.expect({-9, 1, 0, 75}, None)
