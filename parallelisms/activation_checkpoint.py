@@ -33,6 +33,7 @@ from configs.errors import ConfigError
 from configs.layout import layer_numbers
 from configs.schema import ActivationCheckpoint
 from parallelisms.plan import plan_of
+from parallelisms.torch_internals import count_grouped_queries
 
 _MATRIX = "keel_matrix"
 _MATMULS = {"aten::mm", "aten::addmm", "aten::bmm"}
@@ -122,6 +123,7 @@ def _compile_within_budget(block: nn.Module, budget: float) -> None:
 
     Set for the whole process it would hold for the compiled loss as well, and recompute the logits.
     """
+    count_grouped_queries()
     settings: dict[str, Any] = {"activation_memory_budget": budget}
     if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
         # Torch 2.13 asks for it where tensor parallelism brings a mesh into the graph: it holds no activations.

@@ -8,10 +8,10 @@ that Keel supports (2.11 on).
 
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -25,6 +25,7 @@ from torch.distributed.tensor import _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.library import Library
 from torch.torch_version import TorchVersion
+from torch.utils import flop_counter
 
 __all__ = ["DefaultAllGather", "DefaultReduceScatter"]
 
@@ -267,6 +268,30 @@ def has_zero_bubble() -> bool:
     """Whether zero-bubble schedules work: on torch 2.11 their backward takes no autograd.Function, as the loss is one,
     no arguments but tensors, and sends from a rank to itself, for which gloo has no way."""
     return TorchVersion(torch.__version__) >= "2.13"
+
+
+# --------------------------------------------------------------------------- FLOPs
+
+
+def count_grouped_queries() -> None:
+    """Let torch count the FLOPs of attention with fewer keys than queries.
+
+    The partitioner counts them to choose what to keep within a memory budget; torch 2.11 raises for grouped queries
+    ("shapes are incompatible"). They cost what as many keys as queries do.
+    """
+    for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
+        count = getattr(flop_counter, name)
+        if TorchVersion(torch.__version__) < "2.13" and not hasattr(count, "__wrapped__"):
+            setattr(flop_counter, name, _with_keys_repeated(count))
+
+
+def _with_keys_repeated(count: Callable[..., int]) -> Callable[..., int]:
+    @wraps(count)
+    def counted(*shapes: Sequence[int]) -> int:
+        heads = max(shape[1] for shape in shapes)
+        return count(*((batch, heads, *rest) for batch, _, *rest in shapes))
+
+    return counted
 
 
 # --------------------------------------------------------------------------- what torch remembers

@@ -6,16 +6,19 @@ import threading
 import time
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.utils import flop_counter
 
 from parallelisms.torch_internals import (
     COLLECTIVES,
     collectives_issued,
+    count_grouped_queries,
     last_collectives,
     listening,
     process_groups,
@@ -131,3 +134,13 @@ def broadcasts_in_a_thread(seconds: float) -> list[str]:
     ended.set()
     thread.join()
     return errors
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+def test_attention_of_grouped_queries_has_the_flops_of_as_many_keys(kv_heads):
+    """Two products of (8 heads, 16, 64) with (64, 16) forward, five backward; by the formulas that torch looks up."""
+    count_grouped_queries()
+    q, kv = (2, 8, 16, 64), (2, kv_heads, 16, 64)
+    product = 2 * 2 * 8 * 16 * 64 * 16
+    assert flop_counter.sdpa_flop_count(q, kv, kv) == 2 * product
+    assert flop_counter.sdpa_backward_flop_count(q, q, kv, kv) == 5 * product
