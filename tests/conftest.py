@@ -5,8 +5,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+settings.register_profile("keel", deadline=None)  # a busy machine is no error
+settings.load_profile("keel")
 
 ROOT = Path(__file__).parent.parent
 
