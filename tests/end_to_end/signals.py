@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-WAIT_SECONDS = 120
+WAIT_SECONDS = 300
 
 
 def signal_at_step(process: subprocess.Popen, run: Path, step: int, number: int, pid: int | None = None) -> None:
