@@ -11,6 +11,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
@@ -24,13 +25,15 @@ MANY_THREADS = 100
 """A worker with more makes room for a new one: compiled code that takes DTensors keeps its process groups (torch 2.13,
 the guards of its graphs), 24 threads a mesh, and 200 idle threads take a third of a core."""
 
+_Worker = tuple[multiprocessing.process.BaseProcess, Connection]
+
 
 class RankPool:
     """Up to `size` worker processes; `close()` ends them."""
 
     def __init__(self, size: int, timeout_seconds: int = 120, backend: str = "gloo") -> None:
         self.size, self.timeout_seconds, self.backend = size, timeout_seconds, backend
-        self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        self._workers: list[_Worker] = []
 
     def run(self, ranks: int, function: Callable, *arguments: Any) -> list[Any]:
         """Call `function(*arguments)` on `ranks` ranks of a new process group and return what each returned.
@@ -51,7 +54,7 @@ class RankPool:
                 connection.send((self.backend, rank, ranks, store, self.timeout_seconds, function, arguments))
             return self._collect(workers)
 
-    def _collect(self, workers: list) -> list[Any]:
+    def _collect(self, workers: list[_Worker]) -> list[Any]:
         results: dict[int, Any] = {}
         retired = []
         pending = {connection: rank for rank, (_, connection) in enumerate(workers)}
@@ -68,27 +71,32 @@ class RankPool:
                 if is_error:  # the others may wait for it in a collective
                     self.close(patience_seconds=0)
                     raise RuntimeError(f"rank {rank} of {len(workers)}: {results[rank]}")
+        _end(retired, patience_seconds=5)
         self._workers = [worker for worker in self._workers if worker not in retired]
         return [results[rank] for rank in range(len(workers))]
 
     def close(self, patience_seconds: float = 5) -> None:
         """End the workers, those that are busy after `patience_seconds` by force."""
-        for _, connection in self._workers:
-            connection.close()
-        for process, _ in self._workers:
-            process.join(patience_seconds)
-            process.kill()
-            process.join()
+        _end(self._workers, patience_seconds)
         self._workers = []
 
 
-def _start_worker() -> tuple[multiprocessing.process.BaseProcess, Connection]:
+def _start_worker() -> _Worker:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_work, args=(there,), daemon=True)
     process.start()
     there.close()
     return process, here
+
+
+def _end(workers: list[_Worker], patience_seconds: float) -> None:
+    for _, connection in workers:
+        connection.close()
+    for process, _ in workers:
+        process.join(patience_seconds)
+        process.kill()
+        process.join()
 
 
 def _end_of(process: multiprocessing.process.BaseProcess) -> str:
@@ -126,6 +134,9 @@ def _work(connection: Connection) -> None:
         retires = _threads() > MANY_THREADS
         connection.send((*result, retires))
         if retires:
+            # The caller takes tensors out of this process's memory, by a socket of its own, after it has the message.
+            with suppress(EOFError):
+                connection.recv()
             return
 
 

@@ -2,10 +2,13 @@
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from parallelisms import rank_pool
 from parallelisms.rank_pool import MANY_THREADS, RankPool
 from scripts.parity import dtype_overrides, run_rows
 from scripts.parity_rows import table
@@ -47,6 +50,23 @@ def test_a_worker_with_many_threads_makes_room_for_another():
         after = pool.run(2, process_with, 0)
         assert not set(after) & set(first)
         assert pool.run(2, process_with, 0) == after
+    finally:
+        pool.close()
+
+
+def tensor_of_process_with(n_threads: int) -> torch.Tensor:
+    process_with(n_threads)
+    return torch.full((1000,), float(os.environ["RANK"]))
+
+
+def test_what_a_worker_that_makes_room_has_returned_can_be_read(monkeypatch):
+    """A tensor is taken from its process when the result is read, which may be later."""
+    wait = rank_pool.wait
+    monkeypatch.setattr(rank_pool, "wait", lambda ready: (time.sleep(1), wait(ready))[1])
+    pool = RankPool(size=2)
+    try:
+        for rank, tensor in enumerate(pool.run(2, tensor_of_process_with, MANY_THREADS)):
+            assert (tensor == rank).all()
     finally:
         pool.close()
 
