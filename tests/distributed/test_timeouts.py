@@ -18,7 +18,7 @@ from parallelisms.torch_internals import process_groups, timeouts_of
 from tests.end_to_end.launch import TINY
 from trainer.watchdog import Watchdog
 
-RANKS_TIMEOUT = 120
+RANKS_TIMEOUT = 300
 """Of tests/conftest.py's ranks."""
 
 
