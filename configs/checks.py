@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from configs.keys import schema_keys
 from configs.layout import (
     decay_steps,
     expert_dim,
@@ -17,6 +16,7 @@ from configs.layout import (
     n_kv_heads,
 )
 from configs.layout_checks import LAYOUT_RULES, Problem, Rule
+from configs.reading.keys import schema_keys
 from configs.schema import Config, Source
 
 

@@ -16,9 +16,9 @@ from typing import Literal
 
 from configs.display import help_text, summary
 from configs.errors import ConfigError
-from configs.keys import find, nearest
 from configs.load import LoadedConfig, load
-from configs.overrides import parse_overrides, split_flags
+from configs.reading.keys import find, nearest
+from configs.reading.overrides import parse_overrides, split_flags
 
 Action = Literal["run", "validate", "print_config", "help"]
 

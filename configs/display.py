@@ -3,12 +3,12 @@
 import textwrap
 from collections.abc import Iterator
 
-from configs.keys import Key, schema_keys
 from configs.layout import accumulation_steps, active_parameter_count, mesh_sizes, parameter_count, smallest_world_size
 from configs.load import LoadedConfig
+from configs.reading.keys import Key, schema_keys
+from configs.reading.toml_text import value_text
 from configs.schema import Config, Model, is_run_key
 from configs.stages import fewest_micro_batches
-from configs.toml_text import value_text
 
 _USAGE = """\
 Keel trains language models from one TOML file.

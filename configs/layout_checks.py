@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 
 from configs.errors import ConfigError
-from configs.keys import schema_keys
 from configs.layout import (
     FSDP_DIMENSIONS,
     accumulation_steps,
@@ -13,6 +12,7 @@ from configs.layout import (
     smallest_world_size,
     tensor_parallel_sizes,
 )
+from configs.reading.keys import schema_keys
 from configs.schema import Config
 from configs.stages import check_micro_batches, layers_of_stages
 

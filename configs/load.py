@@ -16,12 +16,12 @@ from pydantic import ValidationError
 
 from configs.checks import Problem, check
 from configs.errors import ConfigError
-from configs.explain import MAX_EXPLAINED, Mistake, bad_paths, explain
-from configs.keys import KeyPath, dotted, key_path
-from configs.layers import Layers, read_layers, shown
-from configs.overrides import parse_overrides
+from configs.reading.explain import MAX_EXPLAINED, Mistake, bad_paths, explain
+from configs.reading.keys import KeyPath, dotted, key_path
+from configs.reading.merge import Layers, read_layers, shown
+from configs.reading.overrides import parse_overrides
+from configs.reading.toml_text import table_text
 from configs.schema import Config, Table
-from configs.toml_text import table_text
 
 JOB_FILES = Path(__file__).parent
 """Where a bare name is looked up that is no file in the current folder."""

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from configs.keys import KeyPath, dotted, find
 from configs.load import leaves
+from configs.reading.keys import KeyPath, dotted, find
+from configs.reading.toml_text import value_text
 from configs.schema import is_run_key
-from configs.toml_text import value_text
 
 
 def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

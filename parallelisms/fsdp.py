@@ -2,9 +2,9 @@
 
 Parameters, gradients and optimizer state are sharded by rows over `dp_shard` x `cp` and replicated over `dp_replicate`;
 a group's parameters are gathered before it computes. DDP is the case `dp_shard = 1`, and so is, over all ranks with
-different tokens, the partition by owner (`zero.py`). It is applied at degree 1 as well: that is where compute_dtype and
-reduce_dtype come from, so that they mean the same everywhere. Only where a single rank has nothing to convert is it
-left out: it would just copy each parameter and gradient, which takes 3-5% of a step on a CPU.
+different tokens, the partition by owner (`owner_partition.py`). It is applied at degree 1 as well: that is where
+compute_dtype and reduce_dtype come from, so that they mean the same everywhere. Only where a single rank has nothing to
+convert is it left out: it would just copy each parameter and gradient, which takes 3-5% of a step on a CPU.
 
 The stages of ZeRO (Rajbhandari et al. 2020, section 5) differ in what stays whole while a step computes; between steps
 a rank holds its shards, whatever the stage. With P parameters over N ranks, in elements:

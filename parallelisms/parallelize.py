@@ -11,8 +11,8 @@ from torch import nn
 
 from configs.schema import Config
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
+from parallelisms.attention.context import apply_context_parallel
 from parallelisms.compile import apply_compile
-from parallelisms.context import apply_context_parallel
 from parallelisms.expert import apply_expert_parallel
 from parallelisms.fsdp import apply_fsdp, apply_prefetch, is_needed
 from parallelisms.load_balance import apply_load_balance

@@ -24,7 +24,7 @@ from configs.errors import KeelError
 from configs.layout import mesh_sizes
 from configs.load import load
 from parallelisms.mesh import build_mesh
-from parallelisms.rank_pool import RankPool
+from scripts.rank_pool import RankPool
 from trainer.data.loader import build_loader
 from trainer.step import build_learner
 

@@ -38,8 +38,8 @@ from parallelisms.init import materialize
 from parallelisms.mesh import Mesh, build_mesh, start_process_group
 from trainer.data.loader import build_loader
 from trainer.data.token_file import TokenFileWriter
-from trainer.flops import flops_per_token, mfu, peak_flops, tflops_per_device
-from trainer.metrics import memory_peak_bytes
+from trainer.planning.flops import flops_per_token, mfu, peak_flops, tflops_per_device
+from trainer.report.metrics import memory_peak_bytes
 from trainer.step import build_learner
 
 Step = Callable[[], None]

@@ -5,7 +5,6 @@
   verify PATH                  read and hash all files of a checkpoint, or of all in a folder; exit 1 if one is damaged
   diff A B                     config and tensors that differ; exit 1 if any does
   prune FOLDER --keep-last N   remove what is not kept, as [checkpoint] would; --keep-every, --keep-best, --abandoned
-  reshard CHECKPOINT OUTPUT --files N   write it again into N files; loading never needs it
 
 FOLDER is a run folder or its checkpoints/, CHECKPOINT a folder such as checkpoints/step-00000100. No code in a
 checkpoint is run, whoever wrote it.
@@ -26,14 +25,13 @@ from checkpoint.folder import to_be_pruned
 from checkpoint.lock import lock
 from checkpoint.manifest import MANIFEST_NAME, Manifest, Origin, read_manifest, step_folder, steps_in
 from checkpoint.pin import Pinned, remove
-from checkpoint.reshard import reshard
 from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import entry_of
 from checkpoint.verify import check
 from configs.errors import KeelError, UserError
+from configs.reading.toml_text import table_text
 from configs.schema import Checkpoint
-from configs.toml_text import table_text
-from trainer.console import Console, Row, count, duration, size
+from trainer.report.console import Console, Row, count, duration, size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -150,14 +148,6 @@ def prune(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def reshard_(options: argparse.Namespace, console: Console) -> int:
-    """Write a checkpoint again into another number of files."""
-    with console.progress(f"Writing {options.output}", in_bytes=True) as report:
-        manifest = reshard(options.checkpoint, options.output, options.files, report)
-    console.line(f"{options.output}: {_size(manifest)} in {options.files} files of tensors")
-    return 0
-
-
 # --------------------------------------------------------------------------- their parts
 
 
@@ -258,8 +248,6 @@ def _parser() -> argparse.ArgumentParser:
     pruned.add_argument("--keep-best", type=_positive, default=0, metavar="N", help="and N by validation loss")
     pruned.add_argument("--abandoned", action="store_true", help="also remove all of the abandoned lines")
     pruned.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    resharded = command("reshard", reshard_, "checkpoint", "output")
-    resharded.add_argument("--files", type=_positive, required=True, metavar="N", help="files for the tensors")
     return parser
 
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 
 from configs.errors import KeelError
-from trainer.console import Console
+from trainer.report.console import Console
 
 
 def parser_of(docstring: str | None) -> argparse.ArgumentParser:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
 
-from checkpoint.hf import MAX_SHARD_BYTES, TokenizerFiles, export_hf
+from checkpoint.export.hf import MAX_SHARD_BYTES, TokenizerFiles, export_hf
 from checkpoint.manifest import read_manifest
 from configs.errors import UserError
 from scripts.command import parser_of, run_command
-from trainer.console import Console, parse_size
 from trainer.data.hf_tokenizer import tokenizer_files
+from trainer.report.console import Console, parse_size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

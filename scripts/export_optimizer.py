@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the pack
 import torch
 from pydantic import ValidationError
 
+from checkpoint.export.optimizer_export import export_optimizer
 from checkpoint.manifest import read_manifest
-from checkpoint.optimizer_export import export_optimizer
 from checkpoint.room import free_memory
 from checkpoint.safe_read import read_metadata
 from configs.errors import UserError
@@ -28,9 +28,9 @@ from configs.schema import Config
 from models import build_model
 from parallelisms.plan import plan_of
 from scripts.command import parser_of, run_command
-from trainer.console import Console, parse_size
 from trainer.lr_schedule import learning_rate
 from trainer.optimizer import plain_optimizers, set_lr
+from trainer.report.console import Console, parse_size
 from trainer.step import hidden_matrices
 
 

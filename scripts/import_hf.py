@@ -12,10 +12,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
 
-from checkpoint.hf import MODEL_TOML, import_hf
+from checkpoint.export.hf import MODEL_TOML, import_hf
 from scripts.command import parser_of, run_command
-from trainer.console import Console
 from trainer.data.hf_tokenizer import find_tokenizer
+from trainer.report.console import Console
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

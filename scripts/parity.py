@@ -34,9 +34,9 @@ from configs.layout import mesh_sizes
 from configs.load import load
 from configs.schema import Config
 from parallelisms.mesh import build_mesh
-from parallelisms.rank_pool import RankPool
 from scripts.parity_reference import Trajectory, batches, reference
 from scripts.parity_rows import REFUSED, Row, table, words
+from scripts.rank_pool import RankPool
 from trainer.lr_schedule import learning_rate
 from trainer.step import build_learner
 

@@ -24,12 +24,12 @@ from configs.load import LoadedConfig, load
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
 from parallelisms.mesh import build_mesh
-from trainer.console import Console, Row, count, duration, size
-from trainer.memory import estimate_memory
-from trainer.metrics import memory_peak_bytes
+from trainer.planning.memory import estimate_memory
+from trainer.planning.takes_less import does_not_fit
+from trainer.planning.traffic import fake_ranks, trace_step
+from trainer.report.console import Console, Row, count, duration, size
+from trainer.report.metrics import memory_peak_bytes
 from trainer.step import build_stages
-from trainer.takes_less import does_not_fit
-from trainer.trace import fake_ranks, trace_step
 
 
 def shard_bytes(job: LoadedConfig, ranks: int) -> int:

@@ -14,8 +14,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
 
 from scripts.command import parser_of, run_command
-from trainer.console import Console
 from trainer.data.prepare import TRAIN, VALIDATION, Split, prepare
+from trainer.report.console import Console
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

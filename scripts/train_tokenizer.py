@@ -12,9 +12,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
 
 from scripts.command import parser_of, run_command
-from trainer.console import Console
 from trainer.data.text import BadFiles, documents
 from trainer.data.tokenizer import train_sentencepiece
+from trainer.report.console import Console
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

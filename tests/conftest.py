@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable]:
     """`ranks(n, function, *arguments)`: call it on n ranks, return the list of their results."""
-    from parallelisms.rank_pool import RankPool
+    from scripts.rank_pool import RankPool
 
     pool = RankPool(size=8, timeout_seconds=300)  # ranks of a busy machine compile one after the other
     yield pool.run

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from checkpoint.export.hf import export_hf
 from checkpoint.folder import set_aside
-from checkpoint.hf import export_hf
 from checkpoint.manifest import remove_unfinished, step_folder
 from checkpoint.pin import Pin
 from checkpoint.store import on_rank_zero

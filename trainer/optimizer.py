@@ -23,7 +23,7 @@ from torch.optim import Optimizer as TorchOptimizer
 
 from configs.errors import ConfigError
 from configs.schema import Optimizer, ParameterGroup
-from parallelisms.zero import OwnerPartition
+from parallelisms.owner_partition import OwnerPartition
 
 _FUSED_DEVICES = ("cpu", "cuda")
 _REST = ParameterGroup(pattern="*")

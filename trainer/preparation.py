@@ -7,11 +7,11 @@ from pathlib import Path
 
 from configs.errors import KeelError
 from configs.schema import Config
-from trainer.console import Console
 from trainer.data.prepare import prepare
 from trainer.data.text import BadFiles, documents
 from trainer.data.tokenizer import train_sentencepiece
 from trainer.lifecycle import EXIT_PREEMPTED, StopRequest
+from trainer.report.console import Console
 
 
 class PreparationStopped(KeelError):

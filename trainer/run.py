@@ -20,20 +20,20 @@ from configs.files import require_plain, write_atomically
 from configs.load import LoadedConfig
 from configs.schema import Config
 from models import build_model
-from parallelisms.activation_table import activation_table
 from parallelisms.mesh import start_process_group
-from trainer.agreement import compare_launches
-from trainer.console import Console, Row
-from trainer.environment import device_name, device_type
+from trainer.guards.agreement import compare_launches
+from trainer.guards.environment import device_name, device_type
+from trainer.guards.out_of_memory import out_of_memory
+from trainer.guards.peers import Loss
+from trainer.guards.watchdog import Watchdog, append_to_log, said_of
 from trainer.lifecycle import EXIT_FAILED, EXIT_PREEMPTED, State, StopRequest, exit_code, read_status, write_status
-from trainer.metrics import TimeLedger
 from trainer.numerics import set_numerics
-from trainer.out_of_memory import out_of_memory
-from trainer.peers import Loss
-from trainer.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
-from trainer.takes_less import does_not_fit
+from trainer.planning.activation_table import activation_table
+from trainer.planning.takes_less import does_not_fit
+from trainer.report.console import Console, Row
+from trainer.report.metrics import TimeLedger
+from trainer.report.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
 from trainer.trainer import Trainer
-from trainer.watchdog import Watchdog, append_to_log, said_of
 
 # Where all ranks fail alike, rank 0 says why; where another fails alone, it has to say so itself, a little later.
 _PATIENCE_SECONDS = 5.0

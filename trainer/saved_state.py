@@ -9,8 +9,8 @@ from typing_extensions import TypedDict
 
 from configs.errors import UserError
 from configs.schema import Config, Spikes
-from trainer.spikes import remembered
-from trainer.verdict import StepResult
+from trainer.guards.spikes import remembered
+from trainer.guards.verdict import StepResult
 
 
 @dataclass(frozen=True)

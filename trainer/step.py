@@ -3,7 +3,7 @@
 The loss is the mean over all valid target tokens of the global batch. Their number is known before the first
 backward pass, so each micro-batch adds its tokens' share and nothing depends on how the batch was cut. A step whose
 loss or gradient norm is not finite on any rank, or whose loss is above a limit, changes nothing on all of them
-(`verdict.py`).
+(`guards/verdict.py`).
 """
 
 import math
@@ -18,23 +18,23 @@ from torch.optim import Optimizer
 from configs.schema import Config
 from models import build_model
 from models.documents import Documents
-from parallelisms.context import shard_batch
+from parallelisms.attention.context import shard_batch
 from parallelisms.grad_norm import clip_grads_with_norm, grad_norm
+from parallelisms.guards.order_guard import OrderGuard
+from parallelisms.guards.replicas import Copy, copies_on
 from parallelisms.init import materialize
 from parallelisms.load_balance import LoadBalance
 from parallelisms.mesh import Mesh, groups_of_axes
-from parallelisms.order_guard import OrderGuard
+from parallelisms.owner_partition import OwnerPartition
 from parallelisms.parallelize import parallelize
 from parallelisms.passes import Call, OneByOne, Passes
 from parallelisms.pipeline import Pipeline
 from parallelisms.plan import plan_of
-from parallelisms.replicas import Copy, copies_on
 from parallelisms.streams import GatherCounts, queue_gathers
-from parallelisms.zero import OwnerPartition
 from trainer.data.loader import IGNORED, MicroBatch
+from trainer.guards.verdict import StepResult, agree, agreed_norm, decide
 from trainer.loss import CrossEntropy
 from trainer.optimizer import build_optimizer, optimizer_state, saved_weights, set_lr
-from trainer.verdict import StepResult, agree, agreed_norm, decide
 
 
 @dataclass(frozen=True)

@@ -24,30 +24,30 @@ from configs.errors import UserError
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
 from configs.run_change import run_key_diff
-from parallelisms.collective_waits import CollectiveWaits
+from parallelisms.guards.collective_waits import CollectiveWaits
 from parallelisms.mesh import build_mesh, groups_of_axes
-from trainer.agreement import compare_data, on_all_ranks
-from trainer.console import Console
-from trainer.copies import see_that_copies_are_equal
 from trainer.data.loader import MicroBatch, build_loader, merge_state_dicts
 from trainer.data.tokenizer import load_tokenizer
-from trainer.environment import device_name, environment
 from trainer.exports import Exports
-from trainer.flops import flops_per_token, mfu, peak_flops, tflops_per_device
-from trainer.grace import Grace
+from trainer.guards.agreement import compare_data, on_all_ranks
+from trainer.guards.copies import see_that_copies_are_equal
+from trainer.guards.environment import device_name, environment
+from trainer.guards.grace import Grace
+from trainer.guards.phases import Lag, Phase, PhaseClock
+from trainer.guards.spikes import loss_limit, rewind_target
+from trainer.guards.trace_nonfinite import trace_nonfinite
+from trainer.guards.verdict import StepResult, describe
+from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import State, StopRequest, write_status
 from trainer.lr_schedule import learning_rate
-from trainer.metrics import Kind, MetricsLog, StepMetrics, TimeLedger, memory_peak_bytes
-from trainer.phases import Lag, Phase, PhaseClock
+from trainer.planning.flops import flops_per_token, mfu, peak_flops, tflops_per_device
 from trainer.preparation import prepare_data
-from trainer.profile import StepProfiler
+from trainer.report.console import Console
+from trainer.report.metrics import Kind, MetricsLog, StepMetrics, TimeLedger, memory_peak_bytes
+from trainer.report.profile import StepProfiler
 from trainer.saved_state import RunState, check_saved_state, too_many_skipped
-from trainer.spikes import loss_limit, rewind_target
 from trainer.step import build_learner
-from trainer.trace_nonfinite import trace_nonfinite
 from trainer.validation import ValidationResult, validate
-from trainer.verdict import StepResult, describe
-from trainer.watchdog import Watchdog
 
 # torch.compile works in the first step of a launch, and may once more in the second.
 COMPILING_STEPS = 2

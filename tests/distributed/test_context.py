@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from configs.layout import mesh_sizes
 from configs.load import load
 from models.documents import Documents
-from parallelisms.context import _attend_part, _attend_some_heads, part_of, shard_batch
+from parallelisms.attention.context import _attend_part, _attend_some_heads, part_of, shard_batch
 from parallelisms.mesh import build_mesh
 from tests.distributed.test_checkpoint import make_manager
 from trainer.data.loader import IGNORED, build_loader

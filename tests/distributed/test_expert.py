@@ -22,7 +22,7 @@ from scripts.parity import dtype_overrides
 from scripts.parity_rows import MOE, Row, expert_rows, words
 from tests.distributed.test_parity import assert_parity
 from trainer.data.loader import build_loader
-from trainer.memory import estimate_memory
+from trainer.planning.memory import estimate_memory
 from trainer.step import Learner, build_learner
 
 ROWS_BY_NAME = {row.name: row for row in expert_rows()}

@@ -18,14 +18,14 @@ from checkpoint.compare import compare
 from checkpoint.manifest import read_manifest, step_folder, steps_in
 from configs.load import load
 from tests.torture.resume import JOB, MESHES, curve, go_on
-from trainer.console import Console
-from trainer.grace import Grace
+from trainer.guards.grace import Grace
+from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest, write_status
 from trainer.loss import CrossEntropy
-from trainer.metrics import TimeLedger
+from trainer.report.console import Console
+from trainer.report.metrics import TimeLedger
 from trainer.step import Learner
 from trainer.trainer import Trainer
-from trainer.watchdog import Watchdog
 
 WORDS = "--metrics.tensorboard false --lr_schedule.total_steps 6 --checkpoint.keep_last 0"
 SOON = "--job.grace_seconds 2"

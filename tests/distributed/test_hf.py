@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from checkpoint.hf import TokenizerFiles, export_hf, import_hf
+from checkpoint.export.hf import TokenizerFiles, export_hf, import_hf
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import step_folder
 from configs.layout import mesh_sizes

@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from configs.load import load
 from scripts.parity_rows import MOE_BIAS, words
-from trainer.console import Console
+from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
-from trainer.metrics import TimeLedger
+from trainer.report.console import Console
+from trainer.report.metrics import TimeLedger
 from trainer.trainer import Trainer
-from trainer.watchdog import Watchdog
 
 STEPS = 3  # on each mesh
 STAY: tuple[str, ...] = ("--training.micro_batch_size", "1")

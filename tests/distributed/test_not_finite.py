@@ -16,12 +16,12 @@ from configs.errors import UserError
 from configs.load import load
 from tests.end_to_end.launch import TINY
 from tests.torture.resume import curve
-from trainer.console import Console
+from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
-from trainer.metrics import TimeLedger
+from trainer.report.console import Console
+from trainer.report.metrics import TimeLedger
 from trainer.step import Learner
 from trainer.trainer import Trainer
-from trainer.watchdog import Watchdog
 
 WORDS = shlex.split(
     "--mesh.dp_shard 2 --checkpoint.keep_last 2 --training.max_skipped_steps 5 --metrics.tensorboard false"

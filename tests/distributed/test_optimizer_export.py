@@ -188,8 +188,8 @@ MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from checkpoint.optimizer_export import export_optimizer
-from checkpoint.torch_file import Later, write_torch_file
+from checkpoint.export.optimizer_export import export_optimizer
+from checkpoint.export.torch_file import Later, write_torch_file
 from tests.held import held
 
 checkpoint, out, gather = sys.argv[1:]

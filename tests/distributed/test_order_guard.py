@@ -72,7 +72,7 @@ def test_it_sees_what_every_technique_issues(ranks):
     assert operators(results) == {"allgather_base", "reduce_scatter_base", "allreduce", "message"}
     results = ranks(4, guarded_step, ("--mesh.cp", "2", "--context.method", "all_to_all"))
     assert operators(results) >= {"allgather_base", "reduce_scatter_base", "allreduce", "alltoall_base"}
-    assert any("parallelisms/context.py" in what for _, _, log in results for what in log)
+    assert any("parallelisms/attention/context.py" in what for _, _, log in results for what in log)
 
 
 def test_it_sees_collectives_inside_compiled_blocks(ranks):

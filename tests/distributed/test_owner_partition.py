@@ -11,8 +11,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, AdamW, Muon, RMSprop
 
-from parallelisms import zero
-from parallelisms.zero import OwnerPartition, select_groups
+from parallelisms import owner_partition as zero
+from parallelisms.owner_partition import OwnerPartition, select_groups
 
 SHAPES = {"a": (4, 6), "b": (5,), "c": (6, 3), "d": (2, 2), "e": (7,), "f": (3, 3)}
 MATRICES, VECTORS = [n for n, s in SHAPES.items() if len(s) == 2], [n for n, s in SHAPES.items() if len(s) == 1]

@@ -13,7 +13,7 @@ from configs.layout import mesh_sizes
 from configs.load import load
 from configs.schema import Checkpoint
 from models import build_model
-from parallelisms import zero
+from parallelisms import owner_partition as zero
 from parallelisms.init import materialize
 from parallelisms.mesh import build_mesh
 from scripts.parity import dtype_overrides, whole
@@ -21,7 +21,7 @@ from scripts.parity_rows import owner_table
 from tests.distributed.test_parity import CONFIG, assert_parity
 from trainer.data.loader import build_loader
 from trainer.lr_schedule import learning_rate
-from trainer.memory import estimate_memory, optimizer_bytes
+from trainer.planning.memory import estimate_memory, optimizer_bytes
 from trainer.step import build_learner
 
 STEPS = 8

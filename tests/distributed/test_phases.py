@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 
 from configs.load import load
-from parallelisms.collective_waits import CollectiveWaits
+from parallelisms.guards.collective_waits import CollectiveWaits
 from tests.end_to_end.launch import records
 from tests.torture.resume import JOB
-from trainer import phases
-from trainer.console import Console
+from trainer.guards import phases
+from trainer.guards.phases import Phase, PhaseClock, _of_others
+from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
-from trainer.metrics import TimeLedger
-from trainer.phases import Phase, PhaseClock, _of_others
+from trainer.report.console import Console
+from trainer.report.metrics import TimeLedger
 from trainer.trainer import Trainer
-from trainer.watchdog import Watchdog
 
 SECONDS = 0.5
 """What is planted: much, for these tests run on machines with other work to do."""

@@ -10,9 +10,9 @@ from configs.layout import accumulation_steps, mesh_sizes
 from configs.load import load
 from parallelisms.mesh import build_mesh
 from trainer.data.loader import IGNORED, MicroBatch
-from trainer.memory import _stages_in_flight
+from trainer.guards.verdict import StepResult
+from trainer.planning.memory import _stages_in_flight
 from trainer.step import Learner, build_learner
-from trainer.verdict import StepResult
 
 STEPS, BATCH, SEQ_LEN = 3, 8, 32
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_v")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallelisms import rank_pool
-from parallelisms.rank_pool import MANY_THREADS, RankPool
+from scripts import rank_pool
 from scripts.parity import dtype_overrides, run_rows
 from scripts.parity_rows import table
+from scripts.rank_pool import MANY_THREADS, RankPool
 
 CONFIG = "parity.toml"
 CHOSEN = ("FSDP 2, full, compiled, accumulation 2", "TP 2, none, eager, accumulation 1")

@@ -14,18 +14,18 @@ from checkpoint.manifest import steps_in
 from configs.errors import UserError
 from configs.layout import mesh_sizes
 from configs.load import load
+from parallelisms.guards.replicas import differences
 from parallelisms.mesh import build_mesh
-from parallelisms.replicas import differences
 from scripts.parity import dtype_overrides
 from scripts.parity_rows import table
 from tests.end_to_end.launch import TINY, assert_same_tensors, curve, records, tensors
-from trainer.console import Console
 from trainer.data.loader import build_loader
+from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
-from trainer.metrics import TimeLedger
+from trainer.report.console import Console
+from trainer.report.metrics import TimeLedger
 from trainer.step import Learner, build_learner
 from trainer.trainer import Trainer
-from trainer.watchdog import Watchdog
 
 ROWS = {row.name: row for row in table()}
 HEALTHY = {

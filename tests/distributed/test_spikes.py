@@ -25,13 +25,13 @@ from tests.end_to_end.launch import (
     records,
     tensors,
 )
-from trainer.console import Console
 from trainer.data.sources import SyntheticSource
+from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
-from trainer.metrics import TimeLedger
+from trainer.report.console import Console
+from trainer.report.metrics import TimeLedger
 from trainer.step import Learner
 from trainer.trainer import Trainer
-from trainer.watchdog import Watchdog
 
 BATCH = 8
 RULE = ("--fault.spikes.window", "8", "--fault.spikes.threshold", "8", "--lr_schedule.total_steps", "60")

@@ -17,12 +17,12 @@ from checkpoint import store
 from checkpoint.manifest import step_folder, steps_in
 from configs.load import load
 from tests.torture.resume import JOB, curve
-from trainer.console import Console
+from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
-from trainer.metrics import TimeLedger
+from trainer.report.console import Console
+from trainer.report.metrics import TimeLedger
 from trainer.step import Learner
 from trainer.trainer import Trainer
-from trainer.watchdog import Watchdog
 
 VALIDATION = '--validation.sources [{name="held",kind="synthetic"}] --validation.interval 2 --validation.sequences 400'
 WORDS = "--metrics.tensorboard false --training.steps 6"

@@ -16,7 +16,7 @@ from configs.load import load
 from parallelisms.mesh import build_mesh, groups_of_axes
 from parallelisms.torch_internals import process_groups, timeouts_of
 from tests.end_to_end.launch import TINY
-from trainer.watchdog import Watchdog
+from trainer.guards.watchdog import Watchdog
 
 RANKS_TIMEOUT = 300
 """Of tests/conftest.py's ranks."""

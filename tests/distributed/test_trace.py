@@ -7,8 +7,8 @@ import torch.distributed as dist
 from configs.layout import mesh_sizes
 from configs.load import load
 from parallelisms.mesh import build_mesh
+from trainer.planning.traffic import Collective, record_step, trace_step
 from trainer.step import build_learner
-from trainer.trace import Collective, record_step, trace_step
 
 MESHES = {
     "FSDP 2 x TP 2": ("--mesh.tp", "2", "--activation_checkpoint.mode", "selective"),

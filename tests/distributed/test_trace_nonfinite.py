@@ -13,8 +13,8 @@ from parallelisms.mesh import build_mesh
 from tests.distributed.test_verdict import poison
 from tests.torture.resume import JOB
 from trainer.data.loader import build_loader
+from trainer.guards.trace_nonfinite import trace_nonfinite
 from trainer.step import Learner, build_learner
-from trainer.trace_nonfinite import trace_nonfinite
 
 HOST = socket.gethostname()
 BF16 = "--training.compute_dtype bfloat16"

@@ -16,12 +16,12 @@ from configs.errors import UserError
 from configs.load import load
 from parallelisms.passes import OneByOne
 from tests.torture.resume import JOB
-from trainer.console import Console
+from trainer.guards.verdict import Seen, describe
+from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
-from trainer.metrics import TimeLedger
+from trainer.report.console import Console
+from trainer.report.metrics import TimeLedger
 from trainer.trainer import Trainer
-from trainer.verdict import Seen, describe
-from trainer.watchdog import Watchdog
 
 HOST = socket.gethostname()
 MESHES = {

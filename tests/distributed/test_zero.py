@@ -15,7 +15,7 @@ from configs.layout import mesh_sizes, parameter_count
 from configs.load import load
 from parallelisms.mesh import build_mesh
 from trainer.data.loader import build_loader
-from trainer.memory import estimate_memory
+from trainer.planning.memory import estimate_memory
 from trainer.step import build_learner
 
 

@@ -12,11 +12,11 @@ from configs.load import load
 from scripts import export_hf
 from tests.end_to_end.launch import TINY, launch
 from trainer import exports
-from trainer.console import Console
+from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
-from trainer.metrics import TimeLedger
+from trainer.report.console import Console
+from trainer.report.metrics import TimeLedger
 from trainer.trainer import Trainer
-from trainer.watchdog import Watchdog
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ import torch
 from checkpoint.manifest import MANIFEST_NAME, read_manifest, sealed
 from scripts import checkpoint as script
 from tests.end_to_end.launch import launch_here
-from trainer.environment import code_hash
+from trainer.guards.environment import code_hash
 
 
 @pytest.fixture(autouse=True)

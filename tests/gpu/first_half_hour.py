@@ -4,8 +4,8 @@
 
 Ends with a table of what was predicted and what was measured, and keeps both in FOLDER/first_half_hour.json, to which
 each stage adds. Predictions of speed are estimates for one H200 (of bytes and FLOPs, never measured); those of memory
-are what the null GPU allocates (tests/null_gpu), or else the estimate of trainer/memory.py. `pytest -m gpu` asserts
-what must hold.
+are what the null GPU allocates (tests/null_gpu), or else the estimate of trainer/planning/memory.py. `pytest -m gpu`
+asserts what must hold.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def _figure(name: str, unit: str, predicted: float | None, work: Callable[[], fl
 def estimated_bytes(words: str) -> int:
     from configs.layout import mesh_sizes
     from tests.null_gpu.step import load_job
-    from trainer.memory import estimate_memory
+    from trainer.planning.memory import estimate_memory
 
     _, config, *overrides = shlex.split(words)
     job = load_job(config, overrides, 1)

@@ -22,7 +22,7 @@ def null_gpus() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def null_ranks(null_gpus: dict[str, str]) -> Iterator[Callable]:
     """`null_ranks(n, function, *arguments)`: as the fixture `ranks`, on a device each."""
-    from parallelisms.rank_pool import RankPool
+    from scripts.rank_pool import RankPool
 
     pool = RankPool(RANKS, timeout_seconds=300, backend="cpu:gloo,cuda:nccl")
 

@@ -10,7 +10,7 @@ from torch.autograd.profiler import profile
 import trainer.step
 from tests.null_gpu import step as null_step
 from tests.null_gpu.test_axes import SMALL
-from trainer.verdict import StepResult, decide
+from trainer.guards.verdict import StepResult, decide
 
 SOURCES = '[{name = "documents", kind = "synthetic", document_length = 100}]'
 FORWARD, BACKWARD = "aten::_flash_attention_forward", "aten::_flash_attention_backward"

@@ -1,4 +1,4 @@
-"""Keel's estimate of a rank's memory (trainer/memory.py) against what torch's allocator says on a null GPU.
+"""Keel's estimate of a rank's memory (trainer/planning/memory.py) against what torch's allocator says on a null GPU.
 
 The jobs are those of the repository, with meshes and activation checkpointing mixed, each as rank 0 of a fake cluster;
 of a pipeline, rank 0 is the one with most micro-batches in flight.
@@ -93,7 +93,7 @@ def peaks(null_gpus: dict[str, str]) -> dict[str, int]:
 @pytest.mark.parametrize("name", JOBS)
 def test_the_estimate_is_near_what_is_allocated(peaks, name):
     from configs.layout import mesh_sizes
-    from trainer.memory import RankMemory
+    from trainer.planning.memory import RankMemory
 
     config, ranks, words = JOBS[name]
     job = load_job(config, words.split(), ranks)

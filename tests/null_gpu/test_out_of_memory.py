@@ -5,7 +5,7 @@ import os
 import torch
 
 from configs.load import load
-from trainer.out_of_memory import out_of_memory
+from trainer.guards.out_of_memory import out_of_memory
 
 
 def message() -> str:

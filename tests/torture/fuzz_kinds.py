@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from checkpoint.hf import INDEX_NAME, SINGLE_NAME, TokenizerFiles, export_hf, import_hf
+from checkpoint.export.hf import INDEX_NAME, SINGLE_NAME, TokenizerFiles, export_hf, import_hf
 from checkpoint.lock import LOCK_NAME, lock
 from checkpoint.manifest import MANIFEST_NAME, TRAINER_NAME, read_manifest, read_trainer_state, sealed
 from checkpoint.safe_read import METADATA_NAME, read_metadata
@@ -29,22 +29,22 @@ from checkpoint.tensor_stream import read_tensor
 from configs.display import summary
 from configs.errors import UserError
 from configs.load import load
+from configs.reading.toml_text import table_text
 from configs.run_change import run_key_diff
-from configs.toml_text import table_text
 from scripts import checkpoint as script
 from scripts.export_hf import _tokenizer
 from scripts.prepare_data import _say
 from tests.torture.damage import make_manager, process_group, state, write_checkpoint
 from tests.torture.mutations import hostile, mutated_bytes, mutated_json, mutated_value
 from tests.unit.hf_support import TINY, make_model, save
-from trainer.console import Console
 from trainer.data.hf_tokenizer import tokenizer_files
 from trainer.data.prepare import RECORD, Settings, _is_finished, _read_record
 from trainer.data.text import BadFiles, documents
 from trainer.data.token_file import SUFFIX, TokenFileWriter, TokenFolder
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
 from trainer.lifecycle import read_status
-from trainer.metrics import cut_back
+from trainer.report.console import Console
+from trainer.report.metrics import cut_back
 from trainer.saved_state import RunState, check_saved_state
 
 ROOT = Path(__file__).parents[2]

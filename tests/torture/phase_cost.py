@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from configs.layout import mesh_sizes
 from configs.load import load
-from parallelisms.collective_waits import CollectiveWaits
+from parallelisms.guards.collective_waits import CollectiveWaits
 from parallelisms.mesh import build_mesh, groups_of_axes
-from parallelisms.rank_pool import RankPool
-from trainer import phases
+from scripts.rank_pool import RankPool
 from trainer.data.loader import build_loader
-from trainer.phases import Phase, PhaseClock
+from trainer.guards import phases
+from trainer.guards.phases import Phase, PhaseClock
 from trainer.step import build_learner
 
 BLOCK = 5

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from checkpoint.compare import compare
 from checkpoint.manifest import step_folder
 from configs.load import load
-from parallelisms.rank_pool import RankPool
-from trainer.console import Console
+from scripts.rank_pool import RankPool
+from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
-from trainer.metrics import TimeLedger
+from trainer.report.console import Console
+from trainer.report.metrics import TimeLedger
 from trainer.trainer import Trainer
-from trainer.watchdog import Watchdog
 
 JOB = Path(__file__).parents[1] / "end_to_end" / "tiny.toml"
 STOPS = (2, 4, 6)

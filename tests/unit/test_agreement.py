@@ -3,9 +3,9 @@
 import torch.distributed as dist
 
 from configs.errors import UserError
-from trainer import agreement
 from trainer.data.token_file import TokenFileWriter, TokenFolder, folder_fingerprint
-from trainer.environment import ROOT, code_hashes
+from trainer.guards import agreement
+from trainer.guards.environment import ROOT, code_hashes
 
 
 def compared(facts_of_rank: list[dict[str, str]]) -> tuple[str, list[str]]:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parallelisms import blocked_attention
-from parallelisms.blocked_attention import DocumentPairs, attend, attend_backward, merge_
+from parallelisms.attention import blocked as blocked_attention
+from parallelisms.attention.blocked import DocumentPairs, attend, attend_backward, merge_
 from tests.unit.packed_flash import PackedFlash
 
 

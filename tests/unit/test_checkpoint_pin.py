@@ -8,9 +8,10 @@ import threading
 
 import pytest
 
-from checkpoint import hf, pin, reshard
-from checkpoint.hf import TokenizerFiles, export_hf
-from checkpoint.manifest import MANIFEST_NAME, step_folder, steps_in
+from checkpoint import pin
+from checkpoint.export import hf
+from checkpoint.export.hf import TokenizerFiles, export_hf
+from checkpoint.manifest import step_folder, steps_in
 from checkpoint.pin import Pin, Pinned, remove
 from configs.errors import UserError
 from scripts.checkpoint import main
@@ -98,11 +99,9 @@ def test_nothing_is_read_of_what_is_being_removed(tmp_path, monkeypatch):
     Pin(tmp_path / "nowhere").release()
 
 
-@pytest.mark.parametrize("reader", ["export", "reshard"])
-def test_an_export_and_a_reshard_pin_what_they_read(tmp_path, monkeypatch, reader):
+def test_an_export_pins_what_it_reads(tmp_path, monkeypatch):
     checkpoint = save_model(tmp_path / "step-00000001", make_model(TINY["tied"]))
-    module = {"export": hf, "reshard": reshard}[reader]
-    read, refused = module.read_tensor, []
+    read, refused = hf.read_tensor, []
 
     def read_while_another_prunes(*arguments):
         with pytest.raises(Pinned):
@@ -110,11 +109,7 @@ def test_an_export_and_a_reshard_pin_what_they_read(tmp_path, monkeypatch, reade
         refused.append(1)
         return read(*arguments)
 
-    monkeypatch.setattr(module, "read_tensor", read_while_another_prunes)
-    if reader == "export":
-        export_hf(checkpoint, tmp_path / "out", TokenizerFiles())
-    else:
-        reshard.reshard(checkpoint, tmp_path / "out", 2, lambda done, total: None)
+    monkeypatch.setattr(hf, "read_tensor", read_while_another_prunes)
+    export_hf(checkpoint, tmp_path / "out", TokenizerFiles())
     assert len(refused) > 10
     remove(checkpoint)
-    assert not (checkpoint / MANIFEST_NAME).exists()

@@ -1,10 +1,8 @@
 """scripts/checkpoint.py: what it says, what it removes, and that a checkpoint in other files is the same checkpoint."""
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from checkpoint import manifest as manifests
 from checkpoint.manifest import read_manifest, step_folder, steps_in
 from scripts.checkpoint import main
 from tests.torture.damage import make_manager, state
@@ -115,28 +113,3 @@ def test_nothing_is_pruned_for_a_damaged_newest(run):
     path.write_bytes(bytes(path.stat().st_size))
     assert script("prune", run, "--keep-last", 1) == 1
     assert steps_in(run / "checkpoints") == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("n_files", [1, 3, 8])
-def test_reshard(run, tmp_path, capsys, n_files):
-    output = tmp_path / "other" / "resharded"
-    assert script("reshard", of(run, 3), output, "--files", n_files) == 0
-    assert script("diff", of(run, 3), output) == 0
-    before, after = read_manifest(of(run, 3)), read_manifest(output)
-    assert len([name for name in after.files if name.endswith(".distcp")]) == n_files
-    sizes = [entry.size for name, entry in after.files.items() if name.endswith(".distcp")]
-    assert max(sizes) < 1.5 * sum(sizes) / n_files
-    assert (after.run_id, after.parent, after.config_hash) == (before.run_id, before.parent, before.config_hash)
-    loaded = state()
-    assert make_manager(tmp_path / "new", load=str(output)).resume(loaded) == {"tokens": 300}
-    assert all(torch.equal(tensor, 3 * state()[name]) for name, tensor in loaded.items())
-    assert script("reshard", of(run, 3), output, "--files", n_files) == 1
-    assert "exists already" in capsys.readouterr().err
-
-
-def test_reshard_of_what_it_must_not_touch(run, tmp_path, capsys):
-    assert script("reshard", of(run, 3), tmp_path / "o", "--files", 9) == 1
-    assert "has 8 tensors, so it can be written to 1 to 8 files" in capsys.readouterr().err
-    (of(run, 3) / manifests.TRAINER_NAME).write_text("x" * (of(run, 3) / manifests.TRAINER_NAME).stat().st_size)
-    assert script("reshard", of(run, 3), tmp_path / "o", "--files", 2) == 1
-    assert not list(tmp_path.glob("o*"))

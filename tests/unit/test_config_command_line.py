@@ -10,7 +10,7 @@ import pytest
 
 from configs.command_line import CommandLine, answer, load_for_run, parse_command_line
 from configs.errors import ConfigError
-from configs.keys import schema_keys
+from configs.reading.keys import schema_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 

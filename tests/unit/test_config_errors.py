@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from configs.errors import ConfigError
 from configs.load import load
-from configs.toml_text import table_text
+from configs.reading.toml_text import table_text
 
 VALID = """
 [job]

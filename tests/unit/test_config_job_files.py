@@ -10,7 +10,7 @@ import pytest
 from configs.layout import active_parameter_count, mesh_sizes, parameter_count, smallest_world_size
 from configs.load import JOB_FILES, load
 from scripts.config_schema import SCHEMA_FILE, schema_text
-from trainer.flops import parameter_shapes
+from trainer.planning.flops import parameter_shapes
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from configs.errors import ConfigError
-from configs.keys import dotted
 from configs.load import leaves, load
+from configs.reading.keys import dotted
+from configs.reading.toml_text import table_text
 from configs.run_change import run_key_diff
-from configs.toml_text import table_text
 
 BASE = """[job]
 name = "base"

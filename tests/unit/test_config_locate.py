@@ -4,7 +4,7 @@ import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.locate import line_numbers
+from configs.reading.line_numbers import line_numbers
 
 DOCUMENT = '''# a comment with [brackets] = "and quotes
 top.dotted."quoted.key" = """text

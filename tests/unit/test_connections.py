@@ -16,7 +16,7 @@ from checkpoint import manager as checkpoint_manager
 from configs.layout import mesh_sizes
 from configs.load import load
 from parallelisms.mesh import allow_open_files, build_mesh
-from trainer import grace
+from trainer.guards import grace
 
 LIMIT = 200
 OF_BOTH = "cpu:gloo,cuda:nccl"
@@ -81,7 +81,7 @@ def test_nothing_else_makes_groups():
     }
     assert {path: count for path, count in makes.items() if count} == {
         "checkpoint/manager.py": 1,
-        "trainer/grace.py": 1,
+        "trainer/guards/grace.py": 1,
     }
 
 

@@ -15,10 +15,10 @@ import pytest
 
 from configs.layout import MeshSizes
 from configs.schema import Config
-from trainer import console as console_module
-from trainer.console import Console, count, duration, size
-from trainer.metrics import Kind, StepMetrics
-from trainer.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
+from trainer.report import console as console_module
+from trainer.report.console import Console, count, duration, size
+from trainer.report.metrics import Kind, StepMetrics
+from trainer.report.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -217,7 +217,7 @@ def test_failed_work_is_not_said_to_be_done(streams):
 def test_a_terminal_shows_a_bar_and_ends_with_the_plain_rows():
     program = (
         "from tests.unit.test_console import metrics\n"
-        "from trainer.console import Console\n"
+        "from trainer.report.console import Console\n"
         "with Console() as console:\n"
         "    with console.training(0, 20, show_mfu=False):\n"
         "        for step in range(1, 21):\n"

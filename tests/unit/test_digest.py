@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from parallelisms import replicas
-from parallelisms.replicas import digest
+from parallelisms.guards import replicas
+from parallelisms.guards.replicas import digest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 

@@ -9,7 +9,7 @@ import pytest
 from configs import files
 from configs.files import AppendedFile, open_plain, require_plain, write_atomically, write_even_if_full
 from tests.torture.full_disk import fill, free, small_disk
-from trainer.outages import Outages
+from trainer.guards.outages import Outages
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def test_imports_run_downward(floor):
 
 
 def test_configs_do_not_know_torch():
-    for path in (ROOT / "configs").glob("*.py"):
+    for path in (ROOT / "configs").rglob("*.py"):
         assert "torch" not in set(imported(path)), path.name
 
 
@@ -50,7 +50,7 @@ def test_the_trainer_knows_no_placement():
 
 
 @pytest.mark.parametrize(
-    "module", ["train", "configs.command_line", "trainer.lifecycle", "trainer.console", "trainer.metrics"]
+    "module", ["train", "configs.command_line", "trainer.lifecycle", "trainer.report.console", "trainer.report.metrics"]
 )
 def test_what_runs_before_torch_does_not_import_it(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from configs.schema import Model
 from models import build_model
-from trainer.flops import flops_per_token, mfu, parameter_shapes, peak_flops, tflops_per_device
+from trainer.planning.flops import flops_per_token, mfu, parameter_shapes, peak_flops, tflops_per_device
 
 TOY = {"dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": 80}
 SHAPES = [

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint.hf import TokenizerFiles, export_hf
+from checkpoint.export.hf import TokenizerFiles, export_hf
 from configs.errors import ConfigError, UserError
 from configs.load import load as load_job
 from configs.schema import Model
 from scripts import export_hf as script
 from tests.conftest import ROOT
 from tests.unit.hf_support import TINY, make_model, save, write_checkpoint
-from trainer.console import parse_size
+from trainer.report.console import parse_size
 
 NO_TOKENIZER = TokenizerFiles()
 
@@ -104,7 +104,7 @@ MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from checkpoint.hf import TokenizerFiles, export_hf, import_hf
+from checkpoint.export.hf import TokenizerFiles, export_hf, import_hf
 from tests.held import held
 
 checkpoint, out, back = map(Path, sys.argv[1:])

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from checkpoint.hf import TokenizerFiles, export_hf, import_hf
-from checkpoint.hf_config import tensor_shapes, to_hf, to_keel
+from checkpoint.export.hf import TokenizerFiles, export_hf, import_hf
+from checkpoint.export.hf_config import tensor_shapes, to_hf, to_keel
 from checkpoint.manifest import read_manifest
 from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import read_tensor

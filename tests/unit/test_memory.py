@@ -6,7 +6,7 @@ import torch
 from configs.layout import MeshSizes
 from configs.schema import Config
 from models import build_model
-from trainer.memory import RankMemory, estimate_memory
+from trainer.planning.memory import RankMemory, estimate_memory
 
 GIB = 2**30
 ONE = MeshSizes(1, 1, 1)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.metrics import Kind, MetricsLog, StepMetrics, Throughput, TimeLedger, cut_back, memory_peak_bytes
-from trainer.outages import Outages
+from trainer.guards.outages import Outages
+from trainer.report.metrics import Kind, MetricsLog, StepMetrics, Throughput, TimeLedger, cut_back, memory_peak_bytes
 
 CONTRACT_KEYS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "data_seconds", "mfu"),
@@ -155,7 +155,7 @@ def test_experts_have_keys_and_curves_of_their_own(tmp_path):
 
 def test_metrics_need_neither_torch_nor_tensorboard_unless_asked(tmp_path):
     program = (
-        "import sys, pathlib, trainer.metrics as m; from trainer.outages import Outages;"
+        "import sys, pathlib, trainer.report.metrics as m; from trainer.guards.outages import Outages;"
         "m.MetricsLog(pathlib.Path(sys.argv[1]), tensorboard=False, outages=Outages(print, print));"
         "m.memory_peak_bytes('cpu'); sys.exit('torch' in sys.modules or 'tensorboard' in sys.modules)"
     )

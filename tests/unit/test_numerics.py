@@ -9,8 +9,8 @@ import torch
 
 from configs.errors import ConfigError, UserError
 from configs.load import load
-from trainer import environment
-from trainer.environment import device_type
+from trainer.guards import environment
+from trainer.guards.environment import device_type
 from trainer.numerics import float32_products, promise, set_numerics
 
 

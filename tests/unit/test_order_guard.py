@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallelisms.order_guard import Issued, _checksums, _first_difference, _members, _message, _place
+from parallelisms.guards.order_guard import Issued, _checksums, _first_difference, _members, _message, _place
 
 DENSE, EXPERTS = ("dense", (0, 1, 2, 3)), ("experts", (0, 1))
 

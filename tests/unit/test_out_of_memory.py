@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from configs.load import load
-from trainer.out_of_memory import out_of_memory
-from trainer.takes_less import takes_less
+from trainer.guards.out_of_memory import out_of_memory
+from trainer.planning.takes_less import takes_less
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 3 has a total capacity of 79.10 GiB of which 1.25 GiB is "

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from configs.schema import Model
 from models import build_model
-from parallelisms.zero import assign_owners
-from trainer.flops import parameter_shapes
+from parallelisms.owner_partition import assign_owners
+from trainer.planning.flops import parameter_shapes
 
 SIZES = st.dictionaries(st.text(max_size=3), st.integers(0, 1000), max_size=12)
 

@@ -8,7 +8,7 @@ import torch
 
 from configs.errors import ConfigError
 from configs.schema import Config
-from trainer.profile import StepProfiler
+from trainer.report.profile import StepProfiler
 
 
 def config(**profile):

@@ -9,7 +9,7 @@ from configs.load import load
 from configs.run_change import run_key_diff
 from configs.schema import Spikes
 from tests.end_to_end.launch import TINY
-from trainer.spikes import loss_limit, remembered
+from trainer.guards.spikes import loss_limit, remembered
 
 
 def test_the_limit_is_mean_and_deviations_of_the_last_losses():

@@ -8,8 +8,8 @@ import torch
 from configs.layout import mesh_sizes
 from configs.load import load
 from trainer import run
-from trainer.memory import estimate_memory
-from trainer.takes_less import CONTEXT_BYTES, does_not_fit
+from trainer.planning.memory import estimate_memory
+from trainer.planning.takes_less import CONTEXT_BYTES, does_not_fit
 
 GIB = 2**30
 

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from checkpoint.torch_file import Later, write_torch_file
+from checkpoint.export.torch_file import Later, write_torch_file
 
 TENSORS = [
     torch.randn(3, 50),

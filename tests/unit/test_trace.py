@@ -6,8 +6,8 @@ import torch
 from torch.torch_version import TorchVersion
 
 from configs.load import load
-from trainer.flops import parameter_shapes
-from trainer.trace import Collective, Traffic, trace_step
+from trainer.planning.flops import parameter_shapes
+from trainer.planning.traffic import Collective, Traffic, trace_step
 
 MICRO_BATCHES = 2
 TYPES = ("dtype", "float32"), ("compute_dtype", "bfloat16"), ("reduce_dtype", "float32")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from checkpoint.hf import TokenizerFiles, export_hf, import_hf
+from checkpoint.export.hf import TokenizerFiles, export_hf, import_hf
 from checkpoint.manifest import MANIFEST_NAME, TRAINER_NAME, read_manifest, sealed
 from checkpoint.safe_read import _Index, read_metadata, require_stored
 from checkpoint.tensor_stream import read_tensor
@@ -27,13 +27,13 @@ from scripts.export_hf import _tokenizer
 from tests.held import held
 from tests.unit.hf_support import TINY, make_model, save
 from tests.unit.test_checkpoint_exploits import reseal
-from trainer.console import Console
 from trainer.data import text
 from trainer.data.prepare import Settings, _is_finished
 from trainer.data.text import BadFiles, documents
 from trainer.data.tokenizer import load_tokenizer
 from trainer.lifecycle import read_status
-from trainer.metrics import cut_back
+from trainer.report.console import Console
+from trainer.report.metrics import cut_back
 from trainer.saved_state import check_saved_state
 
 MIB = 1 << 20

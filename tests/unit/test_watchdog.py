@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.hang import late
-from trainer.peers import Beat, Peers
-from trainer.watchdog import Watchdog
+from trainer.guards.hang import late
+from trainer.guards.peers import Beat, Peers
+from trainer.guards.watchdog import Watchdog
 
 
 @pytest.fixture

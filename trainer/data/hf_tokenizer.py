@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from checkpoint.hf import TokenizerFiles
+from checkpoint.export.hf import TokenizerFiles
 from configs.errors import KeelError, UserError
 from trainer.data.tokenizer import SPACE, JsonTokenizer, load_tokenizer
 

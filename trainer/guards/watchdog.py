@@ -1,6 +1,6 @@
 """A thread on every rank that looks after the others while the main thread computes, or waits for them.
 
-- It beats (trainer/peers.py), and on rank 0 keeps the time in status.json fresh.
+- It beats (trainer/guards/peers.py), and on rank 0 keeps the time in status.json fresh.
 - A step that takes half of `job.timeout_seconds` is a hang. The first rank to notice tells all, also those that are
   not in a step; each writes its Python stacks and last collectives to a file of `hangs/step-N/`, and one line in
   run.log names the ranks that the others wait for. That is before the time-out ends the run.
@@ -29,9 +29,9 @@ import torch.distributed as dist
 from configs.errors import KeelError, UserError
 from configs.files import AppendedFile, open_plain
 from parallelisms.torch_internals import store_of_the_job
-from trainer.hang import hang_folder, late, line_of_hang, write_report
+from trainer.guards.hang import hang_folder, late, line_of_hang, write_report
+from trainer.guards.peers import PERIOD_SECONDS, SILENT_SECONDS, Loss, Peers
 from trainer.lifecycle import refresh_status
-from trainer.peers import PERIOD_SECONDS, SILENT_SECONDS, Loss, Peers
 
 REFRESH_SECONDS = 30.0
 GRACE_SECONDS = 15.0

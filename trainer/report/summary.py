@@ -21,12 +21,12 @@ from configs.layout import (
 from configs.schema import Config, Model
 from configs.stages import layers_of_stages
 from models.documents import has_kernel
-from trainer.console import Row, count, duration, size
-from trainer.flops import flops_per_token
 from trainer.lifecycle import State
-from trainer.memory import estimate_memory
-from trainer.metrics import Kind
 from trainer.numerics import float32_products, promise
+from trainer.planning.flops import flops_per_token
+from trainer.planning.memory import estimate_memory
+from trainer.report.console import Row, count, duration, size
+from trainer.report.metrics import Kind
 
 _WIDTH = 85  # of a text that can be broken; with its label it fits a terminal of 100 columns
 

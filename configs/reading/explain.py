@@ -8,9 +8,9 @@ from typing import Any
 import tomli
 from pydantic import ValidationError
 
-from configs.keys import Key, KeyPath, dotted, find, key_path, nearest, schema_keys
-from configs.layers import Layers
-from configs.toml_text import value_text
+from configs.reading.keys import Key, KeyPath, dotted, find, key_path, nearest, schema_keys
+from configs.reading.merge import Layers
+from configs.reading.toml_text import value_text
 
 MAX_EXPLAINED = 200
 """Mistakes of a job."""

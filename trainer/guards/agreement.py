@@ -23,15 +23,15 @@ import xxhash
 
 from checkpoint.bits import CODE
 from configs.errors import ConfigError, KeelError, UserError
-from configs.keys import dotted
 from configs.load import LoadedConfig, leaves
+from configs.reading.keys import dotted
+from configs.reading.toml_text import value_text
 from configs.run_change import value_at
 from configs.schema import Config, Source
-from configs.toml_text import value_text
 from trainer.data.streaming import text_fingerprint
 from trainer.data.text import pieces
 from trainer.data.token_file import folder_fingerprint
-from trainer.environment import THREADS, code_hashes, environment, threads
+from trainer.guards.environment import THREADS, code_hashes, environment, threads
 
 Facts = Mapping[str, str]
 Result = TypeVar("Result")

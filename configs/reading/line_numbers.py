@@ -9,7 +9,7 @@ import re
 
 import tomli
 
-from configs.keys import KeyPath
+from configs.reading.keys import KeyPath
 
 _BLANK = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
 _KEY = re.compile(r"""[ \t]*("(?:[^"\\]|\\.)*"|'[^']*'|[A-Za-z0-9_-]+)[ \t]*(\.?)""")

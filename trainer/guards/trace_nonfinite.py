@@ -7,10 +7,10 @@ import socket
 
 import torch.distributed as dist
 
-from parallelisms.nonfinite import Finding, NonfiniteTracer, weights_not_finite
+from parallelisms.guards.nonfinite import Finding, NonfiniteTracer, weights_not_finite
 from trainer.data.loader import MicroBatch
+from trainer.guards.verdict import name_ranks
 from trainer.step import Learner
-from trainer.verdict import name_ranks
 
 _Found = tuple[Finding | None, list[int], str]
 """A rank's first finding, the samples in question, and its host."""

@@ -6,10 +6,10 @@ from typing import Any
 from configs.checks import check
 from configs.errors import ConfigError
 from configs.layout import mesh_sizes
+from configs.reading.toml_text import value_text
 from configs.schema import ActivationCheckpoint, Config
-from configs.toml_text import value_text
-from trainer.console import size
-from trainer.memory import estimate_memory
+from trainer.planning.memory import estimate_memory
+from trainer.report.console import size
 
 CONTEXT_BYTES = 2**30
 """What CUDA itself and NCCL's communicators take of a GPU, beside torch's tensors: half a GiB to one."""

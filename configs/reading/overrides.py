@@ -11,7 +11,7 @@ from typing import Any
 import tomli
 
 from configs.errors import ConfigError
-from configs.keys import KeyPath, key_path
+from configs.reading.keys import KeyPath, key_path
 
 
 @dataclass(frozen=True)

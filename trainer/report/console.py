@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from configs.files import AppendedFile
 from configs.untrusted import printable
-from trainer.metrics import StepMetrics
-from trainer.outages import Outages
+from trainer.guards.outages import Outages
+from trainer.report.metrics import StepMetrics
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole

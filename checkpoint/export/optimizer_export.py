@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from checkpoint.compare import described, require_same
+from checkpoint.export.output import finish, unfinished_folder, write_json
+from checkpoint.export.torch_file import Later, write_torch_file
 from checkpoint.manifest import MANIFEST_NAME, read_manifest
-from checkpoint.output import finish, unfinished_folder, write_json
 from checkpoint.pin import Pin
 from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import Counter, Progress, entry_of, n_bytes, read_part, read_tensor
-from checkpoint.torch_file import Later, write_torch_file
 from checkpoint.verify import check_tensors
 from configs.errors import UserError
 

@@ -33,8 +33,8 @@ from torch import Tensor
 from configs.errors import UserError
 from parallelisms.torch_internals import issuing_group, listening, prepare_listening, tensors_of, world_name
 
-_HOME = str(Path(__file__).resolve().parents[1]) + os.sep
-_NOT_CALLERS = {str(Path(__file__).resolve()), str(Path(__file__).resolve().with_name("torch_internals.py"))}
+_HOME = str(Path(__file__).resolve().parents[2]) + os.sep
+_NOT_CALLERS = {str(Path(__file__).resolve()), str(Path(__file__).resolve().parents[1] / "torch_internals.py")}
 
 Channel = tuple[str, tuple[int, ...]]
 """Those that must agree: name of a process group and its ranks; of a message, its sender and its receiver."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from configs.files import open_plain
 from parallelisms.torch_internals import collectives_issued, last_collectives
-from trainer.peers import Beat
+from trainer.guards.peers import Beat
 
 SHOWN_COLLECTIVES = 50
 

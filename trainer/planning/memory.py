@@ -33,9 +33,9 @@ from configs.layout import (
 from configs.schema import ActivationCheckpoint, Config
 from configs.stages import layers_of_stages, stages_of_rank, stages_per_rank
 from parallelisms.fsdp import is_needed
-from parallelisms.zero import assign_owners
-from trainer.flops import Shape, parameter_shapes
+from parallelisms.owner_partition import assign_owners
 from trainer.loss import chunk_rows
+from trainer.planning.flops import Shape, parameter_shapes
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 _WORKSPACE_BYTES = 2 * 32 * 2**20

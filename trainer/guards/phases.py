@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelisms.collective_waits import CollectiveWaits
-from trainer.verdict import name_ranks
+from parallelisms.guards.collective_waits import CollectiveWaits
+from trainer.guards.verdict import name_ranks
 
 _SAMPLES = 6  # a window
 _WINDOWS = 3  # in a row in which the same rank is the slow one before it is said: a busy machine has bad moments

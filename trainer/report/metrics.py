@@ -31,7 +31,7 @@ from typing import Any
 
 from configs.files import AppendedFile, link_refused, require_plain, write_atomically
 from configs.untrusted import parse_json
-from trainer.outages import Outages
+from trainer.guards.outages import Outages
 
 # --------------------------------------------------------------------------- time
 
@@ -158,7 +158,7 @@ class StepMetrics:
     step_seconds: float | None
     data_seconds: float | None
     mfu: float | None
-    """Model FLOPs utilization, 0 to 1 (trainer/flops.py); null if the device's peak is unknown."""
+    """Model FLOPs utilization, 0 to 1 (trainer/planning/flops.py); null if the device's peak is unknown."""
     tflops: float | None
     """Model TFLOP/s a device, by the same count as mfu."""
     memory_peak_bytes: int

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from configs.keys import KeyPath
+from configs.reading.keys import KeyPath
 
 Comment = Callable[[KeyPath], str]
 """What to write behind the key at a path."""

@@ -16,7 +16,7 @@ import xxhash
 from checkpoint.bits import CODE
 from configs.load import LoadedConfig
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("checkpoint", "configs", "models", "parallelisms", "trainer")
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",

@@ -12,9 +12,9 @@ from typing import Any
 import tomli
 
 from configs.errors import ConfigError
-from configs.keys import KeyPath, dotted
-from configs.locate import line_numbers
-from configs.toml_text import value_text
+from configs.reading.keys import KeyPath, dotted
+from configs.reading.line_numbers import line_numbers
+from configs.reading.toml_text import value_text
 from configs.untrusted import read_file, require_64_bits, require_shallow
 
 MAX_FILE_BYTES = 256 << 10

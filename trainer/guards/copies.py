@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from configs.errors import UserError
-from parallelisms.replicas import Copy, described, differences, heal
+from parallelisms.guards.replicas import Copy, described, differences, heal
 
 
 def see_that_copies_are_equal(

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from parallelisms.torch_internals import store_of_all_ranks
-from trainer.console import Console, duration
 from trainer.lifecycle import StopRequest
+from trainer.report.console import Console, duration
 
 _TICK_SECONDS = 0.2
 """How often a thread looks whether its own rank was signalled."""

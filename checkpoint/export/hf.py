@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoint import manifest as manifests
 from checkpoint.compare import described, require_same
-from checkpoint.hf_config import Shape, checkpoint_shapes, place_of, seq_len_of, tensor_shapes, to_hf, to_keel
+from checkpoint.export.hf_config import Shape, checkpoint_shapes, place_of, seq_len_of, tensor_shapes, to_hf, to_keel
+from checkpoint.export.output import finish, unfinished_folder, write_bytes, write_json
 from checkpoint.manifest import Manifest, damaged, is_plain_name, read_manifest
-from checkpoint.output import finish, unfinished_folder, write_bytes, write_json
 from checkpoint.pin import Pin
 from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import (
@@ -38,8 +38,8 @@ from checkpoint.tensor_stream import (
 )
 from checkpoint.verify import check_tensors
 from configs.errors import UserError
+from configs.reading.toml_text import table_text
 from configs.schema import Model
-from configs.toml_text import table_text
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, require_64_bits, shortened
 
 MAX_SHARD_BYTES = 5_000_000_000
