@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.layout import head_dim, is_mixture, n_kv_heads
+from configs.plan import Plan, TensorRole
 from configs.schema import Model, RopeScaling
 from models.documents import Documents, NumberedDocuments, attend_within, has_kernel
 from models.feed_forward import FeedForward
 from models.moe import Load, MixtureOfExperts, Router
-from models.plan import Plan, TensorRole
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
 Mask = NumberedDocuments | Tensor  # which pairs of tokens see each other; a tensor says it of all (batch, 1, seq, seq)

@@ -31,8 +31,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from configs.errors import ConfigError
 from configs.layout import layer_numbers
+from configs.plan import plan_of
 from configs.schema import ActivationCheckpoint
-from parallelisms.plan import plan_of
 from parallelisms.torch_internals import count_grouped_queries
 
 _MATRIX = "keel_matrix"

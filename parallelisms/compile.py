@@ -8,7 +8,7 @@ other costly part, compiles its own kernels (`trainer/loss.py`).
 import torch
 from torch import nn
 
-from parallelisms.plan import plan_of
+from configs.plan import plan_of
 
 
 def apply_compile(model: nn.Module) -> None:

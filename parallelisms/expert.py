@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Shard
 
-from parallelisms.plan import plan_of
+from configs.plan import plan_of
 
 _c10d = torch.ops._c10d_functional
 

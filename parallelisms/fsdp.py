@@ -27,9 +27,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from configs.layout import cut_dim, reduces_once, reshard_after_forward
+from configs.plan import plan_of
 from configs.schema import Comm, Fsdp, Training
 from parallelisms.mesh import Mesh
-from parallelisms.plan import plan_of
 from parallelisms.torch_internals import compute_within
 
 

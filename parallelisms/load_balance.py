@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from configs.plan import plan_of
 from configs.schema import Config
 from parallelisms.mesh import Mesh
-from parallelisms.plan import plan_of
 
 
 def apply_load_balance(model: nn.Module, mesh: Mesh, config: Config) -> None:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from parallelisms.plan import plan_of
+from configs.plan import plan_of
 
 BUCKET_BYTES = 32 << 20
 """Large enough that a broadcast's latency does not count, small enough that the first layers need not wait long."""

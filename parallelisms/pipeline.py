@@ -28,12 +28,12 @@ from torch.distributed.pipelining import (
 
 from configs.errors import UserError
 from configs.layout import accumulation_steps
+from configs.plan import plan_of
 from configs.schema import Config
 from configs.stages import layers_of_stages, n_stages, rank_of_stage, stages_of_rank
 from parallelisms.fsdp import reshard
 from parallelisms.mesh import Mesh
 from parallelisms.passes import Call
-from parallelisms.plan import plan_of
 from parallelisms.torch_internals import has_zero_bubble
 
 _SCHEDULES: dict[str, Callable[..., Any]] = {

@@ -5,17 +5,18 @@ groups gather over different process groups, such as experts on a mesh of their 
 gather that itself waited behind others, over links that were free (the subject of pytorch/pytorch#116611). With
 `comm.streams = "per_group"` each process group's gathers queue behind each other only.
 
-On a CPU there are no streams, and FSDP's own gathers are over when they return. Here they return at once, with a handle
-for which the computation waits where it needs the parameters, and the handles form the queues: so overlap, and what
-either kind of queue costs, can be measured with gloo. Values are the same in each mode: only waiting differs, never
-what is gathered nor in which order it is issued.
+On a CPU there are no streams, and FSDP's own gathers are over when they return. That is how a job runs there unless it
+asks for queues: with `comm.streams = "per_group"`, with `[comm.simulate]`, or to count gathers, they return at once,
+with a handle for which the computation waits where it needs the parameters. The handles form the queues, so overlap,
+and what either kind of queue costs, can be measured with gloo. Values are the same in each mode: only waiting differs,
+never what is gathered nor in which order it is issued.
 
 `[comm.simulate]` delays every gather in its queue, as a slower network would, and reductions likewise.
 """
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -39,7 +40,7 @@ from parallelisms.torch_internals import (
 
 @dataclass
 class GatherCounts:
-    """What the gathers of a model did; on a CPU only, where their handles know."""
+    """What the gathers of a model did on a CPU."""
 
     gathers: int = 0
     waits: int = 0
@@ -48,27 +49,36 @@ class GatherCounts:
     """Of those, gathers that had waited in their queue behind another process group's."""
 
 
-def queue_gathers(stages: Iterable[nn.Module], comm: Comm, device: torch.device) -> GatherCounts:
-    """Set up the queues and delays of models whose parameters are in memory; a pipeline's stages have their own.
+def queue_gathers(stages: Iterable[nn.Module], comm: Comm, device: torch.device) -> None:
+    """Set up the queues and delays of models whose parameters are in memory; a pipeline's stages have their own."""
+    if device.type == "cpu":
+        if comm.streams == "per_group" or comm.simulate != Simulate():
+            count_gathers(stages, comm)
+        return
+    if comm.streams == "per_group":
+        # Kernels of two communicators run side by side: NCCL starts them in one order on all ranks, or they may wait
+        # for each other. It reads this when the first communicator is made, at the first collective on a GPU.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    for root in _roots(stages):
+        if comm.streams == "per_group":
+            separate_streams(root)
+        _delay_in_streams(root, comm.simulate)
+
+
+def count_gathers(stages: Iterable[nn.Module], comm: Comm) -> GatherCounts:
+    """On a CPU, let the gathers of models whose parameters are in memory form queues, and count them.
 
     Returns:
         The counts, which go on as the models compute.
     """
     counts = GatherCounts()
-    if device.type == "cuda" and comm.streams == "per_group":
-        # Kernels of two communicators run side by side: NCCL starts them in one order on all ranks, or they may wait
-        # for each other. It reads this when the first communicator is made, at the first collective on a GPU.
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    for root in stages:
-        if not isinstance(root, FSDPModule):
-            continue
-        if device.type == "cpu":
-            _queue_on_cpu(root, comm, counts)
-        else:
-            if comm.streams == "per_group":
-                separate_streams(root)
-            _delay_in_streams(root, comm.simulate)
+    for root in _roots(stages):
+        _queue_on_cpu(root, comm, counts)
     return counts
+
+
+def _roots(stages: Iterable[nn.Module]) -> Iterator[FSDPModule]:
+    return (stage for stage in stages if isinstance(stage, FSDPModule))
 
 
 @dataclass(frozen=True)

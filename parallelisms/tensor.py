@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from parallelisms.plan import plan_of
+from configs.plan import plan_of
 from parallelisms.ties import ties_kept
 
 SEQUENCE = Shard(1)

@@ -24,9 +24,9 @@ from checkpoint.manifest import read_manifest
 from checkpoint.room import free_memory
 from checkpoint.safe_read import read_metadata
 from configs.errors import UserError
+from configs.plan import plan_of
 from configs.schema import Config
 from models import build_model
-from parallelisms.plan import plan_of
 from scripts.command import parser_of, run_command
 from trainer.lr_schedule import learning_rate
 from trainer.optimizer import plain_optimizers, set_lr

@@ -29,7 +29,7 @@ from configs.layout import mesh_sizes
 from configs.load import load
 from configs.schema import Config
 from parallelisms.mesh import Mesh, build_mesh, start_process_group
-from parallelisms.streams import GatherCounts
+from parallelisms.streams import GatherCounts, count_gathers
 from scripts.benchmark import take_turns
 from trainer.data.loader import build_loader
 from trainer.step import build_learner
@@ -52,6 +52,8 @@ def variants(milliseconds: float, depths: list[int]) -> dict[str, list[str]]:
 def _step(config: Config, mesh: Mesh) -> tuple[Callable[[], None], GatherCounts]:
     """A warmed-up step, after which all ranks are at the same place, and the counts that it adds to."""
     learner = build_learner(config, mesh)
+    is_cpu = mesh.device.type == "cpu"
+    counts = count_gathers(learner.stages.values(), config.comm) if is_cpu else GatherCounts()
     loader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
 
     def step() -> None:
@@ -60,7 +62,7 @@ def _step(config: Config, mesh: Mesh) -> tuple[Callable[[], None], GatherCounts]
 
     for _ in range(WARM_UP_STEPS):
         step()
-    return step, learner.gathers
+    return step, counts
 
 
 def measure(

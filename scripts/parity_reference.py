@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.load import load
+from configs.plan import plan_of
 from configs.schema import Config, Optimizer
 from models import build_model
 from parallelisms.init import materialize
-from parallelisms.plan import plan_of
 from trainer.data.loader import MicroBatch, build_loader
 from trainer.lr_schedule import learning_rate
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from configs.plan import plan_of
 from configs.schema import Config
 from models import build_model
 from models.documents import Documents
@@ -29,8 +30,7 @@ from parallelisms.owner_partition import OwnerPartition
 from parallelisms.parallelize import parallelize
 from parallelisms.passes import Call, OneByOne, Passes
 from parallelisms.pipeline import Pipeline
-from parallelisms.plan import plan_of
-from parallelisms.streams import GatherCounts, queue_gathers
+from parallelisms.streams import queue_gathers
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.guards.verdict import StepResult, agree, agreed_norm, decide
 from trainer.loss import CrossEntropy
@@ -52,7 +52,6 @@ class Learner:
     loss: CrossEntropy
     load_balance: LoadBalance
     guard: OrderGuard
-    gathers: GatherCounts
 
     def step(
         self,
@@ -195,7 +194,7 @@ def build_stages(config: Config, mesh: Mesh) -> tuple[dict[int, nn.Module], list
 
 def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], model_names: Sequence[str]) -> Learner:
     """The learner of what `build_stages` returned, with parameters in memory."""
-    gathers = queue_gathers(stages.values(), config.comm, mesh.device)
+    queue_gathers(stages.values(), config.comm, mesh.device)
     return Learner(
         config=config,
         mesh=mesh,
@@ -210,7 +209,6 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
         ),
         load_balance=LoadBalance(stages, config, mesh),
         guard=OrderGuard(config.comm.order_guard_interval, groups_of_axes(mesh).values()),
-        gathers=gathers,
     )
 
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from configs.plan import plan_of
 from parallelisms.attention.blocked import DocumentPairs, accumulation_dtype, attend, attend_backward, merge_
-from parallelisms.plan import plan_of
 
 _c10d = torch.ops._c10d_functional
 

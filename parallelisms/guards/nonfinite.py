@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from configs.plan import plan_of
 from parallelisms.grad_norm import local_part
-from parallelisms.plan import plan_of
 from parallelisms.torch_internals import is_in_backward, tensors_of
 
 _WEIGHTS, _FORWARD, _BACKWARD, _REDUCED = range(4)

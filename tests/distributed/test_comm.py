@@ -16,14 +16,14 @@ from configs.layout import mesh_sizes
 from configs.load import load
 from configs.schema import Comm, Simulate
 from parallelisms.mesh import build_mesh
-from parallelisms.streams import queue_gathers
+from parallelisms.streams import count_gathers, queue_gathers
 from parallelisms.torch_internals import separate_streams
 from scripts.overlap import measure, variants
 from trainer.data.loader import build_loader
 from trainer.step import build_learner
 
 MODES = {
-    "shared": (),
+    "FSDP's own": (),
     "again": (),
     "per group": ("--comm.streams", "per_group"),
     "no prefetch": ("--comm.prefetch_forward", "0", "--comm.prefetch_backward", "0"),
@@ -37,27 +37,29 @@ MESHES = {
 }
 
 
-def train(words: tuple[str, ...]) -> tuple[list[float], list[float], dict[str, torch.Tensor], int]:
-    """Losses, norms, this rank's final weights, and the gathers counted, of two steps."""
+def train(words: tuple[str, ...], queues: bool = False) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, norms and this rank's final weights of two steps; `queues`: gathers queue although no key asks for it."""
     n_ranks = dist.get_world_size()
     config = load("parity.toml", words, n_ranks).config
     mesh = build_mesh(mesh_sizes(config, n_ranks), torch.device("cpu"))
     learner = build_learner(config, mesh)
+    counts = count_gathers(learner.stages.values(), config.comm) if queues else None
     loader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
     results = [learner.step(next(loader), lr=1e-3) for _ in range(2)]
     loader.close()
     weights = {name: p.to_local().detach().clone() for name, p in learner.parameters.items()}
-    return [r.loss for r in results], [r.grad_norm for r in results], weights, learner.gathers.gathers
+    assert counts is None or counts.gathers > 0
+    return [r.loss for r in results], [r.grad_norm for r in results], weights
 
 
 def differences(words: tuple[str, ...]) -> list[str]:
     """Modes whose values are not those of the first, bit for bit."""
     runs = {mode: train((*words, *more)) for mode, more in MODES.items()}
-    losses, norms, weights, gathers = runs["shared"]
-    assert gathers > 0
+    runs["one queue"] = train(words, queues=True)
+    losses, norms, weights = runs["FSDP's own"]
     return [
         mode
-        for mode, (other_losses, other_norms, other_weights, _) in runs.items()
+        for mode, (other_losses, other_norms, other_weights) in runs.items()
         if (losses, norms) != (other_losses, other_norms)
         or any(not torch.equal(weights[name], other_weights[name]) for name in weights)
     ]
@@ -98,7 +100,7 @@ def two_meshes(mode: str) -> tuple[list[float], torch.Tensor, int, int, int]:
     if mode == "gpu":
         assert separate_streams(model) == 2
     elif mode != "torch":
-        counts = queue_gathers([model], Comm(streams=mode, simulate=delays), torch.device("cpu"))
+        counts = count_gathers([model], Comm(streams=mode, simulate=delays))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(3):

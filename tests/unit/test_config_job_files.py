@@ -10,7 +10,7 @@ import pytest
 from configs.layout import active_parameter_count, mesh_sizes, parameter_count, smallest_world_size
 from configs.load import JOB_FILES, load
 from scripts.config_schema import SCHEMA_FILE, schema_text
-from trainer.planning.flops import parameter_shapes
+from trainer.planning.skeleton import skeleton
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,7 +56,7 @@ def test_sizes_are_the_published_ones(name, count):
 @pytest.mark.parametrize("name", HARDWARE)
 def test_the_formula_counts_what_the_shapes_hold(name):
     model = load(name).config.model
-    shapes = parameter_shapes(model).values()
+    shapes = skeleton(model).shapes.values()
     assert parameter_count(model) == sum(map(prod, shapes))
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from configs.schema import Model
 from models import build_model
 from parallelisms.owner_partition import assign_owners
-from trainer.planning.flops import parameter_shapes
+from trainer.planning.skeleton import skeleton
 
 SIZES = st.dictionaries(st.text(max_size=3), st.integers(0, 1000), max_size=12)
 
@@ -38,7 +38,7 @@ def test_equal_sizes_go_by_name_and_rank():
 @pytest.mark.parametrize("tied", [False, True])
 def test_llama_7b_is_shared_out_evenly(tied):
     model = Model(dim=4096, n_layers=32, n_heads=32, ffn_dim=11008, vocab_size=32000, tie_embeddings=tied)
-    shapes = parameter_shapes(model)
+    shapes = skeleton(model).shapes
     elements = {name: shape[0] * (shape[1] if len(shape) > 1 else 1) for name, shape in shapes.items()}
     totals = [0] * 8
     for name, owner in assign_owners(elements, totals).items():

@@ -6,7 +6,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from configs.load import load
-from trainer.planning.flops import parameter_shapes
+from trainer.planning.skeleton import skeleton
 from trainer.planning.traffic import Collective, Traffic, trace_step
 
 MICRO_BATCHES = 2
@@ -26,7 +26,7 @@ def hidden_bytes(config):
 
 def test_fsdp_gathers_and_reduces_each_group_by_its_size():
     config, traffic = traced(4, 2)
-    elements = {name: prod(shape) for name, shape in parameter_shapes(config.model).items()}
+    elements = {name: prod(shape) for name, shape in skeleton(config.model).shapes.items()}
     last_group = elements["norm.weight"] + elements["lm_head.weight"]
     groups = config.model.n_layers + 2
     gathered = 2 * sum(elements.values()) - last_group  # forward and backward, but the last group stays

@@ -18,9 +18,9 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from configs.plan import plan_of
 from configs.schema import ActivationCheckpoint
 from parallelisms.activation_checkpoint import Selection, matrices, select, selected_layers
-from parallelisms.plan import plan_of
 
 Fate = Literal["saved", "recomputed", "not needed"]
 

@@ -21,50 +21,8 @@ embedding besides); multiply `mfu` by full / causal, both in the start-up summar
 
 from dataclasses import dataclass
 
-from configs.layout import active_matrices, expert_dim, head_dim, is_mixture, n_kv_heads
+from configs.layout import active_matrices, head_dim
 from configs.schema import Model
-
-Shape = tuple[int, ...]
-
-
-def parameter_shapes(model: Model) -> dict[str, Shape]:
-    """Name -> shape of each parameter of the Llama that `[model]` describes; a tied head is not named twice."""
-    query, kv = model.n_heads * head_dim(model), n_kv_heads(model) * head_dim(model)
-    attention: dict[str, Shape] = {
-        "input_layernorm.weight": (model.dim,),
-        "self_attn.q_proj.weight": (query, model.dim),
-        "self_attn.k_proj.weight": (kv, model.dim),
-        "self_attn.v_proj.weight": (kv, model.dim),
-        "self_attn.o_proj.weight": (model.dim, query),
-        "post_attention_layernorm.weight": (model.dim,),
-    }
-    shapes: dict[str, Shape] = {"embed_tokens.weight": (model.vocab_size, model.dim)}
-    for layer in range(model.n_layers):
-        block = attention | (
-            _mixture(model) if is_mixture(model, layer) else _feed_forward("mlp", model.dim, model.ffn_dim)
-        )
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in block.items()}
-    shapes["norm.weight"] = (model.dim,)
-    if not model.tie_embeddings:
-        shapes["lm_head.weight"] = (model.vocab_size, model.dim)
-    return shapes
-
-
-def _feed_forward(name: str, dim: int, inner: int) -> dict[str, Shape]:
-    shapes = {"gate_proj": (inner, dim), "up_proj": (inner, dim), "down_proj": (dim, inner)}
-    return {f"{name}.{matrix}.weight": shape for matrix, shape in shapes.items()}
-
-
-def _mixture(model: Model) -> dict[str, Shape]:
-    experts, inner = model.n_experts or 0, expert_dim(model)
-    shapes = {
-        "mlp.router.weight": (experts, model.dim),
-        "mlp.experts.gate_proj": (experts, inner, model.dim),
-        "mlp.experts.up_proj": (experts, inner, model.dim),
-        "mlp.experts.down_proj": (experts, model.dim, inner),
-    }
-    shared = model.n_shared_experts * inner
-    return shapes | (_feed_forward("mlp.shared_experts", model.dim, shared) if shared else {})
 
 
 @dataclass(frozen=True)

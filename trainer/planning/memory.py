@@ -14,7 +14,7 @@ reserved in pieces that nothing fits into (2 to 10 GiB in the jobs of this repos
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
 
@@ -35,7 +35,7 @@ from configs.stages import layers_of_stages, stages_of_rank, stages_per_rank
 from parallelisms.fsdp import is_needed
 from parallelisms.owner_partition import assign_owners
 from trainer.loss import chunk_rows
-from trainer.planning.flops import Shape, parameter_shapes
+from trainer.planning.skeleton import Shape, Skeleton, skeleton
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 _WORKSPACE_BYTES = 2 * 32 * 2**20
@@ -119,7 +119,7 @@ class RankMemory:
 
     def estimate(self) -> MemoryEstimate:
         """What lives from step to step, and the worst moment."""
-        config, shards = self.config, {name: _sharded(shape, self.sizes) for name, shape in self.shapes.items()}
+        config, shards = self.config, {name: self._sharded(name) for name in self.shapes}
         return MemoryEstimate(
             parameters=sum(shards.values()) * self.state_bytes,
             gradients=self._gradients(sum(shards.values())),
@@ -150,31 +150,47 @@ class RankMemory:
     def has_head(self) -> bool:
         return len(layers_of_stages(self.config)) - 1 in self.stages
 
+    @property
+    def model(self) -> Skeleton:
+        return skeleton(self.config.model)
+
     @cached_property
     def shapes(self) -> dict[str, Shape]:
         """Its parameters, as FSDP gathers them: cut by tensor and expert parallelism."""
-        every = parameter_shapes(self.config.model).items()
-        return {name: _own_shape(name, shape, self.sizes) for name, shape in every if self._holds(name)}
+        return {name: self._own_shape(name) for name in self.model.shapes if self._holds(name)}
 
     def _holds(self, name: str) -> bool:
-        if name.startswith("layers."):
-            return int(name.split(".")[1]) in self.layers
-        return self.has_embedding if name.startswith("embed") else self.has_head
+        block = self.model.block_of(name)
+        if block is not None:
+            return block in self.layers
+        return self.has_embedding if self.model.is_before_blocks(name) else self.has_head
+
+    def _own_shape(self, name: str) -> Shape:
+        """What FSDP gathers: a tensor-parallel rank's part, of the experts that an expert-parallel rank holds."""
+        shape, cut = list(self.model.shapes[name]), self.model.tp_dimension(name)
+        if cut is not None:
+            shape[cut] = ceil(shape[cut] / self.sizes.tp)
+        if self.model.is_of_experts(name):
+            shape[0] //= self.sizes.ep
+        return tuple(shape)
+
+    def _sharded(self, name: str) -> int:
+        """Elements of the largest FSDP shard."""
+        shape = self.shapes[name]
+        n_shards = self.sizes.expert_shard if self.model.is_of_experts(name) else self.sizes.fsdp_shard
+        cut = cut_dim(shape, n_shards)
+        return ceil(shape[cut] / n_shards) * prod(shape) // shape[cut]
 
     @cached_property
     def groups(self) -> list[_Group]:
         """FSDP's groups in forward order; the ends of a tied model are the root's, gathered throughout."""
-        elements: dict[str, list[int]] = {}
+        groups: dict[str, _Group] = {}
         for name, shape in self.shapes.items():
-            is_block = name.startswith("layers.")
-            end = "root" if self.config.model.tie_embeddings else "embedding" if name.startswith("embed") else "head"
-            group = ".".join(name.split(".")[:2]) if is_block else end
-            whole, shard = elements.setdefault(group, [0, 0])
-            elements[group] = [whole + prod(shape), shard + _sharded(shape, self.sizes)]
-        return [
-            _Group(name, whole, shard, int(name.split(".")[1]) if name.startswith("layers.") else None)
-            for name, (whole, shard) in elements.items()
-        ]
+            key = self.model.fsdp_group_of(name)
+            group = groups.get(key, _Group(key, 0, 0, self.model.block_of(name)))
+            elements, shard = group.elements + prod(shape), group.shard + self._sharded(name)
+            groups[key] = replace(group, elements=elements, shard=shard)
+        return list(groups.values())
 
     @property
     def micro_batches(self) -> int:
@@ -381,41 +397,14 @@ def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int
     the broadcasts are not counted: they are freed before there are activations.
     """
     state_bytes = _BYTES[config.training.dtype]
-    masters = config.fsdp.owner_broadcast_dtype is not None
+    masters, model = config.fsdp.owner_broadcast_dtype is not None, skeleton(config.model)
     total = [0] * (sizes.replicas if sizes.by_owner else 1)
     owners = assign_owners(elements, total)
     for name, size in elements.items():
-        by_muon = config.optimizer.name == "muon" and name.startswith("layers.") and "norm" not in name
+        by_muon = config.optimizer.name == "muon" and model.block_of(name) is not None and len(model.shapes[name]) == 2
         tensors = (masters + 1) * sizes.tp if by_muon else masters + 2
         total[owners[name]] += tensors * size * state_bytes + (0 if by_muon else 4)
     return total
-
-
-def _tp_shape(name: str, shape: Shape, tp: int) -> Shape:
-    """A tensor-parallel rank's part: norms and routers whole, o_proj and down_proj cut by columns, the rest by rows."""
-    if len(shape) == 1 or "router" in name:
-        return shape
-    *stacked, rows, columns = shape
-    by_columns = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
-    return (*stacked, rows, ceil(columns / tp)) if by_columns else (*stacked, ceil(rows / tp), columns)
-
-
-def _own_shape(name: str, shape: Shape, sizes: MeshSizes) -> Shape:
-    """What FSDP gathers: a tensor-parallel rank's part, of the experts that an expert-parallel rank holds."""
-    shape = _tp_shape(name, shape, sizes.tp)
-    return (shape[0] // sizes.ep, *shape[1:]) if _is_of_experts(shape) else shape
-
-
-def _sharded(shape: Shape, sizes: MeshSizes) -> int:
-    """Elements of the largest FSDP shard."""
-    n_shards = sizes.expert_shard if _is_of_experts(shape) else sizes.fsdp_shard
-    cut = cut_dim(shape, n_shards)
-    return ceil(shape[cut] / n_shards) * prod(shape) // shape[cut]
-
-
-def _is_of_experts(shape: Shape) -> bool:
-    """Their matrices are stacked."""
-    return len(shape) == 3
 
 
 # --------------------------------------------------------------------------- a block's activations

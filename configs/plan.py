@@ -5,7 +5,7 @@ and its plan; no technique changes.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 TensorRole = Literal[
     "embedding", "norm", "gather", "column", "row", "head", "parts", "part_whole", "part_column", "part_row"
@@ -58,3 +58,8 @@ class Plan:
 
     save_ops: tuple[str, ...]
     """Ops whose outputs selective activation checkpointing keeps unless the config names others: the costly ones."""
+
+
+def plan_of(model: Any) -> Plan:
+    """The plan of a model, an `nn.Module` that has one as its attribute `plan`."""
+    return model.plan
