@@ -38,11 +38,12 @@ from checkpoint.manifest import Damaged, FileEntry, Manifest, Origin, RunChange,
 from checkpoint.pin import Pinned, remove
 from checkpoint.room import measure_room
 from checkpoint.safe_read import read_metadata
-from checkpoint.store import NotFinite, SaveFailed, Shard, State, on_rank_zero, save_failed
+from checkpoint.store import NotFinite, SaveFailed, Shard, State, save_failed
 from checkpoint.verify import content_damages
 from checkpoint.votes import SaveClock, Vote
 from configs.errors import ConfigError, UserError
 from configs.schema import Checkpoint
+from parallelisms.ranks import gather, on_rank_zero
 
 TrainerState = dict[str, Any]
 SHOWN_DIFFERENCES = 8
@@ -511,8 +512,7 @@ class CheckpointManager:
 
     def _places(self, names: list[str]) -> list[str]:
         """ "NAME of rank R on HOST" for the names of all ranks; the same on all."""
-        by_rank: list[tuple[str, list[str]]] = [("", [])] * dist.get_world_size(self._writers)
-        dist.all_gather_object(by_rank, (socket.gethostname(), names), group=self._writers)
+        by_rank = gather((socket.gethostname(), names), self._writers)
         return [f"{name} of rank {rank} on {host}" for rank, (host, names) in enumerate(by_rank) for name in names]
 
     def _newest(self) -> Path | None:

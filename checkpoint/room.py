@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint.store import Shard
+from parallelisms.ranks import gather
 
 MEMORY_SHARE = 0.95
 """Of a host's free memory that staging may take: the writer, the loader and the page cache need some, too."""
@@ -55,12 +56,10 @@ def measure_room(
     staged = sum(shard.local.numel() * dtype(name, shard.local).itemsize for name, shard in shards.items())
     names = blake2b(repr(sorted(whole)).encode(), digest_size=8).hexdigest()
     own = (socket.gethostname(), staged, free_memory(), names, shutil.disk_usage(folder).free)
-    by_rank: list[tuple[str, int, int, str, int]] = [own] * dist.get_world_size(group)
-    dist.all_gather_object(by_rank, own, group=group)
+    by_rank = gather(own, group)
     # Most ranks hold parts of the same tensors: one of each kind says how large they are.
     is_first = [rank[3] for rank in by_rank].index(names) == dist.get_rank(group)
-    sizes: list[dict[str, int]] = [{}] * len(by_rank)
-    dist.all_gather_object(sizes, whole if is_first else {}, group=group)
+    sizes = gather(whole if is_first else {}, group)
     hosts: dict[str, tuple[int, int]] = {}
     for host, of_rank, free, _, _ in by_rank:
         before, least = hosts.get(host, (0, free))

@@ -51,6 +51,7 @@ from checkpoint.manifest import FileEntry, damaged
 from checkpoint.safe_read import require_stored
 from checkpoint.tensor_stream import synced_file
 from configs.errors import UserError
+from parallelisms.ranks import gather, on_rank_zero
 
 State = Mapping[str, Tensor]
 Result = TypeVar("Result")
@@ -212,9 +213,7 @@ def write(folder: Path, shards: Mapping[str, Shard], group: dist.ProcessGroup) -
         reasons = "; ".join(f"rank {rank}: {error}" for rank, (error, _) in sorted(failure.failures.items()))
         # Only the first rank knows the plans of all.
         raise on_rank_zero(group, lambda: save_failed(folder, reasons, planner.n_bytes)) from None
-    files: list[dict[str, FileEntry]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(files, writer.fs.files, group=group)
-    return {name: entry for of_rank in files for name, entry in of_rank.items()}
+    return {name: entry for files in gather(writer.fs.files, group) for name, entry in files.items()}
 
 
 def save_failed(folder: Path, reason: object, n_bytes: int | None = None) -> SaveFailed:
@@ -262,27 +261,10 @@ def differences(
     saved = metadata.state_dict_metadata
     mine = [_difference(name, shard, saved.get(name), may_convert) for name, shard in shards.items()]
     # A rank needn't hold every tensor (pipeline stages): superfluous is what no rank holds.
-    report = ({line for line in mine if line}, saved.keys() - shards.keys())
-    reports: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reports, report, group=group)
+    reports = gather(({line for line in mine if line}, saved.keys() - shards.keys()), group)
     lines = set().union(*(lines for lines, _ in reports))
     superfluous = set.intersection(*(set(names) for _, names in reports))
     return sorted(lines | {f"{name}: only in the checkpoint" for name in superfluous})
-
-
-def on_rank_zero(group: dist.ProcessGroup | None, action: Callable[[], Result]) -> Result:
-    """Run `action` on the first rank of `group` only (None: of all); all return what it returns or raise its error."""
-    result_and_error: list[Any] = [None, None]
-    if dist.get_rank(group) == 0:
-        try:
-            result_and_error[0] = action()
-        except Exception as error:
-            result_and_error[1] = error
-    dist.broadcast_object_list(result_and_error, group_src=0, group=group)
-    result, failure = result_and_error
-    if failure is not None:
-        raise failure
-    return result
 
 
 def _difference(name: str, shard: Shard, saved: Any, may_convert: Callable[[str, torch.dtype], bool]) -> str | None:

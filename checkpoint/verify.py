@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoint.manifest import FileEntry, Manifest, content_damage, damaged, read_manifest
+from parallelisms.ranks import gather
 
 
 def content_damages(folder: Path, files: Mapping[str, FileEntry], group: dist.ProcessGroup) -> list[str]:
@@ -20,9 +21,7 @@ def content_damages(folder: Path, files: Mapping[str, FileEntry], group: dist.Pr
     """
     mine = shares(_sizes(files), dist.get_world_size(group))[dist.get_rank(group)]
     found = [problem for name in mine if (problem := content_damage(folder, name, files[name]))]
-    problems: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(problems, found, group=group)
-    return sorted(line for of_rank in problems for line in of_rank)
+    return sorted(line for problems in gather(found, group) for line in problems)
 
 
 def check(folder: Path) -> Manifest:

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Shard
 
 from configs.plan import plan_of
+from parallelisms.ranks import local_part
 
 _c10d = torch.ops._c10d_functional
 
@@ -39,21 +40,17 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         experts: Any = model.get_submodule(name)
         for parameter_name, parameter in experts.named_parameters(recurse=False):
             setattr(experts, parameter_name, nn.Parameter(_own_experts(parameter, mesh)))
-        experts.local = _local
+        experts.local = local_part
         experts.forward = partial(_on_their_ranks, experts.forward, mesh.get_group("ep").group_name)
 
 
 def _own_experts(parameter: Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's share of a parameter (experts, ...), which tensor parallelism may have cut within the experts."""
     within = parameter.placements if isinstance(parameter, DTensor) else ()
-    own = _local(parameter).detach().chunk(mesh.size(0))[mesh.get_local_rank("ep")]
+    own = local_part(parameter).detach().chunk(mesh.size(0))[mesh.get_local_rank("ep")]
     return DTensor.from_local(
         own, mesh, [Shard(0), *within], run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _on_their_ranks(forward: Callable[[Tensor, Tensor], Tensor], group: str, rows: Tensor, counts: Tensor) -> Tensor:

@@ -24,12 +24,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from configs.layout import cut_dim, reduces_once, reshard_after_forward
 from configs.plan import plan_of
 from configs.schema import Comm, Fsdp, Training
 from parallelisms.mesh import Mesh
+from parallelisms.ranks import local_part
 from parallelisms.torch_internals import compute_within
 
 
@@ -64,7 +65,7 @@ def _shard(modules: list[nn.Module], mesh: DeviceMesh, reshard: bool, config: Fs
     n_shards = mesh.size(mesh.ndim - 1)
 
     def placement(parameter: nn.Parameter) -> Shard:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_part(parameter)
         return Shard(cut_dim(local.shape, n_shards))
 
     fully_shard(

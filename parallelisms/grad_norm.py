@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from parallelisms.ranks import local_part
+
 
 @torch.no_grad()
 def grad_norm(
@@ -56,11 +58,6 @@ def clip_grads_with_norm(parameters: Iterable[Tensor], max_norm: float, norm: Te
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sharding_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:

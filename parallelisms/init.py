@@ -17,6 +17,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from parallelisms.ranks import local_part
 from parallelisms.ties import ties_kept
 
 BLOCK_ELEMENTS = 1 << 20  # 4 MiB in float32: cheap to draw and throw away, and few enough generators
@@ -63,7 +64,7 @@ def _unset(tensor: Tensor) -> Tensor:
 
 
 def _initialize(parameter: Tensor, std: float | None, key: str, pool: ThreadPoolExecutor) -> None:
-    local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+    local = local_part(parameter).detach()
     if std is None:
         local.fill_(1.0)
         return
@@ -123,7 +124,7 @@ def check_initialized(model: nn.Module) -> None:
     """
     forgotten = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         is_zero = isinstance(tensor, nn.Parameter) and not local.any()
         if local.numel() and (local.isnan().any() or is_zero):
             forgotten.append(name)

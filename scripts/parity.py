@@ -34,6 +34,7 @@ from configs.layout import mesh_sizes
 from configs.load import load
 from configs.schema import Config
 from parallelisms.mesh import build_mesh
+from parallelisms.ranks import gather
 from scripts.parity_reference import Trajectory, batches, reference
 from scripts.parity_rows import REFUSED, Row, table, words
 from scripts.rank_pool import RankPool
@@ -119,9 +120,7 @@ def _train(config: Config) -> Trajectory:
 
 def _of_all_stages(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of all ranks: a pipeline's rank has those of its own stages only."""
-    by_rank: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(by_rank, tensors)
-    return dict(item for tensors in by_rank for item in tensors.items())
+    return dict(item for of_rank in gather(tensors) for item in of_rank.items())
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from configs.errors import KeelError
 from configs.layout import mesh_sizes, parameter_count
@@ -24,6 +23,7 @@ from configs.load import LoadedConfig, load
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
 from parallelisms.mesh import build_mesh
+from parallelisms.ranks import local_part
 from trainer.planning.memory import estimate_memory
 from trainer.planning.takes_less import does_not_fit
 from trainer.planning.traffic import fake_ranks, trace_step
@@ -36,7 +36,7 @@ def shard_bytes(job: LoadedConfig, ranks: int) -> int:
     """Bytes of the parameters that rank 0 of `ranks` holds, after everything was applied to the model."""
     with fake_ranks(ranks):
         stages, _ = build_stages(job.config, build_mesh(mesh_sizes(job.config, ranks), torch.device("cpu")))
-        locals_ = [p.to_local() if isinstance(p, DTensor) else p for s in stages.values() for p in s.parameters()]
+        locals_ = [local_part(p) for s in stages.values() for p in s.parameters()]
         assert all(p.is_meta for p in locals_)
         return sum(p.numel() * p.element_size() for p in locals_)
 

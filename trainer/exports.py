@@ -19,9 +19,9 @@ from checkpoint.export.hf import export_hf
 from checkpoint.folder import set_aside
 from checkpoint.manifest import remove_unfinished, step_folder
 from checkpoint.pin import Pin
-from checkpoint.store import on_rank_zero
 from configs.errors import KeelError
 from configs.schema import Config
+from parallelisms.ranks import on_rank_zero
 from trainer.data.hf_tokenizer import tokenizer_files
 
 

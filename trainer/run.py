@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.lock import FolderInUse, lock
-from checkpoint.store import on_rank_zero
 from configs.errors import KeelError, UserError
 from configs.files import require_plain, write_atomically
 from configs.load import LoadedConfig
 from configs.schema import Config
 from models import build_model
 from parallelisms.mesh import start_process_group
+from parallelisms.ranks import on_rank_zero
 from trainer.guards.agreement import compare_launches
 from trainer.guards.environment import device_name, device_type
 from trainer.guards.out_of_memory import out_of_memory

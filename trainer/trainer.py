@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import step_folder
-from checkpoint.store import on_rank_zero
 from configs.errors import UserError
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
 from configs.run_change import run_key_diff
 from parallelisms.guards.collective_waits import CollectiveWaits
 from parallelisms.mesh import build_mesh, groups_of_axes
+from parallelisms.ranks import gather, on_rank_zero
 from trainer.data.loader import MicroBatch, build_loader, merge_state_dicts
 from trainer.data.tokenizer import load_tokenizer
 from trainer.exports import Exports
@@ -246,8 +246,7 @@ class Trainer:
             raise UserError(too_many_skipped(self.config, self.run, self.folder))
 
     def _report_skip(self, result: StepResult, micro_batches: list[MicroBatch]) -> None:
-        by_rank: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(by_rank, [sample for batch in micro_batches for sample in batch.samples])
+        by_rank = gather([sample for batch in micro_batches for sample in batch.samples])
         samples = sorted({sample for samples in by_rank for sample in samples})
         limit = f" (a spike is above {loss_limit(self.spikes, self.run.past_losses)})" if result.is_spike else ""
         self.console.note(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.plan import plan_of
-from parallelisms.grad_norm import local_part
+from parallelisms.ranks import local_part
 from parallelisms.torch_internals import is_in_backward, tensors_of
 
 _WEIGHTS, _FORWARD, _BACKWARD, _REDUCED = range(4)

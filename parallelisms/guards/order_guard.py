@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.errors import UserError
+from parallelisms.ranks import gather
 from parallelisms.torch_internals import issuing_group, listening, prepare_listening, tensors_of, world_name
 
 _HOME = str(Path(__file__).resolve().parents[2]) + os.sep
@@ -95,11 +96,8 @@ class OrderGuard:
             return
         self._is_noting = False  # what is exchanged now is not part of it
         log, self.log = self.log, []
-        checksums: list[dict[Key, bytes]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(checksums, _checksums(log))
-        if wrong := _first_difference(checksums):
-            logs: list[list[str]] = [[]] * dist.get_world_size()
-            dist.all_gather_object(logs, [_place(issued, wrong) for issued in log if issued.channel in wrong])
+        if wrong := _first_difference(gather(_checksums(log))):
+            logs = gather([_place(issued, wrong) for issued in log if issued.channel in wrong])
             raise UserError(_message(wrong, logs, self._step))
         self._is_noting = True
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallelisms.mesh import Mesh
+from parallelisms.ranks import gather
 
 CPU_PIECE, GPU_PIECE = 1 << 17, 1 << 22
 """Words of 8 bytes hashed at once. On a CPU a piece, its factors and its products stay in the cache (4 GB/s a core);
@@ -117,8 +118,7 @@ def differences(copies: Sequence[Copy]) -> tuple[list[Difference], list[str]]:
     if not differs:
         return [], []
     mine = {(copy.name, copy.part): digest for copy, digest in zip(copies, digests, strict=True)}
-    by_rank: list[tuple[dict[tuple[str, str], int], str]] = [({}, "")] * dist.get_world_size()
-    dist.all_gather_object(by_rank, (mine, socket.gethostname()))
+    by_rank = gather((mine, socket.gethostname()))
     return _found([of_rank for of_rank, _ in by_rank]), [host for _, host in by_rank]
 
 

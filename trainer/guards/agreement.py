@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from configs.reading.keys import dotted
 from configs.reading.toml_text import value_text
 from configs.run_change import value_at
 from configs.schema import Config, Source
+from parallelisms.ranks import gather
 from trainer.data.streaming import text_fingerprint
 from trainer.data.text import pieces
 from trainer.data.token_file import folder_fingerprint
@@ -91,12 +92,11 @@ def on_all_ranks(action: Callable[[], Result], group: dist.ProcessGroup | None =
         outcome = (action(), None)
     except KeelError as error:
         outcome = (None, f"rank {dist.get_rank()} ({socket.gethostname()}): {error}")
-    outcomes: list[tuple[Any, str | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcome, group=group)
+    outcomes = gather(outcome, group)
     for _, problem in outcomes:
         if problem:
             raise UserError(problem)
-    return [result for result, _ in outcomes]
+    return [cast(Result, result) for result, _ in outcomes]
 
 
 def _fingerprint(source: Source, tokenizer_hash: str) -> str:
@@ -134,8 +134,7 @@ def _differences(facts: Facts) -> dict[str, list[tuple[str, list[str]]]]:
         return {}
     rank = dist.get_rank()
     speaks = kinds.index(kinds[rank]) == rank  # one rank of each kind
-    told: list[Any] = [None] * len(kinds)
-    dist.all_gather_object(told, (socket.gethostname(), dict(facts) if speaks else None))
+    told: list[Any] = gather((socket.gethostname(), dict(facts) if speaks else None))
     hosts = [host for host, _ in told]
     by_rank: list[Facts] = [told[kinds.index(kind)][1] for kind in kinds]
     names = dict.fromkeys(name for facts in by_rank for name in facts)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelisms.guards.collective_waits import CollectiveWaits
+from parallelisms.ranks import gather
 from trainer.guards.verdict import name_ranks
 
 _SAMPLES = 6  # a window
@@ -186,8 +187,7 @@ class PhaseClock:
         if self._slow != [lag.rank] * _WINDOWS or self._quiet:
             return None
         self._quiet = _REPEAT_WINDOWS
-        hosts: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname())
+        hosts = gather(socket.gethostname())
         return (
             f"{name_ranks([lag.rank], hosts)} keeps the others waiting: {lag.seconds:.3g} s of a step's "
             f"{lag.step_seconds:.3g} s, most of it in {lag.phase.words}"

@@ -5,9 +5,8 @@ All ranks compute the step once more, since its collectives take all of them; no
 
 import socket
 
-import torch.distributed as dist
-
 from parallelisms.guards.nonfinite import Finding, NonfiniteTracer, weights_not_finite
+from parallelisms.ranks import gather
 from trainer.data.loader import MicroBatch
 from trainer.guards.verdict import name_ranks
 from trainer.step import Learner
@@ -36,9 +35,7 @@ def trace_nonfinite(learner: Learner, micro_batches: list[MicroBatch]) -> str:
 
 
 def _gather(finding: Finding | None, micro_batches: list[MicroBatch]) -> list[_Found]:
-    found: list[_Found] = [(None, [], "")] * dist.get_world_size()
-    dist.all_gather_object(found, (finding, _samples(finding, micro_batches), socket.gethostname()))
-    return found
+    return gather((finding, _samples(finding, micro_batches), socket.gethostname()))
 
 
 def _samples(finding: Finding | None, micro_batches: list[MicroBatch]) -> list[int]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from configs.errors import UserError
 from parallelisms.mesh import Mesh
+from parallelisms.ranks import gather
 
 # Copies of a gradient are the same bits, but their norms may be added up in another order on other ranks: a ring of
 # NCCL's begins where the topology says. Rounding of float32 over many ranks stays well below this.
@@ -53,9 +54,7 @@ class StepResult:
 
     def gather(self) -> list[Seen]:
         """What each rank holds; all ranks must call it."""
-        seen: list[Seen] = [None] * dist.get_world_size()  # type: ignore[list-item]
-        dist.all_gather_object(seen, Seen(dist.get_rank(), socket.gethostname(), self.own_loss, self.own_grad_norm))
-        return seen
+        return gather(Seen(dist.get_rank(), socket.gethostname(), self.own_loss, self.own_grad_norm))
 
 
 def agree(mesh: Mesh, loss: Tensor, grad_norm: Tensor) -> Tensor:
