@@ -1,9 +1,10 @@
-"""All that Keel's communication asks of torch's private parts, so that a new torch can break nothing but this file.
+"""Every private part of torch that Keel's communication uses.
 
 Torch 2.13 gives all FSDP groups of a model one all-gather stream, says nothing public about which group a module is
 in, and has no way to listen to the collectives of a step, some of which C++ or compiled code issues. What is used for
 that is named here, with what it is trusted to do; `tests/unit/test_torch_internals.py` holds it to that, on every torch
-that Keel supports (2.11 on).
+that Keel supports (2.11 on). The few private names that other files use are listed, by file, in
+`tests/unit/test_torch_private_names.py`, which fails where one is added, or gone from torch.
 """
 
 import pickle

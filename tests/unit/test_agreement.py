@@ -13,8 +13,8 @@ def compared(facts_of_rank: list[dict[str, str]]) -> tuple[str, list[str]]:
     rank, issued = dist.get_rank(), []
     originals = dist.all_gather, dist.all_gather_object
     try:
-        dist.all_gather = lambda *args: issued.append("all_gather") or originals[0](*args)
-        dist.all_gather_object = lambda *args: issued.append("all_gather_object") or originals[1](*args)
+        dist.all_gather = lambda *args, **kw: issued.append("all_gather") or originals[0](*args, **kw)
+        dist.all_gather_object = lambda *args, **kw: issued.append("all_gather_object") or originals[1](*args, **kw)
         differing = agreement._differences(facts_of_rank[rank])
     finally:
         dist.all_gather, dist.all_gather_object = originals

@@ -1,0 +1,114 @@
+"""Every private name of torch outside parallelisms/torch_internals.py: what a new version of torch can break."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+FLOORS = ("configs", "models", "parallelisms", "checkpoint", "trainer", "scripts")
+
+FAKE_TENSORS = "torch._subclasses.fake_tensor.FakeTensorMode"
+DISPATCH = "torch.utils._python_dispatch.TorchDispatchMode"
+LEAVES = "torch.utils._pytree.tree_leaves"
+GROUP_OF_NAME = "torch.distributed.distributed_c10d._resolve_process_group"
+COLLECTIVES = "torch.ops._c10d_functional"
+ATTENTION_ON_A_CPU = "aten._scaled_dot_product_flash_attention_for_cpu"
+ATTENTION = {
+    "aten._flash_attention_forward",
+    "aten._flash_attention_backward",
+    ATTENTION_ON_A_CPU,
+    f"{ATTENTION_ON_A_CPU}_backward",
+}
+
+NAMES = {
+    "checkpoint/export/torch_file.py": {FAKE_TENSORS, "*._checkpoint_offset"},
+    "checkpoint/safe_read.py": {
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+        "torch.serialization._get_layout",
+    },
+    "checkpoint/store.py": {"*._slice_file"},
+    "checkpoint/tensor_stream.py": {
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.distributed.checkpoint.utils._create_file_view",
+    },
+    "models/documents.py": {"torch._dynamo.maybe_mark_dynamic"} | ATTENTION,
+    "models/grouped_mm.py": {"torch._grouped_mm"},
+    "parallelisms/activation_checkpoint.py": {"torch._C._dispatch_get_all_op_names", "torch._functorch.config"},
+    "parallelisms/attention/blocked.py": ATTENTION
+    | {"aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_backward"},
+    "parallelisms/attention/context.py": {GROUP_OF_NAME, COLLECTIVES},
+    "parallelisms/expert.py": {
+        GROUP_OF_NAME,
+        COLLECTIVES,
+        "torch._subclasses.fake_tensor.DynamicOutputShapeException",
+    },
+    "parallelisms/grad_norm.py": {"torch._foreach_mul_", "torch._foreach_norm"},
+    "parallelisms/init.py": {"*._non_persistent_buffers_set"},
+    "parallelisms/load_balance.py": {GROUP_OF_NAME},
+    "parallelisms/mesh.py": {"*._flatten", "*._unflatten"},
+    "parallelisms/owner_partition.py": {"torch._foreach_copy_"},
+    "parallelisms/tensor.py": {"*._apply", "*._prepare_input_fn"},
+    "scripts/parity.py": {FAKE_TENSORS, "torch._functorch.config.patch", ATTENTION_ON_A_CPU},
+    "trainer/numerics.py": {"torch._inductor.config"},
+    "trainer/planning/activation_table.py": {FAKE_TENSORS, DISPATCH, LEAVES, "*._cdata"},
+    "trainer/planning/traffic.py": {
+        FAKE_TENSORS,
+        DISPATCH,
+        LEAVES,
+        "torch.testing._internal.distributed.fake_pg.FakeStore",
+        "*._qualified_op_name",
+        "*._PipelineSchedule",
+        "*._inference_mode",
+    },
+    "trainer/report/profile.py": {"torch.cuda.memory._dump_snapshot", "torch.cuda.memory._record_memory_history"},
+}
+"""By file; `*`: of an object of torch's. A new one is avoided where there is a public way, else listed here."""
+OWN = ("self.", "cls.", "os.", "_Index.")
+"""Of objects that are not torch's."""
+
+
+def private_names(path: Path) -> set[str]:
+    """Those of torch that a file uses."""
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("torch")}
+        elif isinstance(node, ast.Attribute) and not node.attr.startswith("__"):
+            found.add(_shown(ast.unparse(node)))
+    private = {name for name in found if any(part.startswith("_") for part in name.split(".")) and name}
+    return {name for name in private if not any(other.startswith(f"{name}.") for other in private)}
+
+
+def _shown(name: str) -> str:
+    name = name.removeprefix("torch.ops.") if name.startswith("torch.ops.aten.") else name
+    if re.fullmatch(r"(torch|aten)(\.\w+)+", name):
+        return name
+    last = name.rpartition(".")[2]
+    return f"*.{last}" if last.startswith("_") and not name.startswith(OWN) else ""
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_all_are_listed(floor):
+    found = {path.relative_to(ROOT).as_posix(): private_names(path) for path in (ROOT / floor).rglob("*.py")}
+    found.pop("parallelisms/torch_internals.py", None)
+    assert {path: names for path, names in found.items() if names} == {
+        path: names for path, names in NAMES.items() if path.startswith(f"{floor}/")
+    }
+
+
+def test_all_are_there():
+    dotted = {name for names in NAMES.values() for name in names if not name.startswith("*")}
+    for name in dotted - {"torch._grouped_mm"}:  # asked for where the public one lacks
+        parts = (f"torch.ops.{name}" if name.startswith("aten.") else name).split(".")
+        thing, rest = importlib.import_module("torch"), parts[1:]
+        for i, part in enumerate(rest):
+            thing = getattr(thing, part, None) or importlib.import_module(".".join(parts[: i + 2]))
+        assert thing is not None, name
