@@ -6,8 +6,10 @@ them as it needs.
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -24,6 +26,9 @@ from parallelisms.mesh import end_process_group
 MANY_THREADS = 100
 """A worker with more makes room for a new one: compiled code that takes DTensors keeps its process groups (torch 2.13,
 the guards of its graphs), 24 threads a mesh, and 200 idle threads take a third of a core."""
+
+PRELOADED = ("torch._dynamo", "torch._inductor.compile_fx", "trainer.run")
+"""What workers are forked with, beside this module: importing it takes each of them seconds."""
 
 _Worker = tuple[multiprocessing.process.BaseProcess, Connection]
 
@@ -82,7 +87,8 @@ class RankPool:
 
 
 def _start_worker() -> _Worker:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *PRELOADED])
     here, there = context.Pipe()
     process = context.Process(target=_work, args=(there,), daemon=True)
     process.start()
@@ -108,7 +114,12 @@ def _end_of(process: multiprocessing.process.BaseProcess) -> str:
 def _work(connection: Connection) -> None:
     faulthandler.enable()  # a crash outside of Python says where it was called
     torch.set_num_threads(1)
+    n_modules = 0
     while True:
+        if len(sys.modules) > n_modules:
+            gc.collect()
+            gc.freeze()  # of what is imported nothing is garbage: looking for that takes a third of a second a case
+            n_modules = len(sys.modules)
         try:
             backend, rank, ranks, store, timeout, function, arguments = connection.recv()
         except EOFError:

@@ -9,7 +9,7 @@ on from each stop on another mesh with another number of ranks; its bound is MOV
 Every second run is at default settings, as far as they have an effect: a save in the background every 500 steps, the
 order of collectives compared every 100 of a launch. The others save, validate, export, remove old checkpoints and
 compare that order all the time, at intervals that meet. Ranks are real processes that get real signals; they are forked
-off one that has imported torch (tests/torture/preloaded.py), and a third of the launches go through a real torchrun.
+off one that has imported torch (tests/preloaded.py), and a third of the launches go through a real torchrun.
 
 A line for each launch, a table at the end; the exit code is 1 if anything was not as it should be. The seed decides
 meshes, stops and their steps; what is left to chance is time.
@@ -37,8 +37,8 @@ from checkpoint.compare import compare
 from checkpoint.manifest import step_folder, steps_in
 from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import read_tensor
+from tests.preloaded import Child, Server, children, state
 from tests.torture.kill import check_all, curve, left_behind
-from tests.torture.preloaded import Child, Server, children, state
 
 TINY = Path(__file__).parent / "end_to_end" / "tiny.toml"
 JOB = f"""

@@ -1,16 +1,20 @@
 """Keel started as a person starts it, in a process of its own, and what its run folder says afterwards.
 
-A launch costs seconds, most of them torch's import, so the tests ask of one launch as much as they can. The current
+A launch costs seconds, most of them torch's import: `launch` has its processes forked off one that has done that
+(tests/preloaded.py), `start` gives a test the real ones. The tests ask of one launch as much as they can. The current
 folder of every launch is a test's own; the job files here write to `run` in it.
 """
 
+import atexit
 import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from configs.load import load
+from tests.preloaded import Server
 from trainer.lifecycle import StopRequest
 from trainer.run import run
 
@@ -91,11 +96,38 @@ def launch(
     env: dict[str, str] | None = None,
     expect: int = 0,
     program: Path = ROOT / "train.py",
+    preloaded: bool = True,
 ) -> Outcome:
-    """Run a job to its end; it must exit with `expect`. See `start`."""
-    outcome = finish(start(folder, words, ranks, config, env, program))
+    """Run a job to its end; it must exit with `expect`. See `start`; another program, or one that is to import torch
+    itself, is not preloaded."""
+    is_preloaded = program == ROOT / "train.py" and preloaded
+    run_it = _run_preloaded if is_preloaded else lambda *job: finish(start(*job, program))
+    outcome = run_it(folder, words, ranks, config, env)
     assert outcome.code == expect, f"exit {outcome.code} instead of {expect}:\n{outcome.out}\n{outcome.err}"
     return outcome
+
+
+@cache
+def _server() -> Server:
+    server = Server(Path(tempfile.mkdtemp(prefix="preloaded-"))).__enter__()
+    atexit.register(server.__exit__)
+    return server
+
+
+def _run_preloaded(folder: Path, words: str, ranks: int, config: Path, env: dict[str, str] | None) -> Outcome:
+    server, words = _server(), f"--config {shlex.quote(str(config))} {words}"
+    with tempfile.TemporaryDirectory() as said:
+        out, err = Path(said, "out"), Path(said, "err")
+        if ranks:
+            options = f"--standalone --nproc-per-node {ranks}"
+            child = server.torchrun(options, words, folder, out, environment=ENVIRONMENT | (env or {}), errors=err)
+        else:
+            command = ["train.py", *shlex.split(words)]
+            child = server.start(command, folder, out, environment=ENVIRONMENT | (env or {}), errors=err)
+        code = child.wait(TIMEOUT_SECONDS)
+        child.kill()
+        assert code is not None, f"still running:\n{out.read_text()}\n{err.read_text()}"
+        return Outcome(code, out.read_text(), err.read_text())
 
 
 def launch_here(folder: Path, *words: str) -> int:

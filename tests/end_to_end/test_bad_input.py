@@ -137,7 +137,8 @@ def test_a_package_that_is_missing_is_named_with_its_install_command(corpus: Pat
     (corpus / "tokenizer.json").write_text("{}")
     env = {"PYTHONPATH": str(corpus / "stubs"), "PYTHONDONTWRITEBYTECODE": "1"}
     words = "--tokenizer.path tokenizer.json --tokenizer.train_on []"
-    assert_refused(corpus, words, 1, "tokenizer.json needs the package tokenizers", "pip install tokenizers", env=env)
+    message = ("tokenizer.json needs the package tokenizers", "pip install tokenizers")
+    assert_refused(corpus, words, 1, *message, env=env, preloaded=False)
 
 
 # ------------------------------------------------------------------- the run folder and its checkpoints

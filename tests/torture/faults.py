@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from checkpoint.manifest import step_folder, steps_in
-from tests.torture.preloaded import FIRST, Child, Server, state
+from tests.preloaded import FIRST, Child, Server, state
 
 TINY = Path(__file__).parents[1] / "end_to_end" / "tiny.toml"
 TEXT = TINY.with_name("text.toml")

@@ -6,7 +6,7 @@ every checkpoint with a final name is whole, hash for hash, and they are started
 `--torchrun` by one real torchrun with --max-restarts that lives through all of it. A run that has come to its end must
 have the weights, the optimizer state and the curve of the undisturbed run, bit for bit.
 
-The ranks are forked off a process that has imported torch (tests/torture/preloaded.py): a start costs no import.
+The ranks are forked off a process that has imported torch (tests/preloaded.py): a start costs no import.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import torch
 from checkpoint.manifest import content_damage, read_manifest, step_folder, steps_in
 from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import read_tensor
-from tests.torture.preloaded import Child, Server, state
+from tests.preloaded import Child, Server, state
 
 JOB = Path(__file__).parents[1] / "end_to_end" / "tiny.toml"
 RANKS = 2

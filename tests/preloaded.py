@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -26,9 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from tests.torture.preloaded_rank import ask
+from tests.preloaded_rank import ask
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 RANK_PROGRAM = Path(__file__).with_name("preloaded_rank.py")
 SOCKET = "PRELOADED_SOCKET"
 """Environment variable by which `preloaded_rank.py` finds the server."""
@@ -81,7 +82,7 @@ class Server:
         self.temporary.mkdir(parents=True, exist_ok=True)
         self.address = os.path.join(self._folder.name, "socket")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.torture.preloaded", self.address],
+            [sys.executable, "-m", "tests.preloaded", self.address],
             cwd=ROOT,
             env=self.environment(),
             stdin=subprocess.PIPE,  # its end tells the server that this process is gone
@@ -111,18 +112,24 @@ class Server:
         return kept | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), SOCKET: self.address}
 
     def start(
-        self, words: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str] | None = None
+        self,
+        words: Sequence[str],
+        folder: Path,
+        output: Path,
+        environment: Mapping[str, str] | None = None,
+        errors: Path | None = None,
     ) -> Child:
         """Start a process.
 
         Args:
             words: `torchrun` or `train.py`, and what follows.
             folder: its current folder.
-            output: a file to which its standard output and error are appended.
+            output: a file to which its standard output is appended.
             environment: what is added to this process's.
+            errors: the file for its standard error; None: `output`.
         """
-        with output.open("ab") as out, open(os.devnull, "rb") as nothing:
-            files = (nothing.fileno(), out.fileno(), out.fileno())
+        with output.open("ab") as out, (errors or output).open("ab") as err, open(os.devnull, "rb") as nothing:
+            files = (nothing.fileno(), out.fileno(), err.fileno())
             variables = self.environment() | dict(environment or {})
             connection, pid = ask(self.address, list(words), str(folder), variables, files)
         return Child(pid, connection)
@@ -144,12 +151,17 @@ class Server:
         return started
 
     def torchrun(
-        self, options: str, words: str, folder: Path, output: Path, environment: Mapping[str, str] | None = None
+        self,
+        options: str,
+        words: str,
+        folder: Path,
+        output: Path,
+        environment: Mapping[str, str] | None = None,
+        errors: Path | None = None,
     ) -> Child:
-        """Start torchrun, whose ranks are preloaded, too."""
-        return self.start(
-            ["torchrun", *options.split(), str(RANK_PROGRAM), *words.split()], folder, output, environment
-        )
+        """Start torchrun, whose ranks are preloaded, too; see `start`."""
+        command = ["torchrun", *options.split(), str(RANK_PROGRAM), *shlex.split(words)]
+        return self.start(command, folder, output, environment, errors)
 
     def ranks(self) -> dict[int, int]:
         """Process ids by rank of all ranks that are alive."""

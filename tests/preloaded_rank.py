@@ -1,4 +1,4 @@
-"""What torchrun starts as a rank: it has one forked off the server of tests/torture/preloaded.py, and stands for it."""
+"""What torchrun starts as a rank: it has one forked off the server of tests/preloaded.py, and stands for it."""
 
 import array
 import json
