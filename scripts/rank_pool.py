@@ -14,9 +14,11 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any, cast
+from multiprocessing.process import BaseProcess
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,19 @@ the guards of its graphs), 24 threads a mesh, and 200 idle threads take a third 
 PRELOADED = ("torch._dynamo", "torch._inductor.compile_fx", "trainer.run")
 """What workers are forked with, beside this module: importing it takes each of them seconds."""
 
-_Worker = tuple[multiprocessing.process.BaseProcess, Connection]
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+    crash: IO[str]
+    """Where a worker that dies outside of Python says where it was called."""
+
+    def end(self) -> str:
+        """How it has ended."""
+        self.process.join(timeout=5)
+        self.crash.seek(0)
+        return f"the process died (exit code {self.process.exitcode})\n{self.crash.read()}"
 
 
 class RankPool:
@@ -55,14 +69,14 @@ class RankPool:
         workers = self._workers[:ranks]
         with tempfile.TemporaryDirectory() as folder:
             store = os.path.join(folder, "store")
-            for rank, (_, connection) in enumerate(workers):
-                connection.send((self.backend, rank, ranks, store, self.timeout_seconds, function, arguments))
+            for rank, worker in enumerate(workers):
+                worker.connection.send((self.backend, rank, ranks, store, self.timeout_seconds, function, arguments))
             return self._collect(workers)
 
     def _collect(self, workers: list[_Worker]) -> list[Any]:
         results: dict[int, Any] = {}
         retired = []
-        pending = {connection: rank for rank, (_, connection) in enumerate(workers)}
+        pending = {worker.connection: rank for rank, worker in enumerate(workers)}
         while pending:
             for ready in wait(list(pending)):
                 connection = cast(Connection, ready)
@@ -70,10 +84,11 @@ class RankPool:
                 try:
                     is_error, results[rank], retires = connection.recv()
                 except EOFError:
-                    is_error, results[rank], retires = True, _end_of(workers[rank][0]), True
+                    is_error, results[rank], retires = True, workers[rank].end(), True
                 if retires:
                     retired.append(workers[rank])
                 if is_error:  # the others may wait for it in a collective
+                    rank, results[rank] = _cause(workers, rank, results[rank])
                     self.close(patience_seconds=0)
                     raise RuntimeError(f"rank {rank} of {len(workers)}: {results[rank]}")
         _end(retired, patience_seconds=5)
@@ -86,33 +101,38 @@ class RankPool:
         self._workers = []
 
 
+def _cause(workers: list[_Worker], rank: int, error: str) -> tuple[int, str]:
+    """The rank that died, and how, if another one did before `rank` failed with `error`: that may be for its death."""
+    dead = wait([worker.process.sentinel for worker in workers], timeout=1)
+    for other, worker in enumerate(workers):
+        if worker.process.sentinel in dead:
+            return other, worker.end()
+    return rank, error
+
+
 def _start_worker() -> _Worker:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *PRELOADED])
     here, there = context.Pipe()
-    process = context.Process(target=_work, args=(there,), daemon=True)
+    crash = tempfile.NamedTemporaryFile("r")  # noqa: SIM115  it is open for as long as the worker lives
+    process = context.Process(target=_work, args=(there, crash.name), daemon=True)
     process.start()
     there.close()
-    return process, here
+    return _Worker(process, here, crash)
 
 
 def _end(workers: list[_Worker], patience_seconds: float) -> None:
-    for _, connection in workers:
-        connection.close()
-    for process, _ in workers:
-        process.join(patience_seconds)
-        process.kill()
-        process.join()
+    for worker in workers:
+        worker.connection.close()
+    for worker in workers:
+        worker.process.join(patience_seconds)
+        worker.process.kill()
+        worker.process.join()
+        worker.crash.close()
 
 
-def _end_of(process: multiprocessing.process.BaseProcess) -> str:
-    """How a process has ended; why, it has said itself."""
-    process.join(timeout=5)
-    return f"the process died (exit code {process.exitcode})"
-
-
-def _work(connection: Connection) -> None:
-    faulthandler.enable()  # a crash outside of Python says where it was called
+def _work(connection: Connection, crash: str) -> None:
+    faulthandler.enable(open(crash, "w"))  # noqa: SIM115
     torch.set_num_threads(1)
     n_modules = 0
     while True:

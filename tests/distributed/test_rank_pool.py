@@ -76,11 +76,12 @@ def end_on_rank_one() -> None:
         os.abort()
 
 
-def test_a_rank_that_dies_ends_the_others_and_says_where(capfd):
+def test_a_rank_that_dies_ends_the_others_and_says_where():
     pool = RankPool(size=2)
     try:
-        with pytest.raises(RuntimeError, match=r"rank 1 of 2: the process died \(exit code -6\)"):
+        with pytest.raises(
+            RuntimeError, match=r"(?s)rank 1 of 2: the process died \(exit code -6\).* in end_on_rank_one"
+        ):
             pool.run(2, end_on_rank_one)
-        assert "in end_on_rank_one" in capfd.readouterr().err
     finally:
         pool.close()
