@@ -7,11 +7,19 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests import slow
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("keel", deadline=None)  # a busy machine is no error
 settings.load_profile("keel")
 
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the slow cases."""
+    slow.mark(items)
 
 
 @pytest.fixture(scope="session")

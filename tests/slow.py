@@ -1,0 +1,81 @@
+"""Cases that plain `pytest` leaves to .ci/run (`pytest -m slow`): long ones, most of whose faults a quicker one finds.
+
+A table in one place, so that one sees at a glance what the quick suite has of each part.
+"""
+
+from fnmatch import fnmatchcase
+
+import pytest
+
+SLOW = {
+    "distributed/test_compile.py": ("*[[]FSDP x TP]", "*[[]HSDP, bfloat16]", "*[[]CP by *]"),
+    "distributed/test_expert.py": ("test_experts_apart_do_not_change_the_run*",),
+    "distributed/test_grace.py": ("*[[]TP 2, eager]", "*[[]experts, EP 2, eager]", "*[[]owner 2, eager]"),
+    "distributed/test_moe.py": ("test_balance_and_biases*", "test_other_meshes[[]5 experts*"),
+    "distributed/test_moving_run.py": ("*[[]experts]",),
+    "distributed/test_not_finite.py": ("test_of_a_moment_before_an_async_save",),
+    "distributed/test_optimizer_export.py": ("*all-1.5]", "*[[]PP 2]", "*[[]owner 2, AdamW]"),
+    "distributed/test_order_guard.py": ("test_it_sees_collectives_inside_compiled_blocks",),
+    "distributed/test_owner_training.py": (
+        "test_from_four_ranks*[[]AdamW]",
+        "test_plain_torch_goes_on_from_the_exported_state[[]TP 2]",
+        "test_rounded_parameters_do_the_same_on_any_number_of_ranks",
+        "test_owners_and_row_shards_load_each_others_checkpoints[[]saved[1345]*",
+    ),
+    "distributed/test_parity.py": (
+        "test_other_options[[]inf norm*",
+        "test_other_options[[]always reshard*",
+        "test_the_same_in_float32",
+        "*[[]FSDP 2 x TP 2, selective, compiled*",
+        "*[[]HSDP 2x2, none, compiled*",
+        "*[[]ZeRO 2, HSDP 2x2, compiled]",
+        "*[[]1 process, selective, compiled*",
+        "*[[]CP 2, all_to_all, compiled*",
+        "*[[]CP 2 x TP 2*",
+        "*[[]CP 2 x DDP 2*",
+        "*[[]DDP 2 x TP 2*",
+        "*[[]PP 2 x CP 2 x FSDP 2*",
+        "*[[]PP 2 x DDP 2*",
+        "*[[]PP 4*",
+        "*[[]owner 2 x CP 2*",
+    ),
+    "distributed/test_phases.py": ("*[[]compute*",),
+    "distributed/test_rank_pool.py": ("test_process_groups_that_are_gone_leave_no_threads",),
+    "distributed/test_raw_pointers.py": ("*[[]TP 2]", "*[[]CP 2 gather*"),
+    "distributed/test_replicas.py": ("test_an_interval_finds_it*", "*owner 2 x TP 2*"),
+    "distributed/test_spikes.py": (
+        "test_every_mesh_*",
+        "test_a_stop_anywhere_changes_nothing[[]skip]",
+        "test_a_kill_after_going_back_changes_nothing",
+    ),
+    "distributed/test_stops.py": ("*[[]the third of*", "*[[]a save in the background]"),
+    "distributed/test_trace.py": ("*[[]PP 2 x CP 2]",),
+    "distributed/test_trace_nonfinite.py": ("*-TP]",),
+    "end_to_end/test_agreement.py": ("test_other_token_files_on_one_rank",),
+    "end_to_end/test_divergence.py": ("*",),
+    "end_to_end/test_documented_commands.py": ("test_everything_that_is_documented_works",),
+    "end_to_end/test_faults.py": ("test_nobody_waits_*", "test_a_stopped_rank_*", "test_rank_0_dies*Bus error*"),
+    "end_to_end/test_grace.py": ("*",),
+    "end_to_end/test_restarts.py": ("*",),
+    "end_to_end/test_run_folder.py": ("test_a_compiled_run_writes_no_warnings",),
+    "end_to_end/test_same_curve.py": ("*[[]4 ranks*",),
+    "end_to_end/test_signals.py": ("test_one_process[[]2]", "test_while_torch_is_imported"),
+    "torture/test_torture.py": ("*",),
+    "unit/test_connections.py": ("test_gloo_connects_*",),
+    "unit/test_scripts.py": ("test_the_benchmark_measures_what_it_says",),
+    "unit/test_torch_internals.py": ("test_listening_begins_and_ends*",),
+}
+"""By file, patterns of its cases (fnmatch: `[[]` is a bracket)."""
+
+
+def mark(items: list[pytest.Item]) -> None:
+    """Mark the collected cases that the table names."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        file, _, _ = item.nodeid.partition("::")
+        cases.setdefault(file.removeprefix("tests/"), []).append(item)
+    for file, patterns in SLOW.items():
+        for pattern in patterns:
+            for item in cases.get(file, []):
+                if fnmatchcase(item.name, pattern) and not item.get_closest_marker("long"):
+                    item.add_marker("slow")
