@@ -29,6 +29,26 @@ _FUSED_DEVICES = ("cpu", "cuda")
 _REST = ParameterGroup(pattern="*")
 
 
+class RowAdamW(AdamW):
+    """AdamW over what this rank holds of every parameter, and saves: an `OwnerPartition` of one who owns it all."""
+
+    def owned(self) -> dict[Parameter, Tensor]:
+        """As `OwnerPartition.owned`: all parameters."""
+        return {parameter: parameter.detach() for parameter, _ in _members(self)}
+
+    def owned_state(self, parameter: Parameter) -> dict[str, Any]:
+        """As `OwnerPartition.owned_state`."""
+        return self.state[parameter]
+
+    def owned_were_loaded(self) -> None:
+        """As `OwnerPartition.owned_were_loaded`: every rank has loaded what it needs."""
+
+    def wait(self) -> None:
+        """As `OwnerPartition.wait`: nothing is on its way."""
+
+
+TrainingOptimizer = RowAdamW | OwnerPartition
+
 Partition = Callable[[list[dict[str, Any]]], OwnerPartition]
 """Shares parameter groups out to owners (see there)."""
 
@@ -39,7 +59,7 @@ def build_optimizer(
     hidden_matrices: Collection[str] = (),
     partition: Partition | None = None,
     model_names: Sequence[str] = (),
-) -> TorchOptimizer:
+) -> TrainingOptimizer:
     """The optimizer with its state, all zero: AdamW (Loshchilov and Hutter 2019, algorithm 2), or Muon with it.
 
     Only matrices decay, vectors (norms) do not, unless a group in `config.groups` says otherwise for them.
@@ -54,7 +74,7 @@ def build_optimizer(
     """
     of_muon = set(hidden_matrices) if config.name == "muon" else set()
     named_groups = _groups(config, named_parameters, of_muon, model_names)
-    optimizer: TorchOptimizer
+    optimizer: TrainingOptimizer
     if partition is not None:
         makers = {False: partial(_adamw, config), True: partial(_muon, config)}
         optimizer = partition(
@@ -98,8 +118,8 @@ def _groups(
     ]
 
 
-def _adamw(config: Optimizer, groups: list[dict[str, Any]]) -> AdamW:
-    optimizer = AdamW(groups, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=_can_fuse(groups))
+def _adamw(config: Optimizer, groups: list[dict[str, Any]]) -> RowAdamW:
+    optimizer = RowAdamW(groups, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=_can_fuse(groups))
     for parameter, group in _members(optimizer):
         # What AdamW would make at its first step (a step with zero gradients would decay the weights).
         optimizer.state[parameter] = {
@@ -135,25 +155,22 @@ def set_lr(optimizer: TorchOptimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_scale"]
 
 
-def saved_weights(optimizer: TorchOptimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
+def saved_weights(optimizer: TrainingOptimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
     """What this rank saves of the parameters, by name: its shards of all, or those that it owns."""
-    if not isinstance(optimizer, OwnerPartition):
-        return {name: parameter.detach() for name, parameter in parameters.items()}
     owned = optimizer.owned()
     return {name: owned[parameter] for name, parameter in parameters.items() if parameter in owned}
 
 
-def optimizer_state(optimizer: TorchOptimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
+def optimizer_state(optimizer: TrainingOptimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
     """The optimizer's own tensors as "optimizer.<parameter>.<key>"; writing into them in place restores a state.
 
     The keys are AdamW's, `exp_avg` and `exp_avg_sq`, shaped and sharded as the parameter, and the scalar `step`; or
     Muon's `momentum_buffer`. With a partition they are those of the parameters that this rank owns.
     """
-    state_of = optimizer.owned_state if isinstance(optimizer, OwnerPartition) else optimizer.state.__getitem__
     return {
         f"optimizer.{name}.{key}": tensor
         for name, parameter in parameters.items()
-        for key, tensor in state_of(parameter).items()
+        for key, tensor in optimizer.owned_state(parameter).items()
     }
 
 
