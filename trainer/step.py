@@ -20,6 +20,7 @@ from configs.schema import Config
 from models import build_model
 from models.documents import Documents
 from parallelisms.attention.context import shard_batch
+from parallelisms.fsdp import freeze
 from parallelisms.grad_norm import clip_grads_with_norm, grad_norm
 from parallelisms.guards.order_guard import OrderGuard
 from parallelisms.guards.replicas import Copy, copies_on
@@ -34,7 +35,14 @@ from parallelisms.streams import queue_gathers
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.guards.verdict import StepResult, agree, agreed_norm, decide
 from trainer.loss import CrossEntropy
-from trainer.optimizer import TrainingOptimizer, build_optimizer, optimizer_state, saved_weights, set_lr
+from trainer.optimizer import (
+    TrainingOptimizer,
+    build_optimizer,
+    frozen_until,
+    optimizer_state,
+    saved_weights,
+    set_lr,
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,18 @@ class Learner:
     loss: CrossEntropy
     load_balance: LoadBalance
     guard: OrderGuard
+    frozen_until: dict[str, float]
+    """As `optimizer.frozen_until`."""
+
+    def freeze(self, step: int) -> None:
+        """Before the step after `step` steps, freeze the parameters that rest in it, and let the others train."""
+        frozen = self.frozen(step)
+        if any(parameter.requires_grad == (name in frozen) for name, parameter in self.parameters.items()):
+            freeze(self.stages.values(), self.parameters, frozen)
+
+    def frozen(self, step: int) -> frozenset[str]:
+        """Names of the whole model's parameters that rest in the step after `step` steps."""
+        return frozenset(name for name, until in self.frozen_until.items() if step < until)
 
     def step(
         self,
@@ -193,7 +213,7 @@ def build_stages(config: Config, mesh: Mesh) -> tuple[dict[int, nn.Module], list
 def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], model_names: Sequence[str]) -> Learner:
     """The learner of what `build_stages` returned, with parameters in memory."""
     queue_gathers(stages.values(), config.comm, mesh.device)
-    return Learner(
+    learner = Learner(
         config=config,
         mesh=mesh,
         stages=stages,
@@ -207,7 +227,10 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
         ),
         load_balance=LoadBalance(stages, config, mesh),
         guard=OrderGuard(config.comm.order_guard_interval, groups_of_axes(mesh).values()),
+        frozen_until=frozen_until(config.optimizer, model_names),
     )
+    learner.freeze(step=0)
+    return learner
 
 
 def _optimizer(
