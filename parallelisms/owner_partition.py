@@ -34,8 +34,9 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from configs.plan import plan_of
-from parallelisms.cut_parameters import cut_of, local, own_part, placed, whole
+from parallelisms.cut_parameters import local
 from parallelisms.grad_norm import clip_grads_with_norm, grad_norm
+from parallelisms.owned_parameter import OwnedParameter
 from parallelisms.owner_state import gather_state, numbered, settings_of
 
 BUCKET_BYTES = 32 << 20
@@ -119,9 +120,7 @@ class OwnerPartition(Optimizer):
         self._broadcast_dtype = broadcast_dtype
         self._optim = partial(optim, **defaults)
         self._owner: dict[Parameter, int] = {}
-        self._mine: dict[Parameter, Parameter] = {}  # as a plain tensor: the parameter's memory, or its master
-        self._written: dict[Parameter, int] = {}  # the version of a parameter's memory that its master knows
-        self._put_together: set[Parameter] = set()  # of those, the ones that are cut, and updated whole
+        self._mine: dict[Parameter, OwnedParameter] = {}
         self._inner: list[Optimizer] = []  # one a group
         self._forward_order: dict[Parameter, int] = {}
         self._on_their_way: dict[Parameter, _Broadcast] = {}
@@ -178,11 +177,13 @@ class OwnerPartition(Optimizer):
         self.wait()
         for group, inner in zip(self.param_groups, self._inner, strict=True):
             inner.param_groups[0].update(settings_of(group))
-            owned = [p for p in group["params"] if p in self._mine]
-            self._lend(owned)
+            owned = [self._mine[p] for p in group["params"] if p in self._mine]
+            for each in owned:
+                each.lend()
             inner.step(**arguments)
             group.update(settings_of(inner.param_groups[0]))  # some optimizers keep a state of their own there
-            self._take_back(owned)
+            for each in owned:
+                each.take_back()
         self._send([p for p in self._owner if p.requires_grad])
         return result
 
@@ -192,9 +193,10 @@ class OwnerPartition(Optimizer):
             broadcast = self._on_their_way.get(parameter)
             if broadcast is not None:
                 broadcast.finish()
-                self._note_versions(broadcast.parameters)
                 for arrived in broadcast.parameters:
                     del self._on_their_way[arrived]
+                    if arrived in self._mine:
+                        self._mine[arrived].arrived()
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all parameters in place as if they were one vector; all ranks must call it.
@@ -206,45 +208,6 @@ class OwnerPartition(Optimizer):
         norm = grad_norm(parameters, float(norm_type))
         clip_grads_with_norm(parameters, max_norm, norm)
         return norm
-
-    def _lend(self, owned: list[Parameter]) -> None:
-        """Show the inner optimizer this step's gradients, and the parameters' memory, which FSDP may have moved."""
-        for parameter in owned:
-            if parameter.grad is None:  # frozen: it is not updated
-                continue
-            plain, seen = self._mine[parameter], whole if parameter in self._put_together else local
-            if self._broadcast_dtype is None:
-                plain.data = seen(parameter)
-            else:
-                self._adopt(parameter)
-            plain.grad = seen(parameter.grad)
-
-    def _take_back(self, owned: list[Parameter]) -> None:
-        """Let go of gradients, and of parameters that were put together, after keeping this rank's part of them."""
-        for parameter in owned:
-            plain = self._mine[parameter]
-            if parameter in self._put_together and self._broadcast_dtype is None:
-                if plain.grad is not None:
-                    local(parameter).copy_(own_part(plain.data, parameter))
-                plain.data = plain.data.new_empty(0)
-            plain.grad = None
-
-    def _adopt(self, parameter: Parameter) -> None:
-        """Let a master follow its parameter if someone else has written that, as a model's `load_state_dict` does.
-
-        Where the parameter still is what the master rounds to, the master stays. (One that was put together is taken
-        up only by `load_state_dict`: to compare it, all its ranks would have to gather it at every step.)
-        """
-        held, plain = local(parameter), self._mine[parameter]
-        if parameter in self._put_together or held._version == self._written[parameter]:
-            return
-        rounded = plain.data.to(self._broadcast_dtype).to(held.dtype)
-        plain.data.copy_(torch.where(held == rounded, plain.data, held))
-        self._note_versions([parameter])
-
-    def _note_versions(self, parameters: Iterable[Parameter]) -> None:
-        if self._broadcast_dtype is not None:
-            self._written.update({p: local(p)._version for p in parameters if p in self._mine})
 
     def _before_forward(self, parameters: list[Parameter], *_: Any) -> None:
         self.wait(parameters)
@@ -281,7 +244,7 @@ class OwnerPartition(Optimizer):
             buffer = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
             unpacks = rounds or not is_mine
             if is_mine:
-                sources = [own_part(self._mine[p].detach(), p) for p in bucket] if rounds else tensors
+                sources = [self._mine[p].to_send() for p in bucket]
                 parts = buffer.split(sizes)
                 torch._foreach_copy_([part.view_as(s) for part, s in zip(parts, sources, strict=True)], sources)
         work = dist.broadcast(buffer, group=self._ranks, group_src=owner, async_op=True)
@@ -308,27 +271,27 @@ class OwnerPartition(Optimizer):
     def _take_over(self, group: dict[str, Any]) -> None:
         """Make the inner optimizer of a group, over those of its parameters that this rank owns."""
         make, needs_whole = group.pop("optimizer", self._optim), group.pop("whole", False)
-        owned = [p for p in group["params"] if self._owner[p] == self._rank]
-        rounds = self._broadcast_dtype is not None
-        if needs_whole:
-            self._put_together |= {p for p in owned if cut_of(p)}
-        for parameter in owned:
-            seen = whole(parameter) if parameter in self._put_together else local(parameter)
-            self._mine[parameter] = Parameter(seen.clone() if rounds else seen)
-        if rounds:
+        owned = {
+            p: OwnedParameter(p, self._broadcast_dtype, needs_whole)
+            for p in group["params"]
+            if self._owner[p] == self._rank
+        }
+        if self._broadcast_dtype is not None:
             for parameter in group["params"]:
                 local(parameter).copy_(local(parameter).to(self._broadcast_dtype))
-            self._note_versions(owned)
-        inner = make([{**settings_of(group), "params": [self._mine[p] for p in owned]}])
-        self._take_back(owned)
+        self._mine |= owned
+        inner = make([{**settings_of(group), "params": [each.plain for each in owned.values()]}])
+        for each in owned.values():
+            each.arrived()
+            each.take_back()
         for key, default in settings_of(inner.param_groups[0]).items():
             group.setdefault(key, default)
         self._inner.append(inner)
         self._show_state(owned, inner)
 
-    def _show_state(self, owned: list[Parameter], inner: Optimizer) -> None:
+    def _show_state(self, owned: Iterable[Parameter], inner: Optimizer) -> None:
         # The same dicts: torch's optimizers fill them in place, now or at their first step.
-        self.state.update({parameter: inner.state[self._mine[parameter]] for parameter in owned})
+        self.state.update({parameter: inner.state[self._mine[parameter].plain] for parameter in owned})
 
     # ------------------------------------------------------------------ saving and loading
 
@@ -338,13 +301,13 @@ class OwnerPartition(Optimizer):
         Writing into these and into `owned_state` in place, on all ranks, and calling `owned_were_loaded` restores a
         state.
         """
-        rounds = self._broadcast_dtype is not None
-        return {p: placed((plain if rounds else local(p)).detach(), p) for p, plain in self._mine.items()}
+        return {parameter: each.saved() for parameter, each in self._mine.items()}
 
     def owned_state(self, parameter: Parameter) -> dict[str, Any]:
         """The optimizer's state of a parameter, DTensors where it is cut; empty if another rank owns it."""
-        state = self.state[parameter] if parameter in self._mine else {}
-        return {key: placed(value, parameter) for key, value in state.items()}
+        if parameter not in self._mine:
+            return {}
+        return {key: self._mine[parameter].placed(value) for key, value in self.state[parameter].items()}
 
     @torch.no_grad()
     def owned_were_loaded(self) -> None:
@@ -367,8 +330,8 @@ class OwnerPartition(Optimizer):
         for number, parameter in enumerate(parameters):
             state = self.owned_state(parameter)
             if rounds and parameter in self._mine:
-                self._adopt(parameter)
-                state[_MASTER] = placed(self._mine[parameter].detach(), parameter)
+                self._mine[parameter].follow()
+                state[_MASTER] = self._mine[parameter].saved()
             if state:
                 mine[number] = state
         gathered = gather_state(mine, self._ranks, local(parameters[0]).device, rank)
@@ -389,10 +352,7 @@ class OwnerPartition(Optimizer):
         for group, inner, saved in zip(self.param_groups, self._inner, state_dict["param_groups"], strict=True):
             owned = [(i, p) for i, p in zip(saved["params"], group["params"], strict=True) if p in self._mine]
             there = {
-                at: {
-                    key: value if p in self._put_together else own_part(value, p)
-                    for key, value in state_dict["state"][i].items()
-                }
+                at: {key: self._mine[p].taken_from(value) for key, value in state_dict["state"][i].items()}
                 for at, (i, p) in enumerate(owned)
                 if i in state_dict["state"]
             }
@@ -400,17 +360,5 @@ class OwnerPartition(Optimizer):
             inner.load_state_dict({"state": there, "param_groups": [settings]})
             group.update(settings_of(saved))
             self._show_state([p for _, p in owned], inner)
-            if self._broadcast_dtype is not None:
-                self._load_masters({p: state_dict.get(_MASTERS, {}).get(i) for i, p in owned})
-
-    @torch.no_grad()
-    def _load_masters(self, masters: Mapping[Parameter, Tensor | None]) -> None:
-        """Take over masters in full precision; None: the parameter as it is."""
-        for parameter, master in masters.items():
-            is_whole = parameter in self._put_together
-            if master is None:
-                value = whole(parameter) if is_whole else local(parameter)
-            else:
-                value = master if is_whole else own_part(master, parameter)
-            self._mine[parameter].data.copy_(value)
-            self._written[parameter] = -1  # whether the parameter is what it rounds to is seen when it is needed
+            for i, p in owned if self._broadcast_dtype is not None else ():
+                self._mine[p].load_master(state_dict.get(_MASTERS, {}).get(i))

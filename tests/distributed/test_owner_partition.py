@@ -80,7 +80,7 @@ def follow_torch(make_name, steps=4):
             either.zero_grad()
             schedule.step()
         assert_equal(ours, theirs)
-        assert not any(plain.grad is not None for plain in optimizer._mine.values())
+        assert not any(each.plain.grad is not None for each in optimizer._mine.values())
     assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in reference.param_groups]
     return [name for name, parameter in ours.items() if optimizer.state[parameter]]
 
