@@ -226,6 +226,10 @@ def _optimizer_groups(config: Config, _: int | None) -> Iterator[Problem]:
     for index, pattern in enumerate(patterns):
         if pattern in patterns[:index]:
             yield f"optimizer.groups.{index}.pattern", f'the pattern "{pattern}" stands above already; the first counts'
+    for index, group in enumerate(config.optimizer.groups):
+        for name in ("lr_scale", "weight_decay", "freeze_until_step") if group.freeze else ():
+            if getattr(group, name) != type(group).model_fields[name].default:
+                yield f"optimizer.groups.{index}.{name}", f"{name} does nothing with freeze = true; leave one out"
 
 
 def _profile(config: Config, _: int | None) -> Iterator[Problem]:

@@ -193,6 +193,10 @@ class ParameterGroup(Table):
     """Factor on the learning rate."""
     weight_decay: NonNegativeFloat | None = None
     """Weight decay instead of optimizer.weight_decay."""
+    freeze: bool = False
+    """Never train them: no gradient, no weight decay, no optimizer state."""
+    freeze_until_step: NonNegativeInt = 0
+    """Do not train them in the first so many steps; their optimizer state is there from the start, all zero."""
 
 
 class Optimizer(Table):

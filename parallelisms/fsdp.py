@@ -15,7 +15,7 @@ a rank holds its shards, whatever the stage. With P parameters over N ranks, in 
     1       P / N + P             P / N + P between micro-batches   1, 1
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import cast
@@ -31,7 +31,7 @@ from configs.plan import plan_of
 from configs.schema import Comm, Fsdp, Training
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import local_part
-from parallelisms.torch_internals import compute_within
+from parallelisms.torch_internals import compute_within, find_gradient_types, fsdp_modules
 
 
 def apply_fsdp(model: nn.Module, mesh: Mesh, config: Fsdp, training: Training) -> None:
@@ -147,6 +147,19 @@ def prepare_backward(model: nn.Module, config: Fsdp, is_last_micro_batch: bool) 
         model.set_requires_gradient_sync(is_last_micro_batch)
     if config.zero_stage == 1:
         model.set_reshard_after_backward(is_last_micro_batch)
+
+
+def freeze(models: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter], frozen: Collection[str]) -> None:
+    """Between two steps, let the parameters named in `frozen` rest, and all others train.
+
+    Args:
+        parameters: those of the models, by name, as they are between two steps (FSDP's shards).
+    """
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name not in frozen)
+    for model in models:
+        for module in fsdp_modules(model):
+            find_gradient_types(module)
 
 
 def reshard(model: nn.Module) -> None:

@@ -31,11 +31,15 @@ def grad_norm(
     Returns:
         A scalar, the same on all ranks, but for rounding where groups add up in different orders.
     """
+    parameters = list(parameters)
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for gradient in _gradients(parameters):
         by_groups[_sharding_groups(gradient)].append(local_part(gradient))
-        device = gradient.device_mesh.device_type if isinstance(gradient, DTensor) else gradient.device
+        device = _exchanged_on(gradient)
     totals = [_total_over(groups, local, norm_type, device) for groups, local in by_groups.items()]
+    if not totals:  # all of this rank's are frozen, those of another stage may not be
+        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        totals = [torch.zeros((), dtype=dtype, device=_exchanged_on(parameters[0]))]
     is_max = math.isinf(norm_type)
     total = torch.stack(totals).max() if is_max else torch.stack(totals).sum()
     if pipeline is not None:
@@ -51,13 +55,18 @@ def clip_grads_with_norm(parameters: Iterable[Tensor], max_norm: float, norm: Te
     step is skipped anyway.
     """
     local = [local_part(gradient) for gradient in _gradients(parameters)]
-    if math.isfinite(max_norm):
+    if local and math.isfinite(max_norm):
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(local, scale.to(local[0].device))
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
+
+
+def _exchanged_on(tensor: Tensor) -> torch.device | str:
+    """The device on which ranks exchange what belongs to a tensor, which itself may be kept in the host's memory."""
+    return tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device
 
 
 def _sharding_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:

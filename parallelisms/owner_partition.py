@@ -17,7 +17,8 @@ out among them, and the optimizer updates parts, which an element-wise one may. 
 owners of the parts put gradient and parameter together; each computes the whole update, and keeps its part.
 
 A checkpoint takes from each rank what it owns, by the parameters' names and with its place in the whole: nothing is
-gathered to save it, and any number of ranks, or ranks that cut by rows, load it.
+gathered to save it, and any number of ranks, or ranks that cut by rows, load it. As a library, with `state_dict` and
+`load_state_dict` in the form of a plain torch optimizer (`owner_state.py`), the partition does what fairscale's does.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,17 +29,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import ParamsT
 
 from configs.plan import plan_of
+from parallelisms.cut_parameters import local
+from parallelisms.grad_norm import clip_grads_with_norm, grad_norm
+from parallelisms.owned_parameter import OwnedParameter
+from parallelisms.owner_state import gather_state, numbered, settings_of
 
 BUCKET_BYTES = 32 << 20
 """Large enough that a broadcast's latency does not count, small enough that the first layers need not wait long."""
 
-_NOT_SETTINGS = ("params", "param_names")
+_MASTER, _MASTERS = "master", "masters"
 
 
 def assign_owners(sizes: Mapping[str, int], loads: Sequence[int]) -> dict[str, int]:
@@ -75,7 +79,7 @@ class _Broadcast:
         if self.work is not None:
             self.work.wait()
         if self.unpacks:
-            targets = [_local(p) for p in self.parameters]
+            targets = [local(p) for p in self.parameters]
             parts = self.buffer.split([target.numel() for target in targets])
             torch._foreach_copy_(targets, [part.view_as(t) for part, t in zip(parts, targets, strict=True)])
 
@@ -91,34 +95,45 @@ class OwnerPartition(Optimizer):
 
     def __init__(
         self,
-        groups: Iterable[dict[str, Any]],
-        process_group: dist.ProcessGroup,
+        params: ParamsT,
+        process_group: dist.ProcessGroup | None = None,
         broadcast_dtype: torch.dtype | None = None,
+        optim: Callable[..., Optimizer] = SGD,
+        **defaults: Any,
     ) -> None:
         """Share the parameters out. A rank may own none.
 
         Args:
-            groups: parameter groups. "params" holds (name, parameter) pairs: replicated tensors, or DTensors that no
-                mesh dimension but one outside of `process_group` cuts; "optimizer" makes an optimizer of a list of one
-                group, as the class `torch.optim.AdamW` does; "whole" (default: False) says that it is to see whole
-                parameters where they are cut; the rest are its settings.
-            process_group: the ranks that hold replicas.
+            params: parameters, or groups of them, as any torch optimizer takes them, with or without names: replicated
+                tensors, or DTensors that no mesh dimension but one outside of `process_group` cuts. A group may have an
+                optimizer of its own in "optimizer", which is called with a list of one group, and takes nothing from
+                `defaults`; "whole" (default: False) says that it is to see whole parameters where they are cut.
+            process_group: the ranks that hold replicas; None: all.
             broadcast_dtype: None sends parameters as they are.
+            optim: makes the optimizer of a group without one of its own, as the class `torch.optim.AdamW` does.
+            defaults: its settings, where a group has none.
         """
-        self._ranks, self._rank = process_group, dist.get_rank(process_group)
+        ranks = dist.group.WORLD if process_group is None else process_group
+        assert ranks is not None, "the process group comes first"
+        self._ranks = ranks
+        self._rank = dist.get_rank(self._ranks)
         self._broadcast_dtype = broadcast_dtype
+        self._optim = partial(optim, **defaults)
         self._owner: dict[Parameter, int] = {}
-        self._mine: dict[Parameter, Parameter] = {}  # as a plain tensor: the parameter's memory, or its master
-        self._put_together: set[Parameter] = set()  # of those, the ones that are cut, and updated whole
+        self._mine: dict[Parameter, OwnedParameter] = {}
         self._inner: list[Optimizer] = []  # one a group
         self._forward_order: dict[Parameter, int] = {}
         self._on_their_way: dict[Parameter, _Broadcast] = {}
-        super().__init__(groups, defaults={})
+        super().__init__(params, defaults={})
         self._share_out(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters in the middle of a run; who owns the earlier ones does not change."""
-        super().add_param_group(param_group)
+        defaults, self.defaults = self.defaults, {}  # its own optimizer fills it
+        try:
+            super().add_param_group(param_group)
+        finally:
+            self.defaults = defaults
         if self._inner:  # else the constructor adds the first groups, to share them out together
             self._share_out([param_group])
 
@@ -144,12 +159,13 @@ class OwnerPartition(Optimizer):
     # ------------------------------------------------------------------ a step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:  # type: ignore[override]
         """Update what this rank owns and send it.
 
         Args:
             closure: computes the gradients anew; it is called once, on every rank. An optimizer that calls it again
                 and again (LBFGS) cannot be partitioned.
+            arguments: passed on to the step of each group's optimizer.
 
         Returns:
             What `closure` returned.
@@ -160,11 +176,14 @@ class OwnerPartition(Optimizer):
                 result = closure()
         self.wait()
         for group, inner in zip(self.param_groups, self._inner, strict=True):
-            inner.param_groups[0].update(_settings(group))
-            owned = [p for p in group["params"] if p in self._mine]
-            self._lend(owned)
-            inner.step()
-            self._take_back(owned)
+            inner.param_groups[0].update(settings_of(group))
+            owned = [self._mine[p] for p in group["params"] if p in self._mine]
+            for each in owned:
+                each.lend()
+            inner.step(**arguments)
+            group.update(settings_of(inner.param_groups[0]))  # some optimizers keep a state of their own there
+            for each in owned:
+                each.take_back()
         self._send([p for p in self._owner if p.requires_grad])
         return result
 
@@ -176,26 +195,19 @@ class OwnerPartition(Optimizer):
                 broadcast.finish()
                 for arrived in broadcast.parameters:
                     del self._on_their_way[arrived]
+                    if arrived in self._mine:
+                        self._mine[arrived].arrived()
 
-    def _lend(self, owned: list[Parameter]) -> None:
-        """Show the inner optimizer this step's gradients, and the parameters' memory, which FSDP may have moved."""
-        for parameter in owned:
-            if parameter.grad is None:  # frozen: it is not updated
-                continue
-            plain, seen = self._mine[parameter], _whole if parameter in self._put_together else _local
-            if self._broadcast_dtype is None:
-                plain.data = seen(parameter)
-            plain.grad = seen(parameter.grad)
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all parameters in place as if they were one vector; all ranks must call it.
 
-    def _take_back(self, owned: list[Parameter]) -> None:
-        """Let go of gradients, and of parameters that were put together, after keeping this rank's part of them."""
-        for parameter in owned:
-            plain = self._mine[parameter]
-            if parameter in self._put_together and self._broadcast_dtype is None:
-                if plain.grad is not None:
-                    _local(parameter).copy_(_own_part(plain.data, parameter))
-                plain.data = plain.data.new_empty(0)
-            plain.grad = None
+        Returns:
+            Their norm before that, as `torch.nn.utils.clip_grad_norm_`, which refuses parameters that are cut unlike.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = grad_norm(parameters, float(norm_type))
+        clip_grads_with_norm(parameters, max_norm, norm)
+        return norm
 
     def _before_forward(self, parameters: list[Parameter], *_: Any) -> None:
         self.wait(parameters)
@@ -215,7 +227,7 @@ class OwnerPartition(Optimizer):
         for parameter in sorted(parameters, key=lambda p: self._forward_order.get(p, 0)):
             key = (self._owner[parameter], parameter.dtype)
             bucket = filling.setdefault(key, [])
-            if bucket and sum(_local(p).nbytes for p in (*bucket, parameter)) > BUCKET_BYTES:
+            if bucket and sum(local(p).nbytes for p in (*bucket, parameter)) > BUCKET_BYTES:
                 yield bucket
                 bucket = filling[key] = []
             bucket.append(parameter)
@@ -224,7 +236,7 @@ class OwnerPartition(Optimizer):
     def _start(self, bucket: list[Parameter]) -> _Broadcast:
         owner = self._owner[bucket[0]]
         is_mine, rounds = owner == self._rank, self._broadcast_dtype is not None
-        tensors = [_local(p) for p in bucket]
+        tensors = [local(p) for p in bucket]
         if len(bucket) == 1 and not rounds and tensors[0].is_contiguous():
             buffer, unpacks = tensors[0], False
         else:
@@ -232,7 +244,7 @@ class OwnerPartition(Optimizer):
             buffer = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
             unpacks = rounds or not is_mine
             if is_mine:
-                sources = [_own_part(self._mine[p].detach(), p) for p in bucket] if rounds else tensors
+                sources = [self._mine[p].to_send() for p in bucket]
                 parts = buffer.split(sizes)
                 torch._foreach_copy_([part.view_as(s) for part, s in zip(parts, sources, strict=True)], sources)
         work = dist.broadcast(buffer, group=self._ranks, group_src=owner, async_op=True)
@@ -241,41 +253,45 @@ class OwnerPartition(Optimizer):
     # ------------------------------------------------------------------ who owns what
 
     def _share_out(self, groups: Sequence[dict[str, Any]]) -> None:
-        if not all("param_names" in group for group in groups):
-            raise ValueError("the parameters of an owner partition need names: by them all ranks agree on the owners")
-        named = {n: p for group in groups for n, p in zip(group["param_names"], group["params"], strict=True)}
+        parameters = [p for group in groups for p in group["params"]]
+        # Parameters without names have numbers, which all ranks agree on as well.
+        names = [n for g in groups for n in g.get("param_names", ())] or list(map(str, range(len(parameters))))
         loads = [0] * dist.get_world_size(self._ranks)
         for parameter, rank in self._owner.items():
-            loads[rank] += _local(parameter).numel()
-        owners = assign_owners({name: _local(p).numel() for name, p in named.items()}, loads)
-        self._owner |= {parameter: owners[name] for name, parameter in named.items()}
+            loads[rank] += local(parameter).numel()
+        sizes = {name: local(p).numel() for name, p in zip(names, parameters, strict=True)}
+        owners = assign_owners(sizes, loads)
+        self._owner |= {parameter: owners[name] for name, parameter in zip(names, parameters, strict=True)}
         for group in groups:
             self._take_over(group)
+        common = set.intersection(*(set(inner.defaults) for inner in self._inner))
+        self.defaults = {key: value for key, value in self._inner[0].defaults.items() if key in common}
 
     @torch.no_grad()
     def _take_over(self, group: dict[str, Any]) -> None:
         """Make the inner optimizer of a group, over those of its parameters that this rank owns."""
-        make, needs_whole = group.pop("optimizer"), group.pop("whole", False)
-        owned = [p for p in group["params"] if self._owner[p] == self._rank]
-        rounds = self._broadcast_dtype is not None
-        if needs_whole:
-            self._put_together |= {p for p in owned if _cut(p)}
-        for parameter in owned:
-            seen = _whole(parameter) if parameter in self._put_together else _local(parameter)
-            self._mine[parameter] = Parameter(seen.clone() if rounds else seen)
-        if rounds:
+        make, needs_whole = group.pop("optimizer", self._optim), group.pop("whole", False)
+        owned = {
+            p: OwnedParameter(p, self._broadcast_dtype, needs_whole)
+            for p in group["params"]
+            if self._owner[p] == self._rank
+        }
+        if self._broadcast_dtype is not None:
             for parameter in group["params"]:
-                _local(parameter).copy_(_local(parameter).to(self._broadcast_dtype))
-        inner = make([{**_settings(group), "params": [self._mine[p] for p in owned]}])
-        self._take_back(owned)
-        for key, default in _settings(inner.param_groups[0]).items():
+                local(parameter).copy_(local(parameter).to(self._broadcast_dtype))
+        self._mine |= owned
+        inner = make([{**settings_of(group), "params": [each.plain for each in owned.values()]}])
+        for each in owned.values():
+            each.arrived()
+            each.take_back()
+        for key, default in settings_of(inner.param_groups[0]).items():
             group.setdefault(key, default)
         self._inner.append(inner)
         self._show_state(owned, inner)
 
-    def _show_state(self, owned: list[Parameter], inner: Optimizer) -> None:
+    def _show_state(self, owned: Iterable[Parameter], inner: Optimizer) -> None:
         # The same dicts: torch's optimizers fill them in place, now or at their first step.
-        self.state.update({parameter: inner.state[self._mine[parameter]] for parameter in owned})
+        self.state.update({parameter: inner.state[self._mine[parameter].plain] for parameter in owned})
 
     # ------------------------------------------------------------------ saving and loading
 
@@ -285,13 +301,13 @@ class OwnerPartition(Optimizer):
         Writing into these and into `owned_state` in place, on all ranks, and calling `owned_were_loaded` restores a
         state.
         """
-        rounds = self._broadcast_dtype is not None
-        return {p: _placed((plain if rounds else _local(p)).detach(), p) for p, plain in self._mine.items()}
+        return {parameter: each.saved() for parameter, each in self._mine.items()}
 
     def owned_state(self, parameter: Parameter) -> dict[str, Any]:
         """The optimizer's state of a parameter, DTensors where it is cut; empty if another rank owns it."""
-        state = self.state[parameter] if parameter in self._mine else {}
-        return {key: _placed(value, parameter) for key, value in state.items()}
+        if parameter not in self._mine:
+            return {}
+        return {key: self._mine[parameter].placed(value) for key, value in self.state[parameter].items()}
 
     @torch.no_grad()
     def owned_were_loaded(self) -> None:
@@ -302,134 +318,47 @@ class OwnerPartition(Optimizer):
     def state_dict(self, rank: int | None = None) -> dict[str, Any]:  # type: ignore[override]
         """The state of all ranks, as a plain torch optimizer over the same groups has and loads it, in CPU memory.
 
-        To be called by all ranks; tensors travel one by one.
+        With a `broadcast_dtype` it has the parameters in full precision besides, by number under "masters", which a
+        plain optimizer passes over. To be called by all ranks; tensors travel one by one.
 
         Args:
             rank: of the process group, the only one that is to have it (the others return {}); None: all ranks.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
-        mine = {i: state for i, p in enumerate(parameters) if (state := self.owned_state(p))}
-        tables: list[Any] = [None] * dist.get_world_size(self._ranks)
-        described = {i: {key: _described(value) for key, value in state.items()} for i, state in mine.items()}
-        dist.all_gather_object(tables, described, group=self._ranks)
-        owners = {i: owner for owner, table in enumerate(tables) for i in table}
-        state = {
-            i: {
-                key: self._delivered(mine.get(i, {}).get(key), description, owners[i], rank)
-                for key, description in tables[owners[i]][i].items()
-            }
-            for i in sorted(owners)
-        }
+        rounds = self._broadcast_dtype is not None
+        mine: dict[int, dict[str, Any]] = {}
+        for number, parameter in enumerate(parameters):
+            state = self.owned_state(parameter)
+            if rounds and parameter in self._mine:
+                self._mine[parameter].follow()
+                state[_MASTER] = self._mine[parameter].saved()
+            if state:
+                mine[number] = state
+        gathered = gather_state(mine, self._ranks, local(parameters[0]).device, rank)
         if rank not in (None, self._rank):
             return {}
-        groups, first = [], 0
-        for group in self.param_groups:
-            last = first + len(group["params"])
-            groups.append({**_settings(group), "params": list(range(first, last))})
-            first = last
-        return {"state": state, "param_groups": groups}
-
-    @torch.no_grad()
-    def _delivered(self, value: Any, description: Any, owner: int, rank: int | None) -> Any:
-        """Bring a value from its owner to `rank`, or to all; None elsewhere."""
-        if not isinstance(description, _Description):
-            return description
-        if value is None:
-            value = torch.empty(description.shape, dtype=description.dtype, device=description.device)
-        value = (value.full_tensor() if isinstance(value, DTensor) else value).detach().contiguous()
-        if rank is None:
-            dist.broadcast(value, group=self._ranks, group_src=owner)
-        elif rank != owner and self._rank == owner:
-            dist.send(value, group=self._ranks, group_dst=rank)
-        elif rank != owner and self._rank == rank:
-            dist.recv(value, group=self._ranks, group_src=owner)
-        return value.cpu().clone() if rank in (None, self._rank) else None
+        masters = {number: state.pop(_MASTER) for number, state in gathered.items() if _MASTER in state}
+        state_of = {number: values for number, values in gathered.items() if values}
+        found = {"state": state_of, "param_groups": numbered(self.param_groups)}
+        return {**found, _MASTERS: masters} if rounds else found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Take from the state of a plain torch optimizer over the same groups what this rank owns, and the settings."""
+        """Take from the state of a plain torch optimizer over the same groups what this rank owns, and the settings.
+
+        With a `broadcast_dtype`, parameters whose full precision is under "masters" have it again, wherever the model
+        still holds what it rounds to: it may be loaded before or after. The others have the model's own values.
+        """
+        self.wait()
         for group, inner, saved in zip(self.param_groups, self._inner, state_dict["param_groups"], strict=True):
             owned = [(i, p) for i, p in zip(saved["params"], group["params"], strict=True) if p in self._mine]
             there = {
-                at: {
-                    key: value if p in self._put_together else _own_part(value, p)
-                    for key, value in state_dict["state"][i].items()
-                }
+                at: {key: self._mine[p].taken_from(value) for key, value in state_dict["state"][i].items()}
                 for at, (i, p) in enumerate(owned)
                 if i in state_dict["state"]
             }
-            settings = {**_settings(saved), "params": list(range(len(owned)))}
+            settings = {**settings_of(saved), "params": list(range(len(owned)))}
             inner.load_state_dict({"state": there, "param_groups": [settings]})
-            group.update(_settings(saved))
+            group.update(settings_of(saved))
             self._show_state([p for _, p in owned], inner)
-
-
-def select_groups(state_dict: Mapping[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
-    """The part of an optimizer's state dict that an optimizer over some of its groups loads, in their order.
-
-    For groups of different optimizers: `select_groups(partition.state_dict(), muon_groups)` is one for
-    `torch.optim.Muon`.
-    """
-    state: dict[int, Any] = {}
-    groups, first = [], 0
-    for number in chosen:
-        group = state_dict["param_groups"][number]
-        state |= {at: state_dict["state"].get(i, {}) for at, i in enumerate(group["params"], start=first)}
-        groups.append({**group, "params": list(range(first, first + len(group["params"])))})
-        first += len(group["params"])
-    return {"state": {i: values for i, values in state.items() if values}, "param_groups": groups}
-
-
-@dataclass(frozen=True)
-class _Description:
-    """A tensor that another rank has."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: str
-
-
-def _described(value: Any) -> Any:
-    return _Description(value.shape, value.dtype, value.device.type) if isinstance(value, Tensor) else value
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The memory behind a parameter or gradient: the whole, or what tensor parallelism leaves this rank of it."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A parameter or gradient that is cut, put together; to be called by all ranks over which it is cut."""
-    return _placed(_local(tensor), tensor).full_tensor()
-
-
-def _placed(value: Any, parameter: Tensor) -> Any:
-    """The optimizer's tensor for this rank's part of a parameter, with its place in the whole; a count as it is."""
-    cut = _cut(parameter)
-    if cut is None or not isinstance(value, Tensor) or value.shape != _local(parameter).shape:
-        return value
-    return DTensor.from_local(value, *cut, run_check=False)
-
-
-def _own_part(value: Any, parameter: Tensor) -> Any:
-    """The reverse: what this rank keeps of the optimizer's tensor for a whole parameter."""
-    cut = _cut(parameter)
-    if cut is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
-        return value
-    return distribute_tensor(value, *cut, src_data_rank=None).to_local()  # every rank has the whole: none is sent
-
-
-def _cut(parameter: Tensor) -> tuple[DeviceMesh, list[Placement]] | None:
-    """Over which ranks a parameter is cut, and how; None if they all hold the whole."""
-    if not isinstance(parameter, DTensor):
-        return None
-    mesh, placements = parameter.device_mesh, parameter.placements
-    axes = [i for i, placement in enumerate(placements) if mesh.size(i) > 1 and not placement.is_replicate()]
-    if not axes:
-        return None
-    [axis] = axes
-    assert mesh.mesh_dim_names is not None
-    return mesh[mesh.mesh_dim_names[axis]], [placements[axis]]
+            for i, p in owned if self._broadcast_dtype is not None else ():
+                self._mine[p].load_master(state_dict.get(_MASTERS, {}).get(i))

@@ -67,6 +67,12 @@ def _param_groups(module: FSDPModule) -> list[FSDPParamGroup]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []  # until torch 2.11 a module had at most one
 
 
+def find_gradient_types(module: FSDPModule) -> None:
+    """Let a module's group learn again which types its gradients have: FSDP asks only once those that train then."""
+    for group in _param_groups(module):
+        group._init_mp_dtypes()
+
+
 def compute_within(inner: FSDPModule, outer: nn.Module) -> None:
     """Gather and reduce the parameters of `inner` when `outer`, which contains it, computes.
 

@@ -3,14 +3,17 @@
 CHECKPOINT is a folder such as runs/debug/checkpoints/step-00000150, saved at any mesh. OUTPUT gets adamw.pt (with Muon,
 also muon.pt), which torch.load(..., weights_only=True) reads and the optimizer's load_state_dict takes; the groups and
 their param_names say which parameters it wants, in which order. With --gather dense the experts of a mixture stay as
-they lie, a file for each rank that has written some; index.json says where each part is. The tensors pass through one
-by one; OUTPUT must not exist, and is there when it is whole.
+they lie, a file for each rank that has written some; with --gather "PATTERN=stay", which may be given several times, so
+do the parameters whose names match; index.json says where each part is. The tensors pass through one by one; OUTPUT
+must not exist, and is there when it is whole. import_optimizer.py is the way back.
 """
 
 import argparse
+import difflib
+import fnmatch
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
 
     def work(console: Console) -> None:
-        optimizers, experts = _described(options.checkpoint)
+        optimizers, experts = described_optimizers(options.checkpoint)
+        gather = list(dict.fromkeys(options.gather))
         with console.progress(f"Exporting to {options.output}", in_bytes=True) as report:
             export_optimizer(
                 options.checkpoint,
                 options.output,
                 optimizers,
-                experts,
-                gather=options.gather,
+                experts if gather == ["dense"] else staying(gather, optimizers),
+                gather=", ".join(gather),
                 max_bytes=options.max_bytes or free_memory(),
                 verify=options.verify,
                 progress=report,
@@ -55,7 +59,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(work, "stopped; nothing was written")
 
 
-def _described(checkpoint: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def staying(gather: Sequence[str], optimizers: Mapping[str, dict[str, Any]]) -> set[str]:
+    """The parameters that "PATTERN=stay" leaves as they lie; none for "all".
+
+    Raises:
+        UserError: a pattern matches no parameter, or "all" or "dense" stands beside another word.
+    """
+    if gather == ["all"]:
+        return set()
+    names = [n for state in optimizers.values() for group in state["param_groups"] for n in group["param_names"]]
+    stay: set[str] = set()
+    for word in gather:
+        pattern, _, what = word.rpartition("=")
+        if what != "stay":
+            raise UserError(f'--gather {word}: it is all, dense, or one or more of "PATTERN=stay"')
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
+            nearest = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0))
+            raise UserError(f'--gather "{word}" matches no parameter; the nearest names are {nearest}')
+        stay |= set(matches)
+    return stay
+
+
+def described_optimizers(checkpoint: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """What the optimizers of the job that wrote the checkpoint would give as their `state_dict`, without memory, at the
     learning rate of the next step; and the names of the experts' parameters."""
     manifest = read_manifest(checkpoint)
@@ -67,7 +93,7 @@ def _described(checkpoint: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     if config.model.n_layers > n_tensors:  # to build them might never end
         raise UserError(f"{checkpoint} describes {config.model.n_layers} layers, and holds only {n_tensors} tensors")
     with torch.device("meta"):
-        model = build_model(config.model)
+        model = build_model(config.model).to(getattr(torch, config.training.dtype))
         optimizers = plain_optimizers(config.optimizer, list(model.named_parameters()), hidden_matrices(model))
     for optimizer in optimizers.values():
         set_lr(optimizer, learning_rate(config.lr_schedule, config.optimizer.lr, manifest.step))
@@ -81,7 +107,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint")
     add("output", type=Path, metavar="OUTPUT", help="folder to make")
-    add("--gather", choices=("dense", "all"), required=True, help="dense: leave the experts as they lie")
+    add(
+        "--gather",
+        action="append",
+        required=True,
+        metavar="HOW",
+        help='all; dense: leave the experts as they lie; "PATTERN=stay": leave parameters with such names',
+    )
     add("--max-bytes", type=parse_size, metavar="SIZE", help="of tensors held at a time (default: what is free)")
     add("--verify", choices=("hash", "size"), default="hash", help="how the checkpoint is checked (default: hash)")
     return parser

@@ -104,11 +104,12 @@ def _train(config: Config) -> Trajectory:
     found = Trajectory()
 
     def keep_first_gradients(*_: object) -> None:
-        if not found.gradients:
+        if not found.losses:
             found.gradients = {name: whole(p.grad) for name, p in learner.parameters.items() if p.grad is not None}
 
     learner.optimizer.register_step_pre_hook(keep_first_gradients)
     for step, micro_batches in enumerate(batches(config, mesh.dp_rank, mesh.sizes.dp)):
+        learner.freeze(step)
         result = learner.step(micro_batches, learning_rate(config.lr_schedule, config.optimizer.lr, step))
         found.losses.append(result.loss)
         found.norms.append(result.grad_norm)

@@ -4,6 +4,7 @@ One process, eager, whole batches and whole logits, each document of a mask on i
 once more in plain words, torch's own clipping and AdamW.
 """
 
+import fnmatch
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
     optimizers = _plain_optimizers(config.optimizer, dict(model.named_parameters()))
     found = Trajectory()
     for step, micro_batches in enumerate(batches(config, 0, 1)):
+        for name, p in model.named_parameters():
+            p.requires_grad_(not _rests(config.optimizer, name, step))
         tokens = torch.cat([batch.tokens for batch in micro_batches])
         targets = torch.cat([batch.targets for batch in micro_batches])
         document_ids = [ids for batch in micro_batches if (ids := batch.document_ids) is not None]
@@ -126,6 +129,12 @@ def _plain_optimizers(config: Optimizer, parameters: dict[str, torch.nn.Paramete
     betas = (config.betas[0], config.betas[1])
     adamw = torch.optim.AdamW(groups, betas=betas, eps=config.eps, weight_decay=decay, fused=False, foreach=False)
     return [*optimizers, adamw]
+
+
+def _rests(config: Optimizer, name: str, step: int) -> bool:
+    """Whether the first group that a parameter belongs to freezes it in the step after `step` steps."""
+    groups = [group for group in config.groups if fnmatch.fnmatchcase(name, group.pattern)]
+    return bool(groups) and (groups[0].freeze or groups[0].freeze_until_step > step)
 
 
 def _each_document_alone(model: torch.nn.Module, tokens: Tensor, document_ids: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ def table() -> Iterator[Row]:
     yield from moe_rows()
     yield from expert_rows()
     yield from owner_table()
+    yield from freeze_rows()
 
 
 def _zero_rows() -> Iterator[Row]:
@@ -254,6 +255,55 @@ def owner_table() -> Iterator[Row]:
         how = "compiled" if compiled else "eager"
         beside = _selective({"dp_replicate": 2, axis: 2}, 2, compiled)
         yield row(f"owner 2 x {axis.upper()} 2, {optimizer}, {how}", 4, beside, optimizer)
+
+
+# The embedding and a block rest for ever, so that nothing flows back to them; other parameters for some steps.
+FROZEN = {"embed_tokens.*": "freeze = true", "layers.0.*": "freeze = true", "layers.1.*": "freeze_until_step = 3"}
+FROZEN |= {"layers.3.mlp.*_proj*": "freeze_until_step = 2", "*norm.weight": "freeze_until_step = 4"}
+# A tied embedding, whose gradient the head makes as well, and the experts of a mixture with its routers.
+FROZEN_ENDS = {"embed_tokens.*": "freeze_until_step = 3", "*.experts.*": "freeze_until_step = 2"}
+FROZEN_ENDS |= {"*.router.*": "freeze = true"}
+
+
+def freeze_rows() -> Iterator[Row]:
+    """Parameters that rest, for ever or in the first steps, on each axis; accumulating two steps."""
+    meshes: dict[str, tuple[dict[str, Any], int]] = {  # sizes of the axes and other settings, micro-batch
+        "1 process": ({}, 4),
+        "FSDP 2": ({"dp_shard": 2}, 2),
+        "HSDP 2x2, ZeRO 1": ({"dp_replicate": 2, "dp_shard": 2, "fsdp.zero_stage": 1}, 1),
+        "FSDP 2 x TP 2": ({"dp_shard": 2, "tp": 2}, 2),
+        "PP 4": ({"pp": 4}, 2),
+        "PP 2 interleaved": ({"pp": 2, "pipeline.schedule": "interleaved_1f1b"}, 2),
+        "CP 2": ({"cp": 2}, 4),
+        "owner 2": ({"dp_shard": 1, "dp_replicate": 2, "fsdp.partition": "owner"}, 2),
+        "owner 2 x TP 2": ({"dp_shard": 1, "dp_replicate": 2, "tp": 2, "fsdp.partition": "owner"}, 2),
+    }
+    for (name, (sizes, micro_batch)), compiled in itertools.product(meshes.items(), (False, True)):
+        overrides = _selective(sizes, micro_batch, compiled)
+        ranks = math.prod(size for key, size in sizes.items() if "." not in key)
+        for optimizer in ("AdamW", "Muon") if "owner" in name else ("AdamW",):
+            run = words({"optimizer.groups": groups_of(FROZEN)})
+            run += ("--optimizer.name", "muon", "--fsdp.partition", "owner") if optimizer == "Muon" else ()
+            yield Row(f"frozen, {name}, {optimizer}, {_how(compiled)}", ranks, words(overrides), run)
+    zero_bubble = words({**ZERO_BUBBLE, "training.micro_batch_size": 2})
+    yield Row("frozen, PP 2 zero-bubble, AdamW, eager", 2, zero_bubble, words({"optimizer.groups": groups_of(FROZEN)}))
+    ends: dict[str, tuple[int, dict[str, object]]] = {
+        "FSDP 2": (2, {"dp_shard": 2}),
+        "EP 2 x TP 2": (4, {"dp_shard": 2, "ep": 2, "tp": 2}),
+    }
+    tied = MOE | {"model.tie_embeddings": "true", "optimizer.groups": groups_of(FROZEN_ENDS)}
+    for (name, (n, sizes)), compiled in itertools.product(ends.items(), (False, True)):
+        row = f"frozen, tied, experts, {name}, {_how(compiled)}"
+        yield Row(row, n, words(_selective(sizes, 2, compiled)), words(tied))
+
+
+def groups_of(settings: Mapping[str, str]) -> str:
+    """`optimizer.groups`, by pattern."""
+    return "[" + ", ".join(f'{{pattern = "{pattern}", {each}}}' for pattern, each in settings.items()) + "]"
+
+
+def _how(compiled: bool) -> str:
+    return "compiled" if compiled else "eager"
 
 
 OWNER: dict[str, object] = {"fsdp.partition": "owner", "mesh.dp_shard": 1}

@@ -82,7 +82,10 @@ class _LossWithGradients(torch.autograd.Function):
         settings: CrossEntropy,
     ) -> Tensor:
         ctx.repeatable = settings.repeatable
-        gradients = torch.empty_like(hidden), torch.zeros_like(weight, dtype=_softmax_dtype(weight))
+        gradients = (
+            torch.empty_like(hidden) if ctx.needs_input_grad[0] else None,
+            torch.zeros_like(weight, dtype=_softmax_dtype(weight)) if ctx.needs_input_grad[1] else None,
+        )
         loss = _sweep(hidden, weight, targets, group, settings, gradients)
         ctx.save_for_backward(*gradients)
         ctx.weight_dtype = weight.dtype
@@ -94,7 +97,9 @@ class _LossWithGradients(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         # In place, autograd's version check turns a second backward into an error.
         scale = torch.mul if ctx.repeatable else torch.Tensor.mul_
-        return scale(grad_hidden, grad_loss), scale(grad_weight, grad_loss).to(ctx.weight_dtype), None, None, None
+        by_hidden = None if grad_hidden is None else scale(grad_hidden, grad_loss)
+        by_weight = None if grad_weight is None else scale(grad_weight, grad_loss).to(ctx.weight_dtype)
+        return by_hidden, by_weight, None, None, None
 
 
 def _sweep(
@@ -103,9 +108,9 @@ def _sweep(
     targets: Tensor,
     group: dist.ProcessGroup | None,
     settings: CrossEntropy,
-    gradients: tuple[Tensor, Tensor] | None = None,
+    gradients: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> Tensor:
-    """The loss; its gradients by hidden (tokens, dim) and by weight (vocab, dim) are left in `gradients`."""
+    """The loss; its gradients by hidden (tokens, dim) and by weight (vocab, dim) are left in `gradients`, if wanted."""
     measure, differentiate_ = _kernels(settings.compile)
     dtype = _softmax_dtype(hidden)
     rows = chunk_rows(len(hidden), len(weight) * dtype.itemsize, hidden.device.type)
@@ -120,8 +125,10 @@ def _sweep(
         if gradients:
             ignored = targets[part] == IGNORED
             by_logits = differentiate_(logits, local_targets, ignored, log_partition[part], settings.z_loss_weight)
-            torch.mm(by_logits, weight, out=gradients[0][part])
-            _add_product_(gradients[1], by_logits.T, hidden[part])
+            if gradients[0] is not None:
+                torch.mm(by_logits, weight, out=gradients[0][part])
+            if gradients[1] is not None:
+                _add_product_(gradients[1], by_logits.T, hidden[part])
     loss = log_partition - target_logit + settings.z_loss_weight * log_partition.square()
     return loss.masked_fill(targets == IGNORED, 0).sum()
 

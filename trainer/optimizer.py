@@ -10,6 +10,7 @@ head, whose rows are looked up or compared one by one, and the norms stay with A
 """
 
 import difflib
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -29,6 +30,26 @@ _FUSED_DEVICES = ("cpu", "cuda")
 _REST = ParameterGroup(pattern="*")
 
 
+class RowAdamW(AdamW):
+    """AdamW over what this rank holds of every parameter, and saves: an `OwnerPartition` of one who owns it all."""
+
+    def owned(self) -> dict[Parameter, Tensor]:
+        """As `OwnerPartition.owned`: all parameters."""
+        return {parameter: parameter.detach() for parameter, _ in _members(self)}
+
+    def owned_state(self, parameter: Parameter) -> dict[str, Any]:
+        """As `OwnerPartition.owned_state`."""
+        return self.state.get(parameter, {})
+
+    def owned_were_loaded(self) -> None:
+        """As `OwnerPartition.owned_were_loaded`: every rank has loaded what it needs."""
+
+    def wait(self) -> None:
+        """As `OwnerPartition.wait`: nothing is on its way."""
+
+
+TrainingOptimizer = RowAdamW | OwnerPartition
+
 Partition = Callable[[list[dict[str, Any]]], OwnerPartition]
 """Shares parameter groups out to owners (see there)."""
 
@@ -39,10 +60,11 @@ def build_optimizer(
     hidden_matrices: Collection[str] = (),
     partition: Partition | None = None,
     model_names: Sequence[str] = (),
-) -> TorchOptimizer:
+) -> TrainingOptimizer:
     """The optimizer with its state, all zero: AdamW (Loshchilov and Hutter 2019, algorithm 2), or Muon with it.
 
-    Only matrices decay, vectors (norms) do not, unless a group in `config.groups` says otherwise for them.
+    Only matrices decay, vectors (norms) do not, unless a group in `config.groups` says otherwise for them. Parameters
+    that it freezes for ever are in groups without state.
 
     Args:
         hidden_matrices: names of the parameters that Muon updates, if `config.name` says so.
@@ -54,7 +76,7 @@ def build_optimizer(
     """
     of_muon = set(hidden_matrices) if config.name == "muon" else set()
     named_groups = _groups(config, named_parameters, of_muon, model_names)
-    optimizer: TorchOptimizer
+    optimizer: TrainingOptimizer
     if partition is not None:
         makers = {False: partial(_adamw, config), True: partial(_muon, config)}
         optimizer = partition(
@@ -86,21 +108,22 @@ def _groups(
 ) -> list[tuple[bool, dict[str, Any]]]:
     """The parameter groups, each with whether it is Muon's."""
     settings = _settings_of(config.groups, model_names or [name for name, _ in named_parameters])
-    members: dict[tuple[bool, float, float], list[tuple[str, Parameter]]] = {}
+    members: dict[tuple[bool, float, float, bool], list[tuple[str, Parameter]]] = {}
     for name, parameter in named_parameters:
         decay = settings[name].weight_decay
         if decay is None:
             decay = config.weight_decay if parameter.ndim >= 2 else 0.0
-        members.setdefault((name in of_muon, settings[name].lr_scale, decay), []).append((name, parameter))
+        key = (name in of_muon, settings[name].lr_scale, decay, settings[name].freeze)
+        members.setdefault(key, []).append((name, parameter))
     return [
-        (is_muon, {"params": named, "weight_decay": weight_decay, "lr_scale": lr_scale, "lr": config.lr})
-        for (is_muon, lr_scale, weight_decay), named in members.items()
+        (is_muon, {"params": named, "weight_decay": decay, "lr_scale": scale, "freeze": frozen, "lr": config.lr})
+        for (is_muon, scale, decay, frozen), named in members.items()
     ]
 
 
-def _adamw(config: Optimizer, groups: list[dict[str, Any]]) -> AdamW:
-    optimizer = AdamW(groups, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=_can_fuse(groups))
-    for parameter, group in _members(optimizer):
+def _adamw(config: Optimizer, groups: list[dict[str, Any]]) -> RowAdamW:
+    optimizer = RowAdamW(groups, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=_can_fuse(groups))
+    for parameter, group in _trained(optimizer):
         # What AdamW would make at its first step (a step with zero gradients would decay the weights).
         optimizer.state[parameter] = {
             # The fused kernel counts on the device; the others read the count on the CPU.
@@ -115,13 +138,17 @@ def _muon(config: Optimizer, groups: list[dict[str, Any]]) -> Muon:
     optimizer = Muon(
         groups, momentum=config.momentum, ns_steps=config.newton_schulz_steps, adjust_lr_fn=config.muon_lr_adjustment
     )
-    for parameter, _ in _members(optimizer):
+    for parameter, _ in _trained(optimizer):
         optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
     return optimizer
 
 
 def _members(optimizer: TorchOptimizer) -> list[tuple[Parameter, dict[str, Any]]]:
     return [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _trained(optimizer: TorchOptimizer) -> list[tuple[Parameter, dict[str, Any]]]:
+    return [(parameter, group) for parameter, group in _members(optimizer) if not group["freeze"]]
 
 
 def _can_fuse(groups: list[dict[str, Any]]) -> bool:
@@ -135,26 +162,41 @@ def set_lr(optimizer: TorchOptimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_scale"]
 
 
-def saved_weights(optimizer: TorchOptimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
+def saved_weights(optimizer: TrainingOptimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
     """What this rank saves of the parameters, by name: its shards of all, or those that it owns."""
-    if not isinstance(optimizer, OwnerPartition):
-        return {name: parameter.detach() for name, parameter in parameters.items()}
     owned = optimizer.owned()
     return {name: owned[parameter] for name, parameter in parameters.items() if parameter in owned}
 
 
-def optimizer_state(optimizer: TorchOptimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
+def optimizer_state(optimizer: TrainingOptimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
     """The optimizer's own tensors as "optimizer.<parameter>.<key>"; writing into them in place restores a state.
 
     The keys are AdamW's, `exp_avg` and `exp_avg_sq`, shaped and sharded as the parameter, and the scalar `step`; or
-    Muon's `momentum_buffer`. With a partition they are those of the parameters that this rank owns.
+    Muon's `momentum_buffer`. With a partition they are those of the parameters that this rank owns. A parameter that is
+    frozen for ever has none.
     """
-    state_of = optimizer.owned_state if isinstance(optimizer, OwnerPartition) else optimizer.state.__getitem__
     return {
         f"optimizer.{name}.{key}": tensor
         for name, parameter in parameters.items()
-        for key, tensor in state_of(parameter).items()
+        for key, tensor in optimizer.owned_state(parameter).items()
     }
+
+
+def frozen_until(config: Optimizer, model_names: Sequence[str]) -> dict[str, float]:
+    """The parameters that `config.groups` freezes, by name, with the step after which they train; inf: never.
+
+    Args:
+        model_names: of the whole model's parameters.
+
+    Raises:
+        ConfigError: all are frozen at first.
+    """
+    settings = _settings_of(config.groups, model_names)
+    until = {name: math.inf if group.freeze else group.freeze_until_step for name, group in settings.items()}
+    frozen = {name: step for name, step in until.items() if step > 0}
+    if len(frozen) == len(settings):
+        raise ConfigError("optimizer.groups: all parameters are frozen, and step 1 would train nothing; let some train")
+    return frozen
 
 
 def _settings_of(groups: Sequence[ParameterGroup], names: Sequence[str]) -> dict[str, ParameterGroup]:

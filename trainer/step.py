@@ -10,16 +10,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from configs.plan import plan_of
 from configs.schema import Config
 from models import build_model
 from models.documents import Documents
 from parallelisms.attention.context import shard_batch
+from parallelisms.fsdp import freeze
 from parallelisms.grad_norm import clip_grads_with_norm, grad_norm
 from parallelisms.guards.order_guard import OrderGuard
 from parallelisms.guards.replicas import Copy, copies_on
@@ -34,7 +35,14 @@ from parallelisms.streams import queue_gathers
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.guards.verdict import StepResult, agree, agreed_norm, decide
 from trainer.loss import CrossEntropy
-from trainer.optimizer import build_optimizer, optimizer_state, saved_weights, set_lr
+from trainer.optimizer import (
+    TrainingOptimizer,
+    build_optimizer,
+    frozen_until,
+    optimizer_state,
+    saved_weights,
+    set_lr,
+)
 
 
 @dataclass(frozen=True)
@@ -48,10 +56,22 @@ class Learner:
     parameters: dict[str, nn.Parameter]
     """This rank's, or its shards of them: those of the whole model, or of its pipeline stages."""
     passes: Passes
-    optimizer: Optimizer
+    optimizer: TrainingOptimizer
     loss: CrossEntropy
     load_balance: LoadBalance
     guard: OrderGuard
+    frozen_until: dict[str, float]
+    """As `optimizer.frozen_until`."""
+
+    def freeze(self, step: int) -> None:
+        """Before the step after `step` steps, freeze the parameters that rest in it, and let the others train."""
+        frozen = self.frozen(step)
+        if any(parameter.requires_grad == (name in frozen) for name, parameter in self.parameters.items()):
+            freeze(self.stages.values(), self.parameters, frozen)
+
+    def frozen(self, step: int) -> frozenset[str]:
+        """Names of the whole model's parameters that rest in the step after `step` steps."""
+        return frozenset(name for name, until in self.frozen_until.items() if step < until)
 
     def step(
         self,
@@ -130,7 +150,7 @@ class Learner:
         """What this rank holds of tensors of which other ranks hold the same; as `state`, to be asked for anew."""
         self.finish_update()
         state = self.state()
-        if not isinstance(self.optimizer, OwnerPartition):
+        if self.config.fsdp.partition == "rows":
             return copies_on(state, self.mesh)
         # An owner saves its master copy in place of a parameter that it sends rounded.
         parameters = {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
@@ -140,13 +160,11 @@ class Learner:
 
     def was_loaded(self) -> None:
         """Bring what was read into `state` to all ranks that need it; all ranks must call it."""
-        if isinstance(self.optimizer, OwnerPartition):
-            self.optimizer.owned_were_loaded()
+        self.optimizer.owned_were_loaded()
 
     def finish_update(self) -> None:
         """Wait for updated parameters that are still on their way; the next forward pass would do so as well."""
-        if isinstance(self.optimizer, OwnerPartition):
-            self.optimizer.wait()
+        self.optimizer.wait()
 
     def own_part(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """What this rank computes of its samples: with context parallelism a part of every sequence."""
@@ -195,7 +213,7 @@ def build_stages(config: Config, mesh: Mesh) -> tuple[dict[int, nn.Module], list
 def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], model_names: Sequence[str]) -> Learner:
     """The learner of what `build_stages` returned, with parameters in memory."""
     queue_gathers(stages.values(), config.comm, mesh.device)
-    return Learner(
+    learner = Learner(
         config=config,
         mesh=mesh,
         stages=stages,
@@ -209,26 +227,29 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
         ),
         load_balance=LoadBalance(stages, config, mesh),
         guard=OrderGuard(config.comm.order_guard_interval, groups_of_axes(mesh).values()),
+        frozen_until=frozen_until(config.optimizer, model_names),
     )
+    learner.freeze(step=0)
+    return learner
 
 
-def _optimizer(config: Config, mesh: Mesh, stages: Sequence[nn.Module], model_names: Sequence[str]) -> Optimizer:
+def _optimizer(
+    config: Config, mesh: Mesh, stages: Sequence[nn.Module], model_names: Sequence[str]
+) -> TrainingOptimizer:
     """The optimizer of the parameters in `stages`; `model_names`: of all the model's."""
     named_parameters = [named for stage in stages for named in stage.named_parameters()]
     if config.fsdp.partition == "rows":
         return build_optimizer(config.optimizer, named_parameters, model_names=model_names)
     hidden = [name for stage in stages for name in hidden_matrices(stage)]
     dtype = config.fsdp.owner_broadcast_dtype
-    partition = partial(
-        OwnerPartition,
-        process_group=mesh.tokens.get_group(),
-        broadcast_dtype=getattr(torch, dtype) if dtype else None,
-    )
-    optimizer = build_optimizer(config.optimizer, named_parameters, hidden, partition, model_names)
-    assert isinstance(optimizer, OwnerPartition)
-    for stage in stages:
-        optimizer.overlap_forward(stage)
-    return optimizer
+
+    def share_out(groups: list[dict[str, Any]]) -> OwnerPartition:
+        partition = OwnerPartition(groups, mesh.tokens.get_group(), getattr(torch, dtype) if dtype else None)
+        for stage in stages:
+            partition.overlap_forward(stage)
+        return partition
+
+    return build_optimizer(config.optimizer, named_parameters, hidden, share_out, model_names)
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:

@@ -206,6 +206,7 @@ class Trainer:
     def _step(self) -> tuple[StepResult, float]:
         lr = learning_rate(self.config.lr_schedule, self.config.optimizer.lr, self.run.step)
         compiling = self.config.compile.enable and self.run.step - self.first_step < COMPILING_STEPS
+        self.learner.freeze(self.run.step)
         self.profiler.before_step(self.run.step + 1)
         self.grace.computing(self.run.step, partial(self._rescue, self._finished()))
         with self.ledger.step(compiling):
@@ -399,7 +400,8 @@ class Trainer:
 
     def _log(self, result: StepResult, lr: float, validation: ValidationResult | None) -> None:
         speed = self.ledger.throughput(self._tokens_per_step)
-        flops = flops_per_token(self.config.model, self.config.training.seq_len).causal
+        frozen = self.learner.frozen(self.run.step - 1)
+        flops = flops_per_token(self.config.model, self.config.training.seq_len, frozen).causal
         tflops = tflops_per_device(speed.tokens_per_second, flops, self.mesh.sizes.world_size)
         with self.phases.measure(Phase.OTHER):
             balance, memory_peak = self.learner.load_balance.measure(), self.memory_peak_bytes()

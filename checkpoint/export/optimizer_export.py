@@ -4,11 +4,12 @@ A file for each of torch's optimizers (`adamw.pt`; with Muon, also `muon.pt`) is
 parameter has its number, its group and its entries. Whatever mesh has saved them, the tensors pass through one by one,
 on the CPU: gathered, written, forgotten. What an export holds is the largest of them, and is known before it begins.
 
-The experts of a mixture may be more than one machine can hold or wants to. They can stay as they lie: a file for each
-owner (the rank that wrote its part of them), which takes no gathering at all. In the optimizer's own file an expert
-then has its entry, of its whole shape and type, but on the meta device, where a tensor has no values: the count and the
-shapes are right (github.com/facebookresearch/fairscale/pull/560), and loading it before the parts have been put in
-fails instead of starting from zeros. `index.json` says where every part of every tensor is.
+The experts of a mixture may be more than one machine can hold or wants to. They, or what a pattern names, can stay as
+they lie: a file for each owner (the rank that wrote its part of them), which takes no gathering at all. In the
+optimizer's own file such a parameter then has its entry, of its whole shape and type, but on the meta device, where a
+tensor has no values: the count and the shapes are right (github.com/facebookresearch/fairscale/pull/560), and loading
+it before the parts have been put in fails instead of starting from zeros. `index.json` says where every part of every
+tensor is.
 """
 
 from collections import Counter as Count
@@ -32,7 +33,6 @@ from checkpoint.tensor_stream import Counter, Progress, entry_of, n_bytes, read_
 from checkpoint.verify import check_tensors
 from configs.errors import UserError
 
-Gather = Literal["dense", "all"]
 StateDict = Mapping[str, Any]
 """As an optimizer's `state_dict` returns it."""
 
@@ -87,8 +87,8 @@ def export_optimizer(
     checkpoint: Path,
     output: Path,
     optimizers: Mapping[str, StateDict],
-    experts: Collection[str],
-    gather: Gather,
+    staying: Collection[str],
+    gather: str,
     max_bytes: int,
     verify: Literal["size", "hash"] = "hash",
     progress: Progress = lambda done, total: None,
@@ -98,7 +98,8 @@ def export_optimizer(
     Args:
         optimizers: by the name of its file, what each optimizer's `state_dict` would be, of meta tensors; the groups
             have `param_names`.
-        experts: names of the parameters that "dense" leaves as they lie.
+        staying: names of the parameters that are left as they lie.
+        gather: what the user calls that: "all" (none are), "dense" (a mixture's experts), or by pattern.
         max_bytes: of tensors that may be held at a time.
         verify: hash: first compare the content of the files that are read with their hashes.
 
@@ -107,7 +108,7 @@ def export_optimizer(
     """
     with Pin(checkpoint):
         manifest, metadata = read_manifest(checkpoint), read_metadata(checkpoint)
-        left = set(experts) if gather == "dense" else set()
+        left = set() if gather == "all" else set(staying)
         entries = {name: _entries(state_dict, left) for name, state_dict in optimizers.items()}
         every = [entry for of_one in entries.values() for entry in of_one]
         _check_state(checkpoint, metadata, every)
@@ -118,7 +119,10 @@ def export_optimizer(
             source = _Source(checkpoint, metadata, Counter(progress, sum(_n_bytes(metadata, e) for e in every)))
             index: dict[str, Any] = {"step": manifest.step, "tokens": manifest.tokens, "gather": gather}
             index["optimizers"] = {
-                name: _write(source, folder, name, state_dict, entries[name]) for name, state_dict in optimizers.items()
+                name: _write(
+                    source, folder, name, state_dict, entries[name], "experts" if gather == "dense" else "parts"
+                )
+                for name, state_dict in optimizers.items()
             }
             write_json(folder / INDEX_NAME, index)
             finish(folder, output)
@@ -157,7 +161,7 @@ def _check_budget(metadata: Metadata, entries: Sequence[_Entry], max_bytes: int)
     largest = max(needs, key=lambda name: needs[name])
     if needs[largest] > max_bytes:
         whole = not all(entry.stays for entry in entries if entry.name == largest)
-        hint = "; --gather dense leaves the experts as they lie" if whole else ""
+        hint = '; --gather dense leaves the experts as they lie, "PATTERN=stay" what you name' if whole else ""
         raise UserError(
             f"{largest} takes {needs[largest]:,} bytes of memory to export, and {max_bytes:,} are allowed or free "
             f"(--max-bytes){hint}"
@@ -174,13 +178,13 @@ def _held(metadata: Metadata, entry: _Entry) -> int:
 
 
 def _write(
-    source: _Source, folder: Path, optimizer: str, state_dict: StateDict, entries: Sequence[_Entry]
+    source: _Source, folder: Path, optimizer: str, state_dict: StateDict, entries: Sequence[_Entry], parts: str
 ) -> dict[str, Any]:
-    """Write the files of one optimizer; returns what the index says of them."""
+    """Write the files of one optimizer, with the word `parts` in the names of owners'; returns what the index says."""
     file = f"{optimizer}.pt"
     values = {entry: source.on_meta(entry) if entry.stays else source.whole(entry) for entry in entries}
     write_torch_file(folder / file, {**state_dict, "state": _by_number(values)})
-    places = _write_owners(source, folder, optimizer, [entry for entry in entries if entry.stays])
+    places = _write_owners(source, folder, f"{optimizer}-{parts}", [entry for entry in entries if entry.stays])
     parameters: dict[str, Any] = {
         name: {"number": number, "state": {}} for number, name in enumerate(_parameters(state_dict))
     }
@@ -195,13 +199,13 @@ def _write(
 
 
 def _write_owners(
-    source: _Source, folder: Path, optimizer: str, entries: Sequence[_Entry]
+    source: _Source, folder: Path, stem: str, entries: Sequence[_Entry]
 ) -> dict[_Entry, list[dict[str, Any]]]:
     """Write a file for each owner of parts; returns where those of each entry are."""
     owners = _owners(source.metadata, entries)
     places: dict[_Entry, list[dict[str, Any]]] = {entry: [] for entry in entries}
     for number, chunks in enumerate(owners, 1):
-        file = f"{optimizer}-experts-{number:05d}-of-{len(owners):05d}.pt"
+        file = f"{stem}-{number:05d}-of-{len(owners):05d}.pt"
         parts = {entry: source.part(entry, chunk) for entry, chunk in chunks.items()}
         offsets = {entry: list(chunk.offsets) for entry, chunk in chunks.items()}
         write_torch_file(folder / file, {"state": _by_number(parts), "offsets": _by_number(offsets)})

@@ -1,5 +1,6 @@
 """The optimizer shared out by owner against torch's own over all parameters: the same bits, whatever happens to it."""
 
+from copy import deepcopy
 from functools import partial
 from unittest.mock import patch
 
@@ -12,7 +13,8 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, AdamW, Muon, RMSprop
 
 from parallelisms import owner_partition as zero
-from parallelisms.owner_partition import OwnerPartition, select_groups
+from parallelisms.owner_partition import OwnerPartition
+from parallelisms.owner_state import select_groups
 
 SHAPES = {"a": (4, 6), "b": (5,), "c": (6, 3), "d": (2, 2), "e": (7,), "f": (3, 3)}
 MATRICES, VECTORS = [n for n, s in SHAPES.items() if len(s) == 2], [n for n, s in SHAPES.items() if len(s) == 1]
@@ -78,7 +80,7 @@ def follow_torch(make_name, steps=4):
             either.zero_grad()
             schedule.step()
         assert_equal(ours, theirs)
-        assert not any(plain.grad is not None for plain in optimizer._mine.values())
+        assert not any(each.plain.grad is not None for each in optimizer._mine.values())
     assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in reference.param_groups]
     return [name for name, parameter in ours.items() if optimizer.state[parameter]]
 
@@ -301,10 +303,158 @@ def test_owners_keep_what_they_send_rounded(ranks):
     ranks(3, rounded, torch.bfloat16)
 
 
-def unnamed():
-    with pytest.raises(ValueError, match="need names"):
-        OwnerPartition([{"params": list(parameters().values()), "optimizer": AdamW}], dist.group.WORLD)
+def model_state(params):
+    return {name: p.detach().clone() for name, p in params.items()}
 
 
-def test_parameters_need_names(ranks):
-    ranks(1, unnamed)
+def set_model(params, values):
+    with torch.no_grad():
+        for name, parameter in params.items():
+            parameter.copy_(values[name])
+
+
+def masters_survive(folder, order):
+    """Three steps, save model and optimizer, load them into a new partition over other weights, three more steps."""
+    params = parameters()
+    optimizer = partition(params, AdamW, broadcast_dtype=torch.bfloat16)
+    for step in range(3):
+        set_gradients(params, step)
+        optimizer.step()
+    state, values = optimizer.state_dict(), model_state(params)
+    others = {name: Parameter(torch.full_like(p, 0.3)) for name, p in params.items()}
+    loaded = partition(others, AdamW, broadcast_dtype=torch.bfloat16)
+    for what in order:
+        if what == "model":
+            set_model(others, values)
+        else:
+            loaded.load_state_dict(deepcopy(state))  # torch copies no state
+    assert repr(loaded.state_dict()) == repr(state)
+    for step in range(3, 6):
+        for of, either in ((params, optimizer), (others, loaded)):
+            set_gradients(of, step)
+            either.step()
+        assert_equal(others, params)
+    if dist.get_rank() == 0:
+        torch.save((state, values), folder / "rounded.pt")
+    return model_state(params)
+
+
+def take_up_masters(folder):
+    state, values = torch.load(folder / "rounded.pt")
+    params = {name: Parameter(value.clone()) for name, value in values.items()}
+    optimizer = partition(params, AdamW, broadcast_dtype=torch.bfloat16)
+    optimizer.load_state_dict(state)
+    for step in range(3, 6):
+        set_gradients(params, step)
+        optimizer.step()
+    return model_state(params)
+
+
+@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
+def test_masters_are_saved_and_loaded(ranks, tmp_path, order):
+    expected = ranks(3, masters_survive, tmp_path, order)[0]
+    for found in ranks(2, take_up_masters, tmp_path):
+        assert_equal(found, expected)
+
+
+def weights_from_outside():
+    """A state without masters, and weights that are written after it was loaded, in the middle of a run."""
+    params, masters = parameters(), parameters()
+    reference = plain(masters, AdamW)
+    for step in range(2):
+        set_gradients(masters, step)
+        reference.step()
+    set_model(params, model_state(masters))
+    optimizer = partition(params, AdamW, broadcast_dtype=torch.bfloat16)
+    set_model(params, model_state(masters))
+    optimizer.load_state_dict(deepcopy(reference.state_dict()))  # torch copies no state
+    for step in range(2, 6):
+        if step == 4:
+            changed = {name: p.detach() + 1.0 if name in "ab" else p.detach() for name, p in params.items()}
+            set_model(params, changed)
+            set_model(masters, {name: changed[name] if name in "ab" else p.detach() for name, p in masters.items()})
+        for of, either in ((params, optimizer), (masters, reference)):
+            set_gradients(of, step)
+            either.step()
+        assert_equal(params, {name: m.detach().bfloat16().double() for name, m in masters.items()})
+
+
+def test_masters_follow_weights_that_are_written_from_outside(ranks):
+    ranks(3, weights_from_outside)
+
+
+class Counting(SGD):
+    """Keeps a state of its own in its group, as schedule-free optimizers do, and wants an argument."""
+
+    def step(self, closure=None, *, scale):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale * group["steps"])
+        return super().step(closure)
+
+
+def as_oss():
+    """The calls of fairscale's OSS, beside plain torch."""
+    ours, theirs = parameters(), parameters()
+    optimizer = OwnerPartition(ours.values(), optim=torch.optim.Adam, lr=0.1, betas=(0.8, 0.9))
+    reference = torch.optim.Adam(theirs.values(), lr=0.1, betas=(0.8, 0.9))
+    assert optimizer.defaults == reference.defaults
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=8, cycle_momentum=True)
+        for o in (optimizer, reference)
+    ]
+    for step in range(4):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        norm = torch.nn.utils.clip_grad_norm_(theirs.values(), 0.7, 3.0)
+        torch.testing.assert_close(optimizer.clip_grad_norm(0.7, 3.0), norm, rtol=1e-14, atol=0)
+        for name, parameter in ours.items():  # equal but for the order of sums
+            torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-14, atol=0)
+            parameter.grad.copy_(theirs[name].grad)
+        for either, schedule in zip((optimizer, reference), schedules, strict=True):
+            either.step()
+            schedule.step()
+        assert_equal(ours, theirs)
+        assert optimizer.param_groups[0]["betas"] == reference.param_groups[0]["betas"] != (0.8, 0.9)
+    optimizer.zero_grad()
+    assert optimizer.clip_grad_norm(1.0) == 0.0  # as torch's of no gradients
+    return sum(bool(optimizer.state[p]) for p in ours.values())
+
+
+def test_the_calls_of_fairscale(ranks):
+    assert sum(ranks(3, as_oss)) == len(SHAPES)
+
+
+def arguments_pass():
+    ours, theirs = parameters(), parameters()
+    optimizer = OwnerPartition(list(ours.values()), optim=Counting, lr=0.1)
+    reference = Counting(theirs.values(), lr=0.1)
+    for step in range(3):
+        for params, either in ((ours, optimizer), (theirs, reference)):
+            set_gradients(params, step)
+            either.step(scale=0.5)
+        assert_equal(ours, theirs)
+    assert optimizer.param_groups[0]["steps"] == 3
+
+
+def test_arguments_of_a_step_and_what_it_keeps_in_its_group(ranks):
+    ranks(4, arguments_pass)
+
+
+def own_optimizers():
+    """A group with an optimizer of its own takes nothing from the others' settings, also in the middle of a run."""
+    params = parameters()
+    optimizer = OwnerPartition([group_of(params, VECTORS)], optim=AdamW, lr=0.5, eps=1e-3)
+    optimizer.add_param_group(group_of(params, "ac", optimizer=Muon))
+    optimizer.add_param_group(group_of(params, "d"))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1e-3, 0.5]
+    assert [group["eps"] for group in optimizer.param_groups] == [1e-3, 1e-7, 1e-3]
+    assert optimizer.defaults.keys() == {"lr", "weight_decay", "eps"}  # neither betas nor momentum: not all have them
+    with pytest.raises(ValueError, match="learning rate"):
+        OwnerPartition(parameters().values(), optim=AdamW, lr=-1.0)
+
+
+def test_groups_with_optimizers_of_their_own(ranks):
+    ranks(2, own_optimizers)

@@ -15,10 +15,22 @@ import pytest
 from tests.null_gpu.step import join, load_job
 
 ALL_KEPT = "--activation_checkpoint.save_every_nth_matmul 1"  # the job files' own value fits no other mode
+FIRST_LAYERS = '[{pattern="embed_tokens.*",freeze=true},{pattern="layers.?.*",freeze=true}]'
 JOBS = {
     # name: (job file, ranks, words)
     "1B": ("llama_1b.toml", 1, "--training.global_batch_size 16"),
     "1B, ZeRO 1": ("llama_1b.toml", 1, "--training.global_batch_size 16 --fsdp.zero_stage 1"),
+    "1B, the first ten layers frozen": (
+        "llama_1b.toml",
+        1,
+        f"--training.global_batch_size 16 --model.tie_embeddings false --optimizer.groups {FIRST_LAYERS}",
+    ),
+    "3B, FSDP 8, a tied embedding and matrices frozen": (
+        "llama_3b.toml",
+        8,
+        '--training.global_batch_size 64 --optimizer.groups [{pattern="embed*",freeze=true},'
+        '{pattern="*.mlp.*",freeze=true}]',
+    ),
     "1B, PP 2 x FSDP 4, eager": (
         "llama_1b.toml",
         8,

@@ -236,6 +236,10 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "lr_schedule.name=warmup_stable_decay lr_schedule.warmup_steps=7 lr_schedule.decay_steps=4",
             "--lr_schedule.decay_steps: warmup_steps 7 + decay_steps 4 = 11 is above total_steps 10",
         ),
+        (
+            "optimizer.groups=[{pattern='a',freeze=true,freeze_until_step=5}]",
+            "freeze_until_step does nothing with freeze = true; leave one out",
+        ),
         ("optimizer.groups=[{pattern='a'},{pattern='a'}]", 'the pattern "a" stands above already; the first counts'),
         (
             "fsdp.owner_broadcast_dtype=bfloat16",

@@ -1,5 +1,7 @@
 """FLOPs and parameters by formula against torch's own count, published figures, and devices that must stay unknown."""
 
+from fnmatch import fnmatchcase
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,6 +31,36 @@ def test_the_full_formula_is_what_torch_counts(shape, seq_len):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
     assert counter.get_total_flops() == flops_per_token(config, seq_len).full * batch * seq_len
+
+
+FIRST_BLOCKS = ("embed_tokens.*", "layers.0.*", "layers.1.*")
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ("embed_tokens.*",),
+        FIRST_BLOCKS,
+        (*FIRST_BLOCKS, "layers.2.input_layernorm.*", "layers.2.self_attn.[qkv]_proj.*"),
+        (*FIRST_BLOCKS, "layers.2.input_layernorm.*", "layers.2.self_attn.*", "layers.2.post*", "layers.2.mlp.up*"),
+        ("layers.*", "norm.*"),
+        ("embed_tokens.*", "layers.*"),
+        ("lm_head.*", "*.mlp.*"),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_frozen_is_not_counted(patterns, tied):
+    config, seq_len = Model(**TOY, tie_embeddings=tied), 8
+    model = build_model(config)
+    names = [name for name, _ in model.named_parameters()]
+    frozen = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, seq_len, dtype=torch.long)).sum().backward()
+    found = flops_per_token(config, seq_len, frozen)
+    assert counter.get_total_flops() == found.full * seq_len
+    assert found.causal < found.full <= flops_per_token(config, seq_len).full
 
 
 def test_a_token_pays_for_its_experts_and_the_router():

@@ -44,6 +44,29 @@ def test_states_are_the_bytes_of_model_gradients_and_adamw(tied, dtype):
     assert estimate.optimizer == bytes_of(t for state in optimizer.state.values() for t in state.values())
 
 
+def test_what_is_frozen_for_ever_has_neither_gradients_nor_state():
+    groups = [{"pattern": "layers.[02].*", "freeze": True}, {"pattern": "embed*", "freeze_until_step": 5}]
+    settings = config(optimizer={"groups": groups})
+    model = build_model(settings.model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("layers.0", "layers.2")))
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    optimizer.step()
+    estimate, before = estimate_memory(settings, ONE, "cpu"), estimate_memory(config(), ONE, "cpu")
+    assert estimate.parameters == before.parameters == bytes_of(model.parameters())
+    assert estimate.gradients == bytes_of(p.grad for p in model.parameters() if p.requires_grad)
+    assert estimate.optimizer == bytes_of(t for state in optimizer.state.values() for t in state.values())
+    assert estimate.peak.total <= before.peak.total
+
+
+def test_nothing_is_kept_of_blocks_that_no_gradient_reaches():
+    groups = [{"pattern": f"{name}*", "freeze": True} for name in ("embed", "layers.0.", "layers.1.")]
+    kept = [RankMemory(each, ONE, "cpu", 0)._waiting(4) for each in (config(), config(optimizer={"groups": groups}))]
+    stream = 64 * 4 * 128 * 4  # what enters the first block, and the final norm's output: 4 bytes, 4 x 128 tokens
+    assert kept[1] - 2 * stream == (kept[0] - 2 * stream) / 2
+
+
 def test_a_shard_is_fsdps_largest():
     """Rows are cut as torch.chunk cuts them: 100 rows of vocabulary over 3 ranks are 34, 34 and 32."""
     settings = config(training={"global_batch_size": 24})

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from configs.errors import ConfigError
 from configs.schema import Optimizer, ParameterGroup
-from trainer.optimizer import build_optimizer, optimizer_state, set_lr
+from trainer.optimizer import build_optimizer, frozen_until, optimizer_state, saved_weights, set_lr
 
 SHAPES = {
     "embed_tokens.weight": (7, 4),
@@ -74,6 +74,27 @@ def test_first_matching_group_wins():
     optimizer = build_optimizer(Optimizer(lr=1.0, groups=groups), list(parameters.items()))
     lr = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
     assert [lr[id(parameter)] for parameter in parameters.values()] == [1.0, 2.0, 1.0, 3.0]
+
+
+def test_what_is_frozen_has_no_state_or_a_state_of_zeros():
+    groups = [
+        ParameterGroup(pattern="layers.*", freeze=True),
+        ParameterGroup(pattern="norm.*", freeze_until_step=3),
+    ]
+    config, parameters = Optimizer(lr=1.0, groups=groups, weight_decay=0.5), _parameters()
+    names = list(parameters)
+    assert frozen_until(config, names) == {names[1]: math.inf, names[2]: math.inf, "norm.weight": 3}
+    optimizer = build_optimizer(config, list(parameters.items()))
+    state = optimizer_state(optimizer, parameters)
+    assert {name.rpartition(".")[0] for name in state} == {"optimizer.embed_tokens.weight", "optimizer.norm.weight"}
+    assert not any(tensor.any() for tensor in state.values())
+    assert saved_weights(optimizer, parameters).keys() == parameters.keys()
+
+
+def test_freezing_everything_is_an_error():
+    groups = [ParameterGroup(pattern="*.weight", freeze_until_step=1)]
+    with pytest.raises(ConfigError, match="step 1 would train nothing"):
+        frozen_until(Optimizer(lr=1.0, groups=groups), list(SHAPES))
 
 
 def test_a_pattern_that_matches_nothing_is_an_error():

@@ -51,6 +51,7 @@ NAMES = {
     "parallelisms/init.py": {"*._non_persistent_buffers_set"},
     "parallelisms/load_balance.py": {GROUP_OF_NAME},
     "parallelisms/mesh.py": {"*._flatten", "*._unflatten"},
+    "parallelisms/owned_parameter.py": {"*._version"},
     "parallelisms/owner_partition.py": {"torch._foreach_copy_"},
     "parallelisms/tensor.py": {"*._apply", "*._prepare_input_fn"},
     "scripts/parity.py": {FAKE_TENSORS, "torch._functorch.config.patch", ATTENTION_ON_A_CPU},

@@ -1,4 +1,4 @@
-"""What a token costs: parameters, FLOPs, and the share of the device's peak that they make (MFU). No torch.
+"""What a token costs: parameters, FLOPs, and the share of the device's peak that they make (MFU).
 
 Forward and backward of one token cost, as in appendix B of PaLM (Chowdhery et al. 2022),
 
@@ -17,12 +17,19 @@ Keel's `mfu` and `tflops` are the *causal* ones: they never count work that nobo
 sequences. The figures that PaLM, llm-foundry and torchtitan publish are full ones (early torchtitan's count the
 embedding besides); multiply `mfu` by full / causal, both in the start-up summary, to compare. What
 `data.document_mask` hides is counted in either.
+
+Where parameters are frozen, the backward pass leaves out the gradients by them, and those by what only they led to:
+neither is counted.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import groupby
+from math import prod
 
 from configs.layout import active_matrices, head_dim
 from configs.schema import Model
+from trainer.planning.skeleton import Skeleton, skeleton
 
 
 @dataclass(frozen=True)
@@ -35,12 +42,52 @@ class TokenFlops:
     """With all of them: what PaLM's formula counts."""
 
 
-def flops_per_token(model: Model, seq_len: int) -> TokenFlops:
-    """FLOPs a token of a sequence of `seq_len`, by the formulas at the top of this file."""
+def flops_per_token(model: Model, seq_len: int, frozen: Collection[str] = ()) -> TokenFlops:
+    """FLOPs a token of a sequence of `seq_len`, by the formulas at the top of this file.
+
+    Args:
+        frozen: names of the parameters that are.
+    """
     head = model.vocab_size * model.dim
     matrices = sum(active_matrices(model, layer) for layer in range(model.n_layers)) + head
-    attention = model.n_layers * model.n_heads * head_dim(model) * seq_len
-    return TokenFlops(causal=6 * matrices + 6 * attention, full=6 * matrices + 12 * attention)
+    idle, idle_layers = _left_out(model, skeleton(model), frozen) if frozen else (0, 0)
+    a_layer = model.n_heads * head_dim(model) * seq_len
+    computed, passes = 6 * matrices - 2 * idle, 3 * model.n_layers - 2 * idle_layers  # backward takes two
+    return TokenFlops(causal=computed + 2 * passes * a_layer, full=computed + 4 * passes * a_layer)
+
+
+def _left_out(model: Model, parts: Skeleton, frozen: Collection[str]) -> tuple[int, int]:
+    """What a backward pass need not do: gradients, in elements of the matrices, and layers whose attention it skips.
+
+    A matrix that is frozen has no gradient, and its input none if nothing before it trains. Matrices with one input
+    (q, k and v; gate and up) are neighbors in one module, cut alike by tensor parallelism.
+    """
+
+    def place(name: str) -> tuple[str, int | None]:
+        module = name.removesuffix(".weight").rpartition(".")[0]
+        return module, parts.tp_dimension(name)
+
+    elements, is_reached = 0, False
+    through_attention: dict[str, bool] = {}
+    for (module, _), names in groupby(parts.shapes, place):
+        members = list(names)
+        for name in members:
+            gradients = (name in frozen) + (not is_reached)
+            elements += 0 if parts.is_before_blocks(name) else gradients * _active(model, parts, name)
+        is_reached = is_reached or any(name not in frozen for name in members)
+        through_attention.setdefault(module, is_reached)  # as it is after q, k and v
+    if model.tie_embeddings:
+        embedding = next(filter(parts.is_before_blocks, parts.shapes))
+        elements += ((embedding in frozen) + (not is_reached)) * prod(parts.shapes[embedding])
+    return elements, sum(not through_attention[module] for module in parts.plan.attention)
+
+
+def _active(model: Model, parts: Skeleton, name: str) -> int:
+    """Elements of a matrix that a token is multiplied with; none of a norm."""
+    shape = parts.shapes[name]
+    if len(shape) < 2:
+        return 0
+    return prod(shape) * model.experts_per_token // shape[0] if parts.is_of_experts(name) else prod(shape)
 
 
 # --------------------------------------------------------------------------- devices

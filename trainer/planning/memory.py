@@ -13,6 +13,7 @@ must hold more: the CUDA context (about half a GiB, more with many NCCL communic
 reserved in pieces that nothing fits into (2 to 10 GiB in the jobs of this repository).
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,6 +36,7 @@ from configs.stages import layers_of_stages, stages_of_rank, stages_per_rank
 from parallelisms.fsdp import is_needed
 from parallelisms.owner_partition import assign_owners
 from trainer.loss import chunk_rows
+from trainer.optimizer import frozen_until
 from trainer.planning.skeleton import Shape, Skeleton, skeleton
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -104,6 +106,9 @@ class _Group:
     """Of one tensor-parallel rank."""
     shard: int
     """Elements of the largest FSDP shard."""
+    trained: int
+    """Of `elements`, those that have gradients."""
+    trained_shard: int
     layer: int | None = None
     """If it is a block."""
 
@@ -122,7 +127,7 @@ class RankMemory:
         config, shards = self.config, {name: self._sharded(name) for name in self.shapes}
         return MemoryEstimate(
             parameters=sum(shards.values()) * self.state_bytes,
-            gradients=self._gradients(sum(shards.values())),
+            gradients=self._gradients(sum(shards[name] for name in shards.keys() - self.frozen)),
             optimizer=max(optimizer_bytes(config, self.sizes, shards)),
             buffers=self._buffers(),
             peak=max(self.moments(), key=lambda moment: moment.total),
@@ -187,10 +192,30 @@ class RankMemory:
         groups: dict[str, _Group] = {}
         for name, shape in self.shapes.items():
             key = self.model.fsdp_group_of(name)
-            group = groups.get(key, _Group(key, 0, 0, self.model.block_of(name)))
-            elements, shard = group.elements + prod(shape), group.shard + self._sharded(name)
-            groups[key] = replace(group, elements=elements, shard=shard)
+            group = groups.get(key, _Group(key, 0, 0, 0, 0, self.model.block_of(name)))
+            elements, shard, trains = prod(shape), self._sharded(name), name not in self.frozen
+            groups[key] = replace(
+                group,
+                elements=group.elements + elements,
+                shard=group.shard + shard,
+                trained=group.trained + trains * elements,
+                trained_shard=group.trained_shard + trains * shard,
+            )
         return list(groups.values())
+
+    @cached_property
+    def frozen(self) -> set[str]:
+        """The whole model's parameters that never train."""
+        return frozen_for_ever(self.config, self.model)
+
+    @cached_property
+    def _idle_layers(self) -> set[int]:
+        """The layers that no gradient reaches, since nothing up to them trains: autograd keeps nothing of them."""
+        trained = [self.model.block_of(name) for name in self.model.shapes if name not in self.frozen]
+        if any(self.model.is_before_blocks(name) for name in self.model.shapes.keys() - self.frozen):
+            return set()
+        first = min((layer for layer in trained if layer is not None), default=self.config.model.n_layers)
+        return {layer for layer in self.layers if layer < first and self.config.mesh.pp == 1}
 
     @property
     def micro_batches(self) -> int:
@@ -264,7 +289,7 @@ class RankMemory:
             computing = self._tokens * block.in_backward(self.config) * self.compute_bytes + self._fetched()
             sent = self._reduced(place + 1) if place + 1 < len(self.groups) and not self.reduces_once else 0
             yield Moment(name, gradients + ceil(down), gathered + sent, kept + ceil(computing), waiting_losses)
-        made = group.elements * self.compute_bytes
+        made = group.trained * self.compute_bytes
         yield Moment(name, gradients + made, gathered + self._reduced(place), kept, waiting_losses)
 
     # ------------------------------------------------------------------------- gathered groups, and gradients
@@ -284,15 +309,15 @@ class RankMemory:
 
     def _held(self, group: _Group) -> int:
         """Bytes of the group's gradients between two micro-batches."""
-        return group.elements * self.reduce_bytes if self.reduces_once else self._reduced_shard(group)
+        return group.trained * self.reduce_bytes if self.reduces_once else self._reduced_shard(group)
 
     def _reduced_shard(self, group: _Group) -> int:
         """Bytes of the group's gradients after their reduction, on the device."""
-        return 0 if self.config.fsdp.cpu_offload else group.shard * self.state_bytes
+        return 0 if self.config.fsdp.cpu_offload else group.trained_shard * self.state_bytes
 
     def _reduced(self, place: int) -> int:
         """Bytes of a group's whole gradients as they are sent; FSDP keeps them until it sends the next."""
-        return self.groups[place].elements * self.reduce_bytes if self.uses_fsdp else 0
+        return self.groups[place].trained * self.reduce_bytes if self.uses_fsdp else 0
 
     def _gathered(self, place: int, ahead: int) -> int:
         """Bytes of parameters gathered while the group at `place` computes, and so many `ahead` in backward's order."""
@@ -323,7 +348,10 @@ class RankMemory:
         """Bytes of activations that wait for their backward pass, of this micro-batch in its first `n_layers`."""
         config = self.config
         recomputed = set(_checkpointed_layers(config.activation_checkpoint, config.model.n_layers))
-        kept = [block.kept(config, layer in recomputed) for layer, block in self.blocks.items()]
+        kept = [
+            0 if layer in self._idle_layers else block.kept(config, layer in recomputed)
+            for layer, block in self.blocks.items()
+        ]
         stream = config.model.dim / self.sizes.tp
         whole, part = sum(kept) + stream, sum(kept[:n_layers]) + stream  # with what enters the first block
         elements = part + (self._in_flight - 1) * whole
@@ -351,6 +379,12 @@ class RankMemory:
         elements = 2 * n_kv_heads(config.model) * head_dim(config.model) * self._tokens // sizes.tp
         return elements * (shares * self.compute_bytes + of_gradients * max(self.compute_bytes, 4))
 
+    @property
+    def _head(self) -> str:
+        """The parameter that makes logits: the last, or the embedding that is tied to it."""
+        names = list(self.model.shapes)
+        return names[0] if self.config.model.tie_embeddings else names[-1]
+
     def _loss(self, peak: bool) -> int:
         """Bytes of the gradients that the losses of waiting micro-batches have made ahead; at the peak of one, also of
         its chunks of logits."""
@@ -358,7 +392,8 @@ class RankMemory:
             return 0
         model, tokens, compute = self.config.model, self._tokens, self.compute_bytes
         vocabulary, softmax = ceil(model.vocab_size / self.sizes.tp), max(compute, 4)
-        ahead = vocabulary * model.dim * softmax + tokens * model.dim * compute
+        by_weight = 0 if self._head in self.frozen else vocabulary * model.dim * softmax
+        ahead = by_weight + tokens * model.dim * compute
         waiting = self.micro_batches if self.config.pipeline.schedule == "gpipe" and self.config.mesh.pp > 1 else 1
         if not peak:
             return (waiting - 1) * ahead
@@ -389,18 +424,28 @@ def _stages_in_flight(config: Config, rank: int, micro_batches: int) -> int:
 # --------------------------------------------------------------------------- states
 
 
+def frozen_for_ever(config: Config, model: Skeleton) -> set[str]:
+    """Names of the parameters that never train."""
+    return {name for name, step in frozen_until(config.optimizer, list(model.shapes)).items() if math.isinf(step)}
+
+
 def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int]) -> list[int]:
     """Bytes of optimizer state on each rank that holds another part of it, of parameters of so many `elements` each.
 
-    AdamW keeps two moments and a float32 step count, Muon one momentum; an owner that sends rounded parameters keeps
-    them in full, too. Muon's are of whole matrices, also where tensor parallelism cuts the parameters. The buffers of
-    the broadcasts are not counted: they are freed before there are activations.
+    AdamW keeps two moments and a float32 step count, Muon one momentum, neither anything of what is frozen for ever; an
+    owner that sends rounded parameters keeps them in full, too. Muon's are of whole matrices, also where tensor
+    parallelism cuts the parameters. The buffers of the broadcasts are not counted: they are freed before there are
+    activations.
     """
     state_bytes = _BYTES[config.training.dtype]
     masters, model = config.fsdp.owner_broadcast_dtype is not None, skeleton(config.model)
+    frozen = frozen_for_ever(config, model)
     total = [0] * (sizes.replicas if sizes.by_owner else 1)
     owners = assign_owners(elements, total)
     for name, size in elements.items():
+        if name in frozen:
+            total[owners[name]] += masters * size * state_bytes
+            continue
         by_muon = config.optimizer.name == "muon" and model.block_of(name) is not None and len(model.shapes[name]) == 2
         tensors = (masters + 1) * sizes.tp if by_muon else masters + 2
         total[owners[name]] += tensors * size * state_bytes + (0 if by_muon else 4)

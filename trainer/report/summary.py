@@ -5,6 +5,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 import torch
@@ -24,7 +25,8 @@ from models.documents import has_kernel
 from trainer.lifecycle import State
 from trainer.numerics import float32_products, promise
 from trainer.planning.flops import flops_per_token
-from trainer.planning.memory import estimate_memory
+from trainer.planning.memory import estimate_memory, frozen_for_ever
+from trainer.planning.skeleton import skeleton
 from trainer.report.console import Row, count, duration, size
 from trainer.report.metrics import Kind
 
@@ -76,8 +78,11 @@ def _model(config: Config) -> str:
         heads += f", {n_kv_heads(model)} of keys and values"
     tied = ", tied" if model.tie_embeddings else ""
     active = "" if model.n_experts is None else f", {count(active_parameter_count(model))} active"
+    shapes, frozen = skeleton(model).shapes, frozen_for_ever(config, skeleton(model))
+    trained = f", {count(sum(prod(shapes[name]) for name in shapes.keys() - frozen))} trained" if frozen else ""
+    n_parameters = parameter_count(model)
     return (
-        f"{model.architecture}, {count(parameter_count(model))} parameters ({parameter_count(model):,}){active}\n"
+        f"{model.architecture}, {count(n_parameters)} parameters ({n_parameters:,}){active}{trained}\n"
         f"{model.n_layers} layers, dim {model.dim}, {heads}, ffn_dim {model.ffn_dim}, "
         f"vocabulary {model.vocab_size:,}{tied}{_experts(model)}"
     )
@@ -164,7 +169,8 @@ def _steps(config: Config, resumed_step: int) -> str:
 
 
 def _flops(config: Config, peak: float | None) -> str:
-    flops = flops_per_token(config.model, config.training.seq_len)
+    frozen = frozen_for_ever(config, skeleton(config.model))
+    flops = flops_per_token(config.model, config.training.seq_len, frozen)
     of_peak = "no MFU: Keel's table has no peak of this device" if peak is None else f"MFU of {peak / 1e12:g} TFLOP/s"
     return f"{count(flops.causal)} a token, {count(flops.full)} with the masked half of attention\n{of_peak}"
 

@@ -1,0 +1,58 @@
+"""Take a plain torch optimizer's state into a checkpoint: scripts/import_optimizer.py CHECKPOINT STATE OUTPUT
+
+The way back of export_optimizer.py. CHECKPOINT is a folder such as runs/debug/checkpoints/step-00000150, whose run goes
+on. STATE is a folder that export_optimizer.py has written, with all parts of tensors that stayed where they lay; or one
+like it, or the one file of the job's only optimizer, with what torch.save makes of an optimizer's state_dict(). OUTPUT
+is a new checkpoint: CHECKPOINT with that state, and with the weights of --weights, if given. The run goes on from it
+with checkpoint.load = "OUTPUT", at any mesh; step, data and learning rate are those of CHECKPOINT.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
+
+from checkpoint.export.optimizer_import import import_optimizer
+from scripts.command import parser_of, run_command
+from scripts.export_optimizer import described_optimizers
+from trainer.report.console import Console
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Import what the command line says; returns the exit code."""
+    options = _parser().parse_args(arguments)
+
+    def work(console: Console) -> None:
+        optimizers, _ = described_optimizers(options.checkpoint)
+        with console.progress(f"Importing to {options.output}", in_bytes=True) as report:
+            differences = import_optimizer(
+                options.checkpoint,
+                options.state,
+                options.output,
+                optimizers,
+                weights=options.weights,
+                verify=options.verify,
+                progress=report,
+            )
+        for line in differences:
+            console.warning(f"the job's own settings count: {line}")
+        console.line(f'To go on from it: checkpoint.load = "{options.output}"')
+
+    return run_command(work, "stopped; nothing was written")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint, whose run goes on")
+    add("state", type=Path, metavar="STATE", help="folder of an export, or a file with an optimizer's state")
+    add("output", type=Path, metavar="OUTPUT", help="folder to make")
+    add("--weights", type=Path, metavar="FILE", help="of torch.save(model.state_dict(), FILE), instead of CHECKPOINT's")
+    add("--verify", choices=("hash", "size"), default="hash", help="how the checkpoint is checked (default: hash)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
