@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
+if not __package__:  # run as a file, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from configs.only_with import conditions
 from configs.reading.keys import table_in
 from configs.schema import Config, Table
+from scripts.command import parser_of
 
 SCHEMA_FILE = Path(__file__).resolve().parents[1] / "configs" / "schema.json"
 _BASE = {
@@ -57,5 +59,6 @@ def _plain(node: Any) -> Any:
 
 
 if __name__ == "__main__":
+    parser_of(__doc__).parse_args()
     SCHEMA_FILE.write_text(schema_text(), encoding="utf-8")
     print(f"wrote {SCHEMA_FILE}")
