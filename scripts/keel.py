@@ -73,6 +73,8 @@ def _train(words: list[str]) -> NoReturn:
     parser.add_argument("--ranks", type=int)
     options, words = parser.parse_known_args(words)
     ranks = options.ranks
+    if ranks is not None and ranks < 1:
+        parser.error(f"argument --ranks: {ranks} is not at least 1")
     if words and not words[0].startswith("-"):
         words = ["--config", *words]
     if ranks is not None and not _QUESTIONS & set(words):

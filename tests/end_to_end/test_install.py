@@ -88,3 +88,11 @@ def test_the_command_trains(installed, tmp_path, ranks):
     listed = installed.run("keel", "checkpoint", "list", "run", cwd=tmp_path)
     assert listed.returncode == 0, listed.stderr
     assert "\n         2 " in listed.stdout
+
+
+@pytest.mark.long
+def test_the_command_starts_ranks_of_its_own(installed, tmp_path):
+    """Workers import what this process runs, which is the command itself."""
+    done = installed.run("keel", "parity", "--rows", "DDP 2, none, eager, accumulation 1", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 1 rows within" in done.stdout

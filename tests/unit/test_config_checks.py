@@ -311,6 +311,7 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "profile.memory_snapshot=true profile.start_step=1 job.device=cpu",
             'with job.device = "cpu" (--job.device), which has no CUDA',
         ),
+        ("profile.start_step=21", "the trace would end at step 23, after training.steps 10"),
         ("profile.start_step=9", "the trace would end at step 11, after training.steps 10"),
         ("job.name=a/b", '--job.name: the run folder is runs/<name>, so name "a/b" must be a plain folder name'),
         ("checkpoint.load=-5", "--checkpoint.load: there is no step -5"),

@@ -78,11 +78,12 @@ def test_training_on_several_ranks_is_torchruns(monkeypatch):
         keel.main(["train", "debug", "--ranks", "4"])
 
 
-def test_a_number_of_ranks_that_is_none_is_a_message(capsys, monkeypatch):
+@pytest.mark.parametrize(("ranks", "said"), [("many", "invalid int value: 'many'"), ("0", "0 is not at least 1")])
+def test_a_number_of_ranks_that_is_none_is_a_message(capsys, monkeypatch, ranks, said):
     monkeypatch.setattr(sys, "argv", ["keel"])
     with pytest.raises(SystemExit):
-        keel.main(["train", "debug", "--ranks", "many"])
-    assert "argument --ranks: invalid int value: 'many'" in capsys.readouterr().err
+        keel.main(["train", "debug", "--ranks", ranks])
+    assert f"argument --ranks: {said}" in capsys.readouterr().err
 
 
 def test_the_version_is_that_of_the_package():
