@@ -6,6 +6,7 @@ one would otherwise be lost; questions about a config are answered without torch
 
 import os
 import sys
+from typing import NoReturn
 
 from configs.command_line import answer, load_for_run, parse_command_line
 from configs.errors import ConfigError
@@ -32,9 +33,12 @@ def main() -> int:
     return run(job, stop)
 
 
-if __name__ == "__main__":
-    code = main()
+def end_process(code: int) -> NoReturn:
+    """Exit past the interpreter's own end: process groups that an error has left open may abort it, and the code."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # Past the interpreter's own end: process groups that an error has left open may abort it, and with it the code.
     os._exit(code)
+
+
+if __name__ == "__main__":
+    end_process(main())

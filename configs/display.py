@@ -61,7 +61,8 @@ def _entry(key: Key, width: int) -> Iterator[str]:
 
 
 def _sentence(key: Key, width: int, indent: str) -> list[str]:
-    return textwrap.wrap(key.doc, width, initial_indent=indent, subsequent_indent=indent)
+    words = " ".join([key.doc, *map(str, key.conditions)])
+    return textwrap.wrap(words, width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _default(key: Key) -> str:

@@ -14,10 +14,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from configs.checks import Problem, check
+from configs.checks import check
+from configs.checks.idle import Idle, idle_keys
+from configs.checks.rule import Problem
 from configs.errors import ConfigError
 from configs.reading.explain import MAX_EXPLAINED, Mistake, bad_paths, explain
-from configs.reading.keys import KeyPath, dotted, key_path
+from configs.reading.keys import KeyPath, dotted, key_path, table_in
 from configs.reading.merge import Layers, read_layers, shown
 from configs.reading.overrides import parse_overrides
 from configs.reading.toml_text import table_text
@@ -41,9 +43,14 @@ class LoadedConfig:
 
     @cached_property
     def origins(self) -> dict[str, str]:
-        """Where each key was set, by dotted name: "file:line", "--key" or "default"."""
-        paths = leaves(self.config.model_dump())
-        return {dotted(path): self.layers.origins.get(path, "default") for path in paths}
+        """Where each key was set, by dotted name: "file:line", "--key" or "default".
+
+        Of a default that holds since what was set does nothing, the rest of the words say so.
+        """
+        left_out = {path: f"default; {origin.where}" for path, origin in self.layers.left_out.items()}
+        set_in = {path: origin.where for path, origin in self.layers.origins.items()}
+        words = left_out | set_in
+        return {dotted(path): words.get(path, "default") for path in leaves(self.config.model_dump())}
 
     def error(self, key: str, message: str) -> ConfigError:
         """An error about a key (`"data.sources.0.path"`), which starts with where it was set."""
@@ -54,7 +61,13 @@ class LoadedConfig:
 
         With origins, each line says where its value was set, and the keys without a value are named.
         """
-        return table_text(self.config.model_dump(), (lambda path: self.origins[dotted(path)]) if with_origins else None)
+        values = self.config.model_dump()
+        for idle in idle_keys(self.config):  # a default that another key overrules; to set it would be a mistake
+            table: Any = values
+            for part in idle.path[:-1]:
+                table = table[part]
+            table[idle.path[-1]] = None
+        return table_text(values, (lambda path: self.origins[dotted(path)]) if with_origins else None)
 
 
 def load(name_or_path: str, overrides: Sequence[str] = (), world_size: int | None = None) -> LoadedConfig:
@@ -70,16 +83,15 @@ def load(name_or_path: str, overrides: Sequence[str] = (), world_size: int | Non
     """
     layers = read_layers(find_job_file(name_or_path))
     mistakes = list(_override_all(layers, overrides))
-    try:
-        config = Config.model_validate(layers.values)
-        problems = check(config, world_size)
-    except ValidationError as error:
+    config, error = _validate(layers)
+    while _leave_out_idle(config, layers):
+        config, error = _validate(layers)
+    if error:
         mistakes += explain(error, layers)
         if (more := error.error_count() - MAX_EXPLAINED) > 0:
             raise ConfigError("\n".join([*map(str, mistakes), f"and {more} more"])) from None
-        bad = set(bad_paths(error))
-        problems = check(_construct(Config, layers.values, bad), world_size, complete=False)
-    mistakes += (_mistake(problem, layers) for problem in problems)
+    mistakes += (_mistake(problem, layers) for problem in check(config, world_size))
+    mistakes += _idle_mistakes(config, layers)
     if mistakes:
         raise ConfigError("\n".join(map(str, sorted(mistakes, key=_place))))
     return LoadedConfig(config, layers)
@@ -123,6 +135,34 @@ def _override_all(layers: Layers, words: Sequence[str]) -> Iterator[Mistake]:
             yield Mistake(override.path, override.flag, str(error))
 
 
+def _validate(layers: Layers) -> tuple[Config, ValidationError | None]:
+    """The config, or what can be read of it beside its mistakes."""
+    try:
+        return Config.model_validate(layers.values), None
+    except ValidationError as error:
+        return _construct(Config, layers.values, set(bad_paths(error))), error
+
+
+def _leave_out_idle(config: Config, layers: Layers) -> bool:
+    """Let go of the keys that do nothing since a layer above their own overruled them; whether there were any."""
+    mistakes = {mistake.path for mistake in _idle_mistakes(config, layers)}
+    overruled = {idle.path: idle for idle in idle_keys(config) if idle.is_set and idle.path not in mistakes}
+    for path, idle in overruled.items():
+        layers.leave_out(path, idle.fault, layers.layer(idle.other))
+    return bool(overruled)
+
+
+def _idle_mistakes(config: Config, layers: Layers) -> Iterator[Mistake]:
+    """The keys that did nothing already where they were set: that layer, or one below, set the other key as it is."""
+    found: dict[KeyPath, Idle] = {}
+    for idle in idle_keys(config):
+        if idle.is_set and layers.layer(idle.other) <= layers.layer(idle.path):
+            found.setdefault(idle.path, idle)
+    for path, idle in found.items():
+        where = layers.where(idle.other) if idle.other in layers.origins else "the default"
+        yield Mistake(path, layers.where(path), idle.message(where))
+
+
 def _mistake(problem: Problem, layers: Layers) -> Mistake:
     key, message = problem
     return Mistake(key_path(key), layers.where(key_path(key)), message)
@@ -135,30 +175,22 @@ def _place(mistake: Mistake) -> tuple[bool, str, int]:
 
 
 def _construct(table: type[Table], values: dict[str, Any], bad: Iterable[KeyPath], at: KeyPath = ()) -> Any:
-    """A table made without validation that lacks the bad keys altogether: reading one is an AttributeError."""
+    """A table made without validation that lacks the bad keys altogether: to read one raises MissingKey."""
     given: dict[str, Any] = {}
+    lacking = {str(path[-1]) for path in bad if path[:-1] == at}
     for name, field in table.model_fields.items():
-        inner = _table_in(field.annotation)
+        inner = table_in(field.annotation)
         value = values.get(name)
         if inner and isinstance(value, dict):
             given[name] = _construct(inner, value, bad, (*at, name))
         elif inner and isinstance(value, list):
-            given[name] = [
-                _construct(inner, item, bad, (*at, name, index))
-                for index, item in enumerate(value)
-                if isinstance(item, dict)
-            ]
+            tables = [(index, item) for index, item in enumerate(value) if isinstance(item, dict)]
+            given[name] = [_construct(inner, item, bad, (*at, name, index)) for index, item in tables]
+            if len(tables) < len(value):  # the others would stand at the wrong numbers
+                lacking.add(name)
         elif name in values:
             given[name] = value
     made = table.model_construct(**given)
-    for path in bad:
-        if path[:-1] == at:
-            made.__dict__.pop(str(path[-1]), None)
+    for name in lacking:
+        made.__dict__.pop(name, None)
     return made
-
-
-def _table_in(annotation: Any) -> type[Table] | None:
-    """The table that a field holds: itself, or None, or in a list."""
-    if isinstance(annotation, type) and issubclass(annotation, Table):
-        return annotation
-    return next(filter(None, map(_table_in, getattr(annotation, "__args__", ()))), None)

@@ -7,9 +7,11 @@ second.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from configs.only_with import only_with
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -19,10 +21,22 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 
+class MissingKey(Exception):
+    """A key was read from a config that lacks it, since what the job says there is wrong; never leaves configs/."""
+
+
 class Table(BaseModel):
     """A TOML table: strict types, no unknown keys, immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    if not TYPE_CHECKING:  # or any attribute would pass for one of the table's
+
+        def __getattr__(self, name: str) -> Any:
+            """Tell a key that the job lacks from one that the schema does not have, an AttributeError."""
+            if name in type(self).model_fields:
+                raise MissingKey(f"{type(self).__name__}.{name}")
+            return super().__getattr__(name)
 
 
 # --------------------------------------------------------------------------- run tables: what is learned
@@ -50,10 +64,10 @@ class Router(Table):
     """Divide the weights of a token's chosen experts by their sum."""
     load_balance: Literal["auxiliary_loss", "bias", "none"] = "auxiliary_loss"
     """auxiliary_loss: over each sequence (Switch; DeepSeek-V3, eq. 17); bias: on the choice (Wang et al. 2024)."""
-    auxiliary_loss_weight: PositiveFloat = 0.01
-    """auxiliary_loss: its weight beside the mean cross-entropy; summed over layers, averaged over sequences."""
-    bias_update_rate: PositiveFloat = 0.001
-    """bias: how far an expert's bias moves after each step."""
+    auxiliary_loss_weight: Annotated[PositiveFloat, only_with("load_balance", "auxiliary_loss")] = 0.01
+    """Its weight beside the mean cross-entropy; summed over layers, averaged over sequences."""
+    bias_update_rate: Annotated[PositiveFloat, only_with("load_balance", "bias")] = 0.001
+    """How far an expert's bias moves after each step."""
 
 
 class Model(Table):
@@ -75,15 +89,15 @@ class Model(Table):
     """Inner width of the SwiGLU feed-forward."""
     n_experts: Annotated[int, Field(ge=2)] | None = None
     """Experts of a layer's mixture, each a SwiGLU feed-forward; default: dense feed-forwards."""
-    experts_per_token: PositiveInt = 2
+    experts_per_token: Annotated[PositiveInt, only_with("n_experts")] = 2
     """Experts that each token is sent to."""
-    n_shared_experts: NonNegativeInt = 0
+    n_shared_experts: Annotated[NonNegativeInt, only_with("n_experts")] = 0
     """Experts beside them that see every token (DeepSeekMoE)."""
-    expert_dim: PositiveInt | None = None
+    expert_dim: Annotated[PositiveInt | None, only_with("n_experts")] = None
     """Inner width of an expert; default: ffn_dim, which with this key set is that of the dense layers alone."""
-    n_dense_layers: NonNegativeInt = 0
+    n_dense_layers: Annotated[NonNegativeInt, only_with("n_experts")] = 0
     """First layers that have a dense feed-forward instead of experts."""
-    router: Router = Router()
+    router: Annotated[Router, only_with("n_experts")] = Router()
     """Choice of the experts, and their balance."""
     vocab_size: PositiveInt
     """Number of tokens the model knows; equals the tokenizer's."""
@@ -115,16 +129,16 @@ class Source(Table):
     """Name of the source; the order of its samples is keyed by it."""
     kind: Literal["tokens", "text", "synthetic"]
     """tokens: a folder of token files; text: tokenised while training; synthetic: keyed random tokens."""
-    path: str | None = None
+    path: Annotated[str | None, only_with("kind", "tokens", "text", reason="whose tokens are read from nowhere")] = None
     """tokens: the folder; text: a file, a folder, or hub:NAME for a dataset of the Hugging Face hub."""
     weight: PositiveFloat = 1.0
     """Share of the samples that come from here, relative to the other sources."""
-    text_key: str = "text"
-    """text: the field that holds the text, in .jsonl, .parquet and hub rows."""
-    document_length: PositiveInt | None = None
-    """synthetic: mean length of the documents, in tokens; default: a window is one document."""
-    virtual_shards: PositiveInt = 64
-    """text: shards that its documents are dealt out to; at least the data-parallel ranks, to divide the tokenizing."""
+    text_key: Annotated[str, only_with("kind", "text")] = "text"
+    """The field that holds the text, in .jsonl, .parquet and hub rows."""
+    document_length: Annotated[PositiveInt | None, only_with("kind", "synthetic")] = None
+    """Mean length of the documents, in tokens; default: a window is one document."""
+    virtual_shards: Annotated[PositiveInt, only_with("kind", "text")] = 64
+    """Shards that its documents are dealt out to; at least the data-parallel ranks, to divide the tokenizing."""
 
 
 class Prepare(Table):
@@ -170,9 +184,15 @@ class Training(Table):
     """Type of the forward and backward pass."""
     reduce_dtype: Dtype = "float32"
     """Type in which gradients are accumulated and reduced over ranks."""
-    tf32: bool = False
-    """On CUDA with compute_dtype = "float32": multiply with 10 bits of each factor, several times faster."""
-    deterministic: bool = False
+    tf32: Annotated[
+        bool,
+        only_with("compute_dtype", "float32"),
+        only_with("job.device", "auto", "cuda", reason="which has no such products"),
+    ] = False
+    """On CUDA: multiply float32 with 10 bits of each factor, several times faster."""
+    deterministic: Annotated[
+        bool, only_with("job.device", "auto", "cuda", reason="which gives the same bits every time")
+    ] = False
     """On CUDA: only kernels that give the same bits every time, so that a resume is exact; slower (machine key)."""
     max_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this global norm; inf: never."""
@@ -189,13 +209,13 @@ class ParameterGroup(Table):
 
     pattern: str
     """Shell-style pattern of parameter names, e.g. "*.norm.weight"; matching nothing is an error."""
-    lr_scale: NonNegativeFloat = 1.0
+    lr_scale: Annotated[NonNegativeFloat, only_with("freeze", False)] = 1.0
     """Factor on the learning rate."""
-    weight_decay: NonNegativeFloat | None = None
+    weight_decay: Annotated[NonNegativeFloat | None, only_with("freeze", False)] = None
     """Weight decay instead of optimizer.weight_decay."""
     freeze: bool = False
     """Never train them: no gradient, no weight decay, no optimizer state."""
-    freeze_until_step: NonNegativeInt = 0
+    freeze_until_step: Annotated[NonNegativeInt, only_with("freeze", False)] = 0
     """Do not train them in the first so many steps; their optimizer state is there from the start, all zero."""
 
 
@@ -212,12 +232,12 @@ class Optimizer(Table):
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices; vectors (norms) have none unless a group says so."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """muon: decay rate of the momentum."""
-    newton_schulz_steps: Annotated[int, Field(gt=0, lt=100)] = 5
-    """muon: iterations that bring the momentum near an orthogonal matrix."""
-    muon_lr_adjustment: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """muon: factor on lr by a matrix's shape; match_rms_adamw: as large as AdamW's updates, so one lr fits both."""
+    momentum: Annotated[float, Field(ge=0, lt=1), only_with("name", "muon")] = 0.95
+    """Decay rate of the momentum."""
+    newton_schulz_steps: Annotated[int, Field(gt=0, lt=100), only_with("name", "muon")] = 5
+    """Iterations that bring the momentum near an orthogonal matrix."""
+    muon_lr_adjustment: Annotated[Literal["match_rms_adamw", "original"], only_with("name", "muon")] = "match_rms_adamw"
+    """Factor on lr by a matrix's shape; match_rms_adamw: as large as AdamW's updates, so one lr fits both."""
     groups: list[ParameterGroup] = []
     """Parameters with settings of their own; the first pattern that matches a name counts."""
 
@@ -231,8 +251,8 @@ class LrSchedule(Table):
     """Steps of linear warm-up to the peak."""
     total_steps: PositiveInt
     """Steps after which the learning rate has reached its minimum; later steps keep it."""
-    decay_steps: PositiveInt | None = None
-    """warmup_stable_decay: length of the final decay in steps; default: a tenth of total_steps."""
+    decay_steps: Annotated[PositiveInt | None, only_with("name", "warmup_stable_decay")] = None
+    """Length of the final decay in steps; default: a tenth of total_steps."""
     min_lr_ratio: Fraction = 0.1
     """Final learning rate as a share of the peak."""
 
@@ -282,20 +302,31 @@ class Mesh(Table):
 class Fsdp(Table):
     """Fully sharded data parallelism."""
 
-    zero_stage: Literal[1, 2, 3] = 3
+    zero_stage: Annotated[Literal[1, 2, 3], only_with("partition", "rows", reason="which cuts no rows")] = 3
     """3: parameters are gathered only to compute; 2: kept from forward to backward; 1: also until the step's end, and
-    gradients are reduced once a step. What 2 and 1 fix (the next key and accumulate) can't be set otherwise."""
-    reshard_after_forward: Literal["default", "always", "never"] = "default"
+    gradients are reduced once a step."""
+    reshard_after_forward: Annotated[
+        Literal["default", "always", "never"],
+        only_with("zero_stage", 3, of="always", reason="which keeps parameters gathered from forward to backward"),
+    ] = "default"
     """Free gathered parameters after forward; default: all but the last group (none if mesh.pp > 1); never: as
     zero_stage = 2."""
-    cpu_offload: bool = False
+    cpu_offload: Annotated[
+        bool, only_with("job.device", "auto", "cuda", reason="where the state is in CPU memory as it is")
+    ] = False
     """Keep sharded parameters, gradients and optimizer state in CPU memory."""
-    accumulate: Literal["reduce_every", "reduce_last"] = "reduce_every"
+    accumulate: Annotated[
+        Literal["reduce_every", "reduce_last"],
+        only_with("zero_stage", 1, 3, of="reduce_last", reason="which reduces every micro-batch"),
+        only_with("zero_stage", 2, 3, of="reduce_every", reason="which reduces once a step"),
+    ] = "reduce_every"
     """reduce_last (with mesh.pp > 1 always): reduce gradients once a step; until then they are kept unsharded."""
     partition: Literal["rows", "owner"] = "rows"
     """owner: shares whole parameters' optimizer state out to the dp_replicate x cp ranks, instead of cutting rows."""
-    owner_broadcast_dtype: Literal["bfloat16"] | None = None
-    """owner: send updated parameters, and compute with them, rounded to this; owners keep training.dtype (run key)."""
+    owner_broadcast_dtype: Annotated[
+        Literal["bfloat16"] | None, only_with("partition", "owner"), only_with("training.dtype", "float32", "float64")
+    ] = None
+    """Send updated parameters, and compute with them, rounded to this; owners keep training.dtype (run key)."""
 
 
 class SimulatedGroup(Table):
@@ -347,8 +378,8 @@ class Pipeline(Table):
 
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_v"] = "1f1b"
     """gpipe: all forwards first; 1f1b: less memory; interleaved_1f1b, zero_bubble_v: less idle time, more messages."""
-    stages_per_rank: Annotated[int, Field(ge=2)] | None = None
-    """interleaved_1f1b: stages on each rank; default: 2."""
+    stages_per_rank: Annotated[Annotated[int, Field(ge=2)] | None, only_with("schedule", "interleaved_1f1b")] = None
+    """Stages on each rank; default: 2."""
     split: list[PositiveInt] | None = None
     """Layers of each stage, in order; default: evenly by their cost, the embedding and the head counted."""
 
@@ -358,16 +389,16 @@ class ActivationCheckpoint(Table):
 
     mode: Literal["none", "full", "selective", "budget"] = "none"
     """none; full: whole blocks; selective: all but chosen ops; budget: chosen by torch.compile's partitioner."""
-    save_ops: list[str] = []
-    """selective: ops whose outputs are kept ("aten.mm" means all its overloads); default: the model's own list."""
-    save_every_nth_matmul: PositiveInt = 1
-    """selective: of the block's matrices, in the order of their names' definition, keep the output of every n-th."""
-    every_nth_layer: PositiveInt = 1
-    """full, selective: checkpoint only every n-th of the layers selected."""
-    layers: str | None = None
-    """full, selective: checkpoint only these layers, e.g. "0-15" or "0-3,8-11"."""
-    memory_budget: Fraction = 0.5
-    """budget: share of the activation memory of mode none that may be kept."""
+    save_ops: Annotated[list[str], only_with("mode", "selective")] = []
+    """Ops whose outputs are kept ("aten.mm" means all its overloads); default: the model's own list."""
+    save_every_nth_matmul: Annotated[PositiveInt, only_with("mode", "selective")] = 1
+    """Of the block's matrices, in the order of their names' definition, keep the output of every n-th."""
+    every_nth_layer: Annotated[PositiveInt, only_with("mode", "full", "selective")] = 1
+    """Checkpoint only every n-th of the layers selected."""
+    layers: Annotated[str | None, only_with("mode", "full", "selective")] = None
+    """Checkpoint only these layers, e.g. "0-15" or "0-3,8-11"."""
+    memory_budget: Annotated[Fraction, only_with("mode", "budget")] = 0.5
+    """Share of the activation memory of mode none that may be kept."""
 
 
 class Compile(Table):
@@ -388,7 +419,9 @@ class Checkpoint(Table):
     """latest: go on from the newest checkpoint if there is one; none: start anew; a step; a checkpoint's folder."""
     interval_minutes: NonNegativeFloat = 0.0
     """Minutes after which a checkpoint is due in any case, beside interval; 0: never."""
-    init_from: str | None = None
+    init_from: Annotated[
+        str | None, only_with("load", "latest", "none", reason="which the run goes on from instead")
+    ] = None
     """Folder of another run's checkpoint whose weights (nothing else) a run takes when it starts anew."""
     verify: Literal["size", "hash"] = "hash"
     """Before loading: compare the size of every file; hash: its content, too, which reads everything twice."""
@@ -396,17 +429,19 @@ class Checkpoint(Table):
     """If the newest checkpoint is damaged: go on from the one before, or stop."""
     keep_last: NonNegativeInt = 0
     """Newest checkpoints that are kept, older ones are removed; 0: all."""
-    keep_every: NonNegativeInt = 0
-    """With keep_last: steps of which every multiple is kept for ever; 0: none is for that reason."""
-    keep_best: NonNegativeInt = 0
-    """With keep_last: checkpoints of lowest validation loss that are kept, too."""
+    keep_every: Annotated[NonNegativeInt, only_with("keep_last", reason="which keeps all")] = 0
+    """Steps of which every multiple is kept for ever; 0: none is for that reason."""
+    keep_best: Annotated[NonNegativeInt, only_with("keep_last", reason="which keeps all")] = 0
+    """Checkpoints of lowest validation loss that are kept, too."""
     max_save_failures: PositiveInt = 3
     """Failed saves in a row (a full disk) at which the run ends; until then it goes on without a new checkpoint."""
     timeout_seconds: PositiveInt = 1800
     """How long a save may take, or a rank wait for another that writes or reads, before the run fails."""
     export_every: NonNegativeInt = 0
     """Steps of whose checkpoints every multiple is also written as a Hugging Face folder, to exports/; 0: none."""
-    optimizer_dtype: Literal["same", "bfloat16"] = "same"
+    optimizer_dtype: Annotated[
+        Literal["same", "bfloat16"], only_with("training.dtype", "float32", "float64", reason="as its moments are, too")
+    ] = "same"
     """bfloat16: save the optimizer's moments rounded; smaller, but a resumed run is not exactly the same any more."""
 
 
@@ -437,8 +472,12 @@ class Profile(Table):
     """Step at which the profiler starts; 0: never."""
     steps: PositiveInt = 3
     """Steps that the trace covers."""
-    memory_snapshot: bool = False
-    """Record allocations over the same steps (CUDA), for pytorch.org/memory_viz."""
+    memory_snapshot: Annotated[
+        bool,
+        only_with("start_step", reason="which leaves no steps to trace"),
+        only_with("job.device", "auto", "cuda", reason="which has no CUDA memory"),
+    ] = False
+    """Record allocations over the steps of the trace (CUDA), for pytorch.org/memory_viz."""
 
 
 class Spikes(Table):
@@ -446,15 +485,15 @@ class Spikes(Table):
 
     action: Literal["none", "skip", "rewind"] = "none"
     """skip: leave the step's update out; rewind: go back to a checkpoint, and on with samples not yet seen."""
-    threshold: PositiveFloat = 6.0
+    threshold: Annotated[PositiveFloat, only_with("action", "skip", "rewind")] = 6.0
     """A loss is a spike if it exceeds the mean of the losses before it by more than so many standard deviations."""
-    window: Annotated[int, Field(ge=2)] = 128
+    window: Annotated[int, Field(ge=2), only_with("action", "skip", "rewind")] = 128
     """Steps over which mean and deviation are taken, spikes left out; before there are so many, nothing is a spike."""
-    rewind_interval: PositiveInt = 500
-    """rewind: steps at whose multiples a checkpoint is saved, beside [checkpoint], of which the newest is gone back to;
+    rewind_interval: Annotated[PositiveInt, only_with("action", "rewind")] = 500
+    """Steps at whose multiples a checkpoint is saved, beside [checkpoint], of which the newest is gone back to;
     before there is one, a spike is skipped."""
-    max_rewinds: PositiveInt = 3
-    """rewind: how often in a row the run goes back to the same checkpoint before it ends instead."""
+    max_rewinds: Annotated[PositiveInt, only_with("action", "rewind")] = 3
+    """How often in a row the run goes back to the same checkpoint before it ends instead."""
 
 
 class Fault(Table):

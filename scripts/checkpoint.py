@@ -17,17 +17,14 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
+if not __package__:  # run as a file, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checkpoint import manifest as manifests
-from checkpoint.compare import compare
 from checkpoint.folder import to_be_pruned
 from checkpoint.lock import lock
 from checkpoint.manifest import MANIFEST_NAME, Manifest, Origin, read_manifest, step_folder, steps_in
 from checkpoint.pin import Pinned, remove
-from checkpoint.safe_read import read_metadata
-from checkpoint.tensor_stream import entry_of
-from checkpoint.verify import check
 from configs.errors import KeelError, UserError
 from configs.reading.toml_text import table_text
 from configs.schema import Checkpoint
@@ -66,6 +63,9 @@ def list_(options: argparse.Namespace, console: Console) -> int:
 
 def show(options: argparse.Namespace, console: Console) -> int:
     """What one checkpoint is."""
+    from checkpoint.safe_read import read_metadata
+    from checkpoint.tensor_stream import entry_of
+
     manifest, metadata = read_manifest(options.checkpoint), read_metadata(options.checkpoint)
     entries = {name: entry_of(metadata, name) for name in sorted(metadata.state_dict_metadata)}
     parameters = sum(prod(entry.size) for name, entry in entries.items() if name.startswith("model."))
@@ -83,6 +83,8 @@ def show(options: argparse.Namespace, console: Console) -> int:
 
 def verify(options: argparse.Namespace, console: Console) -> int:
     """Read every file; 1 if one is not as it was written."""
+    from checkpoint.verify import check
+
     is_one = (options.path / MANIFEST_NAME).exists()
     folders = [options.path] if is_one else list(_checkpoints(_root(options.path)))
     if not folders:
@@ -103,6 +105,8 @@ def verify(options: argparse.Namespace, console: Console) -> int:
 
 def diff(options: argparse.Namespace, console: Console) -> int:
     """What differs; 1 if anything does."""
+    from checkpoint.compare import compare
+
     a, b = read_manifest(options.a), read_manifest(options.b)
     facts_a, facts_b = _facts(a), _facts(b)
     rows = [
@@ -122,6 +126,8 @@ def diff(options: argparse.Namespace, console: Console) -> int:
 
 def prune(options: argparse.Namespace, console: Console) -> int:
     """Remove what is not kept, if no run is using the folder and the newest checkpoint is whole."""
+    from checkpoint.verify import check
+
     root = _root(options.folder)
     try:
         lock(root.parent, console.warning)

@@ -7,12 +7,17 @@ lacks is said by `train.py --validate`.
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
+if not __package__:  # run as a file, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from configs.schema import Config
+from configs.only_with import conditions
+from configs.reading.keys import table_in
+from configs.schema import Config, Table
+from scripts.command import parser_of
 
 SCHEMA_FILE = Path(__file__).resolve().parents[1] / "configs" / "schema.json"
 _BASE = {
@@ -23,10 +28,23 @@ _BASE = {
 
 def schema_text() -> str:
     """The JSON schema of a job file."""
-    schema = _plain(Config.model_json_schema())
+    schema = Config.model_json_schema()
+    for table in _tables(Config):
+        described = schema if table is Config else schema["$defs"][table.__name__]
+        for name, field in table.model_fields.items():
+            words = [field.description or "", *map(str, conditions(field))]
+            described["properties"][name]["description"] = " ".join(words)
+    schema = _plain(schema)
     schema["title"] = "Keel job file"
     schema["properties"] = {"base": _BASE, **schema["properties"]}
     return json.dumps(schema, indent=2) + "\n"
+
+
+def _tables(table: type[Table]) -> Iterator[type[Table]]:
+    yield table
+    for field in table.model_fields.values():
+        if inner := table_in(field.annotation):
+            yield from _tables(inner)
 
 
 def _plain(node: Any) -> Any:
@@ -41,5 +59,6 @@ def _plain(node: Any) -> Any:
 
 
 if __name__ == "__main__":
+    parser_of(__doc__).parse_args()
     SCHEMA_FILE.write_text(schema_text(), encoding="utf-8")
     print(f"wrote {SCHEMA_FILE}")

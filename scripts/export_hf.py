@@ -8,20 +8,24 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
+if not __package__:  # run as a file, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from checkpoint.export.hf import MAX_SHARD_BYTES, TokenizerFiles, export_hf
 from checkpoint.manifest import read_manifest
 from configs.errors import UserError
 from scripts.command import parser_of, run_command
-from trainer.data.hf_tokenizer import tokenizer_files
 from trainer.report.console import Console, parse_size
+
+if TYPE_CHECKING:
+    from checkpoint.export.hf import TokenizerFiles
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export what the command line says; returns the exit code."""
     options = _parser().parse_args(arguments)
+    from checkpoint.export.hf import export_hf
 
     def work(console: Console) -> None:
         tokenizer = _tokenizer(options.checkpoint, options.tokenizer)
@@ -41,8 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(work, "stopped; nothing was written")
 
 
-def _tokenizer(checkpoint: Path, wanted: str | None) -> TokenizerFiles:
+def _tokenizer(checkpoint: Path, wanted: str | None) -> "TokenizerFiles":
     """The tokenizer of the command line, or that of the job that wrote the checkpoint."""
+    from checkpoint.export.hf import TokenizerFiles
+    from trainer.data.hf_tokenizer import tokenizer_files
+
     path = wanted or read_manifest(checkpoint).value("tokenizer", "path", str)
     if path == "none":
         return TokenizerFiles()
@@ -60,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint")
     add("output", type=Path, metavar="OUTPUT", help="folder to make")
     add("--dtype", choices=("float32", "bfloat16"), help="type of the weights (default: as in the checkpoint)")
-    add("--max-shard-size", type=parse_size, default=MAX_SHARD_BYTES, metavar="SIZE", help="of a file (default: 5GB)")
+    add("--max-shard-size", type=parse_size, default="5GB", metavar="SIZE", help="of a file (default: %(default)s)")
     add("--verify", choices=("hash", "size"), default="hash", help="how the checkpoint is checked (default: hash)")
     add("--tokenizer", metavar="FILE", help="instead of the job's tokenizer.path; none: leave it out")
     return parser

@@ -17,29 +17,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
+if not __package__:  # run as a file, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 from pydantic import ValidationError
 
-from checkpoint.export.optimizer_export import export_optimizer
 from checkpoint.manifest import read_manifest
-from checkpoint.room import free_memory
-from checkpoint.safe_read import read_metadata
 from configs.errors import UserError
 from configs.plan import plan_of
 from configs.schema import Config
-from models import build_model
 from scripts.command import parser_of, run_command
 from trainer.lr_schedule import learning_rate
-from trainer.optimizer import plain_optimizers, set_lr
 from trainer.report.console import Console, parse_size
-from trainer.step import hidden_matrices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export what the command line says; returns the exit code."""
     options = _parser().parse_args(arguments)
+    from checkpoint.export.optimizer_export import export_optimizer
+    from checkpoint.room import free_memory
 
     def work(console: Console) -> None:
         optimizers, experts = described_optimizers(options.checkpoint)
@@ -84,6 +80,13 @@ def staying(gather: Sequence[str], optimizers: Mapping[str, dict[str, Any]]) -> 
 def described_optimizers(checkpoint: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """What the optimizers of the job that wrote the checkpoint would give as their `state_dict`, without memory, at the
     learning rate of the next step; and the names of the experts' parameters."""
+    import torch
+
+    from checkpoint.safe_read import read_metadata
+    from models import build_model
+    from trainer.optimizer import plain_optimizers, set_lr
+    from trainer.step import hidden_matrices
+
     manifest = read_manifest(checkpoint)
     try:
         config = Config.model_validate_json(json.dumps(manifest.config))

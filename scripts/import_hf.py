@@ -10,17 +10,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
+if not __package__:  # run as a file, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from checkpoint.export.hf import MODEL_TOML, import_hf
 from scripts.command import parser_of, run_command
-from trainer.data.hf_tokenizer import find_tokenizer
 from trainer.report.console import Console
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Import what the command line says; returns the exit code."""
     options = _parser().parse_args(arguments)
+    from checkpoint.export.hf import MODEL_TOML, import_hf
+    from trainer.data.hf_tokenizer import find_tokenizer
 
     def work(console: Console) -> None:
         tokenizer = find_tokenizer(options.source)

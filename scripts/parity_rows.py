@@ -18,6 +18,31 @@ class Row:
     """Those of run keys, which the reference takes as well."""
 
 
+BOUNDS = {
+    "float64": (1e-10, 1e-10, 1e-10, 1e-10),
+    "float32": (1e-5, 1e-5, 1e-4, math.inf),
+    "bfloat16": (1e-3, 2e-2, 1e-1, math.inf),
+}
+"""Largest relative difference of loss, norm, first-step gradients and weights. float32 weights are not compared:
+Adam amplifies round-off where a gradient is near zero (5e-4 after three steps). bfloat16 means the mixed precision of
+the job files for GPUs, against a reference in float32."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative differences of a row from the reference."""
+
+    loss: float
+    norm: float
+    gradient: float
+    weight: float
+
+    def passes(self, dtype: str) -> bool:
+        """Whether all are within the bounds of the type; a NaN is not."""
+        values = (self.loss, self.norm, self.gradient, self.weight)
+        return all(value <= bound for value, bound in zip(values, BOUNDS[dtype], strict=True))
+
+
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "1 process": (1, {}),
     "DDP 2": (2, {"dp_replicate": 2}),

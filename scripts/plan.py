@@ -11,29 +11,30 @@ rank runs as well, with tensors that have a shape and no memory: prints what it 
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import torch
+if not __package__:  # run as a file, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from configs.errors import KeelError
 from configs.layout import mesh_sizes, parameter_count
 from configs.load import LoadedConfig, load
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
-from parallelisms.mesh import build_mesh
-from parallelisms.ranks import local_part
-from trainer.planning.memory import estimate_memory
-from trainer.planning.takes_less import does_not_fit
-from trainer.planning.traffic import fake_ranks, trace_step
 from trainer.report.console import Console, Row, count, duration, size
 from trainer.report.metrics import memory_peak_bytes
-from trainer.step import build_stages
 
 
 def shard_bytes(job: LoadedConfig, ranks: int) -> int:
     """Bytes of the parameters that rank 0 of `ranks` holds, after everything was applied to the model."""
+    import torch
+
+    from parallelisms.mesh import build_mesh
+    from parallelisms.ranks import local_part
+    from trainer.planning.traffic import fake_ranks
+    from trainer.step import build_stages
+
     with fake_ranks(ranks):
         stages, _ = build_stages(job.config, build_mesh(mesh_sizes(job.config, ranks), torch.device("cpu")))
         locals_ = [local_part(p) for s in stages.values() for p in s.parameters()]
@@ -43,6 +44,9 @@ def shard_bytes(job: LoadedConfig, ranks: int) -> int:
 
 def rows(job: LoadedConfig, ranks: int, device_bytes: int | None) -> list[Row]:
     """What the plan says; `device_bytes` is the memory of a GPU, None: not known."""
+    from trainer.planning.memory import estimate_memory
+    from trainer.planning.takes_less import does_not_fit
+
     started = time.perf_counter()
     held = shard_bytes(job, ranks)
     config, sizes = job.config, mesh_sizes(job.config, ranks)
@@ -79,6 +83,8 @@ def kinds_of_ranks(config: Config, ranks: int) -> dict[int, str]:
 
 def traffic_rows(config: Config, ranks: int, rank: int) -> list[Row]:
     """What a rank communicates in a step."""
+    from trainer.planning.traffic import trace_step
+
     started = time.perf_counter()
     traffic = trace_step(config, ranks, rank)
     rows = [
@@ -88,20 +94,20 @@ def traffic_rows(config: Config, ranks: int, rank: int) -> list[Row]:
     return [*rows, ("traced in", duration(time.perf_counter() - started))]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Further words override the config.")
     parser.add_argument("--config", required=True, help="job file, or its name in configs/")
     parser.add_argument("--ranks", type=int, required=True, help="how many ranks the job is to run on")
     parser.add_argument("--memory-gib", type=float, help="memory of a GPU, to say whether the job fits (default: not)")
     parser.add_argument("--trace", action="store_true", help="run one step of every kind of rank without memory")
-    arguments, overrides = parser.parse_known_args()
+    options, overrides = parser.parse_known_args(arguments)
     try:
-        device_bytes = int(arguments.memory_gib * 2**30) if arguments.memory_gib else None
-        job, console = load(arguments.config, overrides, arguments.ranks), Console()
-        console.table(f"{job.config.job.name} on {arguments.ranks} ranks", rows(job, arguments.ranks, device_bytes))
-        for rank, kind in kinds_of_ranks(job.config, arguments.ranks).items() if arguments.trace else ():
-            console.table(f"one step of {kind}", traffic_rows(job.config, arguments.ranks, rank))
+        device_bytes = int(options.memory_gib * 2**30) if options.memory_gib else None
+        job, console = load(options.config, overrides, options.ranks), Console()
+        console.table(f"{job.config.job.name} on {options.ranks} ranks", rows(job, options.ranks, device_bytes))
+        for rank, kind in kinds_of_ranks(job.config, options.ranks).items() if options.trace else ():
+            console.table(f"one step of {kind}", traffic_rows(job.config, options.ranks, rank))
     except KeelError as error:
         print(error, file=sys.stderr)
         return error.exit_code

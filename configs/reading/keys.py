@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from configs.schema import Config
+from configs.only_with import Condition, conditions
+from configs.schema import Config, Table
 
 KeyPath = tuple[str | int, ...]
 """Where a value stands in a job file: table names, key, indices of lists."""
@@ -32,6 +33,8 @@ class Key:
     choices: tuple[str, ...]
     """The words it takes, if it takes only some."""
     doc: str
+    conditions: tuple[Condition, ...]
+    """What it needs in order to do something."""
 
     @property
     def is_table(self) -> bool:
@@ -42,7 +45,7 @@ class Key:
 def schema_keys() -> dict[str, Key]:
     """Every key and table of a job file by its dotted name, in the order of `schema.py`."""
     schema = Config.model_json_schema()
-    return {key.name: key for key in _walk(schema, schema["$defs"], "")}
+    return {key.name: key for key in _walk(Config, schema, schema["$defs"], "")}
 
 
 def find(path: KeyPath) -> Key | None:
@@ -60,7 +63,14 @@ def key_path(name: str) -> KeyPath:
     return tuple(int(part) if part.isascii() and part.isdigit() else part for part in name.split("."))
 
 
-def _walk(table: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Iterator[Key]:
+def table_in(annotation: Any) -> type[Table] | None:
+    """The table that a field of this type holds: itself, or None, or in a list."""
+    if isinstance(annotation, type) and issubclass(annotation, Table):
+        return annotation
+    return next(filter(None, map(table_in, getattr(annotation, "__args__", ()))), None)
+
+
+def _walk(of: type[Table], table: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Iterator[Key]:
     for name, field in table["properties"].items():
         shape = _without_null(field)
         item = shape.get("items", {})
@@ -71,9 +81,10 @@ def _walk(table: dict[str, Any], definitions: dict[str, Any], prefix: str) -> It
         )
         kind = ("list of tables" if item else "table") if inner else _words(shape)
         required = name in table.get("required", [])
-        yield Key(prefix + name, kind, required, field.get("default"), _choices(shape), doc)
-        if inner:
-            yield from _walk(inner, definitions, f"{prefix}{name}.{'N.' if item else ''}")
+        needs = tuple(conditions(of.model_fields[name]))
+        yield Key(prefix + name, kind, required, field.get("default"), _choices(shape), doc, needs)
+        if inner and (of_inner := table_in(of.model_fields[name].annotation)):
+            yield from _walk(of_inner, inner, definitions, f"{prefix}{name}.{'N.' if item else ''}")
 
 
 def _without_null(field: dict[str, Any]) -> dict[str, Any]:

@@ -23,21 +23,37 @@ MAX_BASES = 32
 """Job files that inherit from one another."""
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a value was set."""
+
+    where: str
+    """ "file:line", or "--key" for the command line."""
+    layer: int
+    """A layer above others has a larger number."""
+
+
+_COMMAND_LINE = 1
+_JOB_FILE = 0
+_DEFAULTS = -MAX_BASES - 1
+
+
 @dataclass
 class Layers:
     """The merged values and, for every table, key and list item in them, where it was set."""
 
     file: str
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[KeyPath, str] = field(default_factory=dict)
-    """ "file:line", or "--key" for the command line."""
+    origins: dict[KeyPath, Origin] = field(default_factory=dict)
+    left_out: dict[KeyPath, Origin] = field(default_factory=dict)
+    """Keys that one layer sets and another overrules: where they were set and why they do nothing, and that layer."""
 
-    def add(self, values: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> None:
+    def add(self, values: Mapping[str, Any], origins: Mapping[KeyPath, Origin]) -> None:
         """Put a layer on top."""
         self._merge(self.values, values, (), origins)
 
     def _merge(
-        self, below: dict[str, Any], above: Mapping[str, Any], at: KeyPath, origins: Mapping[KeyPath, str]
+        self, below: dict[str, Any], above: Mapping[str, Any], at: KeyPath, origins: Mapping[KeyPath, Origin]
     ) -> None:
         for key, value in above.items():
             path = (*at, key)
@@ -57,23 +73,38 @@ class Layers:
             ConfigError: the path leads through something that is no table, or beyond the end of a list.
         """
         node: Any = self.values
+        origin = Origin(flag, _COMMAND_LINE)
         for depth, part in enumerate(path[:-1]):
             if isinstance(node, list):
                 node = _item(node, path[:depth], part)
             elif isinstance(node, dict):
-                self.origins.setdefault(path[: depth + 1], flag)
+                self.origins.setdefault(path[: depth + 1], origin)
                 node = node.setdefault(part, {})
         if not isinstance(node, dict):
             raise ConfigError(f"{dotted(path[:-1])} is no table, so it has no key {path[-1]}")
         last = str(path[-1])
-        self._merge(node, {last: value}, path[:-1], dict.fromkeys(_paths(value, (*path[:-1], last)), flag))
+        self._merge(node, {last: value}, path[:-1], dict.fromkeys(_paths(value, (*path[:-1], last)), origin))
+
+    def leave_out(self, path: KeyPath, why: str, layer: int) -> None:
+        """Take a key away that another layer overrules, so that its default holds."""
+        node: Any = self.values
+        for part in path[:-1]:
+            node = node[part]
+        del node[path[-1]]
+        self.left_out[path] = Origin(f"{self.where(path)} {why}", layer)
+        self.origins = {other: of for other, of in self.origins.items() if other[: len(path)] != path}
 
     def where(self, path: KeyPath) -> str:
         """Where a key was set; for one that was not, where its table begins; else the file."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.origins:
-                return self.origins[path[:end]]
+                return self.origins[path[:end]].where
         return self.file
+
+    def layer(self, path: KeyPath) -> int:
+        """The number of the layer by which a key has its value; for a default below all others."""
+        origin = self.origins.get(path) or self.left_out.get(path)
+        return origin.layer if origin else _DEFAULTS
 
 
 def _item(items: list[Any], path: KeyPath, index: str | int) -> Any:
@@ -104,9 +135,10 @@ def read_layers(file: Path) -> Layers:
 def _add_file(layers: Layers, file: Path, chain: tuple[Path, ...]) -> None:
     text = _read(file)
     values = _parse(text, file)
-    origins = {path: f"{shown(file)}:{line}" for path, line in line_numbers(text).items()}
+    layer = _JOB_FILE - len(chain)
+    origins = {path: Origin(f"{shown(file)}:{line}", layer) for path, line in line_numbers(text).items()}
     if "base" in values:
-        base = _base(values.pop("base"), file, origins[("base",)], (*chain, file))
+        base = _base(values.pop("base"), file, origins[("base",)].where, (*chain, file))
         _add_file(layers, base, (*chain, file))
     layers.add(values, origins)
 

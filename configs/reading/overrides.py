@@ -26,21 +26,25 @@ class Override:
 def parse_overrides(words: Sequence[str]) -> list[Override]:
     """Read `--table.key VALUE` and `--table.key=VALUE`; values are TOML, a bare word is a string.
 
-    Of a key given twice the last one counts, so that a person can add to the end of an earlier command.
+    Of a key given twice the last one counts, in its place, so that a person can add to the end of an earlier command.
 
     Raises:
         ConfigError: all the mistakes among the words, one a line.
     """
-    overrides: dict[str, Override] = {}
-    mistakes: list[str] = []
+    given: dict[str, str | None] = {}
     for flag, text in split_flags(words):
+        given.pop(flag, None)
+        given[flag] = text
+    overrides: list[Override] = []
+    mistakes: list[str] = []
+    for flag, text in given.items():
         try:
-            overrides[flag] = _override(flag, text)
+            overrides.append(_override(flag, text))
         except ConfigError as error:
             mistakes.append(str(error))
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    return list(overrides.values())
+    return overrides
 
 
 def split_flags(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:

@@ -18,7 +18,7 @@ from configs.schema import Comm, Simulate
 from parallelisms.mesh import build_mesh
 from parallelisms.streams import count_gathers, queue_gathers
 from parallelisms.torch_internals import separate_streams
-from scripts.overlap import measure, variants
+from scripts.benchmarks.overlap import measure, variants
 from trainer.data.loader import build_loader
 from trainer.step import build_learner
 

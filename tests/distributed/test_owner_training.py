@@ -16,7 +16,8 @@ from models import build_model
 from parallelisms import owner_partition as zero
 from parallelisms.init import materialize
 from parallelisms.mesh import build_mesh
-from scripts.parity import dtype_overrides, whole
+from scripts.parity import dtype_overrides
+from scripts.parity_compare import whole
 from scripts.parity_rows import owner_table
 from tests.distributed.test_parity import CONFIG, assert_parity
 from trainer.data.loader import build_loader

@@ -3,8 +3,8 @@
 import pytest
 
 from parallelisms.torch_internals import has_zero_bubble
-from scripts.parity import BOUNDS, dtype_overrides, refusals, run_rows
-from scripts.parity_rows import REFUSED, Row, table, words
+from scripts.parity import dtype_overrides, refusals, run_rows
+from scripts.parity_rows import BOUNDS, REFUSED, Row, table, words
 
 CONFIG = "parity.toml"
 THREE_STEPS = ("--training.steps", "3")  # of the table's eight: enough for Adam's state and clipping to count

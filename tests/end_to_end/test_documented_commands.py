@@ -51,7 +51,10 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     'python scripts/parity.py --rows "CP*"': 'python scripts/parity.py --rows "CP 2, gather, eager"',
     'python scripts/parity.py --rows "MoE*"': "python scripts/parity.py --list",  # rows are tests of their own
     'python scripts/parity.py --rows "*EP *"': "python scripts/parity.py --list",
-    "python scripts/benchmark.py": "python scripts/benchmark.py --rounds 1 --steps 1 --variants bare,keel",
+    # In the environment of the tests Keel need not be installed; tests/end_to_end/test_install.py installs it.
+    "keel train debug.toml --ranks 2": "python scripts/keel.py train debug.toml --ranks 2 --validate",
+    "keel --help": "python scripts/keel.py --help",
+    "python scripts/benchmark.py": "python scripts/benchmark.py --rounds 1 --steps 1 --variants bare-eager,keel-eager",
     "python scripts/import_hf.py path/to/hf_model runs/imported": "python scripts/import_hf.py runs/debug-hf"
     " runs/imported",
     "python scripts/import_hf.py Llama-3.2-1B runs/import/llama_1b": "python scripts/import_hf.py runs/debug-hf"
@@ -80,7 +83,7 @@ LONG = (  # beginning of a line that is run by `pytest -m long` alone
     "python scripts/parity.py --rows",
     "python scripts/benchmark.py",
     "python scripts/plan.py --config mixtral_8x7b.toml",
-    "torchrun --nproc-per-node 4 scripts/overlap.py",
+    "torchrun --nproc-per-node 4 scripts/benchmark.py overlap",
 )
 NO_COMMANDS = {  # first line of an indented block that is neither a command nor TOML: what it is
     "OUTPUT/prepare.json             settings and counts; the inputs that were left out": "a folder",
@@ -143,7 +146,7 @@ PROGRAMS = {  # first line of a Python block: what precedes and follows it, what
         "PYTHONPATH=. torchrun --nproc-per-node 2 {program}",
     ),
 }
-COMMANDS = ("python", "python3", "torchrun", "pytest", "pip", "tensorboard", "vllm", "curl", "lm_eval")
+COMMANDS = ("python", "python3", "torchrun", "keel", "pytest", "pip", "tensorboard", "vllm", "curl", "lm_eval")
 
 
 @dataclass(frozen=True)

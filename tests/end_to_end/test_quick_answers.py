@@ -22,11 +22,34 @@ from tests.end_to_end.launch import ENVIRONMENT, ROOT
     ],
 )
 def test_under_a_second_and_without_torch(tmp_path: Path, words: str, code: int, expected: str):
+    answer_quickly(tmp_path, "train.py", words, code, expected, times=3)
+
+
+SCRIPTS = [file.name for file in (ROOT / "scripts").glob("*.py") if "__main__" in file.read_text()]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_of_a_script(tmp_path: Path, script: str):
+    """From another folder, without Keel installed."""
+    answer_quickly(tmp_path, f"scripts/{script}", "--help", 0, "usage: ")
+
+
+@pytest.mark.parametrize(
+    "command", ["plan", "checkpoint show", "benchmark overlap", "parity", "train", "export-optimizer"]
+)
+def test_help_of_a_command(tmp_path: Path, command: str):
+    answer_quickly(
+        tmp_path, "scripts/keel.py", f"{command} --help", 0, "--config" if command == "train" else "usage: keel"
+    )
+
+
+def answer_quickly(tmp_path: Path, program: str, words: str, code: int, expected: str, times: int = 1) -> None:
+    """Run a program where torch cannot be imported."""
     (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')")
     seconds = []
-    for _ in range(3):
+    for _ in range(times):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, str(ROOT / "train.py"), *words.split()]
+        command = [sys.executable, str(ROOT / program), *words.split()]
         environment = ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
         answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -41,7 +41,7 @@ MESHES = {
 }
 if has_zero_bubble():
     MESHES["PP 2 zero-bubble"] = (2, "--mesh.pp 2 --pipeline.schedule zero_bubble_v", {"pp (2 ranks): send"})
-EAGER_ONLY = {"PP 2 zero-bubble"}  # configs/layout_checks.py says why
+EAGER_ONLY = {"PP 2 zero-bubble"}  # configs/checks/mesh.py says why
 
 
 def step(words: str) -> dict:

@@ -24,7 +24,7 @@ from configs.schema import ActivationCheckpoint, Model
 from models import build_model
 from parallelisms.activation_checkpoint import apply_activation_checkpoint, resolve_ops, selected_layers
 from parallelisms.compile import apply_compile
-from scripts.parity import attention_that_compiles
+from scripts.parity_compare import attention_that_compiles
 from trainer.planning.activation_table import ActivationTable, activation_table
 
 SHAPE = Model(dim=24, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=40, vocab_size=32)

@@ -70,9 +70,12 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ),
         (
             "model.n_shared_experts=1",
-            "--model.n_shared_experts: n_shared_experts does nothing without experts: set model.n_experts, or leave it",
+            "model.n_shared_experts does nothing without n_experts; leave it out, or set n_experts",
         ),
-        ("model.router.renormalize=false", "router does nothing without experts"),
+        (
+            "model.router.renormalize=false",
+            "--model.router.renormalize: model.router.renormalize does nothing without model.n",
+        ),
         ("model.n_experts=4 model.experts_per_token=5", "experts_per_token 5 is above n_experts 4"),
         ("model.n_experts=4 model.n_dense_layers=4", "n_dense_layers 4 of n_layers 4 leaves no layer for the experts"),
         (
@@ -85,7 +88,7 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ),
         (
             "model.n_experts=4 model.router.bias_update_rate=0.01",
-            'bias_update_rate does nothing with load_balance "auxiliary_loss", only with "bias"',
+            'bias_update_rate does nothing with load_balance = "auxiliary_loss" (the default), only with "bias"',
         ),
         (
             "model.n_experts=4 optimizer.name=muon fsdp.partition=owner",
@@ -144,25 +147,50 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ),
         (
             "fsdp.zero_stage=2 fsdp.reshard_after_forward=always",
-            "--fsdp.reshard_after_forward: zero_stage 2 keeps parameters gathered from forward to backward",
+            '--fsdp.reshard_after_forward: fsdp.reshard_after_forward = "always" does nothing with zero_stage = 2 '
+            "(--fsdp.zero_stage), which keeps parameters gathered from forward to backward; leave it out",
         ),
-        ("fsdp.zero_stage=1 fsdp.reshard_after_forward=always", "zero_stage 1 keeps parameters gathered"),
-        ("fsdp.zero_stage=2 fsdp.accumulate=reduce_last", "--fsdp.accumulate: zero_stage 2 reduces every micro-batch"),
-        ("fsdp.zero_stage=1 fsdp.accumulate=reduce_every", "--fsdp.accumulate: zero_stage 1 reduces once a step"),
-        (SOURCE % ("text", ",path='x',document_length=9") + " tokenizer.path=t", 'does nothing with kind "text"'),
+        (
+            "fsdp.zero_stage=1 fsdp.reshard_after_forward=always",
+            "zero_stage = 1 (--fsdp.zero_stage), which keeps parameters gathered",
+        ),
+        (
+            "fsdp.zero_stage=2 fsdp.accumulate=reduce_last",
+            '--fsdp.accumulate: fsdp.accumulate = "reduce_last" does nothing with zero_stage = 2 (--fsdp.zero_stage), '
+            "which reduces every micro-batch",
+        ),
+        (
+            "fsdp.zero_stage=1 fsdp.accumulate=reduce_every",
+            'fsdp.accumulate = "reduce_every" does nothing with zero_stage = 1 (--fsdp.zero_stage), which reduces once',
+        ),
+        (
+            SOURCE % ("text", ",path='x',document_length=9") + " tokenizer.path=t",
+            '--data.sources: data.sources.0.document_length does nothing with kind = "text" (--data.sources), only '
+            'with "synthetic"',
+        ),
         (
             "activation_checkpoint.mode=full activation_checkpoint.save_ops=['aten.mm']",
-            '--activation_checkpoint.save_ops: save_ops does nothing in mode "full", only in "selective"',
+            '--activation_checkpoint.save_ops: activation_checkpoint.save_ops does nothing with mode = "full" '
+            '(--activation_checkpoint.mode), only with "selective"; leave it out, or change mode',
         ),
-        ("fault.spikes.threshold=5.0", '--fault.spikes.threshold: threshold does nothing with action "none"'),
+        ("fault.spikes.threshold=5.0", 'threshold does nothing with action = "none" (the default), only'),
         (
             "fault.spikes.action=skip fault.spikes.max_rewinds=5",
-            '--fault.spikes.max_rewinds: max_rewinds does nothing with action "skip"',
+            '--fault.spikes.max_rewinds: fault.spikes.max_rewinds does nothing with action = "skip"',
         ),
-        ("activation_checkpoint.save_every_nth_matmul=2", 'does nothing in mode "none", only in "selective"'),
-        ("activation_checkpoint.every_nth_layer=2", 'does nothing in mode "none", only in "full" or "selective"'),
-        ("activation_checkpoint.layers='0'", 'does nothing in mode "none", only in "full" or "selective"'),
-        ("activation_checkpoint.memory_budget=0.1", 'does nothing in mode "none", only in "budget"'),
+        (
+            "activation_checkpoint.save_every_nth_matmul=2",
+            'does nothing with mode = "none" (the default), only with "sel',
+        ),
+        ("activation_checkpoint.every_nth_layer=2", '"none" (the default), only with "full" or "selective"; leave'),
+        (
+            "activation_checkpoint.layers='0'",
+            'layers does nothing with mode = "none" (the default), only with "full" or',
+        ),
+        (
+            "activation_checkpoint.memory_budget=0.1",
+            'does nothing with mode = "none" (the default), only with "budget"',
+        ),
         ("activation_checkpoint.mode=budget", "it needs compile.enable = true"),
         (
             "activation_checkpoint.mode=full activation_checkpoint.every_nth_layer=5",
@@ -176,7 +204,10 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ("activation_checkpoint.mode=full activation_checkpoint.layers='1,1'", 'the layers in "1,1" must ascend'),
         ("activation_checkpoint.mode=full activation_checkpoint.layers='0-'", "'0-' is no layer or range of layers"),
         ("activation_checkpoint.mode=full activation_checkpoint.layers=''", "'' is no layer or range of layers"),
-        ("job.device=cpu fsdp.cpu_offload=true", "--fsdp.cpu_offload: cpu_offload does nothing with job.device"),
+        (
+            "job.device=cpu fsdp.cpu_offload=true",
+            "(--job.device), where the state is in CPU memory as it is; leave it out",
+        ),
         (SOURCE % ("tokens", ",path='x'"), 'job.toml: a tokenizer is needed for source "s": set tokenizer.path'),
         ("data.prepare={input=['a'],output='b'}", "a tokenizer is needed for [data.prepare]: set tokenizer.path"),
         ("tokenizer.train_on=['a']", "--tokenizer.train_on: train_on needs path"),
@@ -185,8 +216,14 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             SOURCE % ("text", "") + " tokenizer.path=t",
             'source "s" of kind "text" needs path: a file, a folder, or hub:NAME',
         ),
-        (SOURCE % ("synthetic", ",path='x'"), "synthetic tokens are read from nowhere; leave path out"),
-        (SOURCE % ("synthetic", ",text_key='x'"), 'text_key does nothing with kind "synthetic", only with "text"'),
+        (
+            SOURCE % ("synthetic", ",path='x'"),
+            'kind = "synthetic" (--data.sources), whose tokens are read from nowhere; leave it out',
+        ),
+        (
+            SOURCE % ("synthetic", ",text_key='x'"),
+            'text_key does nothing with kind = "synthetic" (--data.sources), only wi',
+        ),
         (SOURCE % ("synthetic", "},{name='s',kind='synthetic'"), 'a source named "s" stands above already'),
         ("tokenizer.path=t data.prepare={input=[],output='b'}", "input names no text"),
         (
@@ -218,7 +255,7 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             '= 5 micro-batches do not fit schedule "interleaved_1f1b": it computes them in 5 // pp 2 = 2 rounds of '
             "equal size, and 2 does not divide 5",
         ),
-        ("pipeline.stages_per_rank=2", '--pipeline.stages_per_rank: stages_per_rank does nothing with schedule "1f1b"'),
+        ("pipeline.stages_per_rank=2", 'stages_per_rank does nothing with schedule = "1f1b" (the default), only'),
         ("mesh.pp=2 model.tie_embeddings=true", "--mesh.pp: pp 2 puts the embedding on the first stage and the head"),
         ("mesh.pp=2 pipeline.schedule=zero_bubble_v compile.enable=true", "and a compiled block has only one"),
         (
@@ -231,29 +268,33 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ),
         ("validation.interval=5", "--validation.interval: interval 5 needs [[validation.sources]]"),
         ("lr_schedule.warmup_steps=11", "--lr_schedule.warmup_steps: warmup_steps 11 is above total_steps 10"),
-        ("lr_schedule.decay_steps=3", 'decay_steps does nothing with name "cosine"'),
+        ("lr_schedule.decay_steps=3", 'lr_schedule.decay_steps does nothing with name = "cosine"'),
         (
             "lr_schedule.name=warmup_stable_decay lr_schedule.warmup_steps=7 lr_schedule.decay_steps=4",
             "--lr_schedule.decay_steps: warmup_steps 7 + decay_steps 4 = 11 is above total_steps 10",
         ),
         (
             "optimizer.groups=[{pattern='a',freeze=true,freeze_until_step=5}]",
-            "freeze_until_step does nothing with freeze = true; leave one out",
+            "optimizer.groups.0.freeze_until_step does nothing with freeze = true",
         ),
         ("optimizer.groups=[{pattern='a'},{pattern='a'}]", 'the pattern "a" stands above already; the first counts'),
         (
             "fsdp.owner_broadcast_dtype=bfloat16",
-            '--fsdp.owner_broadcast_dtype: owner_broadcast_dtype does nothing with partition "rows", only "owner"',
+            '--fsdp.owner_broadcast_dtype: fsdp.owner_broadcast_dtype does nothing with partition = "rows" (the '
+            'default), only with "owner"',
         ),
         (
             "fsdp.partition=owner fsdp.owner_broadcast_dtype=bfloat16 training.dtype=bfloat16",
-            'owner_broadcast_dtype does nothing: training.dtype is "bfloat16" too',
+            'does nothing with training.dtype = "bfloat16" (--training.dtype), only with "float32" or "float64"; ',
         ),
         (
             "fsdp.partition=owner mesh.cp=2 mesh.ep=2 model.n_experts=4",
             '--mesh.ep: ep 2 shares experts out to the ranks of dp_shard x cp, and fsdp.partition "owner" keeps',
         ),
-        ("fsdp.partition=owner fsdp.zero_stage=2", '--fsdp.zero_stage: zero_stage does nothing with partition "owner"'),
+        (
+            "fsdp.partition=owner fsdp.zero_stage=2",
+            'fsdp.zero_stage does nothing with partition = "owner" (--fsdp.partition)',
+        ),
         (
             "fsdp.partition=owner mesh.dp_replicate=2 mesh.dp_shard=2",
             'partition "owner" needs whole parameters, and dp_shard 2 cuts them (on 4 ranks, dp_replicate 2); '
@@ -263,23 +304,33 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "optimizer.name=muon",
             '--optimizer.name: Muon makes whole matrices orthogonal, and partition "rows" cuts them; set fsdp.',
         ),
-        ("optimizer.momentum=0.9", 'momentum does nothing with name "adamw", only with "muon"; leave it out'),
+        ("optimizer.momentum=0.9", 'momentum does nothing with name = "adamw" (the default), only with "muon"; leave'),
         ("optimizer.newton_schulz_steps=6", "newton_schulz_steps does nothing"),
         ("optimizer.muon_lr_adjustment=original", "muon_lr_adjustment does nothing"),
-        ("profile.memory_snapshot=true", "memory_snapshot needs start_step above 0"),
-        ("profile.memory_snapshot=true profile.start_step=1 job.device=cpu", "memory_snapshot records CUDA memory"),
+        (
+            "profile.memory_snapshot=true",
+            "does nothing with start_step = 0 (the default), which leaves no steps to trace",
+        ),
+        (
+            "profile.memory_snapshot=true profile.start_step=1 job.device=cpu",
+            'with job.device = "cpu" (--job.device), which has no CUDA',
+        ),
+        ("profile.start_step=21", "the trace would end at step 23, after training.steps 10"),
         ("profile.start_step=9", "the trace would end at step 11, after training.steps 10"),
         ("job.name=a/b", '--job.name: the run folder is runs/<name>, so name "a/b" must be a plain folder name'),
         ("checkpoint.load=-5", "--checkpoint.load: there is no step -5"),
-        ("checkpoint.load=5 checkpoint.init_from=x", "--checkpoint.init_from: init_from is for a run that starts anew"),
-        ("checkpoint.keep_every=5", "--checkpoint.keep_every: keep_every does nothing with keep_last = 0"),
+        (
+            "checkpoint.load=5 checkpoint.init_from=x",
+            "init_from does nothing with load = 5 (--checkpoint.load), which the run goes",
+        ),
+        ("checkpoint.keep_every=5", "keep_every does nothing with keep_last = 0 (the default), which keeps all"),
         (
             "checkpoint.keep_last=1 checkpoint.keep_best=1",
             "--checkpoint.keep_best: keep_best needs a validation at every checkpoint",
         ),
         (
             "training.dtype=bfloat16 checkpoint.optimizer_dtype=bfloat16",
-            "--checkpoint.optimizer_dtype: optimizer_dtype does nothing here",
+            'checkpoint.optimizer_dtype does nothing with training.dtype = "bfloat16" (--training.dtype), as its ',
         ),
     ],
 )

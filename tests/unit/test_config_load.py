@@ -71,6 +71,17 @@ def test_of_an_override_given_twice_the_last_one_counts(folder):
     assert (job.config.training.steps, job.config.optimizer.lr) == (7, 1e-3)
 
 
+def test_the_last_of_two_equal_overrides_counts_at_its_place(folder):
+    """What stands between the two must not undo it; nor does a mistake in the first matter any more."""
+    sources = '[{name = "x", kind = "synthetic"}]'
+    words = ["--data.sources.0.weight=2.0", "--data.sources", sources, "--data.sources.0.weight", "3.0"]
+    assert load("job.toml", words).config.data.sources[0].weight == 3.0
+    assert load("job.toml", ["--optimizer.betas=[1", "--optimizer.betas=[0.5, 0.6]"]).config.optimizer.betas == [
+        0.5,
+        0.6,
+    ]
+
+
 def test_overrides_are_toml_and_bare_words_strings(folder):
     words = [
         "--training.steps",

@@ -34,7 +34,7 @@ def test_how_float32_is_multiplied_is_said_where_it_is_a_choice():
 
 
 def test_what_would_do_nothing_is_refused():
-    with pytest.raises(ConfigError, match='tf32 does nothing with compute_dtype "bfloat16"'):
+    with pytest.raises(ConfigError, match='tf32 does nothing with compute_dtype = "bfloat16"'):
         job("--training.tf32", "true", "--training.compute_dtype", "bfloat16")
     for name in ("tf32", "deterministic"):
         with pytest.raises(ConfigError, match=f'{name} does nothing with job.device = "cpu"'):

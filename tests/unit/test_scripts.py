@@ -52,6 +52,27 @@ def test_the_benchmark_measures_what_it_says(tmp_path):
     assert figures["keel_over_bare"] == {"eager": pytest.approx(sum(ratios) / 2)}
 
 
+@pytest.mark.long
+def test_the_axes_are_measured_beside_one_process(tmp_path):
+    path = tmp_path / "axes.json"
+    words = ["--rounds", "2", "--steps", "1", "--json", str(path), *TINY, "--model.n_layers", "4"]
+    done = run_script("benchmark.py", "axes", *words)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(path.read_text())
+    assert figures["1 process"] == [1.0, 1.0]
+    assert {"FSDP 2", "owner 4", "TP 2", "CP ring 4", "PP 2"} < figures.keys()
+    for name, each in figures.items():
+        assert len(each) == 2
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"{name} ".ljust(14)))
+        assert f"{sum(each) / 2:.2f} ({min(each):.2f} to {max(each):.2f})" in line
+
+
+def test_a_mesh_that_the_job_does_not_fit_is_a_message_before_anything_runs():
+    done = run_script("benchmark.py", "axes", *TINY)
+    assert done.returncode == 78
+    assert done.stderr == "--mesh.pp: pp 4 = 4 stages are more than n_layers 2: each needs a layer\n"
+
+
 def test_the_parity_script_lists_its_rows():
     done = run_script("parity.py", "--list")
     assert done.returncode == 0

@@ -54,7 +54,7 @@ NAMES = {
     "parallelisms/owned_parameter.py": {"*._version"},
     "parallelisms/owner_partition.py": {"torch._foreach_copy_"},
     "parallelisms/tensor.py": {"*._apply", "*._prepare_input_fn"},
-    "scripts/parity.py": {FAKE_TENSORS, "torch._functorch.config.patch", ATTENTION_ON_A_CPU},
+    "scripts/parity_compare.py": {FAKE_TENSORS, "torch._functorch.config.patch", ATTENTION_ON_A_CPU},
     "trainer/numerics.py": {"torch._inductor.config"},
     "trainer/planning/activation_table.py": {FAKE_TENSORS, DISPATCH, LEAVES, "*._cdata"},
     "trainer/planning/traffic.py": {

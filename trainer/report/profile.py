@@ -91,15 +91,8 @@ class StepProfiler:
 
 
 def _check(config: Config, device_type: str) -> None:
-    wanted, steps = config.profile, config.training.steps
-    if wanted.start_step > steps:
-        raise ConfigError(
-            f"profile.start_step = {wanted.start_step} never comes: the run ends at training.steps = {steps}; set a "
-            "smaller one, or 0 for no trace"
-        )
-    if wanted.memory_snapshot and device_type != "cuda":
+    """What the checks of the job cannot know: which device `job.device = "auto"` is."""
+    if config.profile.memory_snapshot and device_type != "cuda":
         raise ConfigError(
             "profile.memory_snapshot = true needs a CUDA device, and this job runs on the CPU; set it to false"
         )
-    if wanted.memory_snapshot and wanted.start_step == 0:
-        raise ConfigError("profile.memory_snapshot = true does nothing without profile.start_step: set that, too")

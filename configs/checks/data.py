@@ -1,0 +1,65 @@
+"""What must hold between what is read: tokenizer, sources, preparation, validation."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from configs.checks.rule import Problem, Rule
+from configs.schema import Config, Source
+
+
+def _tokenizer(config: Config, _: int | None) -> Iterator[Problem]:
+    path, train_on = config.tokenizer.path, config.tokenizer.train_on
+    if train_on and path is None:
+        yield "tokenizer.train_on", "train_on needs path: where the trained tokenizer is to be kept"
+    if train_on and path is not None and path.endswith(".json"):
+        yield "tokenizer.train_on", f'train_on makes a SentencePiece model: path "{path}" should end in .model'
+    readers = [f'source "{source.name}"' for source in config.data.sources if source.kind != "synthetic"]
+    if config.data.prepare:
+        readers.append("[data.prepare]")
+    if readers and path is None and not train_on:
+        yield "tokenizer.path", f"a tokenizer is needed for {', '.join(readers)}: set tokenizer.path"
+
+
+def _sources(config: Config, _: int | None) -> Iterator[Problem]:
+    for table, sources in (("data", config.data.sources), ("validation", config.validation.sources)):
+        names = Counter(source.name for source in sources)
+        for index, source in enumerate(sources):
+            key = f"{table}.sources.{index}"
+            yield from _source(key, source)
+            if names[source.name] > 1 and source.name in [other.name for other in sources[:index]]:
+                yield f"{key}.name", f'a source named "{source.name}" stands above already; names must differ'
+
+
+def _source(key: str, source: Source) -> Iterator[Problem]:
+    if source.kind != "synthetic" and not source.path:
+        what = "the folder of its token files" if source.kind == "tokens" else "a file, a folder, or hub:NAME"
+        yield f"{key}.path", f'source "{source.name}" of kind "{source.kind}" needs path: {what}'
+
+
+def _prepare(config: Config, _: int | None) -> Iterator[Problem]:
+    prepare = config.data.prepare
+    if prepare is None:
+        return
+    if not prepare.input:
+        yield "data.prepare.input", "input names no text; give files, folders, hub:NAME or python_stdlib"
+    if prepare.validation_fraction == 1:
+        yield "data.prepare.validation_fraction", "validation_fraction 1 leaves nothing to train on"
+    held_out = PurePath(prepare.output) / "validation"
+    for index, source in enumerate(config.validation.sources):
+        if prepare.validation_fraction == 0 and source.path and PurePath(source.path) == held_out:
+            yield (
+                f"validation.sources.{index}.path",
+                f"nothing will be in {held_out}: data.prepare.validation_fraction is 0; set it, 0.02 for example",
+            )
+
+
+def _validation(config: Config, _: int | None) -> Iterator[Problem]:
+    if config.validation.interval and not config.validation.sources:
+        yield (
+            "validation.interval",
+            f"interval {config.validation.interval} needs [[validation.sources]]; 0: no validation",
+        )
+
+
+RULES: tuple[Rule, ...] = (_tokenizer, _sources, _prepare, _validation)

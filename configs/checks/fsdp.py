@@ -1,0 +1,38 @@
+"""What must hold between the keys of FSDP and its communication."""
+
+from collections.abc import Iterator
+
+from configs.checks.rule import Problem, Rule
+from configs.errors import ConfigError
+from configs.layout import FSDP_DIMENSIONS, mesh_sizes, smallest_world_size
+from configs.schema import Config
+
+
+def _owner_partition(config: Config, world_size: int | None) -> Iterator[Problem]:
+    fsdp = config.fsdp
+    if fsdp.partition == "rows":
+        return
+    try:
+        sizes = mesh_sizes(config, world_size or smallest_world_size(config.mesh))
+    except ConfigError:
+        return  # the mesh's own problem
+    if sizes.dp_shard > 1:
+        yield (
+            "fsdp.partition",
+            f'partition "owner" needs whole parameters, and dp_shard {sizes.dp_shard} cuts them (on {sizes.world_size} '
+            f"ranks, dp_replicate {sizes.dp_replicate}); set mesh.dp_replicate = {sizes.dp} and mesh.dp_shard = 1",
+        )
+
+
+def _comm(config: Config, _: int | None) -> Iterator[Problem]:
+    names = [group.shards_over for group in config.comm.simulate.groups]
+    for index, name in enumerate(names):
+        key = f"comm.simulate.groups.{index}.shards_over"
+        if name not in FSDP_DIMENSIONS:
+            there = ", ".join(f'"{dimension}"' for dimension in FSDP_DIMENSIONS)
+            yield key, f'no FSDP group is sharded over "{name}", only over {there}'
+        elif name in names[:index]:
+            yield key, f'delays for "{name}" stand above already; the first count'
+
+
+RULES: tuple[Rule, ...] = (_owner_partition, _comm)

@@ -1,0 +1,43 @@
+"""What must hold between the keys of the launch: its folder, checkpoints and traces."""
+
+from collections.abc import Iterator
+
+from configs.checks.rule import Problem, Rule
+from configs.schema import Config
+
+
+def _job(config: Config, _: int | None) -> Iterator[Problem]:
+    name = config.job.name
+    if config.job.output_dir is None and (name in ("", ".", "..") or "/" in name or "\0" in name):
+        yield (
+            "job.name",
+            f'the run folder is runs/<name>, so name "{name}" must be a plain folder name; or set output_dir',
+        )
+
+
+def _checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
+    table, load, validated = config.checkpoint, config.checkpoint.load, config.validation.interval
+    if isinstance(load, int) and load < 0:
+        yield "checkpoint.load", f"there is no step {load}"
+    if table.keep_best and (not validated or not table.interval or table.interval % validated):
+        yield (
+            "checkpoint.keep_best",
+            f"keep_best needs a validation at every checkpoint, but validation.interval {validated} does not divide "
+            f"checkpoint.interval {table.interval}",
+        )
+    if table.export_every and (not table.interval or table.export_every % table.interval):
+        yield (
+            "checkpoint.export_every",
+            f"an export is made of a checkpoint, but export_every {table.export_every} is no multiple of interval "
+            f"{table.interval}",
+        )
+
+
+def _profile(config: Config, _: int | None) -> Iterator[Problem]:
+    profile, steps = config.profile, config.training.steps
+    last = profile.start_step + profile.steps - 1
+    if profile.start_step and last > steps:
+        yield "profile.start_step", f"the trace would end at step {last}, after training.steps {steps}"
+
+
+RULES: tuple[Rule, ...] = (_job, _checkpoint, _profile)

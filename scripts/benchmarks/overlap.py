@@ -1,0 +1,95 @@
+"""How far FSDP's communication overlaps computation, with delays in place of a network.
+
+Every variant is the same job: without a delay, without and with the order guard on every step; and with a delay of
+every all-gather of FSDP, for `comm.streams` "shared" and "per_group" and each prefetch depth (in both directions). On a
+CPU the gathers are counted, too: those that the computation waited for, and of them those that had waited in their
+queue behind another process group's.
+"""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from configs.layout import mesh_sizes
+from configs.load import load
+from configs.schema import Config
+from parallelisms.mesh import Mesh, build_mesh, start_process_group
+from parallelisms.streams import GatherCounts, count_gathers
+from scripts.benchmarks.turns import KeelStep, seconds_a_step, take_turns, warm_up
+
+_WARM_UP_STEPS = 2
+
+
+def variants(milliseconds: float, depths: Sequence[int]) -> dict[str, list[str]]:
+    """Overrides of each variant, by its name."""
+    # The default guards the first step only, which warms up.
+    delay = ["--comm.simulate.all_gather_milliseconds", str(milliseconds)]
+    found = {"no delay": [], "no delay, guarded": ["--comm.order_guard_interval", "1"]}
+    for depth in depths:
+        prefetch = ["--comm.prefetch_forward", str(depth), "--comm.prefetch_backward", str(depth)]
+        for streams in ("shared", "per_group"):
+            found[f"{streams}, prefetch {depth}"] = [*delay, *prefetch, "--comm.streams", streams]
+    return found
+
+
+def measure_here(
+    config_name: str, overrides: Sequence[str], chosen: Mapping[str, list[str]], rounds: int
+) -> list[dict[str, Any]]:
+    """As `measure`, on the ranks that torchrun has started.
+
+    Raises:
+        KeelError: the job is not valid.
+    """
+    job = load(config_name, overrides).config.job
+    device = start_process_group("cuda" if torch.cuda.is_available() else "cpu", job.timeout_seconds)
+    figures = measure(config_name, overrides, chosen, rounds, device)
+    dist.destroy_process_group()
+    return figures
+
+
+def measure(
+    config_name: str, overrides: Sequence[str], chosen: Mapping[str, list[str]], rounds: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """A row a variant: seconds of each of its steps, and this rank's gathers a step."""
+    n_ranks = dist.get_world_size()
+    mesh = build_mesh(mesh_sizes(load(config_name, overrides, n_ranks).config, n_ranks), device)
+    built = {
+        name: _Step(load(config_name, [*overrides, *words], n_ranks).config, mesh) for name, words in chosen.items()
+    }
+    for step in built.values():
+        warm_up(step, _WARM_UP_STEPS)
+    before = {name: asdict(step.gathers) for name, step in built.items()}
+    turns = {name: partial(seconds_a_step, step, 1, device) for name, step in built.items()}
+    seconds = take_turns(turns, rounds)
+    return [
+        {"variant": name, "seconds": seconds[name]}
+        | {key: (value - before[name][key]) / rounds for key, value in asdict(step.gathers).items()}
+        for name, step in built.items()
+    ]
+
+
+class _Step(KeelStep):
+    """A step after which all ranks are at the same place; on a CPU its gathers are counted."""
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        super().__init__(config, mesh)
+        stages, is_cpu = self.learner.stages.values(), mesh.device.type == "cpu"
+        self.gathers = count_gathers(stages, config.comm) if is_cpu else GatherCounts()
+
+    def __call__(self) -> None:
+        super().__call__()
+        dist.barrier()
+
+
+def lines(figures: list[dict[str, Any]]) -> Iterator[str]:
+    """What is printed of the figures."""
+    yield f"{'':22s} {'ms a step':>10s} {'lowest':>8s} {'gathers':>8s} {'waits':>6s} {'behind others':>14s}   (rank 0)"
+    for row in figures:
+        median, lowest = statistics.median(row["seconds"]) * 1000, min(row["seconds"]) * 1000
+        counts = f"{row['gathers']:8.1f} {row['waits']:6.1f} {row['waits_behind_others']:14.1f}"
+        yield f"{row['variant']:22s} {median:10.1f} {lowest:8.1f} {counts}"

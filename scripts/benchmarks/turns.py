@@ -1,0 +1,70 @@
+"""How every benchmark measures: steps are warmed up, the cases take turns, and a figure is a median over the rounds."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from configs.schema import Config
+from parallelisms.mesh import Mesh
+from trainer.data.loader import DataLoader, build_loader
+from trainer.step import Learner, build_learner
+
+Step = Callable[[], None]
+Turn = Callable[[], float]
+"""One turn of a case; returns its seconds a step."""
+
+
+class KeelStep:
+    """A step as the trainer makes it: the loader, and all that `Learner.step` does."""
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.learner: Learner = build_learner(config, mesh)
+        self.loader: DataLoader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
+        self._lr = config.optimizer.lr
+
+    def __call__(self) -> None:
+        self.learner.step(next(self.loader), self._lr)
+
+
+def warm_up(step: Step, steps: int) -> None:
+    """Make steps that are not measured."""
+    for _ in range(steps):
+        step()
+
+
+def seconds_a_step(step: Step, steps: int, device: torch.device, finish: Step | None = None) -> float:
+    """Mean time of some steps in a row, and of `finish` at their end."""
+    started = _now(device)
+    for _ in range(steps):
+        step()
+    if finish:
+        finish()
+    return (_now(device) - started) / steps
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def take_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
+    """Seconds a step of each case in each round; in turns, a machine whose speed drifts is fair to all."""
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    for _ in range(rounds):
+        for name, turn in turns.items():
+            seconds[name].append(turn())
+    return seconds
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    """Of two cases, one a round."""
+    return [a / b for a, b in zip(over, under, strict=True)]
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """The median, the smallest and the largest, each written in the same form, such as ".2f"."""
+    median, least, most = (format(value, form) for value in (statistics.median(values), min(values), max(values)))
+    return f"{median} ({least} to {most})"

@@ -1,0 +1,101 @@
+"""One row of the parity table: train as the trainer does, on this rank of a mesh, and compare with the reference."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch._functorch.config
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from configs.layout import mesh_sizes
+from configs.load import load
+from configs.schema import Config
+from parallelisms.mesh import build_mesh
+from parallelisms.ranks import gather
+from scripts.parity_reference import Trajectory, batches
+from scripts.parity_rows import Difference
+from trainer.lr_schedule import learning_rate
+from trainer.step import build_learner
+
+
+def compare(config_name: str, overrides: tuple[str, ...], path: str) -> Difference | None:
+    """Train as the trainer does, on this rank of the mesh; rank 0 returns the difference from the reference."""
+    with attention_that_compiles():
+        found = _train(load(config_name, overrides, world_size=dist.get_world_size()).config)
+    if dist.get_rank() > 0:
+        return None
+    expected = Trajectory(**torch.load(path))
+    return Difference(
+        loss=_largest_ratio(found.losses, expected.losses),
+        norm=_largest_ratio(found.norms, expected.norms),
+        gradient=_largest(found.gradients, expected.gradients),
+        weight=_largest(found.weights, expected.weights),
+    )
+
+
+@contextmanager
+def attention_that_compiles() -> Iterator[None]:
+    """Attention written out, on torch 2.11: what it compiles of its CPU kernel in float64 fails in backward.
+
+    The logsumexp of float64 is float64, and torch 2.11 says float32 of it while it traces. What it has compiled and
+    keeps on the disk does not tell one kernel from the other.
+    """
+    with FakeTensorMode():
+        q = torch.empty(1, 1, 8, 8, dtype=torch.float64)
+        _, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)
+    if logsumexp.dtype == q.dtype:
+        yield
+    else:
+        with sdpa_kernel(SDPBackend.MATH), torch._functorch.config.patch(enable_autograd_cache=False):
+            yield
+
+
+def _train(config: Config) -> Trajectory:
+    mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), torch.device("cpu"))
+    learner = build_learner(config, mesh)
+    found = Trajectory()
+
+    def keep_first_gradients(*_: object) -> None:
+        if not found.losses:
+            found.gradients = {name: whole(p.grad) for name, p in learner.parameters.items() if p.grad is not None}
+
+    learner.optimizer.register_step_pre_hook(keep_first_gradients)
+    for step, micro_batches in enumerate(batches(config, mesh.dp_rank, mesh.sizes.dp)):
+        learner.freeze(step)
+        result = learner.step(micro_batches, learning_rate(config.lr_schedule, config.optimizer.lr, step))
+        found.losses.append(result.loss)
+        found.norms.append(result.grad_norm)
+    learner.finish_update()
+    found.weights = {name: whole(p) for name, p in learner.parameters.items()}
+    found.gradients, found.weights = _of_all_stages(found.gradients), _of_all_stages(found.weights)
+    return found
+
+
+def _of_all_stages(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all ranks: a pipeline's rank has those of its own stages only."""
+    return dict(item for of_rank in gather(tensors) for item in of_rank.items())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    # Gathering FSDP x TP shards takes two collectives, of which torch warns; speed does not matter here.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _largest_ratio(found: list[float], expected: list[float]) -> float:
+    return max(abs(f - e) / abs(e) for f, e in zip(found, expected, strict=True))
+
+
+def _largest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return max(_relative(found[name], expected[name]) for name in expected)
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest expected value."""
+    return ((found - expected).abs().max() / expected.abs().max()).item()
