@@ -254,6 +254,8 @@ def _checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
         yield "checkpoint.load", f"there is no step {load}"
     if table.init_from is not None and load not in ("latest", "none"):
         yield "checkpoint.init_from", f"init_from is for a run that starts anew, but load is {load}; leave one out"
+    if table.go_back and load in ("latest", "none"):
+        yield "checkpoint.go_back", f"go_back does nothing with load {load}, only with a step or a folder; leave it out"
     for name in ("keep_every", "keep_best"):
         if getattr(table, name) and not table.keep_last:
             yield f"checkpoint.{name}", f"{name} does nothing with keep_last = 0, which keeps all; set keep_last"

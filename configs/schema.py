@@ -381,7 +381,11 @@ class Checkpoint(Table):
     mode: Literal["sync", "async"] = "async"
     """sync: training waits for the disk; async: it waits only for a copy in memory."""
     load: str | int = "latest"
-    """latest: go on from the newest checkpoint if there is one; none: start anew; a step; a checkpoint's folder."""
+    """latest: go on from the newest checkpoint, if any; none: start anew; or a step, or a checkpoint's folder, to begin
+    from: a run that has a later checkpoint of its own goes on from that one."""
+    go_back: NonNegativeInt = 0
+    """1: go back to load (a step or a folder) although the run has later checkpoints; once, also if the command is
+    repeated. The next time 2, and so on."""
     interval_minutes: NonNegativeFloat = 0.0
     """Minutes after which a checkpoint is due in any case, beside interval; 0: never."""
     init_from: str | None = None

@@ -344,3 +344,21 @@ def test_after_a_stop_the_same_command_goes_on():
     assert next_rows(config(), "preempted") == [
         ("go on from the newest checkpoint", "torchrun train.py --config debug.toml --training.steps 300")
     ]
+
+
+@pytest.mark.usefixtures("launched")
+def test_what_to_try_next_does_not_repeat_how_this_launch_began(monkeypatch):
+    """`none` starts anew every time, and a run of another seed cannot go on from this one's checkpoint."""
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--checkpoint.load", "none"])
+    [(_, command)] = next_rows(config(checkpoint={"load": "none"}), "preempted")
+    assert command == "torchrun train.py --config debug.toml --training.steps 300 --checkpoint.load latest"
+    began = ["--checkpoint.load", "200", "--checkpoint.go_back=1"]
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "debug.toml", *began])
+    went_back = config(checkpoint={"load": 200, "go_back": 1})
+    [(_, command)] = next_rows(went_back, "preempted")
+    assert command == f"torchrun train.py --config debug.toml {' '.join(began)}"
+    rows = dict(next_rows(went_back, "done"))
+    assert rows["another seed, as a run of its own"] == (
+        "torchrun train.py --config debug.toml --job.name toy-seed-1 --checkpoint.load latest --checkpoint.go_back 0 "
+        "--training.seed 1"
+    )

@@ -257,10 +257,11 @@ def closing_rows(
 
 
 def next_rows(config: Config, state: State) -> list[Row]:
-    """What to try next: variations of the command that started this process."""
+    """What to try next: variations of the command that started this process, each right when it is repeated, too."""
+    go_on = {"checkpoint.load": "latest"} if config.checkpoint.load == "none" else {}
     if state != "done":
-        return [("go on from the newest checkpoint", _with(_this_command(), {}))]
-    longer = {"training.steps": str(2 * config.training.steps)}
+        return [("go on from the newest checkpoint", _with(_this_command(), go_on))]
+    longer = go_on | {"training.steps": str(2 * config.training.steps)}
     rows = [
         ("go on to twice the steps", _with(_this_command(), longer)),
         (
@@ -290,10 +291,13 @@ def _would_run_on_two_ranks(config: Config) -> bool:
 
 
 def _new_run(config: Config, suffix: str) -> dict[str, str]:
-    """The key that gives a run a folder of its own."""
+    """The keys that give a run a folder of its own, and have it begin at its beginning."""
+    load, go_back = config.checkpoint.load, config.checkpoint.go_back
+    anew = {} if load == "latest" else {"checkpoint.load": "latest"}
+    anew |= {"checkpoint.go_back": "0"} if go_back else {}
     if config.job.output_dir:
-        return {"job.output_dir": f"{config.job.output_dir.rstrip('/')}-{suffix}"}
-    return {"job.name": f"{config.job.name}-{suffix}"}
+        return {"job.output_dir": f"{config.job.output_dir.rstrip('/')}-{suffix}", **anew}
+    return {"job.name": f"{config.job.name}-{suffix}", **anew}
 
 
 def _with(command: Sequence[str], changes: Mapping[str, str]) -> str:
