@@ -41,7 +41,7 @@ from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import State, StopRequest, write_status
 from trainer.lr_schedule import learning_rate
 from trainer.planning.flops import flops_per_token, mfu, peak_flops, tflops_per_device
-from trainer.preparation import prepare_data
+from trainer.preparation import prepare_data, require_inputs
 from trainer.report.console import Console
 from trainer.report.metrics import Kind, MetricsLog, StepMetrics, TimeLedger, memory_peak_bytes
 from trainer.report.profile import StepProfiler
@@ -90,6 +90,7 @@ class Trainer:
         self.device = device
         self.rank = dist.get_rank()
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), self.device)
+        on_rank_zero(None, lambda: require_inputs(job))
         with ledger.measure(Kind.PREPARATION):
             watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, stop))
             compare_data(config)
