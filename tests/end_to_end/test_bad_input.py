@@ -57,13 +57,15 @@ def test_an_unknown_key_in_a_file_is_named_with_its_line(tmp_path: Path):
 def test_what_a_mesh_cannot_divide_is_said_once_by_all_ranks(corpus: Path):
     words = "--mesh.tp 2 --model.n_kv_heads 1 --training.seq_len 15 --training.global_batch_size 7"
     before = snapshot(corpus)
-    message = launch(corpus, words, ranks=2, config=TEXT, expect=1).err
+    outcome = launch(corpus, words, ranks=2, config=TEXT, expect=1)
+    message = outcome.said
     for fragment in (
         "does not divide model.n_kv_heads 1",
         "does not divide training.seq_len 15",
         "batch of 7 sequences",
     ):
         assert message.count(fragment) == 1, message
+        assert outcome.root_cause.count(fragment) == 1, outcome.err
     assert snapshot(corpus) == before
 
 
@@ -115,7 +117,8 @@ def test_what_is_missing_is_said_at_once_by_all_ranks_and_before_anything_is_bui
         '--data.prepare.input: data.prepare.input names "no/text", and there is no such file or folder',
         '--checkpoint.init_from: checkpoint.init_from is "no/step-00000001": no such folder of a checkpoint',
     ):
-        assert " ".join(outcome.err.split()).count(message) == 1, outcome.err
+        for words in (outcome.said, outcome.root_cause):
+            assert " ".join(words.split()).count(message) == 1, outcome.err
     assert "SIGKILL" not in outcome.err  # what torchrun does to a rank that waits for ever
     assert snapshot(corpus).keys() - before.keys() <= SAID
 
