@@ -304,7 +304,8 @@ class CheckpointManager:
         if not self._allow_run_change:
             raise ConfigError(
                 f"what is learned has changed since checkpoint {found.folder}:{lines}\n"
-                "Change it back, or choose another job.output_dir, or go on with --job.allow_run_change true"
+                "Change it back, or choose another job.output_dir, or go on with --job.allow_run_change true (not with "
+                "another training.seq_len, training.seed or mixture: they order the samples)"
             )
         self._log(f"run keys have changed since the checkpoint, as job.allow_run_change allows:{lines}")
         return [RunChange(manifest.step, changes)]

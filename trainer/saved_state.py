@@ -69,6 +69,8 @@ class DataState(TypedDict):
     """Where the run stands in its data."""
 
     next_sample: Count
+    order: NotRequired[dict[str, Any]]
+    """What decides which sample has which number; see `DataLoader.state_dict`."""
     sources: dict[str, SourceState]
 
 

@@ -140,7 +140,9 @@ class Trainer:
 
     def _build_loaders(self, data: dict) -> None:
         config, dp_rank, dp_size = self.config, self.mesh.dp_rank, self.mesh.sizes.dp
-        self.loader = build_loader(config, dp_rank, dp_size, data["next_sample"], states=data["sources"])
+        self.loader = build_loader(
+            config, dp_rank, dp_size, data["next_sample"], states=data["sources"], order=data.get("order")
+        )
         self.validation_loader, self.token_bytes = None, None
         if config.validation.interval:
             self.validation_loader = build_loader(config, dp_rank, dp_size, start_sample=0, validation=True)

@@ -153,6 +153,11 @@ class TextSource:
         self._stream: Iterator[tuple[int, str]] = iter(())
         self._stream_row: int | None = None  # the row that the stream gives next; None: not begun
 
+    @property
+    def layout(self) -> str:
+        """The number of virtual shards."""
+        return f"{self._n_shards} virtual shards"
+
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:
         """The ordinals themselves; their shards keep what is read for them from now on."""
         windows, indices = np.divmod(ordinals, self._n_shards)
