@@ -178,14 +178,14 @@ def _activation_rows(trainer: Trainer) -> list[Row]:
 def _say_goodbye(trainer: Trainer, state: State) -> None:
     """Say how it went and where everything is; all ranks must call it."""
     config, console, step = trainer.config, trainer.console, trainer.run.step
-    memory_peak = trainer.memory_peak_bytes()
+    memory = trainer.memory()
     if trainer.rank > 0:
         return
     newest = trainer.newest_checkpoint
     reason = trainer.stop.reason or "a signal to another rank"
     console.table(
         closing_title(state, step, reason),
-        closing_rows(config, trainer.folder, trainer.ledger.seconds(), trainer.ends(), memory_peak, newest),
+        closing_rows(config, trainer.folder, trainer.ledger.seconds(), trainer.ends(), memory, newest),
     )
     console.table("What to try next", next_rows(config, state))
     with console.outages.tolerate(trainer.folder / "status.json"):

@@ -26,7 +26,7 @@ from trainer.numerics import float32_products, promise
 from trainer.planning.flops import flops_per_token
 from trainer.planning.memory import estimate_memory
 from trainer.report.console import Row, count, duration, size
-from trainer.report.metrics import Kind
+from trainer.report.metrics import Kind, Memory
 
 _WIDTH = 85  # of a text that can be broken; with its label it fits a terminal of 100 columns
 
@@ -229,7 +229,7 @@ def closing_rows(
     run_folder: Path,
     seconds: Mapping[Kind, float],
     losses: tuple[float, float] | None,
-    memory_peak_bytes: int,
+    memory: Memory,
     checkpoint: Path | None,
 ) -> list[Row]:
     """How it went, and where everything is.
@@ -239,7 +239,7 @@ def closing_rows(
         run_folder: of this run.
         seconds: `TimeLedger.seconds()`.
         losses: the first and the last that this launch has seen; None if it made no step.
-        memory_peak_bytes: the most that a rank has held.
+        memory: the most that a rank has held.
         checkpoint: the newest; None if there is none.
     """
     spent = sorted(((value, kind) for kind, value in seconds.items() if value >= 0.05), reverse=True)
@@ -247,13 +247,26 @@ def closing_rows(
     rows = [
         ("loss", f"{losses[0]:.4f} at first, {losses[1]:.4f} at last" if losses else ""),
         ("time", "\n".join([duration(sum(seconds.values())), *textwrap.wrap(by_kind, _WIDTH)])),
-        ("memory", f"{size(memory_peak_bytes)} at the peak"),
+        ("memory", _memory_held(memory)),
         ("checkpoint", str(checkpoint) if checkpoint else "none"),
         ("metrics", str(run_folder / "metrics.jsonl")),
         ("curves", f"tensorboard --logdir {run_folder / 'tensorboard'}" if config.metrics.tensorboard else ""),
         ("log", str(run_folder / "run.log")),
     ]
     return [row for row in rows if row[1]]
+
+
+def _memory_held(memory: Memory) -> str:
+    held = f"{size(memory.memory_peak_bytes)} at the peak"
+    if memory.memory_reserved_peak_bytes is None:
+        return held
+    held += f", {size(memory.memory_reserved_peak_bytes)} reserved ({memory.memory_percent:.1f}% of the device's)"
+    if not memory.allocator_retries and not memory.allocator_ooms:
+        return held
+    return (
+        f"{held}\nallocator retries {memory.allocator_retries} (it gave memory back and took it again, which is slow), "
+        f"times it ran out {memory.allocator_ooms}"
+    )
 
 
 def next_rows(config: Config, state: State) -> list[Row]:
