@@ -24,7 +24,7 @@ def missing_paths(job: LoadedConfig) -> list[str]:
 
 def _tokenizer(config: Config) -> Iterator[Missing]:
     path, train_on = config.tokenizer.path, config.tokenizer.train_on
-    if path is None or Path(path).is_file():
+    if not path or Path(path).is_file():
         return
     if train_on:
         yield from _texts("tokenizer.train_on", train_on)

@@ -116,7 +116,8 @@ class Source(Table):
     kind: Literal["tokens", "text", "synthetic"]
     """tokens: a folder of token files; text: tokenised while training; synthetic: keyed random tokens."""
     path: str | None = None
-    """tokens: the folder; text: a file, a folder, or hub:NAME for a dataset of the Hugging Face hub."""
+    """tokens: the folder; text: a file, a folder, or hub:NAME[:CONFIG][@REVISION], a dataset of the Hugging Face hub; a
+    run stays with the commit that this stands for at its beginning."""
     weight: PositiveFloat = 1.0
     """Share of the samples that come from here, relative to the other sources."""
     text_key: str = "text"

@@ -61,6 +61,7 @@ class SourceState(TypedDict):
     """Of one source of samples; what a text adds, `trainer/data/streaming.py` explains."""
 
     fingerprint: str
+    path: NotRequired[str]
     sizes: NotRequired[list[Count]]
     cursors: NotRequired[dict[str, Annotated[list[Count], Field(min_length=3, max_length=3)]]]
 
