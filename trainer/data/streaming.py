@@ -35,7 +35,7 @@ from trainer.data.text import BadFiles, Piece, pieces, pin, read
 from trainer.data.tokenizer import Tokenizer, encode_document
 
 FULL_CHECK_BYTES = 1 << 30
-"""Text of no more bytes than this is read whole when its source is made (0.2 s at most, from memory)."""
+"""Text of no more bytes than this is read whole when its source is made (0.1 to 0.5 s, from memory)."""
 _BLOCK_BYTES = 1 << 18
 
 
