@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from configs.command_line import answer, load_for_run, parse_command_line
 from configs.errors import ConfigError
-from trainer.lifecycle import install_signal_handlers
+from trainer.lifecycle import install_signal_handlers, tell_torchrun
 
 
 def main() -> int:
@@ -22,6 +22,7 @@ def main() -> int:
             return 0
         job = load_for_run(command)
     except ConfigError as error:
+        tell_torchrun(str(error))
         rank = os.environ.get("RANK", "0")
         if rank == "0":
             print(error, file=sys.stderr)

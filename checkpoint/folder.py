@@ -1,7 +1,7 @@
 """The folder `checkpoints/` of a run: what is in it, which of it a run goes on from, and what is kept.
 
 Under their final names lie only the checkpoints of one line, each of which goes on from the one before. When a run
-goes on from an earlier step, or starts anew, the later steps belong to a line that is abandoned: they are moved to
+goes back to an earlier step, or starts anew, the later steps belong to a line that is abandoned: they are moved to
 `abandoned-001/` and so on, where nothing picks them up again, counts them or removes them.
 """
 
@@ -26,11 +26,13 @@ class Choice:
     """How this was decided, for people."""
 
 
-def choose(root: Path, load: str | int) -> Choice:
+def choose(root: Path, load: str | int, go_back: int = 0) -> Choice:
     """What `checkpoint.load` means for a run whose checkpoints lie in `root`; changes nothing on the disk.
 
-    load: "latest" (start anew if there is none), "none", a step in `root`, or the path of a checkpoint.
-    Raises: ConfigError if a step or path isn't there.
+    load: "latest" (start anew if there is none), "none", a step in `root`, or the path of a checkpoint. A step or path
+        is where the run begins: once `root` has a checkpoint of that step or a later one, the run goes on from that.
+    go_back: a number above `times_gone_back` of the run's newest checkpoint has `load` obeyed all the same.
+    Raises: ConfigError if a step or path isn't there; Damaged if it has to be read and can't be.
     """
     steps = steps_in(root)
     said = f"checkpoint.load is {load}"
@@ -40,15 +42,40 @@ def choose(root: Path, load: str | int) -> Choice:
         if not steps:
             return Choice([], f"{said}, and {root} has no checkpoint")
         return Choice([step_folder(root, step) for step in reversed(steps)], f"{said}, of {len(steps)} in {root}")
-    if isinstance(load, str):
-        folder = Path(load)
-        if not folder.is_dir():
-            raise ConfigError(f'checkpoint.load = "{load}": no such folder (use "latest", "none", a step or a path)')
-        return Choice([folder], f"{said}; at the next start, too, unless it is set back to latest")
-    if load not in steps:
+    start, step = _starting_point(root, load)
+    own = [step_folder(root, each) for each in reversed(steps) if step is not None and each >= step]
+    times = _times_gone_back(own)
+    if own and own != [start] and go_back <= times:
+        fallback = [start] if isinstance(load, str) and start not in own else []
+        advice = f"to go back to it, set checkpoint.go_back = {times + 1}"
+        return Choice([*own, *fallback], f"{said}, but this run has later checkpoints; {advice}")
+    if isinstance(load, int) and load not in steps:
         there = ", ".join(map(str, steps)) or "none"
         raise ConfigError(f"checkpoint.load = {load}: no such step in {root}; steps there: {there}")
-    return Choice([step_folder(root, load)], f"{said}; at the next start, too, unless it is set back to latest")
+    return Choice([start], f"{said}, and checkpoint.go_back {go_back}" if go_back else said)
+
+
+def _starting_point(root: Path, load: str | int) -> tuple[Path, int | None]:
+    """The checkpoint that a run begins from, and its step; None: it is an import, which no run can go on from."""
+    if isinstance(load, int):
+        return step_folder(root, load), load
+    folder = Path(load)
+    if not folder.is_dir():
+        raise ConfigError(f'checkpoint.load = "{load}": no such folder (use "latest", "none", a step or a path)')
+    step = manifests.read_manifest(folder).step
+    if is_own(root, folder, step):
+        return step_folder(root, step), step
+    return folder, step if manifests.read_trainer_state(folder) else None
+
+
+def _times_gone_back(folders: list[Path]) -> int:
+    """`Manifest.times_gone_back` of the first checkpoint that can be read; 0 without one."""
+    for folder in folders:
+        try:
+            return manifests.read_manifest(folder).times_gone_back
+        except UserError:
+            continue
+    return 0
 
 
 def prepare(root: Path, log: Callable[[str], None], warn: Callable[[str], None]) -> None:

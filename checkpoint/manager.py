@@ -138,6 +138,7 @@ class CheckpointManager:
         self._last: Origin | None = None
         self.save_seconds: float | None = None
         """How long the last save took, its writing in the background included."""
+        self._times_gone_back = 0
         self._initialized_from: Origin | None = None
         self._run_changes: list[RunChange] = []
         self._failures: list[SaveFailed] = []
@@ -167,7 +168,8 @@ class CheckpointManager:
         Raises: ConfigError if the choice isn't there, or is of another model, tokenizer or other run keys; Damaged if
         it (and with `on_damage = "fall_back"` each one before it) is damaged; UserError if it is of a newer format.
         """
-        choice = on_rank_zero(self._writers, lambda: folders.choose(self._folder, self._settings.load))
+        load, go_back = self._settings.load, self._settings.go_back
+        choice = on_rank_zero(self._writers, lambda: folders.choose(self._folder, load, go_back))
         problems: list[str] = []
         for folder in choice.candidates:
             try:
@@ -254,6 +256,7 @@ class CheckpointManager:
         self._verify(found)
         self._fill(found, state, _may_resume_from)
         self._last = Origin(found.manifest.run_id, found.manifest.step)
+        self._times_gone_back = max(found.manifest.times_gone_back, self._settings.go_back)
         self._initialized_from = found.manifest.initialized_from
         self._run_changes = [*found.manifest.run_changes, *changes]
         return found
@@ -301,7 +304,8 @@ class CheckpointManager:
         if not self._allow_run_change:
             raise ConfigError(
                 f"what is learned has changed since checkpoint {found.folder}:{lines}\n"
-                "Change it back, or choose another job.output_dir, or go on with --job.allow_run_change true"
+                "Change it back, or choose another job.output_dir, or go on with --job.allow_run_change true (not with "
+                "another training.seq_len, training.seed or mixture: they order the samples)"
             )
         self._log(f"run keys have changed since the checkpoint, as job.allow_run_change allows:{lines}")
         return [RunChange(manifest.step, changes)]
@@ -475,6 +479,7 @@ class CheckpointManager:
             data_fingerprint=dict(data_fingerprint),
             validation_loss=validation_loss if is_known else None,
             environment=self._environment,
+            times_gone_back=self._times_gone_back,
         )
 
     def _write(self, save: _Save, shards: dict[str, Shard], is_staged: bool) -> None:

@@ -102,6 +102,8 @@ class Manifest:
     """As measured at this very step; None: it was not, or was not finite."""
     environment: dict[str, str] = field(default_factory=dict)
     """What else decides the bits of the run (Keel's code, the device, threads, ...), by name; empty: not recorded."""
+    times_gone_back: Count = 0
+    """The `checkpoint.go_back` up to which the run has gone back: what tells a repeated command from a new one."""
     format_version: int = FORMAT_VERSION
 
     def value(self, table: str, key: str, kind: type[Value]) -> Value | None:
@@ -121,7 +123,8 @@ def config_hash(config: dict[str, Any]) -> str:
 
 def damaged(folder: Path, reason: str) -> Damaged:
     """The error for a checkpoint that must not be loaded."""
-    return Damaged(f"checkpoint {folder} is damaged: {reason}; move it away, or choose another by checkpoint.load")
+    remedy = "move it away, or choose another (checkpoint.load, checkpoint.go_back)"
+    return Damaged(f"checkpoint {folder} is damaged: {reason}; {remedy}")
 
 
 def is_plain_name(name: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Literal
 from configs.display import help_text, summary
 from configs.errors import ConfigError
 from configs.load import LoadedConfig, load
+from configs.paths import missing_paths
 from configs.reading.keys import find, nearest
 from configs.reading.overrides import parse_overrides, split_flags
 
@@ -114,7 +115,10 @@ def _answer(command: CommandLine, environment: Mapping[str, str]) -> str:
         return help_text(min(shutil.get_terminal_size().columns, 100))
     world_size = _world_size(environment)
     loaded = load(command.config, command.overrides, world_size)
-    return loaded.to_toml(with_origins=True) if command.action == "print_config" else summary(loaded, world_size) + "\n"
+    if command.action == "print_config":
+        return loaded.to_toml(with_origins=True)
+    missing = "".join(f"warning: {line}; the job needs it where it runs\n" for line in missing_paths(loaded))
+    return f"{summary(loaded, world_size)}\n{missing}"
 
 
 def _world_size(environment: Mapping[str, str]) -> int | None:

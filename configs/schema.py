@@ -130,7 +130,8 @@ class Source(Table):
     kind: Literal["tokens", "text", "synthetic"]
     """tokens: a folder of token files; text: tokenised while training; synthetic: keyed random tokens."""
     path: Annotated[str | None, only_with("kind", "tokens", "text", reason="whose tokens are read from nowhere")] = None
-    """tokens: the folder; text: a file, a folder, or hub:NAME for a dataset of the Hugging Face hub."""
+    """tokens: the folder; text: a file, a folder, or hub:NAME[:CONFIG][@REVISION], a dataset of the Hugging Face hub; a
+    run stays with the commit that this stands for at its beginning."""
     weight: PositiveFloat = 1.0
     """Share of the samples that come from here, relative to the other sources."""
     text_key: Annotated[str, only_with("kind", "text")] = "text"
@@ -270,7 +271,8 @@ class Job(Table):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one, else cpu."""
     allow_run_change: bool = False
-    """Go on from a checkpoint although run keys have changed since; the change is recorded."""
+    """Go on from a checkpoint although run keys have changed since; the change is recorded. Another
+    training.seq_len, seed or mixture is refused even so: the samples would come in another order amid an epoch."""
     timeout_seconds: PositiveInt = 600
     """How long a rank waits in a collective before the run fails; a hang is reported after half of that."""
     grace_seconds: PositiveInt = 30
@@ -416,7 +418,11 @@ class Checkpoint(Table):
     mode: Literal["sync", "async"] = "async"
     """sync: training waits for the disk; async: it waits only for a copy in memory."""
     load: str | int = "latest"
-    """latest: go on from the newest checkpoint if there is one; none: start anew; a step; a checkpoint's folder."""
+    """latest: go on from the newest checkpoint, if any; none: start anew; or a step, or a checkpoint's folder, to begin
+    from: a run that has a later checkpoint of its own goes on from that one."""
+    go_back: NonNegativeInt = 0
+    """1: go back to load (a step or a folder) although the run has later checkpoints; once, also if the command is
+    repeated. The next time 2, and so on."""
     interval_minutes: NonNegativeFloat = 0.0
     """Minutes after which a checkpoint is due in any case, beside interval; 0: never."""
     init_from: Annotated[

@@ -168,3 +168,18 @@ def refresh_status(run_folder: Path, step: int, reason: str = "") -> None:
 
 
 _writing_status = threading.Lock()
+
+# --------------------------------------------------------------------------- torchrun
+
+
+def tell_torchrun(reason: str) -> None:
+    """Have torchrun's report on its failed ranks, which is the last that a person sees, say why this one ends.
+
+    The file has the form of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, without a call stack, in
+    place of which torchrun shows the message. Does nothing without torchrun.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        message = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):  # the reason is on the console, too
+            Path(file).write_text(json.dumps({"message": message}))

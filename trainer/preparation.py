@@ -1,11 +1,15 @@
-"""The tokenizer and the token files of a job, made from text when a run first needs them."""
+"""What a job reads: that it is there, and the tokenizer and token files that are made from text when first needed."""
 
 import os
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from configs.errors import KeelError
+from checkpoint.folder import choose
+from checkpoint.manifest import read_manifest
+from configs.errors import KeelError, UserError
+from configs.load import LoadedConfig
+from configs.paths import missing_paths
 from configs.schema import Config
 from trainer.data.prepare import prepare
 from trainer.data.text import BadFiles, documents
@@ -18,6 +22,23 @@ class PreparationStopped(KeelError):
     """A signal came while data was prepared; what is finished is kept."""
 
     exit_code = EXIT_PREEMPTED
+
+
+def require_inputs(job: LoadedConfig) -> None:
+    """See that what the job reads is there, before hours go into data and minutes into weights.
+
+    To be called on one rank. Whether the others see the same data, trainer.guards.agreement finds out.
+
+    Raises:
+        ConfigError: there is no such checkpoint as checkpoint.load names.
+        UserError: a tokenizer, data or checkpoint.init_from is missing, or a checkpoint cannot be read.
+    """
+    config = job.config
+    choice = choose(config.job.folder / "checkpoints", config.checkpoint.load, config.checkpoint.go_back)
+    if missing := missing_paths(job):
+        raise UserError("\n".join(missing))
+    if config.checkpoint.init_from and not choice.candidates:
+        read_manifest(Path(config.checkpoint.init_from))
 
 
 def prepare_data(config: Config, console: Console, stop: StopRequest) -> None:

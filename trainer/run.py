@@ -26,7 +26,16 @@ from trainer.guards.environment import device_name, device_type
 from trainer.guards.out_of_memory import out_of_memory
 from trainer.guards.peers import Loss
 from trainer.guards.watchdog import Watchdog, append_to_log, said_of
-from trainer.lifecycle import EXIT_FAILED, EXIT_PREEMPTED, State, StopRequest, exit_code, read_status, write_status
+from trainer.lifecycle import (
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    State,
+    StopRequest,
+    exit_code,
+    read_status,
+    tell_torchrun,
+    write_status,
+)
 from trainer.numerics import set_numerics
 from trainer.planning.activation_table import activation_table
 from trainer.planning.takes_less import does_not_fit
@@ -77,6 +86,8 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
             if folder / "config.toml" in console.outages:
                 _write_config(launch, job)
             _say_goodbye(trainer, state)
+            if state == "preempted":  # to torchrun, unless the signal was its own, any exit code but 0 is a failure
+                tell_torchrun(closing_title(state, trainer.run.step, stop.reason or "a signal to another rank"))
             dist.destroy_process_group()
             watchdog.close()
             return exit_code(state)
@@ -167,14 +178,14 @@ def _activation_rows(trainer: Trainer) -> list[Row]:
 def _say_goodbye(trainer: Trainer, state: State) -> None:
     """Say how it went and where everything is; all ranks must call it."""
     config, console, step = trainer.config, trainer.console, trainer.run.step
-    memory_peak = trainer.memory_peak_bytes()
+    memory = trainer.memory()
     if trainer.rank > 0:
         return
     newest = trainer.newest_checkpoint
     reason = trainer.stop.reason or "a signal to another rank"
     console.table(
         closing_title(state, step, reason),
-        closing_rows(config, trainer.folder, trainer.ledger.seconds(), trainer.ends(), memory_peak, newest),
+        closing_rows(config, trainer.folder, trainer.ledger.seconds(), trainer.ends(), memory, newest),
     )
     console.table("What to try next", next_rows(config, state))
     with console.outages.tolerate(trainer.folder / "status.json"):
@@ -187,6 +198,7 @@ def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
     if isinstance(error, FolderInUse):  # all ranks know; status.json belongs to the run that has the folder
         if launch.rank == 0:
             launch.console.error(str(error))
+        tell_torchrun(str(error))
         return code
     reason = str(error) or type(error).__name__
     if launch.watchdog:
@@ -197,8 +209,11 @@ def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
             return code
         launch.watchdog.close(reason)
     if launch.rank > 0 and _others_end(launch):
+        tell_torchrun(read_status(launch.folder).get("reason") or reason)  # on another node nobody else may say it
         return code
-    launch.console.error(reason if isinstance(error, KeelError) else "".join(traceback.format_exception(error)))
+    said = reason if isinstance(error, KeelError) else "".join(traceback.format_exception(error))
+    launch.console.error(said)
+    tell_torchrun(said)
     state: State = "preempted" if code == EXIT_PREEMPTED else "failed"
     _write_end(launch, state, step, reason)
     return code
@@ -207,6 +222,7 @@ def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
 def _say_who_is_lost(losses: list[Loss], launch: _Launch, saw: str) -> None:
     """The end of a run whose other ranks are dead, or do not answer: the first that knows it says so."""
     assert launch.watchdog is not None
+    tell_torchrun(said_of(losses))
     if _has_ended(launch) or not launch.watchdog.peers.is_first("last word"):
         return
     text = f"{said_of(losses)}. The same command goes on from the newest checkpoint"

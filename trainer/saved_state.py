@@ -61,6 +61,7 @@ class SourceState(TypedDict):
     """Of one source of samples; what a text adds, `trainer/data/streaming.py` explains."""
 
     fingerprint: str
+    path: NotRequired[str]
     sizes: NotRequired[list[Count]]
     cursors: NotRequired[dict[str, Annotated[list[Count], Field(min_length=3, max_length=3)]]]
 
@@ -69,6 +70,8 @@ class DataState(TypedDict):
     """Where the run stands in its data."""
 
     next_sample: Count
+    order: NotRequired[dict[str, Any]]
+    """What decides which sample has which number; see `DataLoader.state_dict`."""
     sources: dict[str, SourceState]
 
 

@@ -41,9 +41,9 @@ from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import State, StopRequest, write_status
 from trainer.lr_schedule import learning_rate
 from trainer.planning.flops import flops_per_token, mfu, peak_flops, tflops_per_device
-from trainer.preparation import prepare_data
+from trainer.preparation import prepare_data, require_inputs
 from trainer.report.console import Console
-from trainer.report.metrics import Kind, MetricsLog, StepMetrics, TimeLedger, memory_peak_bytes
+from trainer.report.metrics import Kind, Memory, MetricsLog, StepMetrics, TimeLedger, memory_counts, memory_of
 from trainer.report.profile import StepProfiler
 from trainer.saved_state import RunState, check_saved_state, too_many_skipped
 from trainer.step import build_learner
@@ -90,6 +90,7 @@ class Trainer:
         self.device = device
         self.rank = dist.get_rank()
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), self.device)
+        on_rank_zero(None, lambda: require_inputs(job))
         with ledger.measure(Kind.PREPARATION):
             watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, stop))
             compare_data(config)
@@ -139,7 +140,9 @@ class Trainer:
 
     def _build_loaders(self, data: dict) -> None:
         config, dp_rank, dp_size = self.config, self.mesh.dp_rank, self.mesh.sizes.dp
-        self.loader = build_loader(config, dp_rank, dp_size, data["next_sample"], states=data["sources"])
+        self.loader = build_loader(
+            config, dp_rank, dp_size, data["next_sample"], states=data["sources"], order=data.get("order")
+        )
         self.validation_loader, self.token_bytes = None, None
         if config.validation.interval:
             self.validation_loader = build_loader(config, dp_rank, dp_size, start_sample=0, validation=True)
@@ -166,7 +169,8 @@ class Trainer:
     def train(self) -> State:
         """Train up to `training.steps`, or until a signal; save at the end of either."""
         last_step = self.config.training.steps
-        with self.grace, self.console.training(self.run.step, last_step, show_mfu=self.peak is not None):
+        on_gpu = self.device.type == "cuda"
+        with self.grace, self.console.training(self.run.step, last_step, self.peak is not None, on_gpu):
             while self.run.step < last_step and not self._agreed_to_stop():
                 result, lr = self._step()
                 if result.is_spike and self._rewind(result):
@@ -404,7 +408,7 @@ class Trainer:
         flops = flops_per_token(self.config.model, self.config.training.seq_len, frozen).causal
         tflops = tflops_per_device(speed.tokens_per_second, flops, self.mesh.sizes.world_size)
         with self.phases.measure(Phase.OTHER):
-            balance, memory_peak = self.learner.load_balance.measure(), self.memory_peak_bytes()
+            balance, memory = self.learner.load_balance.measure(), self.memory()
         metrics = StepMetrics(
             step=self.run.step,
             loss=result.loss,
@@ -414,7 +418,7 @@ class Trainer:
             **asdict(speed),
             mfu=mfu(tflops, self.peak),
             tflops=tflops,
-            memory_peak_bytes=memory_peak,
+            **asdict(memory),
             time=time.time(),
             validation_loss=validation.loss if validation else None,
             validation_bits_per_byte=validation.bits_per_byte if validation else None,
@@ -433,9 +437,9 @@ class Trainer:
                 with self.console.outages.tolerate(self.folder / "status.json"):
                     write_status(self.folder, "running", self.run.step)
 
-    def memory_peak_bytes(self) -> int:
+    def memory(self) -> Memory:
         """The most that any rank has held; all ranks must call it."""
-        return int(self.mesh.max_over_all(torch.tensor(memory_peak_bytes(self.device.type))))
+        return memory_of(self.mesh.max_over_all(torch.tensor(memory_counts(self.device.type))).tolist())
 
     def ends(self) -> tuple[float, float] | None:
         """The first and the last loss of this launch; None if it made no step."""

@@ -19,6 +19,11 @@ def _checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
     table, load, validated = config.checkpoint, config.checkpoint.load, config.validation.interval
     if isinstance(load, int) and load < 0:
         yield "checkpoint.load", f"there is no step {load}"
+    if table.go_back and load in ("latest", "none"):
+        yield (
+            "checkpoint.go_back",
+            f'go_back does nothing with load = "{load}", only with a step or a folder; leave it out',
+        )
     if table.keep_best and (not validated or not table.interval or table.interval % validated):
         yield (
             "checkpoint.keep_best",

@@ -32,6 +32,7 @@ ROOT = Path(__file__).parent.parent.parent
 TINY = Path(__file__).with_name("tiny.toml")
 TEXT = Path(__file__).with_name("text.toml")
 TIMEOUT_SECONDS = 300
+REPORT = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 
 ENVIRONMENT = {
     name: value
@@ -47,6 +48,16 @@ class Outcome:
     code: int
     out: str
     err: str
+
+    @property
+    def said(self) -> str:
+        """What is on stderr before torchrun's report on its failed ranks, which repeats it."""
+        return self.err.partition(REPORT)[0]
+
+    @property
+    def root_cause(self) -> str:
+        """What torchrun's report ends in: why the first rank failed."""
+        return self.err.partition("Root Cause (first observed failure):")[2].partition("traceback : ")[2]
 
 
 def start(

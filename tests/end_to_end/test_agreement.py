@@ -85,4 +85,4 @@ def test_a_mistake_on_one_rank_alone_is_said_by_that_rank(tmp_path: Path):
     outcome = finish(process)
     assert outcome.code == 78
     assert "[rank 1]" in outcome.err
-    assert outcome.err.count("--training.stpes: unknown key") == 1, outcome.err
+    assert outcome.said.count("--training.stpes: unknown key") == 1, outcome.err

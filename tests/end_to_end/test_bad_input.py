@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launch import TEXT, curve, launch, snapshot, status
+from tests.end_to_end.launch import TEXT, curve, launch, launch_here, snapshot, status
 
 SAID = {"run/status.json", "run/run.log", "run/.lock"}
 """A launch that got as far as its run folder leaves the reason there, and nothing else."""
@@ -57,7 +57,8 @@ def test_an_unknown_key_in_a_file_is_named_with_its_line(tmp_path: Path):
 def test_what_a_mesh_cannot_divide_is_said_once_by_all_ranks(corpus: Path):
     words = "--mesh.tp 2 --model.n_kv_heads 1 --training.seq_len 15 --training.global_batch_size 7"
     before = snapshot(corpus)
-    message = launch(corpus, words, ranks=2, config=TEXT, expect=1).err
+    outcome = launch(corpus, words, ranks=2, config=TEXT, expect=1)
+    message = outcome.said
     for fragment in (
         "does not divide model.n_kv_heads 1",
         "does not divide training.seq_len 15",
@@ -96,20 +97,45 @@ def test_a_token_file_that_is_none(corpus: Path, damage: Callable[[Path], object
         ("--model.vocab_size 512", 78, ["model.vocab_size is 512", "has 384 tokens", "Set model.vocab_size = 384"]),
         ("--training.seq_len 1000000", 1, ["data/tokens/train: too short for one window", "lower training.seq_len"]),
         ("--validation.sequences 1000000", 1, ["1000000 windows are asked of it", "Lower validation.sequences"]),
-        ("--data.sources.0.path nowhere", 1, ["nowhere: no such folder of token files", "scripts/prepare_data.py"]),
     ],
 )
 def test_data_that_do_not_fit_the_job(corpus: Path, words: str, code: int, fragments: list[str]):
     assert_refused(corpus, words, code, *fragments)
 
 
-def test_a_missing_tokenizer_is_said_once_by_all_ranks(corpus: Path):
-    words = "--tokenizer.path no.model --tokenizer.train_on []"
+def test_what_is_missing_is_said_at_once_by_all_ranks_and_before_anything_is_built(corpus: Path):
+    """The model would take a petabyte, and the preparation of `other` an hour: neither is begun."""
+    words = "--tokenizer.path no.model --tokenizer.train_on [] --data.sources.0.path nowhere "
+    words += "--checkpoint.init_from no/step-00000001 --model.ffn_dim 9999999999999 --data.prepare.output other "
+    words += '--data.prepare.input \'["text","no/text"]\''
     before = snapshot(corpus)
     outcome = launch(corpus, words, ranks=2, config=TEXT, expect=1)
-    assert outcome.err.count("no.model: cannot read the tokenizer") == 1, outcome.err
+    for message in (
+        '--tokenizer.path: tokenizer.path is "no.model", and there is no such file; scripts/train_tokenizer.py makes',
+        '--data.sources.0.path: data.sources.0.path is "nowhere": no such folder of token files; scripts/prepare_data',
+        '--data.prepare.input: data.prepare.input names "no/text", and there is no such file or folder',
+        '--checkpoint.init_from: checkpoint.init_from is "no/step-00000001": no such folder of a checkpoint',
+    ):
+        assert " ".join(outcome.said.split()).count(message) == 1, outcome.err
     assert "SIGKILL" not in outcome.err  # what torchrun does to a rank that waits for ever
     assert snapshot(corpus).keys() - before.keys() <= SAID
+
+
+def test_checkpoints_that_are_missing_are_said_before_anything_is_built(tmp_path: Path, capsys):
+    too_large = ("--model.ffn_dim", "9999999999999")
+    for words, code in {("--checkpoint.init_from", "no/where"): 1, ("--checkpoint.load", "no/where"): 78}.items():
+        assert launch_here(tmp_path, *words, *too_large) == code
+        assert capsys.readouterr().err.count(words[1]) == 1
+    assert launch_here(tmp_path, "--training.steps", "2") == 0
+    checkpoint = tmp_path / "run/checkpoints/step-00000002"
+    goes_on = ("--checkpoint.init_from", "no/where", "--training.steps", "3")
+    assert launch_here(tmp_path, *goes_on) == 0  # where the run began may be gone
+    (checkpoint / "MANIFEST.json").unlink()
+    elsewhere = ("--job.output_dir", str(tmp_path / "other"))
+    for key in ("load", "init_from"):
+        capsys.readouterr()
+        assert launch_here(tmp_path, *elsewhere, f"--checkpoint.{key}", str(checkpoint), *too_large) == 1
+        assert "is no checkpoint: it has no MANIFEST.json" in capsys.readouterr().err
 
 
 def test_source_files_that_cannot_be_read_and_a_budget_for_them(tmp_path: Path):
@@ -148,8 +174,8 @@ def test_a_package_that_is_missing_is_named_with_its_install_command(corpus: Pat
 def test_a_folder_that_cannot_be_written(tmp_path: Path, ranks: int):
     (tmp_path / "run").write_text("a file in the folder's place")
     outcome = launch(tmp_path, ranks=ranks, expect=1)
-    assert outcome.err.count("the run folder run can't be written") == 1
-    assert outcome.err.count("set job.output_dir to another") == 1
+    assert outcome.said.count("the run folder run can't be written") == 1
+    assert outcome.said.count("set job.output_dir to another") == 1
     assert "SIGKILL" not in outcome.err  # what torchrun does to a rank that waits for ever
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

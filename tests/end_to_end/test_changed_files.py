@@ -120,3 +120,21 @@ def test_what_changes_nothing_for_the_run_does_not_end_it(tmp_path: Path, during
     assert launch_here(tmp_path, *words, "--training.steps", "60") == 0
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "step-00000060" / "MANIFEST.json").read_text())
     assert manifest["data_fingerprint"].keys() == {"web"}
+
+
+def test_text_that_was_replaced_between_two_launches(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """By text of the same size, with the same time of writing: a copy that keeps times does that."""
+    make_web(tmp_path)
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"Document {i}, and {i**9}."}) + "\n" for i in range(200)))
+    source = f'[{{name = "notes", kind = "text", path = "{text}", virtual_shards = 2}}]'
+    words = ("--data.sources", source, *web_words(tmp_path)[2:])
+    assert launch_here(tmp_path, *words, "--training.steps", "3") == 0
+    times, content = text.stat(), text.read_text()
+    text.write_text(content.replace("Document 150", "document 150"))
+    os.utime(text, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert text.stat().st_size == times.st_size
+    assert launch_here(tmp_path, *words, "--training.steps", "5") == 1
+    assert "The data of the source 'notes' has changed since the checkpoint" in capsys.readouterr().err
+    text.write_text(content)
+    assert launch_here(tmp_path, *words, "--training.steps", "5") == 0

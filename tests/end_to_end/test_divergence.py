@@ -29,7 +29,7 @@ def test_swapped_collectives_end_the_run(tmp_path: Path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     words = "--comm.prefetch_forward 0 --comm.prefetch_backward 0 --comm.streams per_group"
-    message = launch(tmp_path, words, ranks=2, expect=1, program=program).err
+    message = launch(tmp_path, words, ranks=2, expect=1, program=program).said
     assert message.count("the ranks issue their collectives in different orders") == 1
     assert "in step 1 of this launch, rank 1 issued as number" in message
     assert "for layers.0 (among ranks 0, 1). The step was not applied." in message

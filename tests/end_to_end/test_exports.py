@@ -31,7 +31,7 @@ def test_a_run_exports_its_checkpoints(tmp_path):
         for file in (tmp_path / step).iterdir():
             assert (exports / step / file.name).read_bytes() == file.read_bytes()
     shutil.rmtree(exports / steps[1])
-    launch(tmp_path, f"{words} --checkpoint.load 20 --checkpoint.mode sync")
+    launch(tmp_path, f"{words} --checkpoint.load 20 --checkpoint.go_back 1 --checkpoint.mode sync")
     assert sorted(path.name for path in exports.iterdir()) == ["abandoned-001", *steps]
     assert [path.name for path in (exports / "abandoned-001").iterdir()] == steps[2:]
     made_again = (exports / steps[1] / "model.safetensors").read_bytes()

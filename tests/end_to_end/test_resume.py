@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launch import assert_same_tensors, curve, finish, launch, records, start, status, tensors
+from tests.end_to_end.launch import (
+    assert_same_tensors,
+    curve,
+    finish,
+    launch,
+    launch_here,
+    records,
+    start,
+    status,
+    tensors,
+)
 from tests.end_to_end.signals import signal_at_step
 
 EXPERTS = "--model.n_experts 8 --model.router.load_balance bias --model.router.bias_update_rate 0.1"
@@ -77,6 +87,31 @@ def test_a_checkpoint_before_the_end_cuts_the_metrics_back(tmp_path: Path):
     done = records(run)
     assert "Done: step 20 reached" in launch(tmp_path).out  # once more, with nothing left to do
     assert records(run) == done
+
+
+def test_the_command_that_began_from_a_folder_goes_on_when_it_is_repeated(tmp_path: Path, capsys):
+    """And with the word it goes back, once, with its records."""
+    run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    base = tmp_path / "base"
+    assert launch_here(tmp_path, "--training.steps", "5") == 0
+    run.rename(base)
+    began = ("--checkpoint.load", str(base / "checkpoints" / "step-00000005"))
+    for steps in (8, 11):
+        assert launch_here(tmp_path, *began, "--training.steps", str(steps)) == 0
+        assert [step for step, *_ in curve(run)] == list(range(6, steps + 1))
+    said = "but this run has later checkpoints; to go back to it, set checkpoint.go_back = 1"
+    assert said in " ".join(capsys.readouterr().out.split())
+    straight = curve(run)
+    for steps in (9, 12):
+        words = (*began, "--checkpoint.go_back", "1", "--training.steps", str(steps))
+        assert launch_here(tmp_path, *words) == 0
+        assert [step for step, *_ in curve(run)] == list(range(6, steps + 1))
+    assert curve(run)[:6] == straight
+    assert status(run)["step"] == 12
+    names = ["abandoned-001", "step-00000009", "step-00000012"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == names
+    aside = checkpoints / "abandoned-001"
+    assert sorted(path.name for path in aside.iterdir()) == ["step-00000008", "step-00000011"]
 
 
 def test_sigterm_and_the_same_command_again(tmp_path: Path):

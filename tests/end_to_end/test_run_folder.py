@@ -13,7 +13,8 @@ from tests.end_to_end.launch import ENVIRONMENT, ROOT, TEXT, launch, records, st
 
 KEYS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "data_seconds"),
-    *("mfu", "tflops", "memory_peak_bytes", "time"),
+    *("mfu", "tflops", "memory_peak_bytes", "memory_reserved_peak_bytes", "memory_percent", "allocator_retries"),
+    *("allocator_ooms", "time"),
 ]
 
 
@@ -47,6 +48,7 @@ def test_metrics(prepared: Path):
         assert record["tokens_per_second"] > 0
         assert record["step_seconds"] > record["data_seconds"] >= 0
         assert record["memory_peak_bytes"] > 100e6
+        assert [record[key] for key in KEYS[-5:-1]] == [None] * 4  # a CPU has no such allocator
     assert found[0]["loss"] != round(found[0]["loss"], 6)
     assert abs(found[0]["loss"] - math.log(384)) < 0.3
     assert found[-1]["loss"] < found[0]["loss"]

@@ -19,7 +19,7 @@ def test_steps_that_overflow_are_skipped_until_the_limit(tmp_path: Path):
     for step in (2, 3, 4, 5):
         assert f"step {step} skipped: loss " in outcome.out
         assert f"its samples are {8 * (step - 1)} to {8 * step - 1}" in outcome.out
-    assert outcome.err.count("of the last 4 steps was not finite, and training.max_skipped_steps is 3") == 1
+    assert outcome.said.count("of the last 4 steps was not finite, and training.max_skipped_steps is 3") == 1
     assert "Traceback (most recent call last)" not in outcome.err.partition("torch/distributed/elastic")[0]
     assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["step"]) == ("failed", 5)
     # No save while steps are skipped: it would cost a good one its place.

@@ -31,6 +31,11 @@ def test_a_job_runs_saves_and_goes_on_with_two_devices(tmp_path, null_gpus):
     assert "step-00000004: committed" in outcome.out
     assert "validation loss" in outcome.out  # of zeros over zero tokens: the device has no values
     assert steps_of(run) == [1, 2, 3, 4, 5]
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 0 < last["memory_peak_bytes"] <= last["memory_reserved_peak_bytes"]
+    assert 0 < last["memory_percent"] < 5
+    assert (last["allocator_retries"], last["allocator_ooms"]) == (0, 0)
+    assert "reserved (" in outcome.out
     assert {file.name for file in (run / "profile").iterdir()} == {
         "step-00000003-rank-0.json.gz",
         "step-00000003-rank-0.memory.pickle",

@@ -24,8 +24,10 @@ def make_steps(root, *steps):
 def test_latest_takes_the_newest_and_falls_back_in_order(tmp_path):
     make_steps(tmp_path, 3, 100_000_000, 20)
     assert choose(tmp_path, "latest").candidates == [step_folder(tmp_path, step) for step in (100_000_000, 20, 3)]
-    assert choose(tmp_path, 20).candidates == [step_folder(tmp_path, 20)]
-    assert choose(tmp_path, str(step_folder(tmp_path, 3))).candidates == [step_folder(tmp_path, 3)]
+    assert choose(tmp_path, 20).candidates == [step_folder(tmp_path, step) for step in (100_000_000, 20)]
+    assert choose(tmp_path, 19).candidates == [step_folder(tmp_path, step) for step in (100_000_000, 20)]
+    assert choose(tmp_path, 20, go_back=1).candidates == [step_folder(tmp_path, 20)]
+    assert choose(tmp_path, 100_000_000).candidates == [step_folder(tmp_path, 100_000_000)]
     assert choose(tmp_path, "none").candidates == []
     assert choose(tmp_path / "nothing", "latest").candidates == []
     assert not (tmp_path / "nothing").exists()

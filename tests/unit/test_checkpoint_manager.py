@@ -171,7 +171,7 @@ def test_async_save_holds_the_state_of_its_step(tmp_path, monkeypatch):
         tensor.fill_(8)
     manager.save(2, state, trainer_state)  # the staging memory is used again
     manager.close()
-    found, loaded = resumed(tmp_path, load=1)
+    found, loaded = resumed(tmp_path, load=1, go_back=1)
     assert found == {"tokens": 5, "skipped": [1]}
     assert_equal(loaded, make_state(1))
 
@@ -304,8 +304,10 @@ def test_choices(tmp_path):
     assert resumed(tmp_path / "run", log=log)[0]["step"] == 30
     assert any("going on from" in line and "latest" in line for line in log)
     assert resumed(tmp_path / "other", load=str(step_folder(tmp_path / "run", 2)))[0]["step"] == 2
+    with pytest.raises(ConfigError, match=r"= 31: no such step in .*; steps there: 1, 2, 30"):
+        resumed(tmp_path / "run", load=31)
     with pytest.raises(ConfigError, match=r"= 3: no such step in .*; steps there: 1, 2, 30"):
-        resumed(tmp_path / "run", load=3)
+        resumed(tmp_path / "run", load=3, go_back=1)
     with pytest.raises(ConfigError, match="steps there: none"):
         resumed(tmp_path / "empty", load=3)
     with pytest.raises(ConfigError, match=r"lately.*no such folder"):
@@ -332,7 +334,7 @@ def test_lineage(tmp_path):
     save_steps(tmp_path, 4)
     assert read_manifest(step_folder(tmp_path, 4)).run_id == first.run_id
     log = []
-    save_steps(tmp_path, 3, load=2, log=log)  # another branch
+    save_steps(tmp_path, 3, load=2, go_back=1, log=log)  # another branch
     assert steps_in(tmp_path) == [1, 2, 3]
     assert steps_in(tmp_path / "abandoned-001") == [3, 4]
     assert any("moved to" in line and "abandoned-001" in line for line in log)
@@ -343,6 +345,47 @@ def test_lineage(tmp_path):
     assert steps_in(tmp_path) == [1]
     assert steps_in(tmp_path / "abandoned-002") == [1, 2, 3]
     assert set_aside(tmp_path, 1) is None
+
+
+@pytest.mark.parametrize("of", ["step", "folder", "own folder"])
+def test_a_run_is_not_thrown_back_by_the_command_that_began_it(tmp_path, of):
+    save_steps(tmp_path / "base", 1, 2)
+    run, log = tmp_path / "run", []
+    if of != "folder":
+        save_steps(run, 1, 2)
+    load = {"step": 2, "folder": str(tmp_path / "base/step-00000002"), "own folder": f"{run}/./step-00000002"}[of]
+    save_steps(run, 4, 6, load=load)
+    state, saved = make_state(99), resumed(run, load=load, log=log)[0]
+    assert saved["step"] == 6
+    assert f"going on from {run}/step-00000006: checkpoint.load is {load}, but this run has later" in "\n".join(log)
+    assert "set checkpoint.go_back = 1" in log[-1]
+    flip_a_bit(run / "step-00000006" / "trainer.json", 10)
+    assert resumed(run, load=load)[0]["step"] == 4
+    assert steps_in(run / "abandoned-001") == [6]
+    (run / "step-00000004" / "trainer.json").unlink()
+    make_manager(run, load=load).resume(state)
+    assert_equal(state, make_state(2))
+
+
+def test_going_back_takes_a_word_that_counts_once(tmp_path):
+    base = tmp_path / "base"
+    save_steps(base, 1, 2)
+    load = str(step_folder(base, 2))
+    for begin in (2, load):
+        run, log = tmp_path / f"run-{begin == load}", []
+        save_steps(run, 2)
+        save_steps(run, 4, load=2)
+        assert resumed(run, load=begin, go_back=1)[0]["step"] == 2  # and is killed before its first save
+        assert steps_in(run / "abandoned-001")[-1] == 4
+        save_steps(run, 3, 4, load=begin, go_back=1)
+        assert read_manifest(step_folder(run, 3)).times_gone_back == 1
+        save_steps(run, 5, load=begin, go_back=1)  # the same command, after a preemption
+        save_steps(run, 6)
+        assert resumed(run, load=begin, go_back=1, log=log)[0]["step"] == 6
+        assert "set checkpoint.go_back = 2" in log[-1]
+        assert [path.name for path in run.glob("abandoned-*")] == ["abandoned-001"]
+        assert resumed(run, load=begin, go_back=2)[0]["step"] == 2
+        assert steps_in(run / "abandoned-002") == [3, 4, 5, 6]
 
 
 def test_another_model_is_refused_and_nothing_is_loaded(tmp_path):
@@ -391,7 +434,7 @@ def test_damaged_file_is_named_and_nothing_is_loaded(tmp_path, name, damage):
         make_manager(tmp_path, on_damage="stop").resume(state)
     assert not isinstance(caught.value, ConfigError)
     assert_equal(state, make_state(5))
-    assert resumed(tmp_path, load=1)[0]["step"] == 1
+    assert resumed(tmp_path, load=1, go_back=1)[0]["step"] == 1
 
 
 def test_content_that_torch_cannot_read(tmp_path):
@@ -549,7 +592,7 @@ def test_what_is_kept(tmp_path):
     assert steps_in(tmp_path) == [3, 4, 8, 9, 10]
     assert read_manifest(step_folder(tmp_path, 3)).validation_loss == 1.0
     # Another branch: what the abandoned line holds is neither counted nor removed.
-    manager = begun(tmp_path, load=8, keep_last=2)
+    manager = begun(tmp_path, load=8, go_back=1, keep_last=2)
     manager.save(9, make_state(9), {"tokens": 9})
     manager.close()
     assert steps_in(tmp_path) == [8, 9]

@@ -41,7 +41,7 @@ def script(*words):
 
 
 def test_list(run, capsys):
-    save(run, 4, load=3)
+    save(run, 4, load=3, go_back=1)
     (run / "checkpoints" / "step-00000009.tmp").mkdir()
     (of(run, 1) / "trainer.json").unlink()
     assert script("list", run) == 0
@@ -94,7 +94,7 @@ def test_diff(run, capsys):
 
 
 def test_prune(run, capsys):
-    save(run, 5, load=4)
+    save(run, 5, load=4, go_back=1)
     assert script("prune", run, "--keep-last", 1, "--keep-best", 1, "--dry-run") == 0
     assert "would be removed" in capsys.readouterr().out
     assert steps_in(run / "checkpoints") == [1, 2, 3, 4, 5]

@@ -319,6 +319,7 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ("profile.start_step=9", "the trace would end at step 11, after training.steps 10"),
         ("job.name=a/b", '--job.name: the run folder is runs/<name>, so name "a/b" must be a plain folder name'),
         ("checkpoint.load=-5", "--checkpoint.load: there is no step -5"),
+        ("checkpoint.go_back=1", '--checkpoint.go_back: go_back does nothing with load = "latest"'),
         (
             "checkpoint.load=5 checkpoint.init_from=x",
             "init_from does nothing with load = 5 (--checkpoint.load), which the run goes",

@@ -101,6 +101,28 @@ def test_validate_says_what_the_job_is(tmp_path, monkeypatch, capsys, environmen
     assert line.endswith(f"global batch 16 sequences = 4,096 tokens, 150 steps = 614,400 tokens, {ranks})\n")
 
 
+def test_validate_warns_of_what_is_not_on_this_machine(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.jsonl").touch()
+    (tmp_path / "job.toml").write_text(
+        f'base = "{ROOT}/configs/debug.toml"\n[tokenizer]\npath = "t.model"\ntrain_on = ["python_stdlib", "no.txt"]\n'
+        '[checkpoint]\nload = "far/step-00000001"\n[[data.sources]]\nname = "a"\nkind = "text"\npath = "hub:x"\n'
+        '[[data.sources]]\nname = "b"\nkind = "text"\npath = "there.jsonl"\n'
+        '[[data.sources]]\nname = "c"\nkind = "tokens"\npath = "there.jsonl"\n'
+        '[[data.sources]]\nname = "d"\nkind = "tokens"\npath = "runs/data/python_stdlib/train"\n'
+    )
+    assert answer(parse_command_line(["--config", "job.toml", "--validate"]), {})
+    valid, *warnings = capsys.readouterr().out.splitlines()
+    assert valid.startswith("job.toml is valid")
+    assert [line.split(";")[0] for line in warnings] == [
+        'warning: job.toml:4: tokenizer.train_on names "no.txt", and there is no such file or folder',
+        'warning: job.toml:18: data.sources.2.path is "there.jsonl": no such folder of token files',
+        'warning: job.toml:6: checkpoint.load is "far/step-00000001": no such folder (use "latest", "none", a step, a '
+        "path)",
+    ]
+    assert all(line.endswith("; the job needs it where it runs") for line in warnings)
+
+
 def test_only_the_first_rank_answers(capsys):
     answer(parse_command_line(["--help"]), {"RANK": "1"})
     assert capsys.readouterr().out == ""

@@ -17,7 +17,7 @@ from configs.layout import MeshSizes
 from configs.schema import Config
 from trainer.report import console as console_module
 from trainer.report.console import Console, count, duration, size
-from trainer.report.metrics import Kind, StepMetrics
+from trainer.report.metrics import Kind, Memory, StepMetrics, memory_of
 from trainer.report.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +36,10 @@ def metrics(step, **changes):
         "mfu": None,
         "tflops": None,
         "memory_peak_bytes": 2**30,
+        "memory_reserved_peak_bytes": None,
+        "memory_percent": None,
+        "allocator_retries": None,
+        "allocator_ooms": None,
         "time": 1.7e9,
     }
     return StepMetrics(**(values | changes))
@@ -310,12 +314,35 @@ def test_attention_that_must_write_out_its_scores_is_warned_of():
 
 def test_the_closing_says_where_everything_is_and_what_took_the_time():
     seconds = dict.fromkeys(Kind, 0.0) | {Kind.TRAINING: 120.0, Kind.CHECKPOINT: 2.5}
-    rows = dict(closing_rows(config(), Path("runs/toy"), seconds, (8.3, 4.4), 2**29, Path("runs/toy/checkpoints/x")))
+    newest = Path("runs/toy/checkpoints/x")
+    rows = dict(closing_rows(config(), Path("runs/toy"), seconds, (8.3, 4.4), Memory(2**29), newest))
     assert rows["time"] == "2 min 02 s\ntraining 2 min 00 s, checkpoint 2.5 s"
+    assert rows["memory"] == "512 MiB at the peak"
     assert rows["loss"] == "8.3000 at first, 4.4000 at last"
     assert rows["curves"] == "tensorboard --logdir runs/toy/tensorboard"
     assert rows["checkpoint"] == "runs/toy/checkpoints/x"
     assert closing_title("preempted", 120, "SIGTERM").startswith("Stopped by SIGTERM after step 120")
+
+
+def test_the_closing_says_what_the_device_had_reserved_and_lacked():
+    seconds = dict.fromkeys(Kind, 1.0)
+    for counts, expected in {
+        (60 * 2**30, 70 * 2**30, 0, 0, 80 * 2**30): "60.0 GiB at the peak, 70.0 GiB reserved (87.5% of the device's)",
+        (60 * 2**30, 70 * 2**30, 3, 1, 80 * 2**30): "60.0 GiB at the peak, 70.0 GiB reserved (87.5% of the device's)\n"
+        "allocator retries 3 (it gave memory back and took it again, which is slow), times it ran out 1",
+    }.items():
+        rows = dict(closing_rows(config(), Path("runs/toy"), seconds, None, memory_of(list(counts)), None))
+        assert rows["memory"] == expected
+
+
+def test_the_percent_of_the_memory_is_a_column_where_there_is_one(streams):
+    out, _ = streams
+    with Console(0, *streams) as console, console.training(0, 10, show_mfu=False, show_memory=True):
+        console.step(metrics(1, memory_percent=87.5))
+        console.step(metrics(2))
+    header, *rows = (line.split() for line in out.getvalue().strip().splitlines())
+    assert header[-3:] == ["memory", "time", "left"]
+    assert [row[5] for row in rows] == ["87.5%", "-"]
 
 
 @pytest.fixture
@@ -344,3 +371,21 @@ def test_after_a_stop_the_same_command_goes_on():
     assert next_rows(config(), "preempted") == [
         ("go on from the newest checkpoint", "torchrun train.py --config debug.toml --training.steps 300")
     ]
+
+
+@pytest.mark.usefixtures("launched")
+def test_what_to_try_next_does_not_repeat_how_this_launch_began(monkeypatch):
+    """`none` starts anew every time, and a run of another seed cannot go on from this one's checkpoint."""
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--checkpoint.load", "none"])
+    [(_, command)] = next_rows(config(checkpoint={"load": "none"}), "preempted")
+    assert command == "torchrun train.py --config debug.toml --training.steps 300 --checkpoint.load latest"
+    began = ["--checkpoint.load", "200", "--checkpoint.go_back=1"]
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "debug.toml", *began])
+    went_back = config(checkpoint={"load": 200, "go_back": 1})
+    [(_, command)] = next_rows(went_back, "preempted")
+    assert command == f"torchrun train.py --config debug.toml {' '.join(began)}"
+    rows = dict(next_rows(went_back, "done"))
+    assert rows["another seed, as a run of its own"] == (
+        "torchrun train.py --config debug.toml --job.name toy-seed-1 --checkpoint.load latest --checkpoint.go_back 0 "
+        "--training.seed 1"
+    )

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.errors import UserError
+from configs.errors import ConfigError, UserError
 from configs.schema import Config
 from trainer.data.loader import IGNORED, build_loader, merge_state_dicts
 from trainer.data.order import Epochs, Mixture, derive_key, permute
@@ -290,6 +290,60 @@ def test_changed_data_is_refused_on_a_resume(corpus, tmp_path):
         build_loader(job, 0, 1, 12, states=states)
     allowed = config(corpus, kinds=("tokens",), job={"allow_run_change": True})
     build_loader(allowed, 0, 1, 12, states=states).close()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("training.seq_len", 8, "training.seq_len: 16 -> 8"),
+        ("training.seed", 6, "training.seed: 5 -> 6"),
+        (
+            "data.0.weight",
+            1.0,
+            "data.sources.0: web, 512 of 1024 samples, 20 windows -> web, 256 of 1024 samples, 20 w",
+        ),
+        ("data.1.name", "books", "data.sources.1: code, 171 of 1024 samples, 6 windows -> books, 171 of 1024 samples"),
+        (
+            "data.1.path",
+            "web",
+            "data.sources.1: code, 171 of 1024 samples, 6 windows -> code, 171 of 1024 samples, 20 w",
+        ),
+        (
+            "data.2.virtual_shards",
+            7,
+            "data.sources.2: text, 341 of 1024 samples, 6 virtual shards -> text, 341 of 1024 samples, 7 v",
+        ),
+        ("data.3", {"name": "new", "kind": "synthetic"}, "data.sources.3: (none) -> new, "),
+    ],
+)
+def test_another_order_of_the_samples_is_refused_even_where_changes_are_allowed(corpus, key, value, line):
+    """Going on at the old number in a new permutation reads a part of the epoch twice and another never."""
+    job = config(corpus, kinds=("tokens", "text"), job={"allow_run_change": True})
+    saved = merge_state_dicts([json.loads(json.dumps(build_loader(job, 0, 1, 0).state_dict()))])
+    changed = job.model_dump()
+    table, *path = key.split(".")
+    if table == "training":
+        changed[table][path[0]] = value
+    elif len(path) == 1:
+        changed["data"]["sources"].append(value)
+    else:
+        changed["data"]["sources"][int(path[0])][path[1]] = str(corpus / value) if path[1] == "path" else value
+    with pytest.raises(ConfigError) as caught:
+        build_loader(Config.model_validate(changed), 0, 1, 12, states=saved["sources"], order=saved["order"])
+    assert f"\n  {line}" in str(caught.value)
+    assert "--checkpoint.init_from" in str(caught.value)
+
+
+def test_weights_of_the_same_shares_and_a_larger_batch_go_on_in_the_order(corpus):
+    job = config(corpus, kinds=("tokens",), job={"allow_run_change": True})
+    saved = build_loader(job, 0, 1, 0).state_dict()
+    changed = job.model_dump()
+    changed["training"]["global_batch_size"] = 24
+    for source in changed["data"]["sources"]:
+        source["weight"] *= 2
+    loader = build_loader(Config.model_validate(changed), 0, 1, 12, states=saved["sources"], order=saved["order"])
+    assert [i for batch in next(loader) for i in batch.samples] == list(range(12, 36))
+    loader.close()
 
 
 def test_an_error_in_the_thread_names_file_and_byte_in_the_main_thread(corpus, tmp_path, monkeypatch):

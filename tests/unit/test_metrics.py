@@ -17,7 +17,8 @@ from trainer.report.metrics import Kind, MetricsLog, StepMetrics, Throughput, Ti
 
 CONTRACT_KEYS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "data_seconds", "mfu"),
-    *("tflops", "memory_peak_bytes", "time"),
+    *("tflops", "memory_peak_bytes", "memory_reserved_peak_bytes", "memory_percent", "allocator_retries"),
+    *("allocator_ooms", "time"),
 ]
 
 
@@ -34,6 +35,10 @@ def metrics(step, **changes):
         "mfu": None,
         "tflops": 0.05,
         "memory_peak_bytes": 2**30,
+        "memory_reserved_peak_bytes": None,
+        "memory_percent": None,
+        "allocator_retries": None,
+        "allocator_ooms": None,
         "time": 1.7e9,
     }
     return StepMetrics(**(values | changes))

@@ -1,6 +1,10 @@
 """Text tokenised while training: the same samples whatever was read before, where it resumes, and by whom."""
 
 import json
+import os
+import shutil
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.errors import UserError
+from trainer.data import streaming
+from trainer.data import text as inputs
 from trainer.data.streaming import Rows, TextSource, merge_states
 
 SEQ_LEN = 7
@@ -178,3 +184,98 @@ def test_a_bad_line_is_named(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "good"}\n{"text": \n')
     with pytest.raises(UserError, match=r"x\.jsonl:2"):
         window(source(tmp_path, n_shards=1), 3)
+
+
+def replace_text(file, old, new):
+    """Other text of the same size, at the same time of writing."""
+    times = file.stat()
+    content = file.read_text().replace(old, new, 1)
+    assert len(content) == times.st_size
+    file.write_text(content)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl", "c.txt"])
+def test_other_text_of_the_same_size_is_another_text(folder, tmp_path, name):
+    copy = tmp_path / "text"
+    shutil.copytree(folder, copy)
+    before = source(copy)
+    window(before, 9)
+    state = before.state()
+    assert source(copy, state).state() == state
+    letter = texts(13)[{"a.jsonl": 5, "b.jsonl": 11, "c.txt": 12}[name]][-1]
+    replace_text(copy / name, letter, "~")
+    after = source(copy, state).state()
+    assert after["fingerprint"] != state["fingerprint"]
+    assert after["cursors"] == {}
+
+
+def test_of_a_large_text_blocks_of_every_file_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "FULL_CHECK_BYTES", 1000)
+    monkeypatch.setattr(streaming, "_BLOCK_BYTES", 10)
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 3000)
+    before = source(tmp_path).state()["fingerprint"]
+    for name in "abc":
+        for place in (0, 2999):
+            (tmp_path / f"{name}.txt").write_text(name * place + "~" + name * (2999 - place))
+            assert source(tmp_path).state()["fingerprint"] != before
+        (tmp_path / f"{name}.txt").write_text(name * 3000)
+    assert source(tmp_path).state()["fingerprint"] == before
+    (tmp_path / "b.txt").write_text("x" * 3000)
+    assert source(tmp_path).state()["fingerprint"] != before
+
+
+class Hub:
+    """The packages of the hub, with a dataset whose main branch moves."""
+
+    def __init__(self):
+        self.commits = {None: "a" * 40, "v1": "b" * 40}
+        self.opened = []
+
+    def HfApi(self):
+        return self
+
+    def dataset_info(self, name, revision=None):
+        assert name == "us/text"
+        return SimpleNamespace(sha=self.commits[revision])
+
+    def load_dataset(self, name, config, split, streaming, revision):
+        self.opened.append((name, config, revision))
+        rows = [{"text": f"{revision[0]}{i}" * 9} for i in range(8)]
+        return SimpleNamespace(num_shards=1, shard=lambda num_shards, index: rows)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    hub = Hub()
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    inputs._commit.cache_clear()
+    yield hub
+    inputs._commit.cache_clear()
+
+
+def test_a_dataset_of_the_hub_is_read_at_the_commit_where_the_run_began(hub):
+    first = source("hub:us/text:en")
+    assert first.state()["path"] == f"hub:us/text:en@{'a' * 40}"
+    expected = window(first, 5)
+    state = json.loads(json.dumps(merge_states([first.state()])))
+    inputs._commit.cache_clear()  # another launch
+    hub.commits[None] = "c" * 40
+    resumed = source("hub:us/text:en", state)
+    assert resumed.state() == state
+    assert window(resumed, 5) == expected
+    assert {commit for *_, commit in hub.opened} == {"a" * 40}
+    assert hub.opened[0] == ("us/text", "en", "a" * 40)
+    for other in ("hub:us/text:en@" + "c" * 40, "hub:us/text:de"):  # what somebody has asked for is not passed over
+        assert source(other, state).state()["fingerprint"] != state["fingerprint"]
+    assert source("hub:us/text:en").state()["path"] == f"hub:us/text:en@{'c' * 40}"
+    assert source("hub:us/text@v1").state()["path"] == f"hub:us/text@{'b' * 40}"
+    with pytest.raises(UserError, match="hub:us/text: cannot open the dataset"):
+        source("hub:us/text@v2")
+
+
+def test_a_checkpoint_cannot_name_another_dataset(hub):
+    state = source("hub:us/text").state() | {"path": f"hub:them/text@{'d' * 40}"}
+    assert source("hub:us/text", state).state()["path"] == f"hub:us/text@{'a' * 40}"

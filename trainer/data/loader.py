@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from configs.errors import UserError
+from configs.errors import ConfigError, UserError
 from configs.schema import Config
 from configs.schema import Source as SourceConfig
 from trainer.data.order import Mixture
@@ -144,9 +144,11 @@ class DataLoader:
         start_sample: int,
         samples_per_step: int,
         restarts: bool,
+        order: dict[str, Any],
     ) -> None:
-        """Hand out the steps of `make_steps(start_sample)`, which `reader` reads."""
+        """Hand out the steps of `make_steps(start_sample)`, which `reader` reads; `order` as `_order_of` has it."""
         self._make_steps, self._reader, self._restarts = make_steps, reader, restarts
+        self._order = order
         self._states = reader.states()
         self._next_sample, self._samples_per_step = start_sample, samples_per_step
         self._prefetcher: Prefetcher[Step] | None = None
@@ -168,10 +170,10 @@ class DataLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands in its data after the steps that were handed out, as JSON.
 
-        `next_sample` alone fixes what comes next; `sources` makes going on from there fast, and notices a change of
-        the data. The states of several ranks become one by `merge_state_dicts`.
+        `next_sample` alone fixes what comes next, in the order that `order` describes; `sources` makes going on from
+        there fast, and notices a change of the data. The states of several ranks become one by `merge_state_dicts`.
         """
-        return {"next_sample": self._next_sample, "sources": self._states}
+        return {"next_sample": self._next_sample, "order": self._order, "sources": self._states}
 
     def check_unchanged(self) -> None:
         """Raise UserError if token files have changed since they were opened: their fingerprint would not be true."""
@@ -191,6 +193,7 @@ def build_loader(
     start_sample: int,
     validation: bool = False,
     states: dict[str, dict[str, Any]] | None = None,
+    order: dict[str, Any] | None = None,
 ) -> DataLoader:
     """The loader of rank `dp_rank` of `dp_size` data-parallel ranks.
 
@@ -198,15 +201,19 @@ def build_loader(
         start_sample: where training goes on; a step's end.
         validation: read validation.sequences samples of validation.sources instead, each pass the same and in the same
             number of micro-batches on all ranks (the last may be padded).
-        states: `sources` of the merged state dict of the run that goes on here.
+        states, order: `sources` and `order` of the merged state dict of the run that goes on here.
 
     Raises:
-        ConfigError: weights that lie too far apart, a tokenizer of another size than the model's.
+        ConfigError: weights that lie too far apart, a tokenizer of another size than the model's, another order of the
+            samples than `order`.
         UserError: data that is missing, damaged, too short, or (unless job.allow_run_change) not that of `states`.
     """
     sources = _build_sources(config, validation, states or {})
     configs = config.validation.sources if validation else config.data.sources
     mixture = Mixture([c.name for c in configs], [c.weight for c in configs], config.training.seed)
+    own_order = _order_of(config, mixture, sources)
+    if order is not None:
+        _check_same_order(order, own_order)
     plan = _validation_samples if validation else _training_samples
     pin_memory = config.job.device != "cpu" and torch.cuda.is_available()
     reader = BatchReader(mixture, sources, config.training.seq_len, config.data.document_mask, pin_memory)
@@ -222,15 +229,15 @@ def build_loader(
             yield from reader.steps(samples)
 
     if validation:
-        return DataLoader(make_steps, reader, 0, 0, restarts=True)
-    return DataLoader(make_steps, reader, start_sample, config.training.global_batch_size, restarts=False)
+        return DataLoader(make_steps, reader, 0, 0, restarts=True, order=own_order)
+    return DataLoader(make_steps, reader, start_sample, config.training.global_batch_size, False, own_order)
 
 
 def merge_state_dicts(state_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One state dict out of those of all ranks after the same step."""
     names = state_dicts[0]["sources"]
     sources = {name: merge_states([each["sources"][name] for each in state_dicts]) for name in names}
-    return {"next_sample": state_dicts[0]["next_sample"], "sources": sources}
+    return {**state_dicts[0], "sources": sources}
 
 
 def _training_samples(config: Config, dp_rank: int, dp_size: int, start_sample: int) -> Iterator[np.ndarray]:
@@ -286,5 +293,31 @@ def _check_unchanged(sources: dict[str, SampleSource], states: dict[str, dict[st
         if name in states and states[name]["fingerprint"] != source.state()["fingerprint"]:
             raise UserError(
                 f"The data of the source {name!r} has changed since the checkpoint, so the run would not go on with "
-                "the samples that it has not seen. Put the old data back, or set job.allow_run_change = true."
+                "the samples that it has not seen. Put the old data back, or set job.allow_run_change = true (token "
+                "files must be as long as they were)."
             )
+
+
+def _order_of(config: Config, mixture: Mixture, sources: dict[str, SampleSource]) -> dict[str, Any]:
+    """All that decides which sample has which number, but for the content of the data; as JSON."""
+    order: dict[str, Any] = {"training.seq_len": config.training.seq_len, "training.seed": config.training.seed}
+    for index, (name, source) in enumerate(sources.items()):
+        share = f"{mixture.counts[index]} of {mixture.block_length} samples"
+        order[f"data.sources.{index}"] = ", ".join(filter(None, (name, share, source.layout)))
+    return order
+
+
+def _check_same_order(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise ConfigError unless the samples have the numbers that they had when `before` was saved."""
+    lines = [
+        f"\n  {key}: {before.get(key, '(none)')} -> {now.get(key, '(none)')}"
+        for key in {**before, **now}
+        if before.get(key) != now.get(key)
+    ]
+    if lines:
+        raise ConfigError(
+            f"the samples of this run now come in another order than at the checkpoint:{''.join(lines)}\n"
+            "To go on in it would repeat a part of the epoch and leave out another, so job.allow_run_change does not "
+            "cover it. Change it back, or begin a run of its own with these weights: --checkpoint.init_from "
+            "CHECKPOINT --job.output_dir NEW_FOLDER (its optimizer, schedule and data start at the beginning)"
+        )

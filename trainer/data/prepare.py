@@ -32,7 +32,7 @@ import xxhash
 
 from configs.errors import UserError
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, shortened
-from trainer.data.text import BadFiles, Piece, pieces, read
+from trainer.data.text import BadFiles, Piece, pieces, pin, read
 from trainer.data.token_file import SUFFIX, TokenFileWriter
 from trainer.data.tokenizer import Tokenizer, encode_document, load_tokenizer
 
@@ -137,9 +137,10 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenize the documents of `inputs` into OUTPUT/train and, if a fraction is asked for, OUTPUT/validation.
 
-    Returns the record that is kept as OUTPUT/prepare.json: settings, documents, tokens and bytes of text of each split,
-    empty documents (they leave no tokens), and the unreadable inputs that were left out. Does nothing if OUTPUT was
-    prepared before with the same settings. An exception that `progress` raises ends the work; what is finished is kept.
+    Returns the record that is kept as OUTPUT/prepare.json: settings, what was read (of the hub with the commit),
+    documents, tokens and bytes of text of each split, empty documents (they leave no tokens), and the unreadable inputs
+    that were left out. Does nothing if OUTPUT was prepared before with the same settings. An exception that `progress`
+    raises ends the work; what is finished is kept.
 
     Raises UserError if an input or the tokenizer cannot be read, more than `max_bad_files` inputs are unreadable,
     OUTPUT was made with other settings or cannot be written, or a split would hold no token.
@@ -246,6 +247,7 @@ def _prepare_all(
             progress(done, total, "tokenizing")
     try:
         record = _record(settings, [reports[shard.index] for shard in shards])
+        record["read_from"] = [pin(name) for name in settings.inputs]
     except UserError:
         _discard(working)  # the same inputs would end in the same error
         raise

@@ -17,6 +17,10 @@ from trainer.data.token_file import TokenFolder
 class SampleSource(Protocol):
     """What the loader knows of a source."""
 
+    @property
+    def layout(self) -> str:
+        """Into what its data are cut, for people; with another, the same ordinal is another window."""
+
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:
         """The addresses of the source's `ordinals`-th samples; int64 of the same shape.
 
@@ -61,6 +65,11 @@ class TokenSource:
         self._once, self._epoch = once, 0
         self._epochs = Epochs(name, self.n_windows, seed=0 if once else seed)
 
+    @property
+    def layout(self) -> str:
+        """The number of windows, which an epoch permutes."""
+        return f"{self.n_windows} windows"
+
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:
         """The first token of each window; see `SampleSource`."""
         if self._once and ordinals.size and ordinals.max() >= self.n_windows:
@@ -99,6 +108,11 @@ class SyntheticSource:
         """Draw ids below `vocab_size`, in documents of this mean length; None: a window is one document."""
         self._vocab_size, self._document_length = vocab_size, document_length
         self._key = derive_key("synthetic", seed, name)
+
+    @property
+    def layout(self) -> str:
+        """Nothing: every window is drawn."""
+        return ""
 
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:
         """The ordinals themselves."""

@@ -22,15 +22,21 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from configs.errors import UserError
-from trainer.data.text import BadFiles, Piece, pieces, read
+from trainer.data.text import BadFiles, Piece, pieces, pin, read
 from trainer.data.tokenizer import Tokenizer, encode_document
+
+FULL_CHECK_BYTES = 1 << 30
+"""Text of no more bytes than this is read whole when its source is made (0.1 to 0.5 s, from memory)."""
+_BLOCK_BYTES = 1 << 18
 
 
 class Rows:
@@ -142,6 +148,7 @@ class TextSource:
         Raises UserError if there is no such text.
         """
         self._tokenizer, self._seq_len, self._n_shards = tokenizer, seq_len, virtual_shards
+        self._path = path = pin(path, state.get("path") if state else None)
         layout = pieces(path)
         self._fingerprint = text_fingerprint(layout, tokenizer.hash, virtual_shards)
         if state is None or state["fingerprint"] != self._fingerprint:  # cursors into another text mean nothing
@@ -152,6 +159,11 @@ class TextSource:
         self._furthest = -1  # the last window that a text which is read once was seen to have
         self._stream: Iterator[tuple[int, str]] = iter(())
         self._stream_row: int | None = None  # the row that the stream gives next; None: not begun
+
+    @property
+    def layout(self) -> str:
+        """The number of virtual shards."""
+        return f"{self._n_shards} virtual shards"
 
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:
         """The ordinals themselves; their shards keep what is read for them from now on."""
@@ -168,11 +180,12 @@ class TextSource:
         self._seek(address).copy_to(tokens, starts)
 
     def state(self) -> dict[str, Any]:
-        """The layout of the text, the tokenizer, and the cursors: [window, row, token] by shard."""
+        """What text and tokenizer are, with the commit of a dataset, and cursors: [window, row, token] by shard."""
         begun = {i: shard for i, shard in self._shards.items() if shard.documents}
         cursors = {str(i): [shard.window, shard.documents[0][0], shard.offset] for i, shard in begun.items()}
         return {
             "fingerprint": self._fingerprint,
+            "path": self._path,
             "sizes": list(self._rows.sizes),
             "cursors": self._cursors | cursors,
         }
@@ -222,9 +235,42 @@ class TextSource:
 
 
 def text_fingerprint(layout: Sequence[Piece], tokenizer_hash: str, virtual_shards: int) -> str:
-    """Hash of all that decides which window is which, but for the text within the pieces."""
-    identity = (tokenizer_hash, virtual_shards, [(piece.path, piece.start, piece.stop) for piece in layout])
-    return xxhash.xxh3_128_hexdigest(repr(identity).encode())
+    """Hash of all that decides which window is which: the text, how it is laid out, and the tokenizer.
+
+    Of more than FULL_CHECK_BYTES of text only so many are read, of each file from its beginning to its end: a file in
+    place of another is noticed, a word in place of another may not be. Of the hub, the commit stands for the text.
+    """
+    files = dict.fromkeys(Path(piece.path) for piece in layout if piece.kind != "hub")
+    share = min(1.0, FULL_CHECK_BYTES / max(1, sum(piece.n_bytes for piece in layout if piece.kind != "hub")))
+    contents = [_content_hash(file, share, *_version(file)) for file in files]
+    parts = [(piece.path, piece.start, piece.stop) for piece in layout]
+    return xxhash.xxh3_128_hexdigest(repr((tokenizer_hash, virtual_shards, parts, contents)).encode())
+
+
+def _version(file: Path) -> tuple[int, int, int]:
+    """Size, inode and time of change of a file; zeros for what is none, which its reader will complain of."""
+    if not file.is_file():
+        return 0, 0, 0
+    status = file.stat()
+    return status.st_size, status.st_ino, status.st_ctime_ns
+
+
+@cache  # asked for twice in a launch: before the ranks compare their data, and by the source
+def _content_hash(file: Path, share: float, size: int, _inode: int, _changed: int) -> str:
+    """Hash of the blocks of a file, or of an evenly spread `share` of them, the first and the last included."""
+    if not size:  # perhaps a pipe, which nobody must wait for
+        return ""
+    digest = xxhash.xxh3_128(str(size).encode())
+    n_blocks = -(-size // _BLOCK_BYTES)
+    n_read = n_blocks if share == 1 else min(n_blocks, max(2, round(n_blocks * share)))
+    try:
+        with file.open("rb") as opened:
+            for index in range(n_read):
+                opened.seek(index * (n_blocks - 1) // max(1, n_read - 1) * _BLOCK_BYTES)
+                digest.update(opened.read(_BLOCK_BYTES))
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return digest.hexdigest()
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

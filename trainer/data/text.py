@@ -10,7 +10,7 @@ the pieces one after another (`read`) gives its documents.
 | `x.parquet` | the text in the column `text_key` of each row |
 | another file | the whole file is one document |
 | a folder | its files by the rules above, recursively, in the order of their paths |
-| `hub:NAME`, `hub:NAME:CONFIG` | the rows of the split `train` of a Hugging Face dataset |
+| `hub:NAME`, `hub:NAME:CONFIG` | the rows of the split `train` of a Hugging Face dataset, as of one commit (`pin`) |
 | `python_stdlib` | the source files of this Python's standard library, without its tests |
 
 In a folder, hidden files and folders (`.git`) and `__pycache__` are no text and are passed over; links to folders are
@@ -20,9 +20,11 @@ not followed. Whatever else cannot be read as UTF-8 is named, and counted agains
 import importlib
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -48,7 +50,7 @@ class Piece:
 
     kind: Literal["file", "jsonl", "parquet", "hub"]
     path: str
-    """The file, or the dataset as NAME or NAME:CONFIG."""
+    """The file, or the dataset as NAME or NAME:CONFIG, with @COMMIT."""
     start: int
     """Where it begins: jsonl: a byte (the line that holds it belongs to the piece before); parquet: a row group; hub: a
     shard."""
@@ -95,13 +97,33 @@ def pieces(input: str) -> list[Piece]:
     if input == STDLIB:
         return _stdlib_pieces()
     if input.startswith(HUB):
-        return _hub_pieces(input.removeprefix(HUB))
+        return _hub_pieces(pin(input).removeprefix(HUB))
     path = Path(input)
     if path.is_dir():
         return [piece for file in _files_below(path) for piece in _file_pieces(file)]
     if not path.exists():
         raise UserError(f"{input}: no such file or folder. Inputs are files, folders, {HUB}NAME, or {STDLIB}.")
     return _file_pieces(path)
+
+
+def pin(input: str, before: str | None = None) -> str:
+    """An input with the commit at which it is read, for a dataset of the hub can change under its name.
+
+    `hub:NAME@REVISION` (a branch or tag; without one, the main branch) becomes `hub:NAME@COMMIT`: that of `before`, if
+    it is the same dataset as it was pinned in an earlier launch, or else what the revision stands for now. A commit
+    stays as it is, and so does what is no dataset of the hub.
+
+    Raises UserError if the hub knows no such dataset or revision, or does not answer.
+    """
+    if not input.startswith(HUB):
+        return input
+    name, config, revision = _hub_parts(input.removeprefix(HUB))
+    if Path(name).exists() or _COMMIT.fullmatch(revision):
+        return input
+    dataset = f"{HUB}{name}:{config}" if config else f"{HUB}{name}"
+    if before and before.startswith(f"{dataset}@") and _COMMIT.fullmatch(before.removeprefix(f"{dataset}@")):
+        return before
+    return f"{dataset}@{_commit(name, revision)}"
 
 
 def read(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
@@ -262,12 +284,32 @@ def _hub_rows(piece: Piece) -> Iterator[dict[str, Any]]:
 
 
 def _open_hub(dataset: str) -> Any:
-    name, _, config = dataset.partition(":")
+    name, config, revision = _hub_parts(dataset)
     datasets = _import("datasets", f"{HUB}{dataset}")
     try:
-        return datasets.load_dataset(name, config or None, split="train", streaming=True)
+        return datasets.load_dataset(name, config or None, split="train", streaming=True, revision=revision or None)
     except Exception as error:
         raise _hub_error(dataset, "open", error) from None
+
+
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+def _hub_parts(dataset: str) -> tuple[str, str, str]:
+    """Name, config and revision of NAME[:CONFIG][@REVISION]; "" for what is not there."""
+    dataset, _, revision = dataset.partition("@")
+    name, _, config = dataset.partition(":")
+    return name, config, revision
+
+
+@cache  # all of one launch is read at one commit
+def _commit(name: str, revision: str) -> str:
+    _import("datasets", f"{HUB}{name}")  # it brings the other, and is what to install
+    hub = _import("huggingface_hub", f"{HUB}{name}")
+    try:
+        return hub.HfApi().dataset_info(name, revision=revision or None).sha
+    except Exception as error:
+        raise _hub_error(name, "open", error) from None
 
 
 def _hub_error(dataset: str, what: str, error: Exception) -> UserError:

@@ -45,7 +45,7 @@ def rewind_target(config: Spikes, step: int, incidents: Sequence[Mapping[str, An
         raise UserError(
             f"the loss of step {step + 1} is a spike, {loss}, and the run has gone back to step {to_step} {rewinds} "
             "times already (fault.spikes.max_rewinds): other samples do not help; go on from an earlier checkpoint "
-            "(--checkpoint.load STEP), or with a lower optimizer.lr"
+            "(--checkpoint.load STEP --checkpoint.go_back 1), or with a lower optimizer.lr"
         )
     return to_step
 

@@ -194,15 +194,16 @@ class Console:
     # ----------------------------------------------------------------------- training
 
     @contextmanager
-    def training(self, first_step: int, last_step: int, show_mfu: bool) -> Iterator[None]:
+    def training(self, first_step: int, last_step: int, show_mfu: bool, show_memory: bool = False) -> Iterator[None]:
         """Around the training loop: `step` prints a row of a table, `advance` moves the bar.
 
         Args:
             first_step: steps already completed when the loop begins.
             last_step: where it ends.
             show_mfu: whether the device's peak is known.
+            show_memory: whether its allocator tells how much it has reserved.
         """
-        self._steps = _StepTable(first_step, last_step, show_mfu)
+        self._steps = _StepTable(last_step, show_mfu, show_memory)
         self._steps_bar = self._bar("Training") if self._rich else None
         self.advance(first_step)
         try:
@@ -284,8 +285,8 @@ _STEP_WIDTH = 9
 class _StepTable:
     """Columns of the logged steps, and the time left by the speed of the last one."""
 
-    def __init__(self, first_step: int, last_step: int, show_mfu: bool) -> None:
-        self.last_step, self._show_mfu = last_step, show_mfu
+    def __init__(self, last_step: int, show_mfu: bool, show_memory: bool) -> None:
+        self.last_step, self._show_mfu, self._show_memory = last_step, show_mfu, show_memory
         self._rows = 0
         self._step_seconds: float | None = None
 
@@ -294,18 +295,19 @@ class _StepTable:
         self._rows += 1
         if self._rows % _ROWS_PER_HEADER != 1:
             return ""
-        cells = self._cells("loss", "grad norm", "lr", "tokens/s", "mfu", "time left")
+        cells = self._cells("loss", "grad norm", "lr", "tokens/s", "mfu", "memory", "time left")
         return ("\n" if self._rows == 1 else "") + f"{_INDENT}{'step':>{_STEP_WIDTH}}{cells}"
 
     def row(self, metrics: StepMetrics) -> str:
         self._step_seconds = metrics.step_seconds or self._step_seconds
-        speed, mfu = metrics.tokens_per_second, metrics.mfu
+        speed, mfu, memory = metrics.tokens_per_second, metrics.mfu, metrics.memory_percent
         cells = self._cells(
             f"{metrics.loss:.4f}",
             f"{metrics.grad_norm:.4f}" if metrics.grad_norm < 1e5 else f"{metrics.grad_norm:.3e}",
             f"{metrics.lr:.2e}",
             "-" if speed is None else f"{speed:,.0f}",
             "-" if mfu is None else f"{mfu:.1%}",
+            "-" if memory is None else f"{memory:.1f}%",
             self.time_left(metrics.step) or "-",
         )
         return f"{_INDENT}{metrics.step:>{_STEP_WIDTH},}{cells}"
@@ -315,8 +317,9 @@ class _StepTable:
         seconds = (self.last_step - step) * (self._step_seconds or 0)
         return duration(seconds) if seconds > 0 else ""
 
-    def _cells(self, loss: str, norm: str, lr: str, speed: str, mfu: str, left: str) -> str:
-        return f"{loss:>10}{norm:>12}{lr:>11}{speed:>13}" + (f"{mfu:>8}" if self._show_mfu else "") + f"{left:>14}"
+    def _cells(self, loss: str, norm: str, lr: str, speed: str, mfu: str, memory: str, left: str) -> str:
+        of_device = (f"{mfu:>8}" if self._show_mfu else "") + (f"{memory:>9}" if self._show_memory else "")
+        return f"{loss:>10}{norm:>12}{lr:>11}{speed:>13}{of_device}{left:>14}"
 
 
 # --------------------------------------------------------------------------- progress without a terminal

@@ -136,6 +136,42 @@ def memory_peak_bytes(device_type: str) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others KiB
 
 
+@dataclass(frozen=True)
+class Memory:
+    """What a process has held on its device; the fields are keys of `StepMetrics`."""
+
+    memory_peak_bytes: int
+    """Of tensors, on CUDA; else the resident set."""
+    memory_reserved_peak_bytes: int | None = None
+    """What the CUDA allocator has taken of the device for them; null on a CPU, as all that follows."""
+    memory_percent: float | None = None
+    """The same, of the device's memory: near 100 the allocator has to give back and take again, which is slow."""
+    allocator_retries: int | None = None
+    """How often it had to do so since the process began."""
+    allocator_ooms: int | None = None
+    """How often there was not enough even then."""
+
+
+def memory_counts(device_type: str) -> list[int]:
+    """What `memory_of` takes, of this process; of several ranks, the largest of each can be taken."""
+    if device_type != "cuda":
+        return [memory_peak_bytes(device_type)]
+    import torch
+
+    stats = torch.cuda.memory_stats()  # counters of the host: nothing waits for the device
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    names = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries", "num_ooms")
+    return [*(stats[name] for name in names), total]
+
+
+def memory_of(counts: list[int]) -> Memory:
+    """The memory that `memory_counts` (of one rank, or the largest of all) tell of."""
+    if len(counts) == 1:
+        return Memory(*counts)
+    allocated, reserved, retries, ooms, total = counts
+    return Memory(allocated, reserved, 100 * reserved / total, retries, ooms)
+
+
 # --------------------------------------------------------------------------- the record
 
 
@@ -162,6 +198,11 @@ class StepMetrics:
     tflops: float | None
     """Model TFLOP/s a device, by the same count as mfu."""
     memory_peak_bytes: int
+    """Of the rank that has most, since this launch began, as all on memory: see `Memory`."""
+    memory_reserved_peak_bytes: int | None
+    memory_percent: float | None
+    allocator_retries: int | None
+    allocator_ooms: int | None
     time: float
     """Seconds since the epoch."""
     validation_loss: float | None = None
@@ -302,6 +343,10 @@ _TAGS = {
     "tflops": "speed/tflops",
     "lag_seconds": "speed/lag_seconds",
     "memory_peak_bytes": "memory/peak_bytes",
+    "memory_reserved_peak_bytes": "memory/reserved_peak_bytes",
+    "memory_percent": "memory/percent_reserved",
+    "allocator_retries": "memory/allocator_retries",
+    "allocator_ooms": "memory/allocator_ooms",
     "load_imbalance": "router/load_imbalance",
     "router_entropy": "router/entropy",
 }

@@ -28,7 +28,7 @@ from trainer.planning.flops import flops_per_token
 from trainer.planning.memory import estimate_memory, frozen_for_ever
 from trainer.planning.skeleton import skeleton
 from trainer.report.console import Row, count, duration, size
-from trainer.report.metrics import Kind
+from trainer.report.metrics import Kind, Memory
 
 _WIDTH = 85  # of a text that can be broken; with its label it fits a terminal of 100 columns
 
@@ -235,7 +235,7 @@ def closing_rows(
     run_folder: Path,
     seconds: Mapping[Kind, float],
     losses: tuple[float, float] | None,
-    memory_peak_bytes: int,
+    memory: Memory,
     checkpoint: Path | None,
 ) -> list[Row]:
     """How it went, and where everything is.
@@ -245,7 +245,7 @@ def closing_rows(
         run_folder: of this run.
         seconds: `TimeLedger.seconds()`.
         losses: the first and the last that this launch has seen; None if it made no step.
-        memory_peak_bytes: the most that a rank has held.
+        memory: the most that a rank has held.
         checkpoint: the newest; None if there is none.
     """
     spent = sorted(((value, kind) for kind, value in seconds.items() if value >= 0.05), reverse=True)
@@ -253,7 +253,7 @@ def closing_rows(
     rows = [
         ("loss", f"{losses[0]:.4f} at first, {losses[1]:.4f} at last" if losses else ""),
         ("time", "\n".join([duration(sum(seconds.values())), *textwrap.wrap(by_kind, _WIDTH)])),
-        ("memory", f"{size(memory_peak_bytes)} at the peak"),
+        ("memory", _memory_held(memory)),
         ("checkpoint", str(checkpoint) if checkpoint else "none"),
         ("metrics", str(run_folder / "metrics.jsonl")),
         ("curves", f"tensorboard --logdir {run_folder / 'tensorboard'}" if config.metrics.tensorboard else ""),
@@ -262,11 +262,25 @@ def closing_rows(
     return [row for row in rows if row[1]]
 
 
+def _memory_held(memory: Memory) -> str:
+    held = f"{size(memory.memory_peak_bytes)} at the peak"
+    if memory.memory_reserved_peak_bytes is None:
+        return held
+    held += f", {size(memory.memory_reserved_peak_bytes)} reserved ({memory.memory_percent:.1f}% of the device's)"
+    if not memory.allocator_retries and not memory.allocator_ooms:
+        return held
+    return (
+        f"{held}\nallocator retries {memory.allocator_retries} (it gave memory back and took it again, which is slow), "
+        f"times it ran out {memory.allocator_ooms}"
+    )
+
+
 def next_rows(config: Config, state: State) -> list[Row]:
-    """What to try next: variations of the command that started this process."""
+    """What to try next: variations of the command that started this process, each right when it is repeated, too."""
+    go_on = {"checkpoint.load": "latest"} if config.checkpoint.load == "none" else {}
     if state != "done":
-        return [("go on from the newest checkpoint", _with(_this_command(), {}))]
-    longer = {"training.steps": str(2 * config.training.steps)}
+        return [("go on from the newest checkpoint", _with(_this_command(), go_on))]
+    longer = go_on | {"training.steps": str(2 * config.training.steps)}
     rows = [
         ("go on to twice the steps", _with(_this_command(), longer)),
         (
@@ -296,10 +310,13 @@ def _would_run_on_two_ranks(config: Config) -> bool:
 
 
 def _new_run(config: Config, suffix: str) -> dict[str, str]:
-    """The key that gives a run a folder of its own."""
+    """The keys that give a run a folder of its own, and have it begin at its beginning."""
+    load, go_back = config.checkpoint.load, config.checkpoint.go_back
+    anew = {} if load == "latest" else {"checkpoint.load": "latest"}
+    anew |= {"checkpoint.go_back": "0"} if go_back else {}
     if config.job.output_dir:
-        return {"job.output_dir": f"{config.job.output_dir.rstrip('/')}-{suffix}"}
-    return {"job.name": f"{config.job.name}-{suffix}"}
+        return {"job.output_dir": f"{config.job.output_dir.rstrip('/')}-{suffix}", **anew}
+    return {"job.name": f"{config.job.name}-{suffix}", **anew}
 
 
 def _with(command: Sequence[str], changes: Mapping[str, str]) -> str:

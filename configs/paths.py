@@ -1,0 +1,66 @@
+"""The files and folders that a job reads and that must be there when it starts: looked for before anything is built.
+
+`--validate` warns of those that are missing, for the machine that runs the job may have them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs.load import LoadedConfig
+from configs.reading.keys import key_path
+from configs.schema import Config, Source
+
+Missing = tuple[str, str]
+"""A key, and what is wrong with the path that it names."""
+
+_NOT_FILES = ("hub:", "python_stdlib")
+
+
+def missing_paths(job: LoadedConfig) -> list[str]:
+    """One line for each path that is not there, with the place where it was set; nothing that the job makes itself."""
+    found = [*_tokenizer(job.config), *_data(job.config), *_checkpoint(job.config)]
+    return [f"{job.layers.where(key_path(key))}: {key} {problem}" for key, problem in found]
+
+
+def _tokenizer(config: Config) -> Iterator[Missing]:
+    path, train_on = config.tokenizer.path, config.tokenizer.train_on
+    if not path or Path(path).is_file():
+        return
+    if train_on:
+        yield from _texts("tokenizer.train_on", train_on)
+    else:
+        yield "tokenizer.path", f'is "{path}", and there is no such file; scripts/train_tokenizer.py makes one'
+
+
+def _data(config: Config) -> Iterator[Missing]:
+    prepare, to_be_made = config.data.prepare, None
+    if prepare and not any(Path(prepare.output).glob("*")):
+        to_be_made = Path(prepare.output)
+        yield from _texts("data.prepare.input", prepare.input)
+    validation = config.validation.sources if config.validation.interval else []
+    for table, sources in (("data", config.data.sources), ("validation", validation)):
+        for index, source in enumerate(sources):
+            if source.path and to_be_made not in Path(source.path).parents:
+                yield from _source(f"{table}.sources.{index}.path", source, source.path)
+
+
+def _source(key: str, source: Source, path: str) -> Iterator[Missing]:
+    if source.kind == "text":
+        yield from _texts(key, [path])
+    elif source.kind == "tokens" and not Path(path).is_dir():
+        yield key, f'is "{path}": no such folder of token files; scripts/prepare_data.py makes one'
+
+
+def _texts(key: str, inputs: list[str]) -> Iterator[Missing]:
+    for text in inputs:
+        if not text.startswith(_NOT_FILES) and not Path(text).exists():
+            yield key, f'names "{text}", and there is no such file or folder'
+
+
+def _checkpoint(config: Config) -> Iterator[Missing]:
+    load, init_from = config.checkpoint.load, config.checkpoint.init_from
+    if isinstance(load, str) and load not in ("latest", "none") and not Path(load).is_dir():
+        yield "checkpoint.load", f'is "{load}": no such folder (use "latest", "none", a step, a path)'
+    starts_anew = load == "none" or not any((config.job.folder / "checkpoints").glob("step-*"))
+    if init_from is not None and starts_anew and not Path(init_from).is_dir():
+        yield "checkpoint.init_from", f'is "{init_from}": no such folder of a checkpoint'
