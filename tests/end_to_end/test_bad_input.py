@@ -93,7 +93,7 @@ def test_a_token_file_that_is_none(corpus: Path, damage: Callable[[Path], object
 @pytest.mark.parametrize(
     ("words", "code", "fragments"),
     [
-        ("--model.vocab_size 512", 78, ["model.vocab_size is 512", "has 384 tokens", "Set model.vocab_size = 384"]),
+        ("--model.vocab_size 512", 78, ["model.vocab_size is 512", "has 384 tokens", "set model.vocab_size = 384"]),
         ("--training.seq_len 1000000", 1, ["data/tokens/train: too short for one window", "lower training.seq_len"]),
         ("--validation.sequences 1000000", 1, ["validation needs 1000000 windows", "lower validation.sequences"]),
         ("--data.sources.0.path nowhere", 1, ["nowhere: no such folder of token files", "scripts/prepare_data.py"]),
