@@ -1,7 +1,7 @@
-"""Whether a run that goes on from a checkpoint has the bits that it would have had undisturbed.
+"""Whether a run that resumes from a checkpoint has the same bits as an undisturbed one.
 
-It has, with the same job file on the same mesh and in the same surroundings: the sums of a step are then added up in
-the same order. What changes that order changes the last bits of every loss from there on, and nothing else.
+It does if the same job file runs on the same mesh in the same environment: a step's sums are then added up in the same
+order. A change of that order changes the last bits of every loss from there on, and nothing else.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import torch
 from checkpoint.manifest import Manifest
 
 CODE = "Keel's code"
-"""Its place in an environment: the one part of it whose change need not change a bit."""
+"""The key for code in an environment: the only part whose change need not change any bits."""
 SETTINGS = (
     "training.micro_batch_size",
     "training.deterministic",
@@ -25,15 +25,15 @@ SETTINGS = (
     "pipeline.split",
     "compile.enable",
 )
-"""The machine keys that change the order of sums, what the compiler fuses, or which kernels are taken."""
+"""The machine keys that change the order of sums, what the compiler fuses, or which kernels are used."""
 _ALIKE = {"fsdp.zero_stage": {2, 3}}
-"""Values of them between which no bit changes."""
+"""Values of these keys between which no bit changes."""
 
 
 def changed_surroundings(manifest: Manifest, environment: Mapping[str, str]) -> dict[str, str]:
-    """The parts of the surroundings that are not as they were when the checkpoint was written, by name.
+    """The parts of the environment that have changed since the checkpoint was written, by name.
 
-    A checkpoint that has none recorded is compared by its torch version alone.
+    A checkpoint that records no environment is compared by its torch version alone.
     """
     before = {"torch": manifest.torch_version, **manifest.environment}
     now = {"torch": torch.__version__, **(environment if manifest.environment else {})}
@@ -41,7 +41,7 @@ def changed_surroundings(manifest: Manifest, environment: Mapping[str, str]) -> 
 
 
 def changed_settings(manifest: Manifest, config: Mapping[str, Any], mesh: Mapping[str, int]) -> dict[str, str]:
-    """The sizes of the mesh, and those of SETTINGS, that are not as they were, by name."""
+    """The mesh sizes and the SETTINGS that have changed, by name."""
     before = {f"mesh.{axis}": size for axis, size in manifest.mesh.items()} | _settings(manifest.config)
     now = {f"mesh.{axis}": size for axis, size in mesh.items()} | _settings(config)
     alike = {name for name, values in _ALIKE.items() if {before.get(name), now.get(name)} <= values}
@@ -49,7 +49,7 @@ def changed_settings(manifest: Manifest, config: Mapping[str, Any], mesh: Mappin
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of SETTINGS that a config knows."""
+    """The SETTINGS that a config contains."""
     tables = ((key, *key.split(".")) for key in SETTINGS)
     return {key: config[table][name] for key, table, name in tables if name in config.get(table, {})}
 

@@ -1,4 +1,4 @@
-"""How two checkpoints differ, tensor by tensor, whatever mesh wrote each, and one from what it should hold."""
+"""How two checkpoints differ, tensor by tensor, whatever mesh wrote each, or one from what it should contain."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,18 +15,20 @@ SHOWN_DIFFERENCES = 8
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One tensor that is not the same in both."""
+    """A tensor that is not the same in both checkpoints."""
 
     name: str
     what: str
-    """For people: only in one, another shape or type, or how many values differ and by how much."""
+    """For people: only in one, another shape or dtype, or how many values differ and by how much."""
 
 
 def compare(a: Path, b: Path) -> Iterator[TensorDifference]:
-    """The tensors that differ between two checkpoints, in the order of their names; bits count, so a NaN equals itself.
+    """Yield the tensors that differ between two checkpoints, by name; bits are compared, so a NaN equals itself.
 
-    Holds one tensor of each at a time.
-    Raises: Damaged if a file can't be read.
+    Holds one tensor of each checkpoint at a time.
+
+    Raises:
+        Damaged: a file can't be read.
     """
     metadata_a, metadata_b = read_metadata(a), read_metadata(b)
     names_a, names_b = metadata_a.state_dict_metadata.keys(), metadata_b.state_dict_metadata.keys()
@@ -45,7 +47,7 @@ def compare(a: Path, b: Path) -> Iterator[TensorDifference]:
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
-    """How two tensors of one shape and type differ in their values; None if they are equal bit for bit."""
+    """How the values of two tensors of one shape and dtype differ; None if they are bitwise equal."""
     a, b = a.contiguous().flatten(), b.contiguous().flatten()
     if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         return None
@@ -56,7 +58,12 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
 
 
 def require_same(what: str, found: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    """Raise UserError, which begins with `what`, if the tensors (name to description) are not the expected ones."""
+    """Raise UserError, with a message that begins with `what`, unless the tensors are the expected ones.
+
+    Args:
+        what: the beginning of the message.
+        found, expected: descriptions by tensor name.
+    """
     lines = [
         f"\n  {name}: {found.get(name, 'missing')}, expected: {expected.get(name, 'no such tensor')}"
         for name in sorted(found.keys() | expected.keys())
@@ -68,5 +75,5 @@ def require_same(what: str, found: Mapping[str, str], expected: Mapping[str, str
 
 
 def described(shape: Sequence[int], dtype: torch.dtype | None = None) -> str:
-    """A tensor in a word or two."""
+    """A short description of a tensor."""
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}" if dtype else str(list(shape))

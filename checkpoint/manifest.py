@@ -1,13 +1,13 @@
-"""What makes a folder a checkpoint: MANIFEST.json, and the one way it comes to be there.
+"""What makes a folder a checkpoint: MANIFEST.json, and the only way to create it.
 
 A checkpoint is written as `step-00000100.tmp/`. When all ranks are done, the manifest, which lists every file with its
-size and hash, is added; files and folder are synced to the disk and the folder is renamed to `step-00000100/`. A rename
-is atomic, so at a crash at any moment there is either the whole checkpoint under its final name or a `.tmp` folder that
-the next start removes. Nothing ever writes to a folder that has its final name.
+size and hash, is added; files and folder are synced to the disk, and the folder is renamed to `step-00000100/`. A
+rename is atomic, so after a crash at any moment there is either the complete checkpoint under its final name or a
+`.tmp` folder that the next start removes. Nothing ever writes to a folder that has its final name.
 
-The hash is xxh3: it finds every accident (a flipped bit, a lost page, a file cut short), at the speed of memory, but it
-is no signature: whoever means harm can make it fit. That a stranger's checkpoint does no harm is safe_read's part. The
-manifest ends in the hash of its own text, its *seal*, in every version of the format.
+The hash is xxh3. It finds every accident (a flipped bit, a lost page, a truncated file) at the speed of memory, but it
+is not a signature: an attacker can forge it. Protection from a stranger's checkpoint is the task of safe_read. In every
+version of the format, the manifest ends in the hash of its own text, its *seal*.
 """
 
 import hashlib
@@ -39,22 +39,22 @@ Value = TypeVar("Value")
 
 
 class Damaged(UserError):
-    """A checkpoint must not be loaded, because its files are not what was written."""
+    """The files of a checkpoint are not what was written, so it must not be loaded."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What is known of one file of a checkpoint."""
+    """The record of one file of a checkpoint."""
 
     size: Count
     """Bytes."""
     xxh3: str
-    """xxh3_128 of the content as it was handed to the disk, in hex."""
+    """xxh3_128 of the content as written, in hex."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a run went on from."""
+    """The checkpoint from which a run resumed."""
 
     run_id: str
     step: Count
@@ -62,17 +62,17 @@ class Origin:
 
 @dataclass(frozen=True)
 class RunChange:
-    """Run keys that were changed on a resume, by `job.allow_run_change`."""
+    """Run keys that were changed on a resume, with `job.allow_run_change`."""
 
     step: Count
-    """The step from which on they count."""
+    """The first step to which they apply."""
     changes: list[str]
-    """One line a key: its name, old and new value."""
+    """One line per key: its name, old and new value."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """MANIFEST.json: what the checkpoint is, how it came to be, and what belongs to it."""
+    """MANIFEST.json: what the checkpoint is, where it came from, and which files belong to it."""
 
     step: Count
     tokens: Count
@@ -82,24 +82,24 @@ class Manifest:
     config_hash: str
     """`config_hash(config)`."""
     mesh: dict[str, int]
-    """Sizes of the mesh that wrote it; it can be read at any other."""
+    """Sizes of the mesh that wrote it; any other mesh can read it."""
     torch_version: str
     run_id: str
-    """Names the line of checkpoints, each of which goes on from the one before."""
+    """Identifies the line of checkpoints, each of which continues the previous one."""
     parent: Origin | None
-    """The checkpoint before this one; None: trained from the initial weights."""
+    """The previous checkpoint; None: trained from the initial weights."""
     run_changes: list[RunChange]
-    """Every change of run keys on the way here."""
+    """Every change of run keys up to this checkpoint."""
     files: dict[str, FileEntry]
-    """Every file but this one."""
+    """Every file except this one."""
     initialized_from: Origin | None = None
-    """Whose weights were the initial ones, by `checkpoint.init_from`; None: they were drawn."""
+    """The checkpoint whose weights were the initial ones, by `checkpoint.init_from`; None: they were drawn."""
     tokenizer_hash: str | None = None
     """xxh3_128 of the tokenizer's file; None: the run has no tokenizer."""
     data_fingerprint: dict[str, str] = field(default_factory=dict)
-    """What the content of each source of `[data]` hashes to, by the source's name."""
+    """Hash of the content of each source of `[data]`, by the source's name."""
     validation_loss: float | None = None
-    """As measured at this very step; None: it was not, or was not finite."""
+    """The loss measured at exactly this step; None: not measured, or not finite."""
     environment: dict[str, str] = field(default_factory=dict)
     """What else decides the bits of the run (Keel's code, the device, threads, ...), by name; empty: not recorded."""
     times_gone_back: Count = 0
@@ -107,7 +107,7 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     def value(self, table: str, key: str, kind: type[Value]) -> Value | None:
-        """What the config has under a key, None if it has nothing of this type there: anybody may have written it."""
+        """The config's value of a key; None if it is missing or of another type, as in a stranger's checkpoint."""
         keys = self.config.get(table)
         found = keys.get(key) if isinstance(keys, dict) else None
         return found if type(found) is kind else None
@@ -122,38 +122,38 @@ def config_hash(config: dict[str, Any]) -> str:
 
 
 def damaged(folder: Path, reason: str) -> Damaged:
-    """The error for a checkpoint that must not be loaded."""
+    """Create the error for a checkpoint that must not be loaded."""
     remedy = "move it away, or choose another (checkpoint.load, checkpoint.go_back)"
     return Damaged(f"checkpoint {folder} is damaged: {reason}; {remedy}")
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether `name` names something right inside a folder, so that it can't lead out of it, and a file can have it."""
+    """Whether `name` is a valid name of an entry directly inside a folder, so that it can't lead out of it."""
     if not isinstance(name, str) or printable(name) != name or name in ("", ".", ".."):
         return False
     return name == os.path.basename(name) and len(name.encode()) <= _MAX_NAME_BYTES
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` has its place."""
+    """The path of the checkpoint of `step`."""
     return root / f"step-{step:08d}"
 
 
 def steps_in(root: Path) -> list[int]:
-    """Steps that have a folder under their final name, in order; none if there is no `root`."""
+    """The steps that have a folder under their final name, in order; none if `root` does not exist."""
     if not root.is_dir():
         return []
-    # A link counts even if what it leads to is not there: to pass over it would be to go on from an older step unsaid.
+    # A link counts even if its target is missing: skipping it would silently resume from an older step.
     folders = (path for path in root.iterdir() if path.is_symlink() or path.is_dir())
     matches = (re.fullmatch(r"step-(\d{8,})", path.name) for path in folders)
     return sorted(int(match[1]) for match in matches if match)
 
 
 def remove_unfinished(root: Path, log: Callable[[str], None], warn: Callable[[str], None]) -> None:
-    """Remove what saves and removals that did not come to their end have left behind, with a line to `log` on each.
+    """Remove what interrupted saves and removals have left behind, calling `log` with a line for each.
 
-    What can't be removed, such as a mount point or a file that NFS keeps because a process has it open, does no harm:
-    that is a line to `warn`.
+    What can't be removed, such as a mount point or a file that NFS keeps because a process has it open, does no harm,
+    and is reported to `warn`.
     """
     for folder in sorted([*root.glob(f"step-*{UNFINISHED}"), *root.glob(f"abandoned-*{UNFINISHED}")]):
         try:
@@ -171,7 +171,7 @@ def remove(folder: Path) -> None:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Remove a folder with all that is in it; of a link to one only the link, for what it leads to is not ours."""
+    """Remove a folder with its content; if it is a link, only the link, since its target is not ours."""
     if folder.is_symlink() or not folder.is_dir():
         folder.unlink()
     else:
@@ -179,9 +179,9 @@ def _remove_tree(folder: Path) -> None:
 
 
 def begin(folder: Path) -> Path:
-    """Make the empty folder in which the checkpoint `folder` is written; returns it."""
+    """Create and return the empty folder in which the checkpoint `folder` is written."""
     unfinished = folder.with_name(folder.name + UNFINISHED)
-    if os.path.lexists(unfinished):  # of a failed save, when not even the removal succeeded
+    if os.path.lexists(unfinished):  # left by a failed save whose cleanup failed as well
         _remove_tree(unfinished)
     unfinished.mkdir()
     return unfinished
@@ -190,9 +190,18 @@ def begin(folder: Path) -> Path:
 def commit(unfinished: Path, draft: Manifest, files: Mapping[str, FileEntry], trainer_state: str) -> Manifest:
     """Turn a written folder into a checkpoint.
 
-    `draft` is the manifest but for its files; `files` are those that the ranks have written, and synced;
-    `trainer_state` is JSON. Returns the whole manifest.
-    Raises: UserError if this rank can't see all the files; OSError if the disk refuses.
+    Args:
+        unfinished: the folder, from `begin`.
+        draft: the manifest without its files.
+        files: the files that the ranks have written and synced.
+        trainer_state: JSON.
+
+    Returns:
+        The complete manifest.
+
+    Raises:
+        UserError: this rank can't see all the files.
+        OSError: a file can't be written.
     """
     _check_visible(unfinished, files)
     trainer = trainer_state.encode()
@@ -209,23 +218,25 @@ def commit(unfinished: Path, draft: Manifest, files: Mapping[str, FileEntry], tr
 
 
 def sealed(text: str) -> str:
-    """A JSON object's text with one more, last entry: `seal`, the hash of all that stands before it."""
+    """The text of a JSON object with one more, last entry: `seal`, the hash of everything before it."""
     body = text.removesuffix("\n}")
     return f'{body},\n "seal": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}'
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, all of whose files are there in their full size, and no others.
+    """Read the manifest of a checkpoint, and check that exactly its files exist, with their full size.
 
-    Raises: Damaged for a folder that is no whole checkpoint; UserError for one of a newer format.
+    Raises:
+        Damaged: the folder is not a complete checkpoint.
+        UserError: the checkpoint has a newer format.
     """
     text = _sealed_text(folder)
     try:
-        version = parse_json(text).get("format_version")  # the seal is around an object
+        version = parse_json(text).get("format_version")  # the seal guarantees an object
     except ValueError as error:
         raise damaged(folder, f"{MANIFEST_NAME} can't be read: {error}") from None
     if isinstance(version, int) and version > FORMAT_VERSION:
-        message = f"checkpoint {folder} has format {version}; this Keel reads up to {FORMAT_VERSION}: take a newer one"
+        message = f"checkpoint {folder} has format {version}; this Keel reads up to {FORMAT_VERSION}: use a newer Keel"
         raise UserError(message)
     try:
         manifest = _MANIFEST.validate_json(text, strict=True)
@@ -233,7 +244,7 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise damaged(folder, f"{MANIFEST_NAME} is not of the form that Keel writes: {place}: {first['msg']}") from None
+        raise damaged(folder, f"{MANIFEST_NAME} is not in the form that Keel writes: {place}: {first['msg']}") from None
     except ValueError as error:
         raise damaged(folder, f"{MANIFEST_NAME} can't be read: {error}") from None
     _check_files(folder, manifest)
@@ -241,7 +252,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """What the trainer has saved of itself in a checkpoint, as JSON. Raises: Damaged if it can't be read."""
+    """Read the trainer's state in a checkpoint, as JSON; raises Damaged if it can't be read."""
     try:
         return parse_json(read_file(folder / TRAINER_NAME, MAX_JSON_BYTES))
     except OSError as error:
@@ -251,19 +262,20 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def content_damage(folder: Path, name: str, entry: FileEntry) -> str | None:
-    """What is wrong with the content of a file, found by reading all of it; None if nothing is."""
+    """Read a whole file and describe what is wrong with its content; None if nothing is."""
     try:
         with (folder / name).open("rb") as file:
             digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
     except OSError as error:
         return f"{name} can't be read: {error.strerror}"
-    return None if digest == entry.xxh3 else f"{name} has changed since it was written (its hash is another)"
+    return None if digest == entry.xxh3 else f"{name} has changed since it was written (its hash differs)"
 
 
 def _sealed_text(folder: Path) -> str:
-    """MANIFEST.json of the checkpoint in `folder`, byte for byte as it was written.
+    """Read MANIFEST.json of the checkpoint in `folder`, and check its seal.
 
-    Raises: Damaged if it is not.
+    Raises:
+        Damaged: it can't be read, or has changed since it was written.
     """
     try:
         text = read_file(folder / MANIFEST_NAME, MAX_JSON_BYTES).decode()
@@ -276,7 +288,7 @@ def _sealed_text(folder: Path) -> str:
         raise damaged(folder, f"{MANIFEST_NAME} can't be read: {error}") from None
     body = text.rpartition(',\n "seal": ')[0]
     if not body.startswith("{") or text != sealed(body):
-        raise damaged(folder, f"{MANIFEST_NAME} has changed since it was written (its seal does not fit)")
+        raise damaged(folder, f"{MANIFEST_NAME} has changed since it was written (its seal does not match)")
     return text
 
 

@@ -1,11 +1,10 @@
-"""A pin on a checkpoint that is being read, so that nobody removes it meanwhile: shared between readers, and refused
-to who would remove it.
+"""Pins on checkpoints that are being read, which keep them from being removed; any number of readers may hold one.
 
-It is a lock of the kernel's on `MANIFEST.json`, and ends with the process that holds it, however that dies: no stale
-pin keeps a checkpoint for ever. Unlike the lock on a run's folder (`checkpoint.lock`) it is a BSD one (flock): that
-belongs to the open file, not to the process, so an export in one thread of a run keeps off the run's own removals in
-another, and reading the manifest once more does not end it. Linux carries it to other nodes over NFS (from 2.6.12).
-Where a file system has no locks, nothing is pinned.
+A pin is a shared kernel lock on `MANIFEST.json`. It ends with the process that holds it, however that dies, so no stale
+pin keeps a checkpoint forever. Unlike the lock on a run folder (`checkpoint.lock`) it is a BSD lock (flock), which
+belongs to the open file, not to the process. So an export in one thread of a run blocks the run's own removals in
+another thread, and reading the manifest again does not end it. Linux carries it to other nodes over NFS (from 2.6.12).
+If a file system has no locks, nothing is pinned.
 """
 
 import fcntl
@@ -22,27 +21,28 @@ from configs.errors import UserError
 
 
 class Pinned(UserError):
-    """A checkpoint must not be removed, because it is being read."""
+    """A checkpoint can't be removed, because it is being read."""
 
 
 class Pin:
-    """Keeps the checkpoint `folder` until `release`; also as a context. A folder that is no checkpoint is left alone.
+    """Keeps the checkpoint `folder` until `release`, or as a context. Does nothing if it is not a checkpoint.
 
-    Raises: UserError if it is being removed.
+    Raises:
+        UserError: the checkpoint is being removed.
     """
 
     def __init__(self, folder: Path) -> None:
         try:
             self._descriptor: int | None = os.open(folder / MANIFEST_NAME, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
-            self._descriptor = None  # whoever reads the manifest says why it can't be read
+            self._descriptor = None  # the code that reads the manifest reports the reason
             return
         if not _lock(self._descriptor, fcntl.LOCK_SH) or not _is_at(self._descriptor, folder / MANIFEST_NAME):
             self.release()
-            raise UserError(f"checkpoint {folder} is being removed, since it is not kept any more; choose a newer one")
+            raise UserError(f"checkpoint {folder} is being removed, since it is no longer kept; choose a newer one")
 
     def release(self) -> None:
-        """Let go of the checkpoint; once more does nothing."""
+        """Release the checkpoint; may be called repeatedly."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -57,7 +57,9 @@ class Pin:
 def remove(folder: Path) -> None:
     """Remove a checkpoint, or a folder of them, unless one is being read.
 
-    Raises: Pinned; OSError if the disk refuses.
+    Raises:
+        Pinned: one is being read.
+        OSError: it can't be removed.
     """
     with ExitStack() as locks:
         for manifest in (folder / MANIFEST_NAME, *folder.glob(f"step-*/{MANIFEST_NAME}")):
@@ -68,7 +70,7 @@ def remove(folder: Path) -> None:
 
 @contextmanager
 def _locked(manifest: Path) -> Iterator[None]:
-    descriptor = os.open(manifest, os.O_RDWR)  # NFS lets nobody exclude others from a file that he can't write
+    descriptor = os.open(manifest, os.O_RDWR)  # NFS gives an exclusive lock only on a file opened for writing
     try:
         if not _lock(descriptor, fcntl.LOCK_EX):
             raise Pinned(f"checkpoint {manifest.parent} is being read, and therefore kept for now")
@@ -78,7 +80,7 @@ def _locked(manifest: Path) -> Iterator[None]:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Whether the lock was to be had; where there are no locks, it always is."""
+    """Try to take the lock; True as well if the file system has no locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -89,7 +91,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file is still the one of that name, and not removed between opening and locking it."""
+    """Whether the open file is still the one at `path`, and was not removed between opening and locking."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:

@@ -1,6 +1,6 @@
-"""Whether a run's saves have room: in the memory of each host, where they are staged, and on the disk.
+"""Whether a run's saves fit: in each host's memory, where they are staged, and on the disk.
 
-Asked before training starts, so that nobody learns it from the first save, an hour later.
+This is checked before training starts, so that it does not fail at the first save, an hour later.
 """
 
 import os
@@ -19,18 +19,18 @@ from checkpoint.store import Shard
 from parallelisms.ranks import gather
 
 MEMORY_SHARE = 0.95
-"""Of a host's free memory that staging may take: the writer, the loader and the page cache need some, too."""
+"""Fraction of a host's free memory that staging may take: the writer, the loader and the page cache need some, too."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """What the next checkpoint needs, and what there is; in bytes, the same on all ranks."""
+    """What the next checkpoint needs, and what is free; in bytes, the same on all ranks."""
 
     file_bytes: int
-    """Of all its tensors."""
+    """Size of all its tensors."""
     free_on_disk: int
     hosts: Mapping[str, tuple[int, int]]
-    """Of each host, what its ranks stage together, and its free memory."""
+    """For each host, the bytes that its ranks stage together, and its free memory."""
 
     @property
     def is_on_disk(self) -> bool:
@@ -38,26 +38,26 @@ class Room:
         return self.file_bytes <= self.free_on_disk
 
     def crowded_hosts(self) -> dict[str, tuple[int, int]]:
-        """The hosts that have no room for what their ranks stage."""
+        """The hosts without enough memory for what their ranks stage."""
         return {host: (staged, free) for host, (staged, free) in self.hosts.items() if staged > MEMORY_SHARE * free}
 
 
 def measure_room(
     folder: Path, shards: Mapping[str, Shard], dtype: Callable[[str, Tensor], torch.dtype], group: dist.ProcessGroup
 ) -> Room:
-    """Ask every rank of `group`; all must call it, before anything is staged.
+    """Measure on every rank of `group`; all must call it, before anything is staged.
 
     Args:
-        folder: on the disk that checkpoints are written to.
-        shards: this rank's.
-        dtype: by name and tensor, the type in which it is saved.
+        folder: a folder on the disk to which checkpoints are written.
+        shards: this rank's shards.
+        dtype: maps a name and tensor to the dtype in which it is saved.
     """
     whole = {name: shard.shape.numel() * dtype(name, shard.local).itemsize for name, shard in shards.items()}
     staged = sum(shard.local.numel() * dtype(name, shard.local).itemsize for name, shard in shards.items())
     names = blake2b(repr(sorted(whole)).encode(), digest_size=8).hexdigest()
     own = (socket.gethostname(), staged, free_memory(), names, shutil.disk_usage(folder).free)
     by_rank = gather(own, group)
-    # Most ranks hold parts of the same tensors: one of each kind says how large they are.
+    # Most ranks hold parts of the same tensors, so one rank of each kind sends their sizes.
     is_first = [rank[3] for rank in by_rank].index(names) == dist.get_rank(group)
     sizes = gather(whole if is_first else {}, group)
     hosts: dict[str, tuple[int, int]] = {}
@@ -69,9 +69,9 @@ def measure_room(
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be taken now: of the machine's without swapping, and of what a cluster or container grants.
+    """Bytes that can be allocated now: free on this machine without swapping, within a cluster's or container's limit.
 
-    On another system than Linux, all that the machine has.
+    On systems other than Linux, all memory of the machine.
     """
     if not (root / "proc/meminfo").exists():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,12 +1,12 @@
 """The index of a checkpoint's tensors (`.metadata`), and the tensors themselves, read without trusting them.
 
-torch.distributed.checkpoint keeps the index as a pickle and reads it with plain `pickle.load`: whoever wrote the file
-could run any command on the machine that loads it. Here an unpickler knows the few classes that such an index consists
-of, and nothing else; what comes out is then checked: tensors only (no pickled objects), whole tensors, in files of this
-folder that are long enough for them. The tensors themselves are read by torch with `weights_only=True`.
+torch.distributed.checkpoint stores the index as a pickle and reads it with plain `pickle.load`: the author of the file
+could run any command on the machine that loads it. Instead, the unpickler in this file knows only the few classes of
+which such an index consists. Its result is then checked: tensors only (no pickled objects), whole tensors, in files of
+this folder that are long enough for them. Torch reads the tensors themselves with `weights_only=True`.
 
-That no code runs is not all: a pickle of nine bytes can claim gigabytes (its table of earlier values is as long as it
-says), one of a kilobyte can hold tuples in tuples whose hash takes years. So the unpickler is one of Keel's own.
+Preventing code is not enough: a pickle of nine bytes can claim gigabytes (the length of its memo table is its own
+choice), and one of a kilobyte can contain nested tuples whose hash takes years. Hence a custom unpickler.
 """
 
 import gc
@@ -38,7 +38,7 @@ from configs.untrusted import read_file
 
 METADATA_NAME = ".metadata"
 MAX_INDEX_BYTES = 4 << 30
-"""Of `.metadata`: about 200 bytes for each part of a tensor that a rank has written."""
+"""Limit on `.metadata`, which has about 200 bytes for each part of a tensor that a rank has written."""
 
 _ALLOWED = {
     ("torch", "Size"),
@@ -68,16 +68,16 @@ _OBJECTS = (
     StorageMeta,
     _StorageInfo,
 )
-"""Of what an index is made; each object is made empty and then given its fields."""
+"""The classes of an index; each object is created empty and then given its fields."""
 
 _GLOBALS = frozenset(_ALLOWED)
 
 
 class _Index:
-    """Reads the pickle of an index: its instructions only, its classes only, and nothing is hashed but names.
+    """Unpickles an index: only its opcodes, only its classes, and only names are hashed.
 
-    What each instruction does is in the standard library's pickletools. (Python's own unpickler in Python, which takes
-    four times as long, would do with another table of instructions; the one in C can't be given one.)
+    The standard library's pickletools documents each opcode. (The standard library's unpickler in Python, which takes
+    four times as long, would work with another table of opcodes; the one in C does not accept one.)
     """
 
     def __init__(self, content: bytes) -> None:
@@ -86,7 +86,7 @@ class _Index:
         self._marks: list[int] = []
 
     def load(self) -> Any:
-        """The value. Raises: whatever damaged bytes lead to."""
+        """Return the value; raises any exception that damaged bytes lead to."""
         content, stack, marks = self._content, self._stack, self._marks
         known: list[Any] = []
         at = 0
@@ -121,7 +121,7 @@ class _Index:
                 stack.append(_VALUES[op]())
             elif op in _TUPLES:
                 stack[-_TUPLES[op] :] = [tuple(stack[-_TUPLES[op] :])]
-            elif op in _HEADERS:  # the protocol's version, the length of what follows
+            elif op in _HEADERS:  # the protocol version, or the length of what follows
                 at += _HEADERS[op]
             elif op == 0x2E:  # STOP
                 return stack.pop()
@@ -129,7 +129,7 @@ class _Index:
                 _EFFECTS[op](self)
 
     def _pop_mark(self) -> list[Any]:
-        """What was put on the stack since the last mark."""
+        """Pop everything pushed since the last mark."""
         start = self._marks.pop()
         items = self._stack[start:]
         del self._stack[start:]
@@ -148,7 +148,7 @@ class _Index:
         self._stack.append(getattr(sys.modules[module], name))
 
     def _call(self) -> None:
-        """A shape, a layout or a memory format, of a name, a number or a tuple of numbers."""
+        """Create a shape, a layout or a memory format from a name, a number or a tuple of numbers."""
         arguments, function = self._stack.pop(), self._stack.pop()
         _require(any(function is known for known in _FUNCTIONS), "it calls what no index does")
         [argument] = arguments
@@ -199,7 +199,7 @@ class _Index:
 
 
 def _check_key(key: Any) -> None:
-    """Raise UnpicklingError unless the key is the place of a tensor's part; to hash nested tuples may take years."""
+    """Raise UnpicklingError unless the key is the position of a tensor's part; hashing nested tuples may take years."""
     _require(type(key) is MetadataIndex, f"it holds something under a {type(key).__name__} instead of a name")
     name, offset = key.__dict__.get("fqn"), key.__dict__.get("offset")
     _require(type(name) is str and type(offset) is torch.Size, "it places a part of a tensor as no index does")
@@ -241,9 +241,10 @@ _EFFECTS: dict[int, Callable[[_Index], None]] = {
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The index of the checkpoint in `folder`; no code in it is run, whoever wrote it.
+    """Read the index of the checkpoint in `folder` without running any code in it.
 
-    Raises: UserError if the index can't be read, or holds anything but whole tensors in files of this folder.
+    Raises:
+        UserError: the index can't be read, or has anything but whole tensors in files of this folder.
     """
     path = folder / METADATA_NAME
     try:
@@ -253,14 +254,14 @@ def read_metadata(folder: Path) -> Metadata:
         _check(metadata, folder)
     except OSError as error:
         raise damaged(folder, f"{path.name} can't be read: {error.strerror}") from None
-    # A damaged pickle fails in whatever way its bytes lead to, so every kind of exception means the same here.
+    # A damaged pickle may fail in any way, so every kind of exception means the same here.
     except Exception as error:
         raise damaged(folder, f"{path.name} can't be read: {_reason(error)}") from error
     return metadata
 
 
 def _reason(error: Exception) -> str:
-    """A KeyError is an instruction that no index has; what else there is says what it is."""
+    """The reason to show; a KeyError means an opcode that no index has, other errors explain themselves."""
     if isinstance(error, KeyError):
         return "it is no index of tensors"
     return str(error) or type(error).__name__
@@ -268,7 +269,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _without_collection() -> Generator[None, None, None]:
-    """Without looking for garbage after every so many new objects, none of which is: it takes as long as the rest."""
+    """Disable garbage collection: there is no garbage, and looking for it takes as long as everything else."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -279,7 +280,7 @@ def _without_collection() -> Generator[None, None, None]:
 
 
 def _check(metadata: Any, folder: Path) -> None:
-    """Raise ValueError unless `metadata` describes whole tensors that lie in files beside it."""
+    """Raise ValueError unless `metadata` describes whole tensors in files beside it."""
     if type(metadata) is not Metadata:
         raise ValueError(f"it holds a {type(metadata).__name__} instead of an index of tensors")
     if type(metadata.state_dict_metadata) is not dict or type(metadata.storage_data) is not dict:
@@ -300,7 +301,7 @@ def _check(metadata: Any, folder: Path) -> None:
 
 
 def _check_places(places: dict[Any, Any], folder: Path) -> None:
-    """Raise ValueError unless each place is in a file beside the index, all together no longer than the files."""
+    """Raise ValueError unless each place is in a file beside the index, and the files are long enough for them."""
     used: Counter[str] = Counter()
     for place in places.values():
         if type(place) is not _StorageInfo or not is_plain_name(place.relative_path):
@@ -317,7 +318,7 @@ def _check_places(places: dict[Any, Any], folder: Path) -> None:
 
 
 def _check_part(name: str, entry: TensorStorageMetadata, chunk: Any, places: dict[Any, Any]) -> None:
-    """Raise ValueError unless the part is inside its tensor, and its place has room for it."""
+    """Raise ValueError unless the part is inside its tensor and fits into its place."""
     if type(chunk) is not ChunkStorageMetadata or not len(chunk.offsets) == len(entry.size) == len(chunk.sizes):
         raise ValueError(f"a part of {name} is none")
     for offset, length, whole in zip(chunk.offsets, chunk.sizes, entry.size, strict=True):
@@ -337,21 +338,21 @@ _ENTRY = struct.Struct("<4s6H3I5H2I")
 
 
 def require_stored(file: IO[bytes]) -> None:
-    """Raise ValueError unless nothing in a file of `torch.save` is compressed: a few bytes could become many.
+    """Raise ValueError if anything in a file of `torch.save` is compressed: a few bytes could expand to many.
 
-    torch never compresses, but reads what is. Format: pkware.com/appnote, 4.3.12 to 4.3.16; the directory is looked for
-    where torch's own reader does. Leaves the file at its beginning.
+    torch never compresses, but reads compressed entries. Format: pkware.com/appnote, 4.3.12 to 4.3.16; the directory is
+    searched where torch's own reader does. Leaves the file at its beginning.
     """
     file.seek(0, os.SEEK_END)
-    length = file.tell()  # what `seek` returns is, of torch's view of a part of a file, where the whole file stands
+    length = file.tell()  # torch's view of a part of a file returns the whole file's position from `seek`
 
     def record(form: struct.Struct, at: int, signature: bytes = b"") -> tuple[Any, ...]:
         if not 0 <= at <= length - form.size:
-            raise ValueError("it is no file of torch.save")
+            raise ValueError("it is not a file of torch.save")
         file.seek(at)
         fields = form.unpack(file.read(form.size))
         if signature not in (b"", fields[0]):
-            raise ValueError("it is no file of torch.save")
+            raise ValueError("it is not a file of torch.save")
         return fields
 
     *_, n_bytes, start, _ = record(_END, length - _END.size, b"PK\5\6")

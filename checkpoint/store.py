@@ -1,12 +1,12 @@
 """The tensors of one checkpoint, written and read by torch.distributed.checkpoint (DCP).
 
 A state is a flat dict from names to tensors or DTensors. Every rank first turns its own into `Shard`s: a plain local
-tensor and its place in the whole. So one description serves a replicated scalar, an FSDP x TP parameter and a copy of
-either in CPU memory, and DCP, which sees only shards, fits any sharding that was saved to any that is asked for. A
-shard that several ranks hold is written once; DCP gives it to the rank that has the least to write.
+tensor and its position in the whole. One description thus serves a replicated scalar, an FSDP x TP parameter and a copy
+of either in CPU memory, and DCP, which sees only shards, converts from any saved sharding to any requested one. A shard
+that several ranks hold is written once; DCP assigns it to the rank that has the least to write.
 
-What is handed to the disk is hashed on its way there, which costs a thirtieth of the writing. torch's own checksum
-(the zip format's CRC-32, never looked at by torch.load) is left out instead: it costs a third of it.
+Data are hashed as they are written, which costs a thirtieth of the writing. In return, torch's own checksum is disabled
+(the zip format's CRC-32, which torch.load never checks): it costs a third of the writing.
 """
 
 import math
@@ -57,31 +57,31 @@ State = Mapping[str, Tensor]
 Result = TypeVar("Result")
 
 ALIGNMENT = 64
-"""Bytes: of a cache line."""
+"""Bytes in a cache line."""
 GPU_COPY_AHEAD_BYTES = 10_000_000
-"""DCP's own default: how much is copied from the GPU while what was copied before is written."""
+"""How much is copied from the GPU ahead of writing; DCP's default."""
 
 
 class SaveFailed(UserError):
-    """The disk refused; the checkpoints before are as they were."""
+    """The checkpoint could not be written; earlier checkpoints are unchanged."""
 
 
 class NotFinite(UserError):
-    """The state has values that are not finite; no run can go on from it."""
+    """The state has non-finite values, so no run can resume from it."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a tensor that this rank holds. DCP finds the methods by their names (protocol `_Checkpointable`)."""
+    """This rank's part of a tensor. DCP finds the methods by their names (protocol `_Checkpointable`)."""
 
     local: Tensor
     shape: torch.Size
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offsets: torch.Size
-    """Where `local` begins in the whole tensor, one number a dimension."""
+    """Where `local` begins in the whole tensor, one number per dimension."""
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The box that DCP is to fill or write; none if this rank's part is empty."""
+        """The box for DCP to fill or write; empty if this rank's part is empty."""
         if self.local.numel() == 0:
             return []
         return [ChunkStorageMetadata(offsets=self.offsets, sizes=self.local.shape)]
@@ -99,7 +99,7 @@ class Shard:
 
 
 def shards_of(state: State) -> dict[str, Shard]:
-    """This rank's parts of the tensors in `state`. They share memory with it: loading into them loads `state`."""
+    """This rank's parts of the tensors in `state`. They share its memory: loading into them loads `state`."""
     shards = {}
     for name, tensor in state.items():
         if not isinstance(tensor, DTensor):
@@ -111,10 +111,10 @@ def shards_of(state: State) -> dict[str, Shard]:
 
 
 def not_finite(shards: Mapping[str, Shard]) -> list[str]:
-    """The names of those with a value that is not finite.
+    """The names of shards with a non-finite value.
 
-    By the least and the greatest value: what is not finite becomes one of them, and no copy is made, unlike with
-    torch.isfinite (28 GB/s in float32 and 18 in bfloat16 against 1.0 and 0.24, on one core).
+    Only the minimum and maximum are tested: a non-finite value becomes one of them. Unlike torch.isfinite, this makes
+    no copy (28 GB/s in float32 and 18 in bfloat16 against 1.0 and 0.24, on one core).
     """
     return [name for name, shard in shards.items() if not _is_finite(shard.local)]
 
@@ -126,21 +126,20 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 class Stager:
-    """Copies shards to CPU memory, so that training may go on while they are written.
+    """Copies shards to CPU memory, so that training can continue while they are written.
 
     The memory is kept from one save to the next (pages are touched, and pinned for a GPU, only once), which is safe
-    because at most one save is in flight. It costs as many bytes of CPU memory as the rank's state has, and no more:
-    torch's own pinned memory comes in powers of two, half as much again for a 7B model's feed-forwards.
+    because at most one save is in flight. It takes exactly as many bytes of CPU memory as the rank's state. Torch's own
+    pinned memory is allocated in powers of two, which takes half as much again for a 7B model's feed-forwards.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def stage(self, shards: Mapping[str, Shard], dtype: Callable[[str, Tensor], torch.dtype]) -> dict[str, Shard]:
-        """The shards as they are now, in CPU memory; later changes of the originals don't show in them.
+        """Copy the shards to CPU memory; later changes of the originals do not affect the copies.
 
-        `dtype` says, by name and tensor, in which type to keep one; names, shapes and types must be the same at each
-        call.
+        `dtype` maps a name and tensor to the dtype of its copy. Names, shapes and dtypes must be the same at each call.
         """
         if not self._buffers:
             self._buffers = self._allocate(shards, dtype)
@@ -153,9 +152,9 @@ class Stager:
         return staged
 
     def _allocate(self, shards: Mapping[str, Shard], dtype: Callable[[str, Tensor], torch.dtype]) -> dict[str, Tensor]:
-        """A tensor for each shard, all in one piece of memory.
+        """Allocate a tensor for each shard, all in one block of memory.
 
-        Each has a storage of its own size in it, since torch.save writes a tensor's whole storage.
+        Each tensor has its own storage of its own size, since torch.save writes a tensor's whole storage.
         """
         dtypes = {name: dtype(name, shard.local) for name, shard in shards.items()}
         starts, end = {}, 0
@@ -177,7 +176,7 @@ class Stager:
 
 
 def _pinned(memory: mmap.mmap) -> Tensor:
-    """The memory as bytes, which the GPU may now write to while the CPU goes on."""
+    """The memory as bytes, page-locked, so that the GPU can write to it asynchronously."""
     raw = torch.frombuffer(memory, dtype=torch.uint8)
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0))
     return raw
@@ -188,7 +187,7 @@ def _unpin(raw: Tensor) -> None:
 
 
 def hashes(shards: Mapping[str, Shard]) -> dict[str, int]:
-    """Of the bytes of each staged shard, by name: what is read again after a write must be what was there before."""
+    """Hash the bytes of each staged shard, by name. If a hash differs after the write, memory has changed."""
     return {name: xxhash.xxh3_64_intdigest(_bytes(shard.local)) for name, shard in shards.items()}
 
 
@@ -197,16 +196,19 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 def write(folder: Path, shards: Mapping[str, Shard], group: dist.ProcessGroup) -> dict[str, FileEntry]:
-    """Write every rank's shards to the existing `folder`, and sync the files; to be called by all ranks of `group`.
+    """Write every rank's shards to the existing `folder`, and sync the files; all ranks of `group` must call it.
 
-    Returns: all files written, by any rank, with their sizes and hashes.
-    Raises: SaveFailed on all ranks if the disk refuses on one.
+    Returns:
+        All files written, by any rank, with their sizes and hashes.
+
+    Raises:
+        SaveFailed: a rank could not write. All ranks raise it.
     """
     writer = _Writer(folder, shards)
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         dcp.save(dict(shards), storage_writer=writer, planner=planner, process_group=group)
-    # It derives from BaseException, and holds what went wrong on each rank.
+    # CheckpointException derives from BaseException, and has the errors of each rank.
     except CheckpointException as failure:
         if not all(isinstance(error, OSError) for error, _ in failure.failures.values()):
             raise RuntimeError(f"writing {folder} failed: {failure}") from failure
@@ -217,23 +219,30 @@ def write(folder: Path, shards: Mapping[str, Shard], group: dist.ProcessGroup) -
 
 
 def save_failed(folder: Path, reason: object, n_bytes: int | None = None) -> SaveFailed:
-    """The error for a checkpoint of `n_bytes` that could not be written to `folder`."""
+    """Create the error for a checkpoint of `n_bytes` that could not be written to `folder`."""
     if not folder.parent.is_dir():
         return SaveFailed(f"checkpoint {folder.stem} could not be written: the folder {folder.parent} is gone")
     try:
         free = f"{shutil.disk_usage(folder.parent).free:,} bytes are free there"
     except OSError:
-        free = "how much is free there, the disk does not say"
+        free = "free space there is unknown"
     needed = "" if n_bytes is None else f"the checkpoint takes {n_bytes:,} bytes, and "
     return SaveFailed(f"checkpoint {folder.stem} could not be written: {reason}; {needed}{free} (see job.output_dir)")
 
 
 def read(folder: Path, metadata: Metadata, shards: Mapping[str, Shard], group: dist.ProcessGroup) -> None:
-    """Fill `shards` in place from the checkpoint in `folder`, whatever the sharding it was written with.
+    """Fill `shards` in place from the checkpoint in `folder`, whatever the sharding with which it was written.
 
-    `metadata` is the checkpoint's index (`safe_read.read_metadata`), which must have passed `differences`.
     A tensor that was saved in another dtype is converted.
-    Raises: Damaged on all ranks if a file can't be read on one.
+
+    Args:
+        folder: the checkpoint.
+        metadata: its index (`safe_read.read_metadata`), which must have passed `differences`.
+        shards: this rank's shards.
+        group: all of its ranks must call this.
+
+    Raises:
+        Damaged: a rank can't read a file. All ranks raise it.
     """
     try:
         dcp.load(
@@ -253,14 +262,14 @@ def differences(
     group: dist.ProcessGroup,
     may_convert: Callable[[str, torch.dtype], bool] = lambda name, saved: False,
 ) -> list[str]:
-    """How the tensors of a checkpoint differ from those that all ranks together hold; a line a tensor, sorted.
+    """How the tensors of a checkpoint differ from those that all ranks together hold; one line per tensor, sorted.
 
-    The same on all ranks; empty if names, shapes and dtypes agree. `may_convert` says, by name and saved dtype, which
-    tensors may have another dtype here.
+    The result is the same on all ranks, and empty if names, shapes and dtypes agree. `may_convert` says, by name and
+    saved dtype, which tensors may have another dtype here.
     """
     saved = metadata.state_dict_metadata
     mine = [_difference(name, shard, saved.get(name), may_convert) for name, shard in shards.items()]
-    # A rank needn't hold every tensor (pipeline stages): superfluous is what no rank holds.
+    # A rank need not hold every tensor (pipeline stages): only a tensor that no rank holds is superfluous.
     reports = gather(({line for line in mine if line}, saved.keys() - shards.keys()), group)
     lines = set().union(*(lines for lines, _ in reports))
     superfluous = set.intersection(*(set(names) for _, names in reports))
@@ -282,7 +291,7 @@ def _described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def _n_bytes(item: WriteItem) -> int:
-    assert item.tensor_data is not None  # there is nothing but tensors
+    assert item.tensor_data is not None  # all items are tensors
     return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
@@ -292,7 +301,7 @@ def _first_line(error: BaseException) -> str:
 
 class _SavePlanner(dcp.DefaultSavePlanner):
     n_bytes: int | None = None
-    """What all ranks together are going to write; known to the first rank, once all have planned."""
+    """What all ranks together will write; set on the first rank, once all have planned."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
@@ -305,7 +314,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Take the shards as they are; DCP's own set-up would look for nested dicts and meta tensors in them."""
+        """Use the shards as they are; DCP's default would look for nested dicts and meta tensors in them."""
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -315,7 +324,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 class _Writer(dcp.FileSystemWriter):
     def __init__(self, folder: Path, shards: Mapping[str, Shard]) -> None:
         on_cpu = all(shard.local.device.type == "cpu" for shard in shards.values())
-        # Copying ahead needs the thread's current GPU, which a background thread hasn't set; staged shards need none.
+        # Copying ahead needs the thread's current GPU, which a background thread has not set; staged shards need none.
         copy_ahead = 0 if on_cpu else GPU_COPY_AHEAD_BYTES
         super().__init__(folder, per_thread_copy_ahead=copy_ahead, sync_files=False)  # _FileSystem syncs
         self.fs: _FileSystem = _FileSystem()
@@ -329,7 +338,7 @@ class _Writer(dcp.FileSystemWriter):
             set_crc32_options(computes_crc32)
 
     def storage_meta(self) -> StorageMeta:
-        """Nothing, instead of the folder's path and a random id: equal states make equal files, wherever they are."""
+        """Leave out the folder's path and a random id, so that equal states make equal files, wherever they are."""
         return StorageMeta()
 
 
@@ -339,27 +348,27 @@ class _Reader(dcp.FileSystemReader):
         self._metadata = metadata
 
     def _slice_file(self, file: Any, place: Any) -> Any:
-        """The part of a file that holds one tensor, once nothing in it is compressed."""
+        """The part of a file with one tensor, after checking that nothing in it is compressed."""
         part = super()._slice_file(file, place)
         require_stored(part)
         return part
 
-    # Without `kwargs` in the signature DCP doesn't look for other files if this one fails.
+    # Without `kwargs` in the signature, DCP does not look for other files if this one fails.
     def read_metadata(self) -> Metadata:  # type: ignore[override]
         return self._metadata
 
 
 class _FileSystem(FileSystem):
-    """Files that are on the disk once they are closed, whose hashes are known, and whose errors tell their cause.
+    """Files that are on the disk once closed, with known hashes, and with errors that show their cause.
 
-    DCP syncs `.metadata` before Python's buffer is flushed, and torch's writer answers a full disk with "unexpected
+    DCP syncs `.metadata` before Python's buffer is flushed, and torch's writer reports a full disk as "unexpected
     pos 704 vs 598".
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.files: dict[str, FileEntry] = {}
-        """What was written."""
+        """The files written."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[Any, None, None]:

@@ -1,8 +1,8 @@
-"""Checkpoints and safetensors files, a tensor at a time: a model passes through in the memory of its largest tensor.
+"""Checkpoints and safetensors files, one tensor at a time: converting a model takes the memory of its largest tensor.
 
-torch.distributed.checkpoint reads and writes a whole state at once, and so do safetensors' own functions with a file.
-To turn one into the other that would take as much memory as the model. What both formats need is little: where each
-tensor lies, which both keep in an index.
+torch.distributed.checkpoint reads and writes a whole state at once, and safetensors' own functions a whole file, so
+converting with them would take as much memory as the model. All that is needed is where each tensor is, which both
+formats record in an index.
 """
 
 import json
@@ -36,18 +36,24 @@ SAFETENSORS_DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
 }
-"""The floating-point types that models are kept in, by safetensors' names."""
+"""The floating-point dtypes of models, by safetensors' names."""
 
 Progress = Callable[[int, int], Any]
-"""Called after each tensor with its and the earlier ones' bytes, and those in all; what it raises ends the work."""
+"""Called after each tensor with the bytes so far and in total; an exception that it raises ends the work."""
 
 
 def read_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:
-    """The whole tensor `name` of the checkpoint in `folder`, however many ranks have written it.
+    """Read the whole tensor `name` of the checkpoint in `folder`, however many ranks have written it.
 
-    `metadata` is the checkpoint's index (`safe_read.read_metadata`). Holds the tensor and, where
-    several ranks have written it, one's part of it.
-    Raises: UserError if a part can't be read or is not what the index says.
+    Takes the memory of the tensor and, if several ranks have written it, of one rank's part of it.
+
+    Args:
+        folder: the checkpoint.
+        metadata: its index (`safe_read.read_metadata`).
+        name: the tensor's name.
+
+    Raises:
+        UserError: a part can't be read, or is not what the index says.
     """
     entry = entry_of(metadata, name)
     if len(entry.chunks) == 1:
@@ -60,14 +66,14 @@ def read_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:
 
 
 def entry_of(metadata: Metadata, name: str) -> TensorStorageMetadata:
-    """What the index knows of a tensor."""
+    """The index's entry of a tensor."""
     entry = metadata.state_dict_metadata[name]
-    assert isinstance(entry, TensorStorageMetadata)  # safe_read lets nothing else pass
+    assert isinstance(entry, TensorStorageMetadata)  # safe_read ensures it
     return entry
 
 
 def read_part(folder: Path, metadata: Metadata, name: str, chunk: ChunkStorageMetadata) -> Tensor:
-    """One of the parts that the index knows of a tensor. Raises: UserError as `read_tensor` does."""
+    """Read one of a tensor's parts in the index; raises UserError as `read_tensor` does."""
     place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
     dtype = entry_of(metadata, name).properties.dtype
     try:
@@ -76,8 +82,8 @@ def read_part(folder: Path, metadata: Metadata, name: str, chunk: ChunkStorageMe
             require_stored(cast(IO[bytes], view))
             part = torch.load(view, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
         if not isinstance(part, Tensor) or (part.shape, part.dtype) != (chunk.sizes, dtype):
-            raise ValueError("it is of another shape or type than the index says")
-    # Damaged bytes fail in whatever way they lead to, so every kind of exception means the same here.
+            raise ValueError("its shape or dtype is not what the index says")
+    # Damaged bytes may fail in any way, so every kind of exception means the same here.
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise damaged(folder, f"{place.relative_path} can't be read at {name}: {reason}") from error
@@ -85,10 +91,15 @@ def read_part(folder: Path, metadata: Metadata, name: str, chunk: ChunkStorageMe
 
 
 def write_tensors(folder: Path, *files: Iterable[tuple[str, Tensor]]) -> dict[str, FileEntry]:
-    """Write tensors to `folder` as torch.distributed.checkpoint would, a file for each of `files`, as from a rank.
+    """Write tensors to `folder` as torch.distributed.checkpoint would, one file for each of `files`, as for one rank.
 
-    The tensors may be made on the way. Returns: the files written, which are synced.
-    Raises: OSError if the disk refuses, and whatever one of `files` raises.
+    The iterables may create the tensors on the fly.
+
+    Returns:
+        The files written, which are synced.
+
+    Raises:
+        OSError: a file can't be written. Anything that one of `files` raises is raised as well.
     """
     index = Metadata(state_dict_metadata={}, storage_data={})
     written = {}
@@ -101,7 +112,7 @@ def write_tensors(folder: Path, *files: Iterable[tuple[str, Tensor]]) -> dict[st
 
 
 def _write_file(path: Path, tensors: Iterable[tuple[str, Tensor]], index: Metadata) -> FileEntry:
-    """Write one file, and tell `index` what is in it."""
+    """Write one file, and record its content in `index`."""
     with synced_file(path) as file:
         for name, tensor in tensors:
             start, origin = file.tell(), torch.Size([0] * tensor.dim())
@@ -110,7 +121,7 @@ def _write_file(path: Path, tensors: Iterable[tuple[str, Tensor]], index: Metada
             properties = TensorProperties(dtype=tensor.dtype)
             index.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, [chunk])
             index.storage_data[MetadataIndex(name, origin)] = _StorageInfo(path.name, start, file.tell() - start)
-            del tensor  # or it would be kept while the next one is made
+            del tensor  # otherwise it would be alive while the next one is created
     return file.entry()
 
 
@@ -126,11 +137,13 @@ def _save(tensor: Tensor, file: "SyncedFile") -> None:
 def write_safetensors(
     path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, tensor_of: Callable[[str], Tensor]
 ) -> None:
-    """Write a safetensors file of the tensors that `shapes` names; each is asked for when its turn comes.
+    """Write a safetensors file of the tensors named in `shapes`; `tensor_of` is called for one after the other.
 
-    Format: huggingface.co/docs/safetensors. Eight bytes tell the length of a JSON header, which tells where each
-    tensor's values begin and end behind it; so it can be written before the first tensor is there.
-    Raises: OSError if the disk refuses, and whatever `tensor_of` raises.
+    Format: huggingface.co/docs/safetensors. Eight bytes hold the length of a JSON header, which records where each
+    tensor's values begin and end after it, so it can be written before the first tensor exists.
+
+    Raises:
+        OSError: the file can't be written. Anything that `tensor_of` raises is raised as well.
     """
     header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -138,11 +151,11 @@ def write_safetensors(
         begin, end = end, end + n_bytes(shape, dtype)
         header[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the values begin aligned
+    text += b" " * (-len(text) % 8)  # aligns the values
     with synced_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in shapes:
-            # No name is bound to the tensor: it would be kept while the next one is read.
+            # No name is bound to the tensor, which would keep it alive while the next one is read.
             file.write(tensor_of(name).to(dtype).contiguous().view(torch.uint8).numpy().data)
 
 
@@ -164,7 +177,7 @@ class Counter:
 
 
 class SyncedFile:
-    """A file open for writing, in order, that hashes what it is given and remembers the first error of a write."""
+    """A file open for sequential writing that hashes what is written and remembers the first error of a write."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._hash, self._size = file, xxhash.xxh3_128(), 0
@@ -185,18 +198,18 @@ class SyncedFile:
         return self._size
 
     def flush(self) -> None:
-        """Nothing: torch asks for it after every tensor, and `synced_file` does it once."""
+        """Do nothing: torch calls this after every tensor, and `synced_file` flushes once."""
 
     def close(self) -> None:
-        """Nothing, likewise."""
+        """Do nothing: `synced_file` closes the file."""
 
     def entry(self) -> FileEntry:
-        """What the file was given."""
+        """The size and hash of what was written."""
         return FileEntry(self._size, self._hash.hexdigest())
 
 
 @contextmanager
 def synced_file(path: Path) -> Generator[SyncedFile, None, None]:
-    """A new file to write to that is on the disk at the end of the block."""
+    """Open a new file for writing that is on the disk at the end of the context."""
     with synced(path) as file:
         yield SyncedFile(file)

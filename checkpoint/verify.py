@@ -1,7 +1,6 @@
-"""Whether the files of a checkpoint still are what was written, found out by all ranks together.
+"""Checks by all ranks together that the files of a checkpoint are still what was written.
 
-Each rank reads its share of the files, so hashing takes as long as loading's own reading, not as many times longer as
-there are ranks.
+Each rank reads its share of the files, so hashing takes as long as reading the checkpoint once, not once per rank.
 """
 
 from collections.abc import Mapping
@@ -15,9 +14,10 @@ from parallelisms.ranks import gather
 
 
 def content_damages(folder: Path, files: Mapping[str, FileEntry], group: dist.ProcessGroup) -> list[str]:
-    """Read and hash `files` in `folder`; to be called by all ranks of `group`.
+    """Read and hash `files` in `folder`; all ranks of `group` must call it.
 
-    Returns: a line for every damaged file, with its name; the same on all ranks.
+    Returns:
+        One line for every damaged file, with its name; the same on all ranks.
     """
     mine = shares(_sizes(files), dist.get_world_size(group))[dist.get_rank(group)]
     found = [problem for name in mine if (problem := content_damage(folder, name, files[name]))]
@@ -25,9 +25,11 @@ def content_damages(folder: Path, files: Mapping[str, FileEntry], group: dist.Pr
 
 
 def check(folder: Path) -> Manifest:
-    """The manifest of a checkpoint all of whose files this process, alone, has read and found as they were written.
+    """Read and check all files of a checkpoint in this process alone; returns its manifest.
 
-    Raises: Damaged, which names every file that isn't; UserError if the checkpoint is of a newer format.
+    Raises:
+        Damaged: files are not as they were written; the message names each of them.
+        UserError: the checkpoint has a newer format.
     """
     manifest = read_manifest(folder)
     found = [content_damage(folder, name, entry) for name, entry in manifest.files.items()]
@@ -37,7 +39,7 @@ def check(folder: Path) -> Manifest:
 
 
 def check_tensors(folder: Path, manifest: Manifest, metadata: Metadata, prefix: str) -> None:
-    """Read every file that holds a part of a tensor of such a name, and compare it with its hash. Raises: Damaged."""
+    """Compare every file that holds a part of a tensor with such a prefix with its hash; raises Damaged."""
     places = metadata.storage_data.items()
     files = {place.relative_path for index, place in places if index.fqn.startswith(prefix)}
     for name in sorted(files):
@@ -46,7 +48,7 @@ def check_tensors(folder: Path, manifest: Manifest, metadata: Metadata, prefix: 
 
 
 def shares(sizes: Mapping[str, int], n: int) -> list[list[str]]:
-    """The names in `n` lists of about the same total size: the largest first, to whom has least so far."""
+    """Divide the names into `n` lists of about equal total size: the largest first, each to the smallest list."""
     names: list[list[str]] = [[] for _ in range(n)]
     totals = [0] * n
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):

@@ -1,4 +1,4 @@
-"""Models as plain single-device PyTorch, each with its plan: what a parallelism needs to know of it, by module name."""
+"""Models in plain single-device PyTorch, each with a plan that tells parallelisms, by module name, how to split it."""
 
 from torch import nn
 
@@ -9,5 +9,5 @@ _ARCHITECTURES = {"llama": Llama}
 
 
 def build_model(config: Model) -> nn.Module:
-    """Build the model that `[model]` describes; under `torch.device("meta")` it takes no memory."""
+    """Build the model that `[model]` describes. Under `torch.device("meta")` it takes no memory."""
     return _ARCHITECTURES[config.architecture](config)

@@ -1,13 +1,13 @@
 """Attention that keeps the documents of a window apart, without a mask of (seq x seq) pairs.
 
-Documents are stretches of a window, so that attention within them is causal attention to several short sequences in
-place of one long one. FlashAttention's kernels take such sequences packed, by the indices at which they end; on a CPU
-they are computed one after the other. What a document's neighbors cost under a mask is not spent at all.
+Documents are contiguous parts of a window, so attention within them is causal attention over several short sequences
+instead of one long one. FlashAttention's kernels take such sequences packed, with the indices at which they end; on a
+CPU they are computed one after the other. Pairs of tokens from different documents, which a mask would compute and
+discard, cost nothing.
 
-How many documents there are, and how long, differs from batch to batch. A GPU's kernel must be told bounds of both when
-it is launched: the host counts them, where it has the batch before the GPU has (`Documents.find`). Both are rounded up
-to powers of two, and reach compiled blocks as a tensor's size and as a tensor: numbers there would compile a block once
-more for each value.
+The number and length of documents differ from batch to batch. A GPU kernel needs bounds of both at launch. The host
+computes them, because it has the batch before the GPU does (`Documents.find`). Both are rounded up to powers of two,
+and reach compiled blocks as a tensor's size and as a tensor: Python numbers would recompile a block for each value.
 """
 
 import itertools
@@ -24,15 +24,15 @@ class Documents(NamedTuple):
     """The documents in a batch of windows."""
 
     ids: Tensor
-    """(batch, seq), equal for the tokens of one document, which are neighbors."""
+    """(batch, seq), equal for the tokens of one document, which are contiguous."""
     slots: int
-    """At least as many as there are documents in the whole batch."""
+    """At least the number of documents in the whole batch."""
     longest: int
-    """At least as many tokens as the longest document has."""
+    """At least the number of tokens in the longest document."""
 
     @classmethod
     def find(cls, ids: Tensor) -> "Documents":
-        """The documents with these ids, which should lie in the host's memory: to count them waits for a GPU."""
+        """Count the documents with these ids; keep `ids` in CPU memory, since counting on a GPU would wait for it."""
         lengths = _numbers(ids).flatten().bincount()
         return cls(ids, _power_of_two(len(lengths)), min(_power_of_two(int(lengths.max())), ids.shape[1]))
 
@@ -41,7 +41,7 @@ class Documents(NamedTuple):
         return self._replace(ids=self.ids.to(device, non_blocking=True))
 
     def numbered(self) -> "NumberedDocuments":
-        """What attention takes of it."""
+        """The form that attention takes."""
         numbers = _numbers(self.ids)
         slots = torch.arange(self.slots + 1, dtype=torch.int32, device=self.ids.device)
         ends = torch.searchsorted(numbers.flatten(), slots, out_int32=True)
@@ -50,15 +50,15 @@ class Documents(NamedTuple):
 
 
 class NumberedDocuments(NamedTuple):
-    """Documents as `attend` of each block is given them."""
+    """Documents in the form that each block's `attend` takes."""
 
     numbers: Tensor
-    """(batch, seq), int32: ascending over the whole batch, from 0."""
+    """(batch, seq), int32: the document's number, counted from 0 over the whole batch."""
     ends: Tensor
-    """(slots + 1,), int32: 0, then the index, in the windows laid end to end, at which each document ends; slots that
-    hold none end where the last document does."""
+    """(slots + 1,), int32: 0, then the index at which each document ends, in the concatenated windows; empty slots
+    repeat the last document's end."""
     longest: Tensor
-    """As in `Documents`; a scalar in the host's memory."""
+    """As in `Documents`; a scalar in CPU memory."""
 
 
 def _numbers(ids: Tensor) -> Tensor:
@@ -68,31 +68,31 @@ def _numbers(ids: Tensor) -> Tensor:
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest that is not below `number`."""
+    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def has_kernel(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether `attend_within` can be computed there; elsewhere a mask of all pairs has to do."""
+    """Whether `attend_within` supports these; otherwise a mask of all pairs is needed."""
     is_half = dtype in (torch.float16, torch.bfloat16)
     return device_type == "cpu" or (is_half and head_dim % 8 == 0 and head_dim <= 256)
 
 
 def attend_within(q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments) -> Tensor:
-    """Causal attention of each document to itself.
+    """Causal attention within each document.
 
     Args:
         q: (batch, heads, seq, head_dim).
-        k, v: the same with as many heads or fewer (grouped queries).
-        documents: of the batch.
+        k, v: same shape, with as many heads or fewer (grouped queries).
+        documents: the batch's documents.
     """
     return _document_attention(q, k, v, documents.ends, documents.longest)[0]
 
 
-# The name lets a pattern for attention ops (`save_ops`) match this one, too.
+# The name lets a pattern for attention ops (`save_ops`) match this one as well.
 @torch.library.custom_op("keel::_scaled_dot_product_document_attention", mutates_args=())
 def _document_attention(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: Tensor) -> tuple[Tensor, Tensor]:
-    """Output, shaped as q, and its logsumexp (heads, batch * seq)."""
+    """Output, shaped like q, and its logsumexp (heads, batch * seq)."""
     packed = _pack(q), _pack(k), _pack(v)
     if _flash_takes_packed(q):
         bounds = ends, ends, int(longest), int(longest)
@@ -114,9 +114,9 @@ def _document_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     packed = _pack(grad), _pack(q), _pack(k), _pack(v), _pack(out)
     if _flash_takes_packed(q):
-        random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
+        random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the dropout's state; there is no dropout
         bounds = ends, ends, int(longest), int(longest)
-        # The kernel reads the logsumexp by a bare pointer.
+        # The kernel reads the logsumexp through a raw pointer and ignores strides.
         gradients = aten._flash_attention_backward(*packed, logsumexp.contiguous(), *bounds, 0.0, True, random, random)
     else:
         gradients = _one_by_one_backward(*packed, logsumexp, ends)
@@ -146,13 +146,13 @@ def _flash_takes_packed(q: Tensor) -> bool:
 
 
 def _pack(x: Tensor) -> Tensor:
-    """(batch, heads, seq, head_dim) -> (batch * seq, heads, head_dim), its last dimension without gaps."""
+    """(batch, heads, seq, head_dim) -> (batch * seq, heads, head_dim), contiguous in the last dimension."""
     packed = x.transpose(1, 2).flatten(0, 1)
     return packed if packed.stride(-1) == 1 else packed.contiguous()
 
 
 def _unpack(x: Tensor, like: Tensor) -> Tensor:
-    """The reverse, laid out in memory as the projections around attention have it: (batch, seq, heads, head_dim)."""
+    """Undo `_pack`, in the memory layout of the projections around attention: (batch, seq, heads, head_dim)."""
     return x.contiguous().view(like.shape[0], like.shape[2], like.shape[1], like.shape[3]).transpose(1, 2)
 
 
@@ -186,7 +186,7 @@ def _one_by_one_backward(
 
 
 def _rows(ends: Tensor) -> Iterator[slice]:
-    """Where each document lies; slots that hold none are left out."""
+    """The rows of each document; empty slots are skipped."""
     indices = ends.tolist()
     for start, end in itertools.pairwise(indices):
         if end > start:

@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer 2020): the feed-forward of a dense layer, and the shared experts of a mixture."""
+"""SwiGLU (Shazeer 2020): the feed-forward of a dense layer, also used for a mixture's shared experts."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,8 +1,8 @@
-"""Matrix products of groups of rows, each group with a matrix of its own: what the experts of a mixture compute.
+"""Matrix products of groups of rows, each group with its own matrix: the computation of a mixture's experts.
 
-How many rows a group has is known only on the device. Torch's grouped matmul reads it there, in one kernel for all
-groups; where it has none for the type, the groups are multiplied one by one. Either way it is one op here, with the
-shape of the output known beforehand, so that torch.compile takes it into a graph without a break and activation
+The number of rows in a group is known only on the device. Torch's grouped matmul reads it there, in one kernel for all
+groups; if torch has no kernel for the dtype, the groups are multiplied one by one. Either way this file defines one op
+whose output shape is known in advance, so that torch.compile traces it without a graph break and activation
 checkpointing can keep its output by name.
 """
 
@@ -20,7 +20,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Multiply each group's rows by its matrix.
 
     Args:
-        rows: (n, in), those of the first group first; a group may be empty, and all of them.
+        rows: (n, in), sorted by group; some or all groups may be empty.
         weights: (groups, out, in).
         counts: (groups,) int64, rows of each group; their sum is n.
 
@@ -37,12 +37,12 @@ def grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 @grouped_mm.register_fake
 def _(rows: Tensor, weights: Tensor, _counts: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weights.shape[1])  # len() would fix a size that is known to run time only
+    return rows.new_empty(rows.shape[0], weights.shape[1])  # len() would specialize on a size known only at run time
 
 
 @torch.library.custom_op("keel::grouped_outer", mutates_args=())
 def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
-    """left: (n, out), right: (n, in) -> (groups, out, in): each group's left^T right, zero where it is empty."""
+    """left: (n, out), right: (n, in) -> (groups, out, in): each group's left^T right, zero for empty groups."""
     if _has_kernel(left, right):
         return _GROUPED(left.T, right, offs=_ends(counts))
     out = left.new_empty(len(counts), left.shape[1], right.shape[1])
@@ -62,7 +62,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, weights, counts = ctx.saved_tensors
-    grad = grad.contiguous()  # an expanded one has strides that the kernel refuses
+    grad = grad.contiguous()  # the kernel refuses the strides of an expanded gradient
     by_rows = grouped_mm(grad, weights.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
     by_weights = _grouped_outer(grad, rows, counts) if ctx.needs_input_grad[1] else None
     return by_rows, by_weights, None
@@ -72,7 +72,7 @@ grouped_mm.register_autograd(_backward, setup_context=_keep)
 
 
 def _has_kernel(*operands: Tensor) -> bool:
-    """Whether torch's own can be used: its rows begin at multiples of 16 bytes, and there is at least one."""
+    """Whether torch's kernel supports them: at least one row, and every row starts at a multiple of 16 bytes."""
     alike = operands[0].dtype in (torch.bfloat16, torch.float16, torch.float32)
     aligned = all(size * t.element_size() % 16 == 0 for t in operands for size in t.shape[-2:][t.ndim == 2 :])
     return alike and aligned and len(operands[0]) > 0
@@ -83,6 +83,6 @@ def _ends(counts: Tensor) -> Tensor:
 
 
 def _parts(counts: Tensor) -> list[slice]:
-    """Each group's rows. The device's counts must be known here for that."""
+    """The rows of each group; waits for the counts from the device."""
     ends = counts.cumsum(0).tolist()
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]

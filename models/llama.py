@@ -1,12 +1,12 @@
-"""Llama 2 and 3.x: RMSNorm, rotary positions, grouped-query attention, SwiGLU; with experts, Mixtral and its kin.
+"""Llama 2 and 3.x: RMSNorm, rotary embedding, grouped-query attention, SwiGLU; with experts, Mixtral.
 
 Plain single-device PyTorch: no mesh, rank or process group is known here. Modules and weights are named and laid out
-as in Hugging Face's `LlamaForCausalLM` (rotary halves split, not interleaved; names without its leading "model."), so
+as in Hugging Face's `LlamaForCausalLM` (rotary halves split, not interleaved; names without the leading "model."), so
 that an export is a rename.
 
-One thing is unusual: `forward` can be given the loss. The head then hands its hidden states and its weight to the
-loss instead of multiplying them, so that the logits (2 GiB for 4,096 tokens of a 128K vocabulary in float32) need
-never exist as a whole.
+One thing is unusual: `forward` takes the loss as an argument. The head then passes its hidden states and weight to the
+loss instead of multiplying them, so that the full logits (2 GiB for 4,096 tokens of a 128K vocabulary in float32)
+never have to exist.
 """
 
 import math
@@ -25,12 +25,12 @@ from models.feed_forward import FeedForward
 from models.moe import Load, MixtureOfExperts, Router
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
-Mask = NumberedDocuments | Tensor  # which pairs of tokens see each other; a tensor says it of all (batch, 1, seq, seq)
-Attend = Callable[[Tensor, Tensor, Tensor, Mask | None], Tensor]  # (q, k, v, mask) -> what attention mixes of v
+Mask = NumberedDocuments | Tensor  # which pairs of tokens see each other; a tensor is (batch, 1, seq, seq), bool
+Attend = Callable[[Tensor, Tensor, Tensor, Mask | None], Tensor]  # (q, k, v, mask) -> attention output
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of the rotary positions (Su et al. 2021, RoFormer)."""
+    """Cosines and sines of the rotary embedding's angles (Su et al. 2021, RoFormer)."""
 
     inv_freq: Tensor
 
@@ -40,11 +40,11 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", self._inverse_frequencies(), persistent=False)
 
     def init_buffers(self) -> None:
-        """Fill the buffer after the model was moved off the meta device; float32 whatever the parameters' type."""
+        """Fill the buffer after the model left the meta device; float32, whatever the parameters' dtype."""
         self.inv_freq = self._inverse_frequencies("cpu").to(self.inv_freq.device)
 
     def _inverse_frequencies(self, device: str | None = None) -> Tensor:
-        """Radians a token, (head_dim / 2,), float32."""
+        """Radians per token, (head_dim / 2,), float32."""
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
         frequencies = 1.0 / self.theta**exponents
         return _stretch(frequencies, self.scaling) if self.scaling else frequencies
@@ -57,9 +57,9 @@ class RotaryEmbedding(nn.Module):
 
 
 def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1's scaling: long wavelengths are stretched by the factor, short ones kept, those between blended.
+    """Llama 3.1's RoPE scaling: long wavelengths are stretched by the factor, short ones kept, those between blended.
 
-    Source: Meta's reference implementation of Llama 3.1 (`apply_scaling`), the same as `rope_type = "llama3"` of
+    Source: Meta's reference implementation of Llama 3.1 (`apply_scaling`), which is `rope_type = "llama3"` in
     Hugging Face.
     """
     wavelengths = 2 * math.pi / frequencies
@@ -69,7 +69,7 @@ def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x: (batch, seq, heads, head_dim) by its positions; the pair of feature i is i + head_dim / 2."""
+    """Rotate x: (batch, seq, heads, head_dim) by its positions; feature i is paired with i + head_dim / 2."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -86,10 +86,10 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(query_dim, config.dim, bias=False)
         self.attend: Attend = attend
-        """What looks at other tokens; where the sequence is cut over ranks, another function stands here."""
+        """The function that mixes tokens; context parallelism replaces it where the sequence is split over ranks."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
-        """x: (batch, seq, dim), mask: what the model's `mask` made, None for plain causal."""
+        """x: (batch, seq, dim) -> the same shape; mask: from the model's `mask`, or None for plain causal attention."""
         heads = (*x.shape[:-1], -1, self.head_dim)  # -1: a tensor-parallel rank holds only some of the heads
         q = rotate(self.q_proj(x).view(heads), cos, sin)
         k = rotate(self.k_proj(x).view(heads), cos, sin)
@@ -103,8 +103,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
 
     Args:
         q: (batch, heads, seq, head_dim).
-        k, v: the same with as many heads or fewer (grouped queries).
-        mask: documents, or (batch, 1, seq, seq) of the pairs allowed; None for plain causal.
+        k, v: the same shape, with as many heads or fewer (grouped queries).
+        mask: documents, or (batch, 1, seq, seq) bool, true for allowed pairs; None for plain causal attention.
     """
     if isinstance(mask, NumberedDocuments):
         return attend_within(q, k, v, mask)
@@ -114,7 +114,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each on the normed residual stream and added to it."""
+    """Attention and feed-forward, each applied to the normed residual stream and added to it."""
 
     def __init__(self, config: Model, layer: int) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Block(nn.Module):
         self.mlp = MixtureOfExperts(config) if is_mixture(config, layer) else FeedForward(config.dim, config.ffn_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> tuple[Tensor, Load | None]:
-        """x: (batch, seq, dim) -> the same shape, and what was asked of the experts if there are any."""
+        """x: (batch, seq, dim) -> the same shape, and the load of the experts (None in a dense layer)."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MixtureOfExperts):
@@ -134,10 +134,10 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The output projection, which leaves the multiplication to the loss when it is given one."""
+    """The output projection; if it is given a loss, it leaves the multiplication to the loss."""
 
     def forward(self, hidden: Tensor, loss: Loss | None = None) -> Tensor:
-        """hidden: (batch, seq, dim) -> logits: (batch, seq, vocab), or what the loss returns."""
+        """hidden: (batch, seq, dim) -> logits: (batch, seq, vocab), or the loss's return value."""
         return F.linear(hidden, self.weight) if loss is None else loss(hidden, self.weight)
 
 
@@ -167,15 +167,15 @@ _SHARED_ROLES: dict[str, TensorRole] = {
     "mlp.shared_experts.down_proj.weight": "part_row",
 }
 _SAVE_OPS = ("aten.mm", "*._scaled_dot_product_*attention*", "_c10d_functional.reduce_scatter_tensor")
-# The choice of experts is kept: a recomputed score may differ in its last bit where it was compiled another way, and
-# another expert's rows would then be read out of what was kept.
+# The choice of experts (topk) is saved, not recomputed: a recomputed score may differ in its last bit if it was
+# compiled differently, and a different choice would then read another expert's rows out of the saved outputs.
 _SAVE_OPS_OF_EXPERTS = ("keel.grouped_mm", "aten.topk")
 
 _END_ROLES: dict[str, TensorRole] = {"embed_tokens": "embedding", "norm": "norm", "lm_head": "head"}
 
 
 def _roles(block: nn.Module) -> Iterator[tuple[str, TensorRole]]:
-    """Role of each part of a block under tensor parallelism."""
+    """The tensor-parallel role of each part of a block."""
     yield from _BLOCK_ROLES.items()
     if not isinstance(block.mlp, MixtureOfExperts):
         yield from _DENSE_ROLES.items()
@@ -188,8 +188,8 @@ def _roles(block: nn.Module) -> Iterator[tuple[str, TensorRole]]:
 class Llama(nn.Module):
     """The model; `config` is the job file's `[model]`.
 
-    A pipeline stage is a model without its other layers and, unless it is the first or the last, with None for
-    `embed_tokens`, or for `norm` and `lm_head`. What is left keeps its name.
+    A pipeline stage is this model with some layers removed. `embed_tokens` is None unless it is the first stage, and
+    `norm` and `lm_head` are None unless it is the last. Everything else keeps its name.
     """
 
     embed_tokens: nn.Embedding | None
@@ -207,7 +207,7 @@ class Llama(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = RotaryEmbedding(head_dim(config), config.rope_theta, config.rope_scaling)
         self.mask: Callable[[Documents, torch.dtype], Mask] = self._mask
-        """Documents, and the type of activations, to what each block's `attend` takes; replaced together with that."""
+        """Maps documents and the activations' dtype to the mask that each block's `attend` takes; replaced with it."""
 
     def forward(
         self,
@@ -216,13 +216,17 @@ class Llama(nn.Module):
         documents: Documents | None = None,
         loss: Loss | None = None,
     ) -> Tensor:
-        """Logits (batch, seq, vocab), or the loss if one is given; of a pipeline stage, its last layer's output.
+        """Compute the logits or the loss.
 
         Args:
-            tokens: (batch, seq) ids; for a later pipeline stage the output of the one before, (batch, seq, dim).
-            positions: (1 or batch, seq); default: 0, 1, 2, ...
-            documents: tokens see only earlier ones of the same document. Default: all earlier ones.
+            tokens: (batch, seq) ids; for a later pipeline stage, the previous stage's output, (batch, seq, dim).
+            positions: (1 or batch, seq). Default: 0, 1, 2, ...
+            documents: restricts attention to earlier tokens of the same document. Default: all earlier tokens.
             loss: called with the normed hidden states and the head's weight.
+
+        Returns:
+            Logits (batch, seq, vocab), or the loss if `loss` is given. A pipeline stage other than the last returns its
+            last layer's output, (batch, seq, dim).
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -231,7 +235,7 @@ class Llama(nn.Module):
         mask = None if documents is None else self.mask(documents, x.dtype)
         for name, block in self.layers.items():
             x, load = block(x, cos, sin, mask)
-            # Here, and not where it arises: activation checkpointing runs a block twice. Validation is not counted.
+            # Recorded outside the block, which activation checkpointing runs twice. Validation is not counted.
             if load is not None and torch.is_grad_enabled():
                 cast(Router, self.get_submodule(f"layers.{name}.mlp.router")).record(load)
         return x if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x), loss)
@@ -243,12 +247,12 @@ class Llama(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """How the model may be cut; see `Plan`."""
+        """How techniques may split the model; see `Plan`."""
         there = dict(self.named_children())
         blocks = tuple(f"layers.{name}" for name in self.layers)
         before = tuple(name for name in ("embed_tokens",) if name in there)
         after = tuple(name for name in ("norm", "lm_head") if name in there)
-        # A tied matrix is needed at both ends of the forward pass: it stays in the root's group, gathered throughout.
+        # A tied matrix is needed at both ends of the forward pass. It stays in the root's group, gathered throughout.
         groups = tuple((block,) for block in blocks)
         mixtures = [
             f"layers.{name}.mlp" for name, block in self.layers.items() if isinstance(block.mlp, MixtureOfExperts)
@@ -269,11 +273,11 @@ class Llama(nn.Module):
         )
 
     def init_std(self, name: str) -> float | None:
-        """Standard deviation of a parameter's initial values; None: it starts at one (the norms' weights).
+        """Standard deviation of a parameter's initial values; None for the norms' weights, which start at one.
 
         Matrices that write to the residual stream are scaled down by sqrt(2 * layer), layers counted from one, which
-        keeps the stream's variance from growing with depth (Zhang, Titov and Sennrich 2019, section 3; two writes a
-        layer).
+        keeps the stream's variance from growing with depth (Zhang, Titov and Sennrich 2019, section 3; each layer
+        writes twice).
         """
         if "norm" in name:
             return None
@@ -285,8 +289,8 @@ class Llama(nn.Module):
 def document_mask(document_ids: Tensor) -> Tensor:
     """document_ids: (batch, seq) -> (batch, 1, seq, seq), true where a query (row) may see a key (column).
 
-    Never for 16-bit types on CUDA: cuDNN, which would take the mask there, returns NaN gradients for some (pytorch
-    issue 196678).
+    Do not use it for 16-bit dtypes on CUDA: there cuDNN would take the mask, and it returns NaN gradients for some
+    masks (pytorch issue 196678).
     """
     same = document_ids[:, :, None] == document_ids[:, None, :]
     return same.tril()[:, None]

@@ -1,23 +1,23 @@
-"""A mixture of experts in the place of a feed-forward (Shazeer et al. 2017): each token goes through few of many.
+"""A mixture of experts in place of a feed-forward (Shazeer et al. 2017): each token goes through a few of many experts.
 
-The router scores the experts for each token and chooses the best `experts_per_token`; their outputs are added up,
+The router scores the experts for each token and chooses the best `experts_per_token`; their outputs are summed,
 weighted by their scores. No token is dropped, whatever the load of an expert: the tokens are sorted by expert, and the
-experts multiply groups of rows of any size. Weights of all experts stand in one tensor a projection, so that a
-grouped matmul takes them as they are and a mesh can cut them by expert.
+experts multiply groups of rows of any size. Each projection's weights are one tensor over all experts, so that a
+grouped matmul takes them as they are and a mesh can shard them by expert.
 
-What keeps the load even (`[model.router] load_balance`):
+Two methods keep the load even (`[model.router] load_balance`):
 
 * `auxiliary_loss` (Shazeer et al. 2017; Lepikhin et al. 2020, GShard; Fedus et al. 2021, Switch, section 2.2), in the
-  form that DeepSeek-V3 (2024, section 2.1.2, eq. 17-20) takes over each sequence of T tokens alone:
+  form of DeepSeek-V3 (2024, section 2.1.2, eq. 17-20), which treats each sequence of T tokens separately:
 
       weight * sum_i f_i P_i,   f_i = experts / (experts_per_token * T) * |tokens that chose expert i|,
                                 P_i = mean over tokens of expert i's share of the scores
 
-  It is added up over the layers and averaged over the sequences of the global batch. As each sequence stands for
-  itself, it does not depend on micro-batches or the mesh. Only P carries a gradient.
-* `bias` (Wang et al. 2024, "Auxiliary-loss-free load balancing", algorithm 1; DeepSeek-V3): a number for each expert
-  is added to its score where experts are chosen, not where they are weighted. After each step it goes up by
-  `bias_update_rate` for experts with fewer tokens of the global batch than the mean, and down for those with more.
+  It is summed over the layers and averaged over the sequences of the global batch. Since each sequence has its own
+  loss, the result does not depend on micro-batches or the mesh. Only P carries a gradient.
+* `bias` (Wang et al. 2024, "Auxiliary-loss-free load balancing", algorithm 1; DeepSeek-V3): each expert's bias is
+  added to its score for choosing experts, but not for weighting them. After each step the bias rises by
+  `bias_update_rate` for experts with fewer tokens of the global batch than the mean, and falls for those with more.
 """
 
 from collections.abc import Callable
@@ -34,21 +34,21 @@ from models.grouped_mm import grouped_mm
 
 
 class Load(NamedTuple):
-    """What the tokens of a micro-batch asked of one layer's experts."""
+    """How many tokens of a micro-batch were routed to each expert of a layer."""
 
     tokens: Tensor
     """(n_experts,) int64: tokens sent to each expert."""
     entropy: Tensor
-    """Sum over the tokens of the entropy of the scores' shares, in nats; a scalar."""
+    """Entropy of each token's normalized scores, in nats, summed over the tokens; a scalar."""
 
 
 class Choice(NamedTuple):
-    """The experts of every token."""
+    """The experts chosen for every token."""
 
     experts: Tensor
-    """(batch, seq, experts_per_token) int64, the best first."""
+    """(batch, seq, experts_per_token) int64, best first."""
     weights: Tensor
-    """The same shape; of the router's type."""
+    """The same shape, in the router's dtype."""
     load: Load
 
 
@@ -73,15 +73,15 @@ class Router(nn.Module):
         self.register_buffer("tokens_per_expert", counts, persistent=False)
         self.register_buffer("entropy", torch.zeros((), dtype=torch.float64), persistent=False)
         self.local: Callable[[Tensor], Tensor] = _unchanged
-        """What a technique that keeps the weight in another form puts here: the weight to compute with."""
+        """Maps the stored weight to the plain tensor to compute with; techniques that shard the weight replace it."""
         self.sum_over_sequence: Callable[[Tensor], Tensor] = _unchanged
-        """Adds up counts over the ranks that hold parts of the same sequences."""
+        """Sums counts over the ranks that hold parts of the same sequences."""
         self.balance_scale = 0.0
-        """Factor on the auxiliary loss of a sequence that makes its gradient, as the parameters' gradients are reduced,
-        that of the mean over the global batch; 0: there is none. Whoever trains the model sets it."""
+        """Factor on a sequence's auxiliary loss, set from outside. It must make the gradient, once reduced as the
+        parameters' gradients are, that of the mean over the global batch. 0: no auxiliary loss."""
 
     def init_buffers(self) -> None:
-        """Start the bias at zero, and counting; in types of their own, whatever the parameters'."""
+        """Zero the bias and the counts; their dtypes do not depend on the parameters'."""
         if self.bias is not None:
             self.bias = torch.zeros_like(self.bias, dtype=torch.float32)
         self.tokens_per_expert = torch.zeros_like(self.tokens_per_expert, dtype=torch.int64)
@@ -90,7 +90,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Choice:
         """x: (batch, seq, dim)."""
         weight = self.local(self.weight)
-        dtype = torch.promote_types(x.dtype, torch.float32)  # a rounded score would choose at random among near ones
+        dtype = torch.promote_types(x.dtype, torch.float32)  # rounded scores would tie, and the choice be arbitrary
         logits = F.linear(x.to(dtype), weight.to(dtype))  # (batch, seq, n_experts)
         scores = logits.softmax(-1) if self.settings.scoring == "softmax" else logits.sigmoid()
         shares = scores if self.settings.scoring == "softmax" else scores / scores.sum(-1, keepdim=True)
@@ -108,11 +108,11 @@ class Router(nn.Module):
         return Choice(experts, weights, Load(tokens.sum(0), entropy))
 
     def _auxiliary_loss(self, shares: Tensor, tokens: Tensor) -> Tensor:
-        """Sum over the sequences of the loss at the top of this file.
+        """Sum over the sequences of the loss in the module docstring.
 
         Args:
-            shares: (batch, seq, n_experts), adding up to 1.
-            tokens: (batch, n_experts), tokens of each sequence that chose an expert.
+            shares: (batch, seq, n_experts), summing to 1 over the experts.
+            tokens: (batch, n_experts), the tokens of each sequence that chose each expert.
         """
         tokens = self.sum_over_sequence(tokens).to(shares.dtype)
         chosen = tokens.sum(-1, keepdim=True)  # experts_per_token * T
@@ -121,13 +121,13 @@ class Router(nn.Module):
         return self.settings.auxiliary_loss_weight * (frequency * mean_share).sum()
 
     def record(self, load: Load) -> None:
-        """Count a micro-batch's load; `tokens_per_expert` and `entropy` hold the sums since they were zeroed."""
+        """Add a micro-batch's load to `tokens_per_expert` and `entropy`, which accumulate until they are zeroed."""
         self.tokens_per_expert += load.tokens
         self.entropy += load.entropy
 
 
 def _count(experts: Tensor, n_experts: int) -> Tensor:
-    """experts: (batch, seq, experts_per_token) -> (batch, n_experts): how often each is there, int64."""
+    """experts: (batch, seq, experts_per_token) -> (batch, n_experts) int64: how often each expert was chosen."""
     chosen = experts.flatten(1)
     return torch.zeros(len(chosen), n_experts, dtype=torch.int64, device=chosen.device).scatter_add(
         1, chosen, torch.ones_like(chosen)
@@ -135,9 +135,9 @@ def _count(experts: Tensor, n_experts: int) -> Tensor:
 
 
 class _WithLoss(torch.autograd.Function):
-    """A tensor as it is; backward through it also is backward of a loss, whose value goes nowhere.
+    """Returns a tensor unchanged; its backward also starts the backward pass of a loss, whose value is discarded.
 
-    So a layer has a loss of its own that needs no way to the end of the model, over pipeline stages for example.
+    This lets a layer have its own loss without passing it to the end of the model, for example across pipeline stages.
     """
 
     @staticmethod
@@ -150,7 +150,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """SwiGLU feed-forwards side by side, each for its own rows."""
+    """SwiGLU feed-forwards side by side, each applied to its own rows."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -160,17 +160,17 @@ class Experts(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(config.n_experts, inner, config.dim))
         self.down_proj = nn.Parameter(torch.empty(config.n_experts, config.dim, inner))
         self.local: Callable[[Tensor], Tensor] = _unchanged
-        """What a technique that cuts the weights puts here: a weight to this rank's part of it."""
+        """Maps a stored weight to this rank's part of it; a technique that shards the weights replaces it."""
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """What each row's expert makes of it.
+        """Apply to each row its expert.
 
         Args:
-            rows: (n, dim), those of the first expert first.
+            rows: (n, dim), sorted by expert.
             counts: (experts,) int64, rows of each expert that this rank holds; any may be 0.
 
         Returns:
-            (n, dim); of weights cut by their inner width a part of a sum.
+            (n, dim); one term of a sum over ranks if the weights are sharded by inner width.
         """
         gate, up, down = map(self.local, (self.gate_proj, self.up_proj, self.down_proj))
         hidden = F.silu(grouped_mm(rows, gate, counts)) * grouped_mm(rows, up, counts)
@@ -178,7 +178,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The chosen experts' outputs, weighted and added up, and those of the shared experts, which see every token."""
+    """The weighted sum of the chosen experts' outputs, plus the shared experts' output, which see every token."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -189,10 +189,10 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = FeedForward(config.dim, shared) if shared else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Load]:
-        """x: (batch, seq, dim) -> the same shape, and what the tokens asked of the experts."""
+        """x: (batch, seq, dim) -> the same shape, and the load of each expert."""
         choice = self.router(x)
-        order = choice.experts.flatten().argsort(stable=True)  # by expert, then as the tokens came
-        place = order.argsort()  # of each token's experts among the sorted rows
+        order = choice.experts.flatten().argsort(stable=True)  # by expert, then in the order of the tokens
+        place = order.argsort()  # position of each token's experts among the sorted rows
         k = choice.experts.shape[-1]
         rows = _Take.apply(x.flatten(0, 1), order, place, k)
         outputs = _Take.apply(self.experts(rows, choice.load.tokens), place, order, 1)
@@ -202,9 +202,9 @@ class MixtureOfExperts(nn.Module):
 
 
 class _Take(torch.autograd.Function):
-    """Rows in another order, each `times` times: row index // times for each index.
+    """Reorders rows, each repeated `times` times: takes row index // times for each index.
 
-    Backward takes rows, too, where indexing's own would add them up by atomics: the same bits on every run.
+    Backward gathers rows as well. Indexing's own backward would add them with atomics, which is not deterministic.
     """
 
     @staticmethod

@@ -1,18 +1,18 @@
 """Activation checkpointing: what the backward pass recomputes instead of keeping it (Chen et al. 2016).
 
-Each of the plan's blocks is a unit. `full` keeps a block's inputs and runs its forward pass again in backward;
-`selective` keeps, besides, the outputs of chosen ops, by default the costly ones (Korthikanti et al. 2022, section 5);
-`budget` leaves the choice to torch.compile's partitioner. In eager mode values and gradients stay the same bit for
-bit, since the same kernels run on the same inputs, only twice.
+Each of the plan's blocks is a unit. `full` keeps a block's inputs and repeats its forward pass in backward;
+`selective` also keeps the outputs of chosen ops, by default the expensive ones (Korthikanti et al. 2022, section 5);
+`budget` leaves the choice to torch.compile's partitioner. In eager mode, values and gradients stay bitwise the same,
+since the same kernels run on the same inputs, only twice.
 
-Which matrix a matmul multiplies is known in eager and in compiled code alike by an annotation: a matrix's forward pass
-runs under `torch.fx.traceback.annotate`. In eager mode that is an entry in a plain dictionary which the policy can
-read. Dynamo records the entry with the node it traces, and AOTAutograd puts it back while it runs the policy over that
-node. Counting calls would not do (a recomputation that stops early counts differently), nor would the weight's
-address, which FSDP changes between forward and backward and a fake tensor does not have.
+An annotation says which matrix a matmul belongs to, in eager and in compiled code alike: a matrix's forward pass runs
+under `torch.fx.traceback.annotate`. In eager mode that is an entry in a plain dictionary, which the policy can read.
+Dynamo records the entry with the node it traces, and AOTAutograd restores it while it runs the policy over that node.
+Counting calls would not work (a recomputation that stops early counts differently), nor would the weight's address,
+which FSDP changes between forward and backward and which a fake tensor does not have.
 
-A recomputation ends as soon as backward has what it needs: a block's last matrix, whose output is only added to the
-residual stream, is never multiplied again.
+A recomputation ends as soon as backward has what it needs: a block's last matmul, whose output is only added to the
+residual stream, is never repeated.
 """
 
 import logging
@@ -41,16 +41,16 @@ _MATMULS = {"aten::mm", "aten::addmm", "aten::bmm"}
 
 class Selection(NamedTuple):
     """What `selective` keeps. It holds nothing but strings, so that Dynamo can guard a compiled graph by its value:
-    of a closure it would compare the code alone, and give one selection the graph of another."""
+    Dynamo compares closures by their code alone, and would reuse one selection's graph for another."""
 
     ops: tuple[str, ...]
-    """Ops whose outputs are kept, as the dispatcher names them ("aten::mm")."""
+    """Ops whose outputs are kept, by dispatcher name ("aten::mm")."""
 
     recomputed: tuple[str, ...]
-    """Matrices, by name within the block, whose outputs are recomputed even so."""
+    """Matrices, by name within the block, whose outputs are recomputed nevertheless."""
 
     def keeps(self, op: str, matrix: str | None) -> bool:
-        """Whether the output of `op`, run in the forward pass of `matrix` (None: of none), is kept."""
+        """Whether the output of `op` is kept when it runs in the forward pass of `matrix` (None: of no matrix)."""
         return op in self.ops and matrix not in self.recomputed
 
 
@@ -58,7 +58,7 @@ def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) 
     """Replace the forward pass of the plan's blocks, in place; parameter names stay as they are.
 
     Raises:
-        ConfigError: an op, a layer or an n-th matrix is asked for that is not there.
+        ConfigError: the config names an op, a layer or an n-th matrix that does not exist.
     """
     plan = plan_of(model)
     blocks = [model.get_submodule(name) for name in plan.blocks]
@@ -74,18 +74,18 @@ def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) 
 
 
 def _checkpoint(block: nn.Module, config: ActivationCheckpoint, default_ops: Sequence[str]) -> None:
-    """Recompute the block in backward, except for what `config` keeps of it."""
-    # There is no dropout: the random state need not be kept.
+    """Recompute the block in backward, except for the outputs that `config` keeps."""
+    # There is no dropout, so the random state need not be preserved.
     run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if config.mode == "selective":
         selection = select(block, config, default_ops)
         if selection.recomputed:
             _annotate_matrices(block)
         contexts = partial(_contexts, *selection)
-        # Without a hash of the policy the compiler's on-disk cache is bypassed: every start would compile anew.
+        # Without a hash of the policy, the compiler bypasses its on-disk cache, and every start would compile again.
         contexts.cache_hash = repr(selection)  # type: ignore[attr-defined]
         run = partial(run, context_fn=contexts)
-        # The compiler asks its users to see to it that such a block writes nothing in place: none of ours does.
+        # The compiler warns that such a block must not write in place; no block of ours does.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     forward = block.forward
 
@@ -106,10 +106,10 @@ def _contexts(ops: tuple[str, ...], recomputed: tuple[str, ...]) -> tuple[Abstra
 
 
 def _declare_attention_deterministic() -> None:
-    """Take the tag of randomness from the attention ops: there is no dropout.
+    """Remove the tag of randomness from the attention ops, since there is no dropout.
 
-    For a tagged op that it recomputes, the compiler would carry the random generator's state from forward to backward,
-    and together with a tensor-parallel mesh torch 2.13 mixes the two up and fails.
+    For a tagged op that it recomputes, the compiler carries the random generator's state from forward to backward.
+    With a tensor-parallel mesh, torch 2.13 confuses the two and fails.
     """
     for name in resolve_ops(("aten._scaled_dot_product_*attention*",)):
         op, _, overload = name.removeprefix("aten::").partition(".")
@@ -121,12 +121,12 @@ def _declare_attention_deterministic() -> None:
 def _compile_within_budget(block: nn.Module, budget: float) -> None:
     """Set the partitioner's memory budget while the block runs, and so whenever it is compiled.
 
-    Set for the whole process it would hold for the compiled loss as well, and recompute the logits.
+    Set for the whole process, the budget would apply to the compiled loss as well, and recompute the logits.
     """
     count_grouped_queries()
     settings: dict[str, Any] = {"activation_memory_budget": budget}
     if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
-        # Torch 2.13 asks for it where tensor parallelism brings a mesh into the graph: it holds no activations.
+        # Torch 2.13 requires it where tensor parallelism puts a mesh, which holds no activations, into the graph.
         settings["unsafe_treat_script_objects_as_zero_size"] = True
     patches: list[AbstractContextManager] = []
 
@@ -145,10 +145,10 @@ def _compile_within_budget(block: nn.Module, budget: float) -> None:
 
 
 def selected_layers(config: ActivationCheckpoint, n_layers: int) -> list[int]:
-    """Layers that are checkpointed: of those in `layers` (default: all) every n-th, which is the last of n.
+    """The layers that are checkpointed: of those in `layers` (default: all), the last of every n.
 
     Raises:
-        ConfigError: `layers` cannot be read or names a layer that the model lacks.
+        ConfigError: `layers` cannot be parsed, or names a layer that the model lacks.
     """
     layers = list(range(n_layers)) if config.layers is None else layer_numbers(config.layers, n_layers)
     return layers[config.every_nth_layer - 1 :: config.every_nth_layer]
@@ -158,7 +158,7 @@ def select(block: nn.Module, config: ActivationCheckpoint, default_ops: Sequence
     """What `selective` keeps of a block.
 
     Raises:
-        ConfigError: a name in `save_ops` is no op; every n-th of the block's matrices is none.
+        ConfigError: a name in `save_ops` is not an op, or the block has no n-th matrix to keep.
     """
     names, nth = list(matrices(block)), config.save_every_nth_matmul
     ops = resolve_ops(tuple(config.save_ops or default_ops))
@@ -173,15 +173,15 @@ def select(block: nn.Module, config: ActivationCheckpoint, default_ops: Sequence
 
 @cache
 def resolve_ops(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of all registered ops, as the dispatcher has them, that match `patterns`.
+    """Dispatcher names of all registered ops that match `patterns`.
 
-    A pattern is a name like "aten.mm", which stands for all its overloads, or "aten.mm.default"; `*` and `?` match as
+    A pattern is a name like "aten.mm", which matches all its overloads, or "aten.mm.default"; `*` and `?` match as
     in a shell.
 
     Raises:
         ConfigError: a pattern matches no op.
     """
-    # Dispatcher name -> the two names that PyTorch shows: "aten::mm" -> "aten.mm", "aten.mm.default".
+    # Dispatcher name -> the two names by which PyTorch shows it: "aten::mm" -> "aten.mm", "aten.mm.default".
     shown: dict[str, tuple[str, str]] = {}
     for name in torch._C._dispatch_get_all_op_names():
         op, _, overload = name.replace("::", ".").partition(".")[2].partition(".")
@@ -200,12 +200,12 @@ def resolve_ops(patterns: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def matrices(block: nn.Module) -> dict[str, nn.Module]:
-    """The block's matrices by name, in the order of their definition."""
+    """The block's matrices by name, in definition order."""
     return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
 
 
 def _annotate_matrices(block: nn.Module) -> None:
-    """Let the policy know in which matrix's forward pass an op runs; the module's docstring says how."""
+    """Tell the policy in which matrix's forward pass an op runs; the module docstring explains how."""
     for name, module in matrices(block).items():
         module.forward = _annotated(module.forward, name)
 

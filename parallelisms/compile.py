@@ -1,8 +1,8 @@
 """torch.compile, block by block.
 
 The blocks run the same code, so one compiled graph serves them all: compiling takes as long for 126 layers as for
-one. What FSDP does between blocks (gathers, reductions, prefetching) stays eager, outside the graphs. The loss, the
-other costly part, compiles its own kernels (`trainer/loss.py`).
+one. FSDP's work between blocks (gathers, reductions, prefetching) stays eager, outside the graphs. The loss, the
+other expensive part, compiles its own kernels (`trainer/loss.py`).
 """
 
 import torch

@@ -1,14 +1,13 @@
 """Expert parallelism (Lepikhin et al. 2020, GShard): each rank holds some of the experts, and rows travel to them.
 
-The ranks of `ep` have different tokens, as all ranks that FSDP shards over. Each sends the rows that its router gave
-to an expert to the rank that holds the expert, in one all-to-all, multiplies what it receives, and sends the results
-back in another. How many rows go where is the routing's business: splits are uneven, an expert may get nothing, a rank
-too. Every rank takes part in every exchange all the same, so their order is the same on all of them, also where
-activation checkpointing repeats the forward pass.
+The ranks of `ep` have different tokens, like all ranks that FSDP shards over. Each rank sends the rows that its router
+assigned to an expert to the rank that holds the expert, in one all-to-all, multiplies the rows it receives, and sends
+the results back in another. The routing decides how many rows go where: splits are uneven, and an expert or a whole
+rank may receive none. Every rank still takes part in every exchange, so all ranks issue them in the same order, also
+where activation checkpointing repeats the forward pass.
 
-A rank's experts are whole; the ranks that are left of `dp_shard` x `cp` shard them again by FSDP (`fsdp.py`). A
-parameter is a DTensor over both axes, so that initial weights, clipping and checkpoints need to know nothing of
-experts.
+A rank's experts are whole; FSDP shards them over the remaining ranks of `dp_shard` x `cp` (`fsdp.py`). A parameter is
+a DTensor over both axes, so initialization, clipping and checkpoints need no special case for experts.
 """
 
 from collections.abc import Callable
@@ -30,11 +29,11 @@ _c10d = torch.ops._c10d_functional
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Leave to each rank its share of the plan's experts, and send rows to where their experts are.
+    """Keep this rank's share of the plan's experts, and send rows to the ranks that hold their experts.
 
     Args:
-        model: on the meta device; tensor parallelism may have cut it.
-        mesh: (ep,), or with tensor parallelism (ep, tp). Its first size divides the number of experts.
+        model: on the meta device; tensor parallelism may already have sharded it.
+        mesh: (ep,), or with tensor parallelism (ep, tp). The size of `ep` divides the number of experts.
     """
     for name in plan_of(model).experts:
         experts: Any = model.get_submodule(name)
@@ -45,7 +44,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _own_experts(parameter: Tensor, mesh: DeviceMesh) -> DTensor:
-    """This rank's share of a parameter (experts, ...), which tensor parallelism may have cut within the experts."""
+    """This rank's share of a parameter (experts, ...), which tensor parallelism may have sharded within each expert."""
     within = parameter.placements if isinstance(parameter, DTensor) else ()
     own = local_part(parameter).detach().chunk(mesh.size(0))[mesh.get_local_rank("ep")]
     return DTensor.from_local(
@@ -54,11 +53,11 @@ def _own_experts(parameter: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _on_their_ranks(forward: Callable[[Tensor, Tensor], Tensor], group: str, rows: Tensor, counts: Tensor) -> Tensor:
-    """`forward`, the experts' own, where the experts are.
+    """Run `forward` on the ranks that hold each row's expert.
 
     Args:
-        forward: of this rank's experts.
-        group: name of the process group whose ranks share the experts out, in the order of the experts.
+        forward: the forward pass of this rank's experts.
+        group: name of the process group over which the experts are distributed, in order.
         rows: (n, dim), sorted by expert.
         counts: (n_experts,) int64, rows of each expert.
     """
@@ -67,12 +66,12 @@ def _on_their_ranks(forward: Callable[[Tensor, Tensor], Tensor], group: str, row
     return _return(results, *route, rows.shape[0], group)
 
 
-# --------------------------------------------------------------------------- ops: compilers take them as they are
+# --------------------------------------------------------------------------- custom ops, opaque to torch.compile
 
 
 @torch.library.custom_op("keel::route_to_experts", mutates_args=())
 def _route(counts: Tensor, n: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tell every rank how many rows it will get for each of its experts.
+    """Exchange how many rows each rank will receive for each of its experts.
 
     Args:
         counts: (n_experts,) int64, rows that leave this rank for each expert.
@@ -81,14 +80,14 @@ def _route(counts: Tensor, n: int, group: str) -> tuple[Tensor, Tensor, Tensor, 
 
     Returns:
         counts: (own experts,) int64, rows that arrive for each expert of this rank.
-        sizes: (2, ranks) int64, in CPU memory: rows that leave for each rank, and that arrive from it.
-        by_expert: (rows that arrive,) int64: the order of arrival -> by expert.
-        as_arrived: the inverse.
+        sizes: (2, ranks) int64, in CPU memory: rows sent to each rank, and received from it.
+        by_expert: (rows that arrive,) int64, the permutation from order of arrival to order by expert.
+        as_arrived: the inverse permutation.
     """
     n_ranks = _group(group).size()
     leaving = counts.unflatten(0, (n_ranks, -1))  # (ranks, experts of each)
     arriving = _all_to_all(counts, [leaving.shape[1]] * n_ranks, [leaving.shape[1]] * n_ranks, group).view_as(leaving)
-    # The CPU waits for the device here: a collective's sizes must be known to it.
+    # The CPU waits for the device here, because it must know a collective's sizes.
     sizes = torch.stack((leaving.sum(1), arriving.sum(1))).cpu()
     # Rows arrive by rank, and from each rank by expert.
     experts = torch.arange(arriving.shape[1], device=counts.device).repeat(n_ranks)
@@ -105,7 +104,7 @@ def _(counts: Tensor, n: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tenso
     n_arriving: int | torch.SymInt
     try:
         n_arriving = torch.library.get_ctx().new_dynamic_size()
-    except DynamicOutputShapeException:  # where sizes must be numbers, without values: as many as with an even load
+    except DynamicOutputShapeException:  # tracing with concrete sizes but no values: assume an even load
         n_arriving = n
     by_expert = counts.new_empty(n_arriving)
     sizes = counts.new_empty(2, n_ranks, device="cpu")
@@ -114,7 +113,7 @@ def _(counts: Tensor, n: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 @torch.library.custom_op("keel::send_to_experts", mutates_args=())
 def _send(rows: Tensor, sizes: Tensor, by_expert: Tensor, as_arrived: Tensor, group: str) -> Tensor:
-    """Rows by expert here, (n, dim) -> rows by expert where their experts are, (rows that arrive, dim)."""
+    """Send rows (n, dim), sorted by expert, to their experts' ranks: (rows that arrive, dim), sorted by expert."""
     leaving, arriving = sizes.tolist()
     return _all_to_all(rows, arriving, leaving, group)[by_expert]
 
@@ -126,7 +125,7 @@ def _(rows: Tensor, sizes: Tensor, by_expert: Tensor, as_arrived: Tensor, group:
 
 @torch.library.custom_op("keel::return_from_experts", mutates_args=())
 def _return(rows: Tensor, sizes: Tensor, by_expert: Tensor, as_arrived: Tensor, n: int, group: str) -> Tensor:
-    """The way back of `_send`; n: how many rows had left this rank."""
+    """Undo `_send`; n is the number of rows that had left this rank."""
     leaving, arriving = sizes.tolist()
     return _all_to_all(rows[as_arrived], leaving, arriving, group)
 
@@ -155,9 +154,9 @@ _return.register_autograd(_send_gradients, setup_context=_keep_route)
 
 
 def _all_to_all(x: Tensor, arriving: list[int], leaving: list[int], group: str) -> Tensor:
-    """Send each rank its rows of x; what the ranks send, in their order."""
+    """Send each rank its rows of x; returns the rows received, in rank order."""
     return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), arriving, leaving, group))
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    return _resolve_process_group(name)  # type: ignore[arg-type]  # a type of its own since torch 2.13, str before
+    return _resolve_process_group(name)  # type: ignore[arg-type]  # a distinct type since torch 2.13, str before

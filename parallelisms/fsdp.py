@@ -1,15 +1,16 @@
 """Fully sharded data parallelism (FSDP2, Zhao et al. 2023; per-parameter sharding), HSDP and DDP.
 
 Parameters, gradients and optimizer state are sharded by rows over `dp_shard` x `cp` and replicated over `dp_replicate`;
-a group's parameters are gathered before it computes. DDP is the case `dp_shard = 1`, and so is, over all ranks with
-different tokens, the partition by owner (`owner_partition.py`). It is applied at degree 1 as well: that is where
-compute_dtype and reduce_dtype come from, so that they mean the same everywhere. Only where a single rank has nothing to
-convert is it left out: it would just copy each parameter and gradient, which takes 3-5% of a step on a CPU.
+a group's parameters are gathered before it computes. DDP is the case `dp_shard = 1`. So is the partition by owner
+(`owner_partition.py`), whose replicas are all ranks that hold different tokens. FSDP is applied at degree 1 as well,
+because compute_dtype and reduce_dtype are implemented by it and must mean the same at every degree. It is left out only
+where a single rank has nothing to convert: there it would just copy each parameter and gradient, which takes 3-5% of a
+step on a CPU.
 
-The stages of ZeRO (Rajbhandari et al. 2020, section 5) differ in what stays whole while a step computes; between steps
-a rank holds its shards, whatever the stage. With P parameters over N ranks, in elements:
+The ZeRO stages (Rajbhandari et al. 2020, section 5) differ in what is unsharded while a step computes; between steps
+a rank holds only its shards, at every stage. With P parameters over N ranks, in elements:
 
-    stage   parameters            gradients                      gathers and reductions a step of m micro-batches
+    stage   parameters            gradients                      gathers and reductions per step of m micro-batches
     3       P / N + some groups   P / N                          2 m, m
     2       P / N + P             P / N                          m, m
     1       P / N + P             P / N + P between micro-batches   1, 1
@@ -35,14 +36,15 @@ from parallelisms.torch_internals import compute_within, find_gradient_types, fs
 
 
 def apply_fsdp(model: nn.Module, mesh: Mesh, config: Fsdp, training: Training) -> None:
-    """Shard each of the plan's groups, then what is left with the root.
+    """Shard each of the plan's groups, then the remaining parameters with the root.
 
-    Experts that expert parallelism has shared out are sharded apart from their group, over the ranks that hold the
-    same ones. A pipeline stage by default does not reshard after forward: it would gather anew for every micro-batch.
+    Under expert parallelism, experts are sharded separately from their group, over the ranks that hold the same ones.
+    By default a pipeline stage does not reshard after forward, which would gather its parameters again for every
+    micro-batch.
     """
     plan = plan_of(model)
     for names in plan.fsdp_groups:
-        # The last group's backward follows its forward at once: resharding between them would only gather it twice.
+        # The last group's backward directly follows its forward: resharding in between would only gather it twice.
         is_freed = names is not plan.fsdp_groups[-1] and mesh.sizes.pp == 1
         reshard = {"default": is_freed, "always": True, "never": False}[reshard_after_forward(config)]
         shard = partial(_shard, reshard=reshard, config=config, training=training)
@@ -56,7 +58,7 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, config: Fsdp, training: Training) -
 
 
 def _inside(names: Sequence[str], outer: Sequence[str]) -> tuple[str, ...]:
-    """Those of `names` that are modules within those of `outer`."""
+    """The modules among `names` that lie within a module of `outer`."""
     return tuple(name for name in names if name.startswith(tuple(f"{module}." for module in outer)))
 
 
@@ -88,27 +90,27 @@ def _shard(modules: list[nn.Module], mesh: DeviceMesh, reshard: bool, config: Fs
 
 
 def _add_up_gradients(group: FSDPModule) -> None:
-    """Let its reductions add gradients up; FSDP's own rule is the average over the group's ranks.
+    """Make the group's reductions sum gradients; by default FSDP averages them over the group's ranks.
 
-    The loss is divided by the tokens of the global batch already. An average would divide an expert's gradient by fewer
-    ranks than that of a matrix which every rank applies, for the expert sees the tokens of all `ep` ranks.
+    The loss is already divided by the tokens of the global batch. An average would divide an expert's gradient by fewer
+    ranks than a dense matrix's gradient, since the expert sees the tokens of all `ep` ranks.
     """
     group.set_gradient_divide_factor(1.0)
-    group.set_force_sum_reduction_for_comms(True)  # gloo knows no sum that multiplies first
+    group.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
 
 
 def is_needed(world_size: int, config: Fsdp, training: Training) -> bool:
-    """Whether there is anything to shard, to reduce or to convert."""
+    """Whether FSDP has anything to shard, reduce or convert."""
     converts = len({training.dtype, training.compute_dtype, training.reduce_dtype}) > 1
     return world_size > 1 or converts or config.cpu_offload or config.partition == "owner"
 
 
 def apply_prefetch(model: nn.Module, comm: Comm) -> None:
-    """Issue the gathers of the groups that compute next, in each direction, before a group computes.
+    """Before a group computes, issue the gathers of the groups that compute next, in forward and in backward.
 
-    FSDP's own rule is one group ahead in backward, and in forward only what the CPU happens to run ahead. What is
-    sharded on its own inside a group, as experts are, is gathered with it, in the order of use: the group's own first,
-    in backward, too, since FSDP gathers what a module holds before it comes to what is inside.
+    FSDP's default is one group ahead in backward; in forward it gathers ahead only as far as the CPU runs ahead of the
+    device. Modules inside a group that are sharded separately, such as experts, are gathered with the group, after its
+    own parameters. This holds in backward as well, since FSDP gathers a module's parameters before those inside it.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -117,8 +119,8 @@ def apply_prefetch(model: nn.Module, comm: Comm) -> None:
         if comm.prefetch_forward:
             ahead = chain.from_iterable(groups[i + 1 : i + 1 + comm.prefetch_forward])
             group.set_modules_to_forward_prefetch([*inside, *ahead])
-        # Without a list FSDP follows its own rule, by which, from the second micro-batch on, the first group gathers
-        # the last one once more, for nothing. Itself is gathered already.
+        # With an empty list FSDP follows its default, by which, from the second micro-batch on, the first group gathers
+        # the last one needlessly. A list of the group itself costs nothing, since it is already gathered.
         ahead = chain.from_iterable(groups[max(0, i - comm.prefetch_backward) : i][::-1])
         group.set_modules_to_backward_prefetch(([*inside, *ahead] if comm.prefetch_backward else []) or [group])
         for module in inside:
@@ -128,17 +130,17 @@ def apply_prefetch(model: nn.Module, comm: Comm) -> None:
 
 
 def _sharded_inside(model: nn.Module, names: Sequence[str]) -> list[FSDPModule]:
-    """The first module of a group, which stands for all to FSDP, then modules inside with groups of their own."""
+    """A group's first module, on which FSDP keeps the group, then the separately sharded modules inside the group."""
     modules = [model.get_submodule(name) for name in names]
     inside = [m for module in modules for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
     return [cast(FSDPModule, modules[0]), *inside]
 
 
 def prepare_backward(model: nn.Module, config: Fsdp, is_last_micro_batch: bool) -> None:
-    """Say before each micro-batch's backward pass whether it is the step's last, and so whether it reduces gradients.
+    """Configure a micro-batch's backward pass: whether it is the step's last, and so whether it reduces gradients.
 
-    Where gradients are reduced once a step, the micro-batches before it keep them unsharded, in reduce_dtype; ZeRO
-    stage 1 keeps the parameters gathered, too.
+    If gradients are reduced once per step, earlier micro-batches keep them unsharded, in reduce_dtype; ZeRO stage 1
+    also keeps the parameters gathered.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -163,7 +165,7 @@ def freeze(models: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter], 
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the parameters that a forward pass without a backward has left gathered."""
+    """Free the parameters that a forward pass without a backward pass left gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

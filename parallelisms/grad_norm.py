@@ -1,8 +1,8 @@
 """The global gradient norm, and clipping by it, over any mixture of meshes and placements.
 
-`torch.nn.utils.clip_grad_norm_` refuses gradients on different meshes, and plain tensors beside DTensors. Here each
-rank takes the norm of the shards it holds, gradients that are cut over the same process groups together, and p-th
-powers are added up over just those groups: an element counts once, however many ranks hold a copy of it.
+`torch.nn.utils.clip_grad_norm_` refuses gradients on different meshes, and plain tensors mixed with DTensors. Here each
+rank takes the norm of its local shards, grouping gradients that are sharded over the same process groups, and sums p-th
+powers over just those groups. Each element therefore counts once, however many ranks hold a copy of it.
 """
 
 import math
@@ -24,12 +24,12 @@ def grad_norm(
     """Global p-norm of the gradients; all ranks must call it.
 
     Args:
-        parameters: those without a gradient are left out.
+        parameters: those without a gradient are skipped.
         norm_type: p; inf for the largest absolute value.
         pipeline: the ranks that hold the other stages' parameters.
 
     Returns:
-        A scalar, the same on all ranks, but for rounding where groups add up in different orders.
+        A scalar, equal on all ranks up to rounding (groups may sum in different orders).
     """
     parameters = list(parameters)
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
@@ -49,10 +49,10 @@ def grad_norm(
 
 @torch.no_grad()
 def clip_grads_with_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale the gradients in place so that their global norm, which is `norm`, is at most `max_norm` (inf: as it is).
+    """Scale the gradients in place so that their global norm, given as `norm`, is at most `max_norm` (inf: no scaling).
 
-    As `torch.nn.utils.clip_grads_with_norm_`. A norm that is not finite scales nothing to a usable value, but such a
-    step is skipped anyway.
+    Computes what `torch.nn.utils.clip_grads_with_norm_` does. If the norm is not finite, the scaled gradients are
+    unusable, but such a step is skipped anyway.
     """
     local = [local_part(gradient) for gradient in _gradients(parameters)]
     if local and math.isfinite(max_norm):
@@ -70,7 +70,7 @@ def _exchanged_on(tensor: Tensor) -> torch.device | str:
 
 
 def _sharding_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups over which the gradient is cut, and so over which its norm must be added up."""
+    """The process groups over which the gradient is sharded, and over which its norm must therefore be summed."""
     if not isinstance(gradient, DTensor):
         return ()
     mesh = gradient.device_mesh
@@ -84,7 +84,7 @@ def _total_over(
 ) -> Tensor:
     """Sum of p-th powers (p = inf: the largest absolute value) over the local shards and over the ranks of `groups`.
 
-    `device`: where these exchange tensors, also of gradients that are kept in the host's memory.
+    `device` is where `groups` exchange tensors, even if the gradients are kept in CPU memory.
     """
     norms = torch.stack(torch._foreach_norm([t for t in local if t.numel()] or [local[0].new_zeros(1)], norm_type))
     if norms.dtype in (torch.bfloat16, torch.float16):

@@ -1,10 +1,10 @@
 """Initial weights that do not depend on the mesh.
 
-A rank's random stream would give other weights on another mesh. Here every block of rows of every parameter has a
-generator of its own, keyed by (seed, parameter name, block), and a rank draws just the blocks that hold rows of its
-shard. So the values are the same bits on any mesh and device, and beside its shard a rank never holds more than a
-block per thread. Drawing happens on the CPU in float32, whatever the parameter's device and type, so that a float64
-proof and a bfloat16 run start at the same point.
+If each rank drew from its own random stream, the weights would depend on the mesh. Instead, every block of rows of
+every parameter has its own generator, keyed by (seed, parameter name, block), and a rank draws only the blocks that
+contain rows of its shard. The values are therefore bitwise equal on any mesh and device, and a rank never holds more
+than its shard and one block per thread. Values are drawn on the CPU in float32, whatever the parameter's device and
+dtype, so that a float64 proof and a bfloat16 run start from the same point.
 """
 
 import os
@@ -20,21 +20,21 @@ from torch.distributed.tensor import DTensor
 from parallelisms.ranks import local_part
 from parallelisms.ties import ties_kept
 
-BLOCK_ELEMENTS = 1 << 20  # 4 MiB in float32: cheap to draw and throw away, and few enough generators
+BLOCK_ELEMENTS = 1 << 20  # 4 MiB in float32: cheap to draw and discard, and large enough to need few generators
 TRUNCATION = 3.0  # standard deviations; as in torchtitan and OLMo, so that no weight starts as an outlier
 
 
 def materialize(model: nn.Module, device: torch.device, seed: int, offload: bool = False) -> None:
-    """Move a model (possibly sharded) from the meta device to `device` and give it its initial weights.
+    """Move a model (possibly sharded) from the meta device to `device` and initialize its weights.
 
     Args:
-        model: says by `init_std(name)` how each parameter starts; modules with buffers have `init_buffers()`.
+        model: its `init_std(name)` says how each parameter starts; modules with buffers have `init_buffers()`.
         device: where the model computes.
-        seed: of the run.
-        offload: parameters are kept in CPU memory, wherever the model computes.
+        seed: the run's seed.
+        offload: keep parameters in CPU memory, wherever the model computes.
 
     Raises:
-        RuntimeError: a parameter or buffer was forgotten; the message has its name.
+        RuntimeError: a parameter or buffer was not initialized; the message names it.
     """
     with ties_kept(model):
         model.to_empty(device="cpu" if offload else device)
@@ -58,7 +58,7 @@ def _threads() -> int:
 
 
 def _unset(tensor: Tensor) -> Tensor:
-    """Mark every element as not initialized yet; integers have no mark."""
+    """Fill with NaN to mark every element as uninitialized; integer tensors cannot be marked."""
     with torch.no_grad():
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
@@ -73,7 +73,7 @@ def _initialize(parameter: Tensor, std: float | None, key: str, pool: ThreadPool
     *stacked, columns = local_indices(parameter)
     n_columns = parameter.shape[-1]
     n_rows = parameter.numel() // n_columns
-    # Of stacked matrices (a mixture's experts) the rows of one after the other, so that a block is no larger for them.
+    # Stacked matrices (a mixture's experts) are drawn as one tall matrix, so that a block is no larger for them.
     rows = torch.zeros(1, dtype=torch.int64)
     for size, index in zip(parameter.shape, stacked, strict=False):
         rows = (rows[:, None] * size + index).flatten()
@@ -81,7 +81,7 @@ def _initialize(parameter: Tensor, std: float | None, key: str, pool: ThreadPool
     block_rows = max(1, BLOCK_ELEMENTS // n_columns)
 
     def fill(block: int) -> None:
-        here = (rows // block_rows == block).nonzero().flatten()  # positions in the shard of the block's rows
+        here = (rows // block_rows == block).nonzero().flatten()  # positions in the shard of this block's rows
         shape = (min(block_rows, n_rows - block * block_rows), n_columns)
         values = _truncated_normal(shape, std, f"{key}/{block}")[rows[here] - block * block_rows]
         if len(columns) < n_columns:
@@ -94,7 +94,7 @@ def _initialize(parameter: Tensor, std: float | None, key: str, pool: ThreadPool
 def local_indices(parameter: Tensor) -> list[Tensor]:
     """For each dimension, the global indices of the elements in this rank's shard, ascending.
 
-    FSDP shards what tensor parallelism has left of a dimension, so the mesh's axes apply from the innermost outward.
+    FSDP shards what tensor parallelism left of a dimension, so the mesh's axes apply from the innermost outward.
     """
     indices = [torch.arange(size) for size in parameter.shape]
     if isinstance(parameter, DTensor):
@@ -117,10 +117,10 @@ def _truncated_normal(shape: Iterable[int], std: float, key: str) -> Tensor:
 
 
 def check_initialized(model: nn.Module) -> None:
-    """Find what was forgotten: parameters and buffers with NaN anywhere, parameters that are zero everywhere.
+    """Find parameters and buffers that contain a NaN, and parameters that are zero everywhere.
 
     Raises:
-        RuntimeError: naming each of them.
+        RuntimeError: something was not initialized; the message names each such tensor.
     """
     forgotten = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -1,8 +1,8 @@
-"""Keeping the load of a mixture's experts even, over the whole global batch, and saying how even it is.
+"""Keeping the load of a mixture's experts even over the global batch, and measuring how even it is.
 
-The routers of a model know the tokens of one micro-batch on one rank. Here they learn what makes their auxiliary loss
-that of the whole: where sequences are cut over ranks, and what a sequence's share of the global batch is. After each
-step their counts are added up over the ranks, as exact integers, for the bias rule and for the metrics.
+A model's routers see only one micro-batch on one rank. This file tells them what they need to compute the auxiliary
+loss of the whole global batch: over which ranks sequences are split, and the weight of one sequence. After each step
+the routers' counts are summed over the ranks, as exact integers, for the bias rule and for the metrics.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ from parallelisms.mesh import Mesh
 
 
 def apply_load_balance(model: nn.Module, mesh: Mesh, config: Config) -> None:
-    """Tell each router of the plan its place in the global batch.
+    """Set each router's factor on the auxiliary loss and, with context parallelism, its sum over a sequence's ranks.
 
-    Gradients are added up over the ranks: a sequence's part in the mean over the global batch is the same on all of
-    them, and tensor-parallel ranks, which all compute the same loss, have their share of that.
+    Gradients are summed over the ranks. Every rank therefore gives a sequence the same weight in the mean over the
+    global batch, and tensor-parallel ranks, which all compute the same loss, each contribute 1/tp of it.
     """
     sizes = mesh.sizes
     for name in plan_of(model).routers:
@@ -36,7 +36,7 @@ def apply_load_balance(model: nn.Module, mesh: Mesh, config: Config) -> None:
 
 @torch.library.custom_op("keel::sum_over", mutates_args=())
 def _sum_over(counts: Tensor, group: str) -> Tensor:
-    """The sum over the ranks of a group; without a gradient."""
+    """Sum `counts` over the ranks of a group; not differentiable."""
     total = counts.clone()
     dist.all_reduce(total, group=_resolve_process_group(group))  # type: ignore[arg-type]  # str before torch 2.13
     return total
@@ -49,24 +49,24 @@ def _(counts: Tensor, group: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Balance:
-    """How the experts of a whole model shared a step's global batch."""
+    """How evenly the experts of the model shared a step's global batch."""
 
     tokens_per_expert: dict[int, list[int]]
-    """By number of the layer: tokens sent to each expert."""
+    """Tokens sent to each expert, by layer number."""
     load_imbalance: float
-    """The busiest expert's tokens over the mean of its layer's experts, of the layer where it is most; 1: even."""
+    """The busiest expert's tokens over the mean of its layer's experts, for the most uneven layer; 1 is even."""
     router_entropy: float
-    """Mean over tokens and layers of the entropy of the scores' shares, in nats; at most log(n_experts)."""
+    """Entropy of the normalized scores, in nats, averaged over tokens and layers; at most log(n_experts)."""
 
 
 class LoadBalance:
-    """The routers on this rank, those of all its pipeline stages."""
+    """The routers on this rank, over all of its pipeline stages."""
 
     def __init__(self, stages: Mapping[int, nn.Module], config: Config, mesh: Mesh) -> None:
         self._config, self._mesh = config.model, mesh
         self._routers: dict[str, Any] = {}
         self._layers: list[int] = []
-        """Number of each router's layer."""
+        """The layer number of each router."""
         for stage in stages.values():
             plan = plan_of(stage)
             for name in plan.routers:
@@ -74,17 +74,17 @@ class LoadBalance:
                 block = next(i for i, block in enumerate(plan.blocks) if name.startswith(f"{block}."))
                 self._layers.append(plan.first_block + block)
         self._counts = torch.zeros(0)
-        """Of the last step, (routers, n_experts + 1): tokens of each expert, and the entropy. In float64, which holds
-        integers up to 2^53 exactly, so that one collective takes both."""
+        """(routers, n_experts + 1), last step: tokens of each expert, and the entropy. In float64, which represents
+        integers up to 2^53 exactly, so that one collective sums both."""
         self._is_summed = False
 
     def state(self) -> dict[str, Tensor]:
-        """The biases, by name; a checkpoint holds them."""
+        """The biases by name, as saved in a checkpoint."""
         return {f"{name}.bias": router.bias for name, router in self._routers.items() if router.bias is not None}
 
     @torch.no_grad()
     def finish_step(self, skipped: bool) -> None:
-        """Take over the counts of a step, and move the biases unless it was skipped; all ranks must call it."""
+        """Take over a step's counts, and update the biases unless the step was skipped; all ranks must call it."""
         if not self._routers:
             return
         routers = self._routers.values()
@@ -103,14 +103,14 @@ class LoadBalance:
             router.bias += step
 
     def _summed(self) -> Tensor:
-        """The counts of the last step over the global batch."""
+        """The last step's counts, summed over the global batch."""
         if not self._is_summed:
             self._mesh.sum_over_tokens(self._counts)
             self._is_summed = True
         return self._counts
 
     def measure(self) -> Balance | None:
-        """The last step's balance, the same on all ranks, which must all call it; None of a model without experts."""
+        """The last step's balance, equal on all ranks, which must all call it; None for a model without experts."""
         if self._config.n_experts is None:
             return None
         whole = torch.zeros(

@@ -1,10 +1,10 @@
-"""The mesh: how the ranks are arranged, and the few collectives that the trainer needs on it.
+"""The mesh: how the ranks are arranged, and the few collectives that the trainer runs on it.
 
 Axes, outermost first: `pp` (pipeline stages), `dp_replicate` (copies of the sharded model), `dp_shard` (FSDP), `cp`
-(context parallel), `tp` (tensor parallel). The innermost axis talks most, so its ranks are neighbours, on one machine
-where there are several. Every axis exists at every size, 1 included: one path through the code serves a laptop and a
-cluster. Context-parallel ranks hold different tokens as data-parallel ones do, so FSDP shards over both at once.
-For the experts those same ranks are cut anew, into `expert_shard` x `ep` (expert parallel).
+(context parallel), `tp` (tensor parallel). The innermost axis communicates most, so its ranks are neighbors, on one
+machine where there are several. Every axis exists at every size, 1 included: one code path serves a laptop and a
+cluster. Context-parallel ranks hold different tokens, as data-parallel ones do, so FSDP shards over both at once.
+For experts, those same ranks are split a second way, into `expert_shard` x `ep` (expert parallel).
 """
 
 import gc
@@ -28,42 +28,42 @@ from parallelisms.torch_internals import forget_process_groups, process_groups, 
 
 _GLOO_CONNECTS_LAZILY = "TORCH_GLOO_LAZY_INIT"
 _RANKS_CONNECTED_AT_ONCE = 64
-"""Three groups of so many make 189 connections a rank, and need no store later: it dies with torchrun."""
+"""Three groups of this size make 189 connections per rank, and do not need the store later: it dies with torchrun."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks' arrangement, seen from one of them."""
+    """The arrangement of the ranks, as seen from one of them."""
 
     sizes: MeshSizes
     device: torch.device
     fsdp: DeviceMesh
-    """(shard,), or (replicas, shard) where there are some: what `fully_shard` takes. By rows, shard is dp_shard x cp
-    and replicas is dp_replicate; by owner, shard is 1, and replicas are all that hold different tokens."""
+    """(shard,), or (replicas, shard) with more than one replica; the mesh for `fully_shard`. If partitioned by rows,
+    shard is dp_shard x cp and replicas is dp_replicate; if by owner, shard is 1 and replicas is all of `tokens`."""
     cp: DeviceMesh
     tp: DeviceMesh
     pp: DeviceMesh
     dp: DeviceMesh
-    """All data-parallel ranks in one dimension: those that see different samples."""
+    """All data-parallel ranks in one dimension; they see different samples."""
     tokens: DeviceMesh
-    """Those and the context-parallel ones: all that see different tokens."""
+    """All data- and context-parallel ranks in one dimension; they see different tokens."""
     ep: DeviceMesh
-    """(ep,), or (ep, tp) where there is tensor parallelism: over what experts are cut before FSDP shards them."""
+    """(ep,), or (ep, tp) with tensor parallelism: the axes that split experts before FSDP shards them."""
     expert_fsdp: DeviceMesh
-    """(expert_shard,), or (replicas, expert_shard): what `fully_shard` takes for them."""
+    """(expert_shard,), or (replicas, expert_shard); the mesh for `fully_shard` of experts."""
 
     @property
     def dp_rank(self) -> int:
-        """Which share of every global batch this rank computes."""
+        """The share of every global batch that this rank computes."""
         return self.dp.get_local_rank()
 
     def sum_over_tokens(self, tensor: Tensor) -> Tensor:
-        """Add `tensor` up over the ranks that hold different tokens (data- and context-parallel), in place."""
+        """Sum `tensor` over the ranks that hold different tokens (data- and context-parallel), in place."""
         dist.all_reduce(tensor, group=self.tokens.get_group())
         return tensor
 
     def sum_over_pp(self, tensor: Tensor) -> Tensor:
-        """Add `tensor` up over the ranks of the pipeline, in place."""
+        """Sum `tensor` over the pipeline's ranks, in place."""
         dist.all_reduce(tensor, group=self.pp.get_group())
         return tensor
 
@@ -74,7 +74,7 @@ class Mesh:
 
 
 def groups_of_axes(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
-    """The process groups of this rank by the axis along which their ranks are arranged."""
+    """This rank's process groups, by the mesh axis along which their ranks are arranged."""
     meshes = {"dp": mesh.dp, "tokens": mesh.tokens, "cp": mesh.cp, "tp": mesh.tp, "pp": mesh.pp}
     shard = {
         str(name): axes[name].get_group()
@@ -85,11 +85,11 @@ def groups_of_axes(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
 
 
 def start_process_group(device_type: str, timeout_seconds: int) -> torch.device:
-    """Join torchrun's process group, or form one of a single process; returns this rank's device.
+    """Join torchrun's process group, or form a group of one process; returns this rank's device.
 
-    CPU tensors go over gloo also on GPU machines: checkpoints and agreement on a stop must not wait in GPU queues.
-    gloo connects all ranks of a group with each other at once; in a large job only two that speak to each other, when
-    they first do: in most collectives a rank speaks to its two neighbors, in some to as many as 2 log2(ranks).
+    CPU tensors use gloo on GPU machines as well: checkpoints and agreement on a stop must not wait in GPU queues.
+    By default gloo connects all pairs of ranks in a group at once. In a large job it connects a pair when the two
+    first communicate: in most collectives a rank talks to its two neighbors, in some to as many as 2 log2(ranks).
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > _RANKS_CONNECTED_AT_ONCE:
         os.environ.setdefault(_GLOO_CONNECTS_LAZILY, "1")
@@ -112,19 +112,19 @@ def start_process_group(device_type: str, timeout_seconds: int) -> torch.device:
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit on open files, connections included, as far as the system lets it (often 1,024)."""
+    """Raise this process's limit on open files, which include connections, to the hard limit (often 1,024 at first)."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # a system may name a limit that it does not grant
+    with suppress(ValueError, OSError):  # a system may report a limit that it does not grant
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _attempt(store: dist.Store, rank: int, world_size: int, timeout_seconds: int) -> str:
-    """A name for this attempt of torchrun's to run the job; the same on all ranks, and no other attempt's.
+    """A name for torchrun's current attempt to run the job; the same on all ranks, and unique to this attempt.
 
-    torchrun keeps its store when it restarts the ranks (torch 2.11 to 2.13), and in it the addresses of the dead ones,
-    with which the new ones would try to connect. Its count of restarts is no name: each node has a count of its own,
-    and a restart that another node has caused is not in it. So the first rank makes a name up, and tells it to those
-    who ask. Each asks under a new key, since the questions of dead ranks are still in the store, too.
+    torchrun keeps its store when it restarts the ranks (torch 2.11 to 2.13). The store still has the dead ranks'
+    addresses, to which the new ranks would try to connect. torchrun's restart count cannot serve as the name: each node
+    counts separately and misses restarts that another node caused. So the first rank makes up a name and sends it to
+    the ranks that ask. Each rank asks under a new key, since the dead ranks' questions are still in the store, too.
 
     Raises:
         DistStoreError, DistNetworkError: a rank did not ask, or the first did not answer, for `timeout_seconds`.
@@ -150,14 +150,14 @@ def _attempt(store: dist.Store, rank: int, world_size: int, timeout_seconds: int
 
 
 def end_process_group() -> None:
-    """Leave the process group, and let go of it: another may be formed in this process."""
+    """Leave the process group and release it, so that this process can form another."""
     dist.destroy_process_group()
     forget_process_groups()
     gc.collect()  # meshes and the modules wrapped for them are in reference cycles
 
 
 def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
-    """Arrange the ranks of the process group as `sizes` says. No group waits longer than that of all ranks does."""
+    """Arrange the ranks of the process group as `sizes` says. Every new group gets the default group's time-out."""
     mesh = init_device_mesh(
         device.type,
         (sizes.pp, sizes.token_ranks, sizes.tp),
@@ -166,7 +166,7 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
     )
 
     def cut(mesh: DeviceMesh, dimension: int, into: dict[str, int]) -> DeviceMesh:
-        # By number: `_unflatten` of torch 2.11 takes no name, since its check of one is inverted.
+        # By index: torch 2.11's `_unflatten` refuses every name, because its check of names is inverted.
         return mesh._unflatten(dimension, tuple(into.values()), tuple(into), _backends(device, into))
 
     axes = cut(mesh, 1, {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "cp": sizes.cp})
@@ -182,7 +182,7 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
         pp=mesh["pp"],
         dp=axes["dp_replicate", "dp_shard"]._flatten("dp", **_backends(device, {"backend_override": sizes.dp})),
         tokens=mesh["tokens"],
-        # Without expert parallelism the slice has no use, and torch 2.11 refuses it where a shard is one rank.
+        # Without expert parallelism the slice is not needed, and torch 2.11 refuses it where a shard is one rank.
         ep=experts["ep", "tp"] if sizes.tp > 1 and sizes.ep > 1 else experts["ep"],
         expert_fsdp=experts[*replicas, "expert_shard"],
     )
@@ -191,10 +191,10 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
 
 
 def _backends(device: torch.device, sizes: Mapping[str, int]) -> Any:
-    """The backend of each dimension, by name; those that are left out have that of all ranks, gloo included.
+    """The backend of each dimension, by name; dimensions left out use the default group's, gloo included.
 
-    Steps on GPUs exchange nothing but GPU tensors along the axes, so NCCL is enough: a gloo group each would hold
-    connections and threads. A dimension of all ranks is the group of all ranks, and needs no other.
+    On GPUs, a step exchanges only GPU tensors along the axes, so NCCL is enough: a gloo group per axis would hold
+    connections and threads. A dimension of all ranks reuses the default group.
     """
     if device.type != "cuda":
         return {}
@@ -202,7 +202,7 @@ def _backends(device: torch.device, sizes: Mapping[str, int]) -> Any:
 
 
 def _hold_to_timeout() -> None:
-    """Give all groups the time-out of that of all ranks: torch makes a mesh's with its own, of 10 or 30 minutes."""
+    """Give every group the default group's time-out: torch makes a mesh's groups with its own, 10 or 30 minutes."""
     assert dist.group.WORLD is not None
     for timeout in set(timeouts_of(dist.group.WORLD).values()):
         for group in process_groups():

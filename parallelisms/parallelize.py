@@ -1,10 +1,11 @@
-"""The techniques, in the one order in which they compose.
+"""All parallelism techniques, applied in the one order in which they compose.
 
-A pipeline's stages are cut first: each is a model of its own to the other techniques. Tensor and expert parallelism
-change what the modules hold, context parallelism what a block's forward pass calls: they come before what wraps that.
-Activation checkpointing wraps a block's forward pass, and compilation wraps that, so that the compiler sees what is
-recomputed. FSDP comes last: its gathers and reductions run around the compiled blocks. No technique knows the model:
-each follows the model's plan. Parameter names never change, so a checkpoint fits any combination.
+Pipeline stages are split off first; to the other techniques, each stage is a separate model. Tensor and expert
+parallelism change what modules hold, and context parallelism changes what a block's forward pass calls, so these come
+before techniques that wrap the forward pass. Activation checkpointing wraps a block's forward pass, and compilation
+wraps the result, so that the compiler sees what is recomputed. FSDP comes last: its gathers and reductions run around
+the compiled blocks. No technique knows the model; each follows the model's plan. Parameter names never change, so a
+checkpoint fits any combination.
 """
 
 from torch import nn
@@ -22,10 +23,10 @@ from parallelisms.tensor import apply_tensor_parallel
 
 
 def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> dict[int, nn.Module]:
-    """Apply what the config asks for to a model on the meta device; no parameter has memory yet.
+    """Apply the configured techniques to a model on the meta device.
 
     Returns:
-        The pipeline stages that this rank holds, by number; without a pipeline stage 0, the model itself.
+        The pipeline stages that this rank holds, by number, still on the meta device; without a pipeline, {0: model}.
     """
     stages = own_stages(model, config, mesh.pp.get_local_rank())
     for stage in stages.values():

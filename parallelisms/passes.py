@@ -1,4 +1,4 @@
-"""The forward and backward passes of a step's micro-batches: here one after the other, in `pipeline` interleaved."""
+"""The forward and backward passes of a step's micro-batches: one after the other here, interleaved in `pipeline.py`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,33 +12,33 @@ from parallelisms.fsdp import prepare_backward, reshard
 
 
 class Call(NamedTuple):
-    """What the model is called with for one micro-batch."""
+    """The model's inputs for one micro-batch."""
 
     tokens: Tensor
     """(micro_batch, seq)."""
     arguments: dict[str, Any]
-    """By name; among them `loss`, so that the model returns the micro-batch's loss, a scalar."""
+    """Keyword arguments; among them `loss`, so that the model returns the micro-batch's loss, a scalar."""
 
 
 class Passes(Protocol):
-    """The passes of this data-parallel rank's micro-batches; both methods return the same on all ranks of the model."""
+    """The passes of this data-parallel rank's micro-batches; both methods return the same value on all model ranks."""
 
     def train(self, calls: Sequence[Call], scale: Tensor) -> Tensor:
         """Add the gradients of `scale` times the losses to the parameters; returns the sum of the losses (float64)."""
 
     def evaluate(self, calls: Sequence[Call]) -> Tensor:
-        """The sum of the losses (float64), without gradients."""
+        """Compute the sum of the losses (float64), without gradients."""
 
 
 @dataclass(frozen=True)
 class OneByOne:
-    """Each micro-batch forward and backward through the whole model, before the next."""
+    """Runs each micro-batch forward and backward through the whole model before the next."""
 
     model: nn.Module
     fsdp: Fsdp
 
     def train(self, calls: Sequence[Call], scale: Tensor) -> Tensor:
-        """As `Passes.train`."""
+        """Implement `Passes.train`."""
         total = torch.zeros_like(scale, dtype=torch.float64)
         for call in calls:
             prepare_backward(self.model, self.fsdp, is_last_micro_batch=call is calls[-1])
@@ -49,7 +49,7 @@ class OneByOne:
 
     @torch.no_grad()
     def evaluate(self, calls: Sequence[Call]) -> Tensor:
-        """As `Passes.evaluate`."""
+        """Implement `Passes.evaluate`."""
         losses = [self.model(call.tokens, **call.arguments) for call in calls]
         reshard(self.model)
         return torch.stack(losses).sum(dtype=torch.float64)

@@ -1,13 +1,13 @@
 """Pipeline parallelism: each rank holds some of the layers, and micro-batches flow through the ranks.
 
-`gpipe` (Huang et al. 2019) runs all forward passes, then all backward passes; `1f1b` (Narayanan et al. 2019) alternates
-them and so keeps the activations of at most as many micro-batches as there are ranks; `interleaved_1f1b` (Narayanan et
-al. 2021, section 2.2) gives each rank several stages, and `zero_bubble_v` (Qi et al. 2023, section 6) two, there and
-back, and puts the gradients of the weights where ranks would wait. The schedules are those of
-`torch.distributed.pipelining`.
+`gpipe` (Huang et al. 2019) runs all forward passes, then all backward passes. `1f1b` (Narayanan et al. 2019) alternates
+them and so keeps the activations of at most as many micro-batches as there are ranks. `interleaved_1f1b` (Narayanan et
+al. 2021, section 2.2) gives each rank several stages. `zero_bubble_v` (Qi et al. 2023, section 6) gives each rank two
+stages, placed in a V (down the ranks and back up), and computes weight gradients where ranks would otherwise wait. The
+schedules are those of `torch.distributed.pipelining`.
 
 A stage is a model of the same class with parts missing, whose parameters keep their names: initial weights, optimizer
-groups and checkpoints fit any number of stages. Gradients are reduced over the data-parallel ranks once a step: the
+groups and checkpoints fit any number of stages. Gradients are reduced over the data-parallel ranks once per step: the
 stages keep their parameters gathered and their gradients unsharded until the last micro-batch is through.
 """
 
@@ -45,7 +45,7 @@ _SCHEDULES: dict[str, Callable[..., Any]] = {
 
 
 def own_stages(model: nn.Module, config: Config, rank: int) -> dict[int, nn.Module]:
-    """The stages of a model on the meta device that a pipeline rank holds, by number; the model itself if it is one."""
+    """A pipeline rank's stages of a model on the meta device, by number; the model itself if there is one stage."""
     layers = layers_of_stages(config)
     if len(layers) == 1:
         return {0: model}
@@ -53,7 +53,7 @@ def own_stages(model: nn.Module, config: Config, rank: int) -> dict[int, nn.Modu
 
 
 def _cut(model: nn.Module, layers: range) -> nn.Module:
-    """Take away from a whole model what the stage with these layers does not hold."""
+    """Remove from a whole model everything that the stage with these layers does not hold."""
     plan = plan_of(model)
     gone = [name for number, name in enumerate(plan.blocks) if number not in layers]
     gone += plan.before_blocks if layers.start > 0 else ()
@@ -69,13 +69,13 @@ def _cut(model: nn.Module, layers: range) -> nn.Module:
 
 
 class Pipeline:
-    """The passes of micro-batches through the stages; as `Passes`."""
+    """Runs micro-batches through the pipeline's stages; implements `Passes`."""
 
     def __init__(self, stages: Mapping[int, nn.Module], config: Config, mesh: Mesh) -> None:
-        """Of this rank's `stages`, with parameters in memory and every other technique applied.
+        """Build the schedule of this rank's `stages`, with parameters in memory and every other technique applied.
 
         Raises:
-            UserError: the schedule does not work on this version of torch.
+            UserError: the installed torch does not support the schedule.
         """
         if config.pipeline.schedule == "zero_bubble_v" and not has_zero_bubble():
             raise UserError(
@@ -96,12 +96,12 @@ class Pipeline:
         self._schedule = _SCHEDULES[config.pipeline.schedule](
             self._stages,
             n_microbatches=accumulation_steps(config, mesh.sizes),
-            loss_fn=torch.mul,  # of a micro-batch's loss and what the schedule calls its target: the scale
+            loss_fn=torch.mul,  # the schedule calls it with a micro-batch's loss and its "target", here the scale
             scale_grads=False,
         )
 
     def _stage(self, number: int, module: nn.Module) -> PipelineStage:
-        # With the shapes given, torch need not run the model once to find them.
+        # With the shapes given, torch does not have to run the model once to find them.
         tokens = torch.empty(self._hidden.shape[:2], dtype=torch.int64, device="meta")
         loss_dtype = torch.promote_types(self._hidden.dtype, torch.float32)  # torch 2.11 checks it
         loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
@@ -116,12 +116,12 @@ class Pipeline:
         )
 
     def train(self, calls: Sequence[Call], scale: Tensor) -> Tensor:
-        """As `Passes.train`."""
+        """Implement `Passes.train`."""
         for stage in self._stages:
             stage.has_backward = True
             stage.clear_runtime_states()
         scaled_losses: list[Tensor] = []
-        # What the schedule's `step` does, less its cutting of a batch into micro-batches: they are cut already.
+        # The schedule's `step` without its splitting of a batch into micro-batches: they are split already.
         self._schedule._step_microbatches(
             arg_mbs=[(call.tokens,) for call in calls],
             kwarg_mbs=[call.arguments for call in calls],
@@ -133,14 +133,14 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, calls: Sequence[Call]) -> Tensor:
-        """As `Passes.evaluate`."""
+        """Implement `Passes.evaluate`."""
         losses = [output for call in calls for output in self._forward(call)]
         for module in self._modules.values():
             reshard(module)
         return self._sum(losses)
 
     def _forward(self, call: Call) -> Iterable[Tensor]:
-        """Run a micro-batch through this rank's stages; yields the loss if the last one is among them."""
+        """Run a micro-batch through this rank's stages; yields the loss if the last stage is among them."""
         x = call.tokens
         for number, module in self._modules.items():
             if number > 0 and self._owners[number - 1] != self._mesh.pp.get_local_rank():

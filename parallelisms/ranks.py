@@ -1,4 +1,4 @@
-"""What ranks tell each other beside tensors, and a rank's own part of a tensor; the checkpoint's floor uses it, too."""
+"""Exchange of objects between ranks, and a rank's local part of a tensor; `checkpoint/` uses it as well."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -11,14 +11,14 @@ Value = TypeVar("Value")
 
 
 def gather(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """The value of each rank of `group` (None: of all), by rank; all of them must call it, and values be picklable."""
+    """The value of each rank of `group` (None: all ranks), in rank order; all must call it, with picklable values."""
     by_rank: list[Value | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(by_rank, value, group=group)
     return cast(list[Value], by_rank)
 
 
 def on_rank_zero(group: dist.ProcessGroup | None, action: Callable[[], Value]) -> Value:
-    """Run `action` on the first rank of `group` only (None: of all); all return what it returns or raise its error."""
+    """Run `action` on the first rank of `group` only (None: of all); all ranks return its result or raise its error."""
     result_and_error: list[Any] = [None, None]
     if dist.get_rank(group) == 0:
         try:
@@ -33,5 +33,5 @@ def on_rank_zero(group: dist.ProcessGroup | None, action: Callable[[], Value]) -
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: its shard of a DTensor, else the tensor itself."""
+    """This rank's part of a tensor: its shard of a DTensor, otherwise the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

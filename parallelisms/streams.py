@@ -1,17 +1,17 @@
-"""Queues of all-gathers: one for all FSDP groups of a model, or one for each process group that gathers.
+"""Queues of FSDP all-gathers: one per model, or one per process group.
 
-On a GPU a queue is a CUDA stream, in which one gather starts after the other. FSDP has one for all its groups. Where
-groups gather over different process groups, such as experts on a mesh of their own, a computation then waits for a
-gather that itself waited behind others, over links that were free (the subject of pytorch/pytorch#116611). With
-`comm.streams = "per_group"` each process group's gathers queue behind each other only.
+On a GPU a queue is a CUDA stream, in which gathers run one after another. FSDP uses one stream for all its groups. If
+groups gather over different process groups, such as experts on a separate mesh, a computation then waits for a gather
+that itself waited behind others, over links that were free (the subject of pytorch/pytorch#116611). With
+`comm.streams = "per_group"`, gathers queue only behind gathers of the same process group.
 
-On a CPU there are no streams, and FSDP's own gathers are over when they return. That is how a job runs there unless it
-asks for queues: with `comm.streams = "per_group"`, with `[comm.simulate]`, or to count gathers, they return at once,
-with a handle for which the computation waits where it needs the parameters. The handles form the queues, so overlap,
-and what either kind of queue costs, can be measured with gloo. Values are the same in each mode: only waiting differs,
-never what is gathered nor in which order it is issued.
+A CPU has no streams: FSDP's own gathers are complete when they return, and a job on a CPU normally runs that way. With
+`comm.streams = "per_group"`, with `[comm.simulate]`, or to count gathers, they return at once instead, with a handle on
+which the computation waits when it needs the parameters. The handles form the queues, so that overlap, and the cost of
+either kind of queue, can be measured with gloo. Values are the same in every mode: only waiting differs, never what is
+gathered or the order of issue.
 
-`[comm.simulate]` delays every gather in its queue, as a slower network would, and reductions likewise.
+`[comm.simulate]` delays every gather in its queue, as a slower network would, and every reduction likewise.
 """
 
 import os
@@ -40,24 +40,24 @@ from parallelisms.torch_internals import (
 
 @dataclass
 class GatherCounts:
-    """What the gathers of a model did on a CPU."""
+    """Statistics of a model's gathers on a CPU."""
 
     gathers: int = 0
     waits: int = 0
     """Gathers for which the computation had to wait."""
     waits_behind_others: int = 0
-    """Of those, gathers that had waited in their queue behind another process group's."""
+    """Waits for a gather that was queued behind another process group's gather."""
 
 
 def queue_gathers(stages: Iterable[nn.Module], comm: Comm, device: torch.device) -> None:
-    """Set up the queues and delays of models whose parameters are in memory; a pipeline's stages have their own."""
+    """Set up queues and delays for models whose parameters are in memory; each pipeline stage has its own queues."""
     if device.type == "cpu":
         if comm.streams == "per_group" or comm.simulate != Simulate():
             count_gathers(stages, comm)
         return
     if comm.streams == "per_group":
-        # Kernels of two communicators run side by side: NCCL starts them in one order on all ranks, or they may wait
-        # for each other. It reads this when the first communicator is made, at the first collective on a GPU.
+        # Kernels of two communicators run concurrently. With this set, NCCL starts them in one order on all ranks;
+        # otherwise they could deadlock. NCCL reads it with the first communicator, at the first collective on a GPU.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     for root in _roots(stages):
         if comm.streams == "per_group":
@@ -66,10 +66,10 @@ def queue_gathers(stages: Iterable[nn.Module], comm: Comm, device: torch.device)
 
 
 def count_gathers(stages: Iterable[nn.Module], comm: Comm) -> GatherCounts:
-    """On a CPU, let the gathers of models whose parameters are in memory form queues, and count them.
+    """On a CPU, queue the gathers of models whose parameters are in memory, and count them.
 
     Returns:
-        The counts, which go on as the models compute.
+        The counts, which are updated as the models compute.
     """
     counts = GatherCounts()
     for root in _roots(stages):
@@ -83,14 +83,14 @@ def _roots(stages: Iterable[nn.Module]) -> Iterator[FSDPModule]:
 
 @dataclass(frozen=True)
 class _Delays:
-    """Seconds that the collectives of one process group take longer."""
+    """Extra seconds that the collectives of one process group take."""
 
     all_gather: float
     reduce_scatter: float
 
 
 def _delays(simulate: Simulate, dimension: str) -> _Delays:
-    """Those of the groups that are sharded over a dimension of the mesh."""
+    """The delays of the groups that are sharded over `dimension` of the mesh."""
     of_group = next((group for group in simulate.groups if group.shards_over == dimension), simulate)
     return _Delays(of_group.all_gather_milliseconds / 1000, of_group.reduce_scatter_milliseconds / 1000)
 
@@ -99,7 +99,7 @@ def _delays(simulate: Simulate, dimension: str) -> _Delays:
 
 
 class _Queue:
-    """The gathers that were issued into one queue, of which only the last need be known."""
+    """The gathers issued into one queue; only the last one has to be known."""
 
     def __init__(self, counts: GatherCounts) -> None:
         self.counts = counts
@@ -107,12 +107,12 @@ class _Queue:
 
 
 class _Gather(dist.Work):
-    """A gather in a queue. (FSDP waits for nothing that is not a `dist.Work`.)"""
+    """A gather in a queue. A subclass of `dist.Work`, since FSDP waits for nothing else."""
 
     def __init__(self, work: dist.Work, over: dist.ProcessGroup, queue: _Queue, seconds: float) -> None:
-        """Of a gather that was just issued over a process group, and that takes `seconds` more."""
+        """Enqueue a gather that was just issued over a process group, and that takes `seconds` longer than `work`."""
         super().__init__()
-        self._work: dist.Work | None = work  # until it is over: it holds the gathered buffer
+        self._work: dist.Work | None = work  # dropped on completion, since it holds the gathered buffer
         self._over, self._counts = over, queue.counts
         self._before = queue.last if queue.last and not queue.last.is_over() else None
         self._was_behind_others = self._before is not None and self._before._over is not over
@@ -122,14 +122,14 @@ class _Gather(dist.Work):
         queue.last = self
 
     def is_over(self) -> bool:
-        """Whether its data is here, and that of all before it in the queue."""
+        """Whether its data, and that of all gathers before it in the queue, has arrived."""
         if self._before is not None and self._before.is_over():
             self._before = None
         is_here = self._work is None or self._work.is_completed()
         return self._before is None and is_here and time.monotonic() >= self._ready_at
 
     def wait(self, *_: Any) -> bool:
-        """Wait for it, and so for all before it; called by the computation that needs it."""
+        """Wait for this gather, and so for all before it; called by the computation that needs it."""
         if not self.is_over():
             self._counts.waits += 1
             self._counts.waits_behind_others += self._was_behind_others
@@ -147,7 +147,7 @@ class _Gather(dist.Work):
 
 
 class _QueuedAllGather(DefaultAllGather):
-    """FSDP's all-gather, into a queue."""
+    """FSDP's all-gather, issued into a queue."""
 
     def __init__(self, queue: _Queue, seconds: float) -> None:
         self._queue, self._seconds = queue, seconds
@@ -165,7 +165,7 @@ class _QueuedAllGather(DefaultAllGather):
 
 
 class _LateReduceScatter(DefaultReduceScatter):
-    """FSDP's reduce-scatter, after a delay: of this thread on a CPU, where it is over when it returns, else of the
+    """FSDP's reduce-scatter after a delay: of this thread on a CPU, where it is complete on return; on a GPU, of the
     stream that it is issued in."""
 
     def __init__(self, delay: Callable[[], None]) -> None:
@@ -194,7 +194,7 @@ def _queue_on_cpu(root: FSDPModule, comm: Comm, counts: GatherCounts) -> None:
 
 
 class _DelayedAllGather(DefaultAllGather):
-    """FSDP's all-gather, after a delay in the stream that it is issued in."""
+    """FSDP's all-gather after a delay of the stream that it is issued in."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

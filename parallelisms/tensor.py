@@ -1,8 +1,8 @@
 """Tensor parallelism with sequence parallelism (Shoeybi et al. 2019, Megatron-LM; Korthikanti et al. 2022).
 
 Between the matrices each rank holds a slice of the sequence, (batch, seq / tp, dim); inside attention and
-feed-forward it holds all of the sequence and a slice of the heads or of the inner width. The vocabulary is cut as
-well: embedding and head hold rows of it, and the loss is computed on each rank's rows, so full logits never exist.
+feed-forward it holds the whole sequence and a slice of the heads or of the inner width. The vocabulary is sharded, too:
+embedding and head hold rows of it, and the loss is computed on each rank's rows, so full logits never exist.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ SEQUENCE = Shard(1)
 
 
 class _Gather(PrepareModuleInput):
-    """Gather the sequence of a module's first input; the others (angles, mask) are whole on every rank already."""
+    """Gathers the sequence of a module's first input; the others (angles, mask) are already whole on every rank."""
 
     def __init__(self) -> None:
         super().__init__(input_layouts=(SEQUENCE,), desired_input_layouts=(Replicate(),))
@@ -40,23 +40,23 @@ class _Gather(PrepareModuleInput):
 
 
 class _Embedding(RowwiseParallel):
-    """Rows of the vocabulary; the output is a shard of the sequence."""
+    """Shards the rows of the vocabulary; the output is sharded by sequence."""
 
     def __init__(self) -> None:
         super().__init__(input_layouts=Replicate(), output_layouts=SEQUENCE)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
-        # The output is a collective still under way. Entering a compiled block like that, its gradient is lost
-        # without an error (torch 2.13: the embedding's is zero, the loss right); using it here waits for it.
+        # The output is a collective still in flight. If it enters a compiled block as such, its gradient is lost
+        # without an error (torch 2.13: the embedding's gradient is zero, the loss right). Using it here waits for it.
         module.register_forward_hook(lambda _module, _inputs, output: output.clone())
         return module
 
 
 def _whole_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Gather the slices of the sequence into a plain tensor of which each rank computes a part of a sum.
+    """Gather the slices of the sequence into a plain tensor, from which each rank computes one term of a sum.
 
-    So each rank contributes a part of its gradient, too: backward reduce-scatters them.
+    Each rank therefore also computes one term of the gradient: backward reduce-scatters the terms.
     """
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [SEQUENCE], run_check=False)
@@ -64,7 +64,7 @@ def _whole_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class _Head(ParallelStyle):
-    """Rows of the vocabulary, and the loss on them: it is called with this rank's rows and the group to reduce over."""
+    """Shards the rows of the vocabulary; the loss is called with this rank's rows and the group to reduce over."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.weight = nn.Parameter(distribute_tensor(module.get_parameter("weight"), device_mesh, [Shard(0)]))
@@ -84,7 +84,7 @@ class _Head(ParallelStyle):
 
 
 class _Parts(ParallelStyle):
-    """The module sees the whole sequence as a plain tensor, and what it returns first is a part of a sum."""
+    """Gives a module the whole sequence as a plain tensor; the first thing it returns is one term of a sum."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         forward = module.forward
@@ -108,11 +108,11 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "parts": _Parts,
 }
 _PARTS: dict[str, int | None] = {"part_column": -2, "part_row": -1, "part_whole": None}
-"""Dimension by which a parameter inside a module of role parts is cut."""
+"""The dimension along which a parameter inside a module of role "parts" is sharded; None: copied."""
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut the modules that the plan names over `mesh`'s one axis.
+    """Shard the modules that the plan names over the single axis of `mesh`.
 
     Raises:
         ValueError: a pattern of the plan matches no module.
@@ -131,9 +131,9 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _cut_parameter(model: nn.Module, name: str, mesh: DeviceMesh, dim: int | None) -> None:
-    """Replace a parameter by this rank's part of it (None: a copy), and let its module compute with the plain tensor.
+    """Replace a parameter by this rank's shard (dim None: a copy), and make its module compute with the plain tensor.
 
-    A copy's gradient arises in parts: each rank has what flows back through its part of the other matrices.
+    A copy's gradient is a sum over ranks: each has the term that flows back through its shards of the other matrices.
     """
     owner_name, _, attribute = name.rpartition(".")
     owner: Any = model.get_submodule(owner_name)

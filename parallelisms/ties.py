@@ -1,6 +1,6 @@
-"""Parameters that two modules share, such as a tied embedding and head, kept shared while they are replaced.
+"""Keeping tied parameters, such as a shared embedding and head, tied while parameters are replaced.
 
-Cutting a parameter or moving it off the meta device makes a new tensor for each module that holds it, which would
+Sharding a parameter or moving it off the meta device makes a new tensor for each module that holds it, which would
 silently turn one tied matrix into two.
 """
 
@@ -12,7 +12,7 @@ from torch import nn
 
 @contextmanager
 def ties_kept(model: nn.Module) -> Iterator[None]:
-    """Whatever parameters are replaced inside, names that shared one before share the first name's afterwards."""
+    """On exit, tie every name that shared a parameter on entry to the first such name again."""
     first: dict[int, str] = {}
     ties = []
     for name, parameter in model.named_parameters(remove_duplicate=False):

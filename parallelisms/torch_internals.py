@@ -1,10 +1,10 @@
 """Every private part of torch that Keel's communication uses.
 
-Torch 2.13 gives all FSDP groups of a model one all-gather stream, says nothing public about which group a module is
-in, and has no way to listen to the collectives of a step, some of which C++ or compiled code issues. What is used for
-that is named here, with what it is trusted to do; `tests/unit/test_torch_internals.py` holds it to that, on every torch
-that Keel supports (2.11 on). The few private names that other files use are listed, by file, in
-`tests/unit/test_torch_private_names.py`, which fails where one is added, or gone from torch.
+Torch 2.13 gives all FSDP groups of a model one all-gather stream, has no public way to tell which group a module is
+in, and no way to listen to the collectives of a step, some of which C++ or compiled code issues. The private parts used
+for that are wrapped here, each with the behavior that Keel relies on; `tests/unit/test_torch_internals.py` tests that
+behavior on every torch that Keel supports (2.11 on). The few private names that other files use are listed, by file, in
+`tests/unit/test_torch_private_names.py`, which fails if a name is added, or has disappeared from torch.
 """
 
 import pickle
@@ -34,7 +34,7 @@ __all__ = ["DefaultAllGather", "DefaultReduceScatter"]
 
 
 def store_of_all_ranks() -> dist.Store:
-    """Where the process group's ranks met; any thread may read and write there, and no rank waits for another."""
+    """The store through which the ranks met; any thread may read and write it, and no rank waits for another."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -42,16 +42,16 @@ def store_of_all_ranks() -> dist.Store:
 
 
 class Gathering(NamedTuple):
-    """Over what a module's parameters are gathered."""
+    """The process group over which a module's parameters are gathered."""
 
     group: dist.ProcessGroup
     dimension: str
-    """Of the mesh: the one that the process group is. (Its own description will not do: a dimension as large as the
-    world has the world's process group.)"""
+    """The mesh dimension that the process group spans. (The group's description does not tell: a dimension as large as
+    the world uses the world's process group.)"""
 
 
 def gathered_over(module: FSDPModule) -> Gathering | None:
-    """Over what a module's parameters are gathered; None where there is nothing to gather."""
+    """The process group over which a module's parameters are gathered; None if there is nothing to gather."""
     for group in _param_groups(module):
         info = group.mesh_info
         if isinstance(info, FSDPMeshInfo) and info.shard_process_group.size() > 1:
@@ -64,7 +64,7 @@ def _param_groups(module: FSDPModule) -> list[FSDPParamGroup]:
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
-    return [state._fsdp_param_group] if state._fsdp_param_group else []  # until torch 2.11 a module had at most one
+    return [state._fsdp_param_group] if state._fsdp_param_group else []  # up to torch 2.11 a module had at most one
 
 
 def find_gradient_types(module: FSDPModule) -> None:
@@ -76,8 +76,8 @@ def find_gradient_types(module: FSDPModule) -> None:
 def compute_within(inner: FSDPModule, outer: nn.Module) -> None:
     """Gather and reduce the parameters of `inner` when `outer`, which contains it, computes.
 
-    Left where FSDP puts them, its hooks would run amid the forward pass of `outer`: torch.compile would break the graph
-    there, and activation checkpointing would run them again with the recomputation, and gather twice.
+    By default FSDP's hooks would run in the middle of the forward pass of `outer`: torch.compile would break the graph
+    there, and activation checkpointing would repeat them in the recomputation and gather twice.
     """
     state: Any = inner._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
@@ -87,15 +87,15 @@ def compute_within(inner: FSDPModule, outer: nn.Module) -> None:
 
 
 def gather_asynchronously(root: FSDPModule) -> None:
-    """Let the gathers of a model return handles that are waited for where the parameters are used."""
+    """Make a model's gathers return handles that are waited for where the parameters are used."""
     root._set_unshard_async_op(True)
 
 
 def issuing_group(depth: int = 0) -> str | None:
-    """Name of the FSDP group on whose behalf the caller issues a collective; None if it is nobody's.
+    """Name of the FSDP group on whose behalf the caller issues a collective; None if there is none.
 
     Args:
-        depth: frames between the caller and this function that need not be looked at.
+        depth: frames between the caller and this function to skip.
     """
     frame = sys._getframe(depth + 1)
     while frame is not None:
@@ -111,7 +111,7 @@ def issuing_group(depth: int = 0) -> str | None:
 
 
 class _GroupContext(FSDPCommContext):
-    """The communication context of a model with all-gather streams of its own, and with all else the model's."""
+    """A model's communication context with separate all-gather streams; everything else is the root's."""
 
     _OWN = ("all_gather_copy_in_stream", "all_gather_stream", "all_gather_state")
 
@@ -130,7 +130,7 @@ class _GroupContext(FSDPCommContext):
         target[name] = value
 
     def wait_for(self, stream: torch.Stream) -> None:
-        """Let later gathers wait for what `stream` has to do now."""
+        """Make later gathers wait for the work now queued on `stream`."""
         self.all_gather_copy_in_stream.wait_stream(stream)
         self.all_gather_stream.wait_stream(stream)
 
@@ -143,13 +143,13 @@ class _GroupContext(FSDPCommContext):
 
 
 def separate_streams(root: FSDPModule) -> int:
-    """Give the groups of each process group of a model, whose parameters are in memory, an all-gather stream of theirs.
+    """Give the FSDP groups of each process group a separate all-gather stream; parameters must be in memory.
 
-    The first process group keeps the stream that FSDP made. What FSDP does with that one at the ends of a
-    forward pass, hooks on the root do with the others: gathers follow the optimizer step, the last buffer is freed.
+    The first process group keeps the stream that FSDP made. At the ends of a forward pass, hooks on the root do for the
+    other streams what FSDP does for its own: gathers wait for the optimizer step, and the last buffer is freed.
 
     Returns:
-        How many streams there are.
+        The number of streams.
     """
     state = root._get_fsdp_state()
     state._lazy_init()
@@ -179,18 +179,18 @@ def separate_streams(root: FSDPModule) -> int:
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """The modules of a model to which `fully_shard` was applied, itself included, in the order of definition."""
+    """The modules of a model to which `fully_shard` was applied, itself included, in definition order."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def occupy_stream(seconds: float) -> None:
-    """Keep the current CUDA stream busy."""
+    """Keep the current CUDA stream busy for `seconds`."""
     torch.cuda._sleep(int(seconds * _cycles_a_second()))
 
 
 @cache
 def _cycles_a_second() -> float:
-    """What `torch.cuda._sleep` counts, measured once."""
+    """Cycles per second as `torch.cuda._sleep` counts them, measured once."""
     cycles = 20_000_000
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(cycles)  # the first launch takes longer
@@ -205,7 +205,7 @@ def _cycles_a_second() -> float:
 
 
 def store_of_the_job() -> dist.Store:
-    """The store through which the process group was formed, by a connection of its own: one thread may wait on it."""
+    """The store through which the process group was formed, on a separate connection, on which one thread may block."""
     return cast(Any, dist.distributed_c10d._get_default_store()).clone()
 
 
@@ -221,25 +221,25 @@ def timeouts_of(group: dist.ProcessGroup) -> dict[str, timedelta]:
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let collectives of a group, on each of its backends, wait for as long as `timeout`."""
+    """Set how long collectives of a group may take, on each of its backends."""
     if timeouts_of(group):
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def collectives_issued() -> dict[str, int]:
-    """How many collectives this rank has issued in each of its groups, which torch counts anyway."""
+    """The number of collectives that this rank has issued in each of its groups; torch counts them anyway."""
     return {_described(group): cast(Any, group)._get_sequence_number_for_group() for group in process_groups()}
 
 
 def _described(group: dist.ProcessGroup) -> str:
-    """A group in words that are the same on all of its ranks, and no other group's."""
+    """A description of a group that is the same on all of its ranks and unique to the group."""
     ranks = dist.get_process_group_ranks(group)
     shown = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
     return f"{group.group_desc} {group.group_name} of ranks {shown}"
 
 
 def last_collectives(count: int) -> list[str]:
-    """The last collectives and messages that this rank issued, oldest first, a line each, from torch's flight recorder.
+    """The last `count` collectives and messages that this rank issued, oldest first, from torch's flight recorder.
 
     The recorder is on unless TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE is 0.
     """
@@ -264,7 +264,7 @@ def _line_of(entry: dict[str, Any]) -> str:
 
 
 def is_in_backward() -> bool:
-    """Whether this thread is computing a backward pass, as where activation checkpointing runs a block again."""
+    """Whether this thread is in a backward pass, for example because activation checkpointing repeats a block."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -272,8 +272,8 @@ def is_in_backward() -> bool:
 
 
 def has_zero_bubble() -> bool:
-    """Whether zero-bubble schedules work: on torch 2.11 their backward takes no autograd.Function, as the loss is one,
-    no arguments but tensors, and sends from a rank to itself, for which gloo has no way."""
+    """Whether zero-bubble schedules work. On torch 2.11 their backward accepts no autograd.Function, which the loss is,
+    and no arguments other than tensors, and a rank sends to itself, which gloo cannot do."""
     return TorchVersion(torch.__version__) >= "2.13"
 
 
@@ -281,10 +281,10 @@ def has_zero_bubble() -> bool:
 
 
 def count_grouped_queries() -> None:
-    """Let torch count the FLOPs of attention with fewer keys than queries.
+    """Make torch count the FLOPs of attention with fewer key than query heads.
 
     The partitioner counts them to choose what to keep within a memory budget; torch 2.11 raises for grouped queries
-    ("shapes are incompatible"). They cost what as many keys as queries do.
+    ("shapes are incompatible"). They cost as much as with one key head per query head.
     """
     for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
         count = getattr(flop_counter, name)
@@ -305,11 +305,12 @@ def _with_keys_repeated(count: Callable[..., int]) -> Callable[..., int]:
 
 
 def forget_process_groups() -> None:
-    """Drop all that torch remembers of process groups that are gone.
+    """Clear torch's caches that refer to process groups that no longer exist.
 
-    DTensor keeps how it shards and moves what on which mesh, and compiled code its guards. The next mesh may equal this
-    one and yet have groups of other names. And each gloo group that is remembered keeps its threads, which wake two
-    hundred times a second: a hundred meshes later that took more than half of a machine's time.
+    DTensor caches how it shards and redistributes on each mesh, and compiled code caches its guards. The next mesh may
+    compare equal to this one and yet have groups of other names. Each gloo group that a cache keeps alive also keeps
+    its threads, which wake two hundred times a second: after a hundred meshes they took more than half of a machine's
+    time.
     """
     _clear_sharding_prop_cache()
     cast(Any, _redistribute._gen_transform_infos).cache_clear()
@@ -343,16 +344,16 @@ COLLECTIVES = (
     "scatter_",
     "send",
 )
-"""The operators of torch's namespace `c10d` through which every collective and message of every backend goes."""
+"""The operators in torch's namespace `c10d` through which every collective and message of every backend goes."""
 
 Listener = Callable[[str, dist.ProcessGroup, tuple[Any, ...]], None]
-"""Called with the name of the operator, the process group, and the operator's arguments."""
+"""Called with the operator's name, the process group, and the operator's arguments."""
 Timer = Callable[[str, dist.ProcessGroup, tuple[Any, ...], dist.Work], None]
-"""Called with the same, and with the handle to wait for."""
+"""Called with the same arguments, and with the handle to wait for."""
 
 
 class _Ears:
-    """Who listens at present. The lists are replaced, never changed: another thread may be walking through one."""
+    """The current listeners. The lists are replaced, never mutated: another thread may be iterating over one."""
 
     before: ClassVar[list[Listener]] = []
     after: ClassVar[list[Timer]] = []
@@ -360,12 +361,12 @@ class _Ears:
 
 
 def prepare_listening() -> None:
-    """Put a kernel between the operators and their backends, once and for the life of the process.
+    """Insert a kernel between the operators and their backends, once for the life of the process.
 
-    To be called before a second thread issues collectives. The kernels stay, since torch swaps and frees them without
-    a lock: a thread on its way into one would run another operator's, or freed memory. It stands under the dispatch
-    key ADInplaceOrView: no other is there, and neither `no_grad` nor compiled code jumps over it. (A dispatch mode
-    would make compiled blocks run eagerly; torch's flight recorder does not see gloo.)
+    Call it before a second thread issues collectives. The kernels are never removed, since torch swaps and frees them
+    without a lock: a thread about to call one could run another operator's kernel, or freed memory. The dispatch key is
+    ADInplaceOrView: nothing else uses it for these operators, and neither `no_grad` nor compiled code skips it. (A
+    dispatch mode would make compiled blocks run eagerly; torch's flight recorder does not see gloo.)
     """
     if _Ears.kernels is None:
         _Ears.kernels = Library("c10d", "IMPL")
@@ -379,7 +380,7 @@ def prepare_listening() -> None:
 def listening(before: Listener | None = None, after: Timer | None = None) -> Iterator[None]:
     """Call `before` and `after` around the issue of each collective and message of this process, from any code.
 
-    Blocks of it may stand inside each other.
+    These contexts may be nested.
     """
     prepare_listening()
     _Ears.before = [*_Ears.before, *([before] if before else [])]
@@ -407,7 +408,7 @@ def _heard(name: str, operator: Any, place: int, keys: Any, *arguments: Any) -> 
 
 
 def tensors_of(arguments: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors among an operator's arguments, lists of lists included."""
+    """The tensors among an operator's arguments, including those in nested lists."""
     found: list[Tensor] = []
     for argument in arguments:
         if isinstance(argument, Tensor):

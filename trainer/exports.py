@@ -1,8 +1,8 @@
 """Hugging Face folders written during training: `exports/step-00000100/`, beside the checkpoints they come from.
 
-An export is made of a checkpoint that is committed, by a thread of the first rank, a tensor at a time: no rank waits
-for it, nor for its disk, and it can't hold what was never saved. If it fails, training goes on; what a stop has cut
-short is made by the next launch.
+An export is made from a committed checkpoint, by a thread of the first rank, one tensor at a time: no rank waits for it
+or for its disk, and it can't contain what was never saved. If it fails, training continues; an export that a stop
+interrupts is made by the next launch.
 """
 
 import threading
@@ -31,19 +31,16 @@ class _Stopped(KeelError):
 
 @dataclass(frozen=True)
 class _Export:
-    """One that is due, or being made."""
+    """An export that is due, or being made."""
 
     step: int
     pin: Pin
-    """On the checkpoint that it is made of, however long it has to wait for those before it."""
+    """Pins the source checkpoint, however long this export has to wait for earlier ones."""
     result: "Future[None]" = field(default_factory=Future)
 
 
 class Exports:
-    """The exports of one run. Made on all ranks, so that all hear of a mistake; the first one works.
-
-    log, warn: called on the first rank with one line for people.
-    """
+    """The exports of one run. Created on all ranks, so that all learn of a mistake; the first rank does the work."""
 
     def __init__(
         self,
@@ -53,10 +50,14 @@ class Exports:
         log: Callable[[str], None],
         warn: Callable[[str], None],
     ) -> None:
-        """folder: the run's. Exports of steps after `resumed_from` are of another line and are set aside.
+        """
+        Args:
+            folder: the run folder.
+            resumed_from: exports of later steps belong to an abandoned line and are set aside.
+            log, warn: called on the first rank with one line for people.
 
         Raises:
-            UserError: the tokenizer can't be exported, or the disk refuses; the same on all ranks.
+            UserError: the tokenizer can't be exported, or the folder can't be written. All ranks raise it.
         """
         self._every = config.checkpoint.export_every
         self._tokenizer = tokenizer_files(config.tokenizer.path)
@@ -74,17 +75,18 @@ class Exports:
         remove_unfinished(self._exports, self._log, self._warn)
         aside = set_aside(self._exports, resumed_from)
         if aside:
-            self._log(f"exports that this run does not go on from were moved to {aside}")
+            self._log(f"exports of steps that this run does not resume from were moved to {aside}")
 
     def poll(self, committed: int | None) -> None:
-        """Say what has been made, and begin what is due. Called on the first rank, once a step; never waits.
+        """Report finished exports, and begin those that are due. Called on the first rank, once per step; never waits.
 
-        committed: the step of the newest checkpoint.
+        Args:
+            committed: the step of the newest checkpoint.
         """
         if committed is not None and committed != self._seen:
             self._seen = committed
             if committed % self._every == 0 and not step_folder(self._exports, committed).exists():
-                # The next save waits for this: what is removed for it finds the pin.
+                # Pin before the next save: it removes old checkpoints, and must find the pin.
                 self._due.append(_Export(committed, Pin(step_folder(self._checkpoints, committed))))
         if self._running and self._running.result.done():
             self._report(self._running)
@@ -93,7 +95,7 @@ class Exports:
             self._start(self._due.popleft())
 
     def finish(self, stop: Callable[[], bool]) -> None:
-        """Wait until all that is due has been made, or until `stop()`: then nothing unfinished is left behind."""
+        """Wait until all due exports are made, or until `stop()` is true; then nothing unfinished is left behind."""
         while self._running or self._due:
             if stop():
                 self._stopping.set()
@@ -104,13 +106,13 @@ class Exports:
 
     def _start(self, export: "_Export") -> None:
         self._running = export
-        # A daemon: if training dies, the process must not linger for it.
+        # A daemon thread: if training dies, the process must not wait for it.
         threading.Thread(target=self._make, args=(export,), name="export", daemon=True).start()
 
     def _make(self, export: "_Export") -> None:
         try:
             source, output = step_folder(self._checkpoints, export.step), step_folder(self._exports, export.step)
-            # Its content was hashed when it was written, moments ago.
+            # Checking sizes is enough: the content was hashed when it was written, moments ago.
             export_hf(source, output, self._tokenizer, verify="size", progress=lambda done, total: self._check())
             export.result.set_result(None)
         except BaseException as error:
@@ -123,7 +125,7 @@ class Exports:
             raise _Stopped("the run ends; its next launch makes it")
 
     def _report(self, export: "_Export") -> None:
-        """Raises: what is no KeelError, for that is a mistake of Keel's."""
+        """Report the result; raises an error that is not a KeelError, since that is a bug in Keel."""
         name = step_folder(self._exports, export.step).name
         try:
             export.result.result()
@@ -131,4 +133,4 @@ class Exports:
         except _Stopped as stopped:
             self._log(f"export {name}: {stopped}")
         except KeelError as error:
-            self._warn(f"export {name} failed, training goes on: {error}")
+            self._warn(f"export {name} failed, training continues: {error}")

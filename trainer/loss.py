@@ -1,13 +1,13 @@
 """Cross-entropy from the hidden states, without ever holding the logits of all tokens.
 
 The tokens go through the head in chunks. A chunk's logits are turned into the loss and, in place, into their own
-gradient, which is multiplied at once into the gradients of the hidden states and of the head; the next chunk takes
-over the buffer. So the forward pass already makes the gradients, and backward only scales them: the same three
-matrix products as the plain loss, nothing computed twice. (The plain loss holds tokens x vocabulary several times:
-2 GiB each for 4,096 tokens of a 128K vocabulary in float32.) The idea is that of Liger Kernel's fused linear
-cross-entropy (Hsu et al. 2024, arXiv:2410.10989), here without a kernel of its own. As a chunk can stay in the
-cache it is no slower: in float32 on 2 CPU threads, 2,048 tokens of dim 256 and vocabulary 8,192 take 0.75 of the
-plain loss's time forward and backward; compiled, 0.98 of the plain loss compiled as a whole.
+gradient, which is multiplied at once into the gradients of the hidden states and of the head; the next chunk reuses the
+buffer. So the forward pass already computes the gradients, and backward only scales them: the same three matrix
+products as the plain loss, with nothing computed twice. (The plain loss holds several tensors of tokens x vocabulary:
+2 GiB each for 4,096 tokens of a 128K vocabulary in float32.) The idea is from Liger Kernel's fused linear
+cross-entropy (Hsu et al. 2024, arXiv:2410.10989), here without a custom kernel. Since a chunk can stay in the cache, it
+is no slower: in float32 on 2 CPU threads, 2,048 tokens of dim 256 and vocabulary 8,192 take 0.75 of the plain loss's
+time, forward and backward; compiled, 0.98 of the plain loss compiled as a whole.
 """
 
 import functools
@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from trainer.data.loader import IGNORED
 
-# Logits of a chunk, in the type of the softmax. CPU: half of a usual level-3 cache, the best of 1 to 64 MiB.
-# GPU: every chunk adds to the head's gradient, at 12 bytes a weight; 4,096 rows (2 GiB at 128K) keep that below a
+# Bytes of a chunk's logits, in the dtype of the softmax. CPU: half of a typical level-3 cache, the best of 1 to 64 MiB.
+# GPU: every chunk adds to the head's gradient, at 12 bytes per weight; 4,096 rows (2 GiB at 128K) keep that below a
 # tenth of the matrix products' time (estimated from 790 TFLOP/s and 4.3 TB/s).
 _CPU_CHUNK_BYTES = 16 * 2**20
 _GPU_CHUNK_BYTES = 2 * 2**30
@@ -34,34 +34,34 @@ _MIN_CHUNK_ROWS = 256
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Loss over the vocabulary, summed over the tokens that count; the caller divides by their number."""
+    """Loss over the vocabulary, summed over the valid tokens; the caller divides by their number."""
 
     z_loss_weight: float = 0.0
     """Weight of the squared log-partition: keeps logits from drifting (PaLM, Chowdhery et al. 2022, section 5)."""
     compile: bool = False
     """Compile what happens between the matrix products."""
     repeatable: bool = False
-    """Let backward run more than once, at the cost of a copy of the gradients: as a zero-bubble pipeline does, which
-    takes the gradients of inputs and weights apart."""
+    """Let backward run more than once, at the cost of a copy of the gradients. A zero-bubble pipeline needs that, since
+    it computes the gradients of inputs and weights separately."""
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None
     ) -> Tensor:
         """Sum over valid tokens of -log softmax(hidden @ weight.T)[target] + z_loss_weight * logsumexp^2, in nats.
 
-        The softmax is in float32, or float64 where the inputs are. This call computes the gradients too, and backward
-        finds them ready (so it may run once); under `torch.no_grad()` it leaves them out.
+        The softmax is in float32, or in float64 if the inputs are. This call also computes the gradients, which
+        backward only scales (so it may run once); under `torch.no_grad()` it does not compute them.
 
         Args:
             hidden: (batch, seq, dim).
-            weight: (vocab, dim); with `group` this rank's rows [rank * vocab / n, (rank + 1) * vocab / n).
-            targets: (batch, seq), token ids of the whole vocabulary; `IGNORED` counts for nothing.
+            weight: (vocab, dim); with `group`, this rank's rows [rank * vocab / n, (rank + 1) * vocab / n).
+            targets: (batch, seq), token ids of the whole vocabulary; `IGNORED` does not count.
             group: the ranks that hold the vocabulary's rows. All call with the same hidden states and targets. Each
-                gets the same loss, the gradient of its own rows, and that part of the hidden states' gradient which
-                flows through its rows: the sum over the group is the whole (the backward of a gather adds it up).
+                gets the same loss, the gradient of its own rows, and the part of the hidden states' gradient that
+                flows through its rows; the sum over the group is the whole (the backward of a gather sums it).
 
         Returns:
-            A scalar of the softmax's type.
+            A scalar in the softmax's dtype.
         """
         arguments = hidden.flatten(0, 1), weight, targets.flatten(), group, self
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
@@ -70,7 +70,7 @@ class CrossEntropy:
 
 
 class _LossWithGradients(torch.autograd.Function):
-    """Gradients made in forward, scaled in backward."""
+    """Computes gradients in forward, and scales them in backward."""
 
     @staticmethod
     def forward(
@@ -95,7 +95,7 @@ class _LossWithGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        # In place, autograd's version check turns a second backward into an error.
+        # Scaling in place makes autograd's version check turn a second backward into an error.
         scale = torch.mul if ctx.repeatable else torch.Tensor.mul_
         by_hidden = None if grad_hidden is None else scale(grad_hidden, grad_loss)
         by_weight = None if grad_weight is None else scale(grad_weight, grad_loss).to(ctx.weight_dtype)
@@ -134,7 +134,7 @@ def _sweep(
 
 
 def chunk_rows(tokens: int, bytes_per_row: int, device_type: str) -> int:
-    """Tokens in a chunk: what the device's budget holds, evened out so that chunks are alike (one compiled shape)."""
+    """Tokens per chunk: as many as the device's budget holds, evened out so that all chunks have one compiled shape."""
     budget = _CPU_CHUNK_BYTES if device_type == "cpu" else _GPU_CHUNK_BYTES
     most = max(_MIN_CHUNK_ROWS, budget // bytes_per_row)
     return math.ceil(tokens / math.ceil(tokens / most))
@@ -142,7 +142,7 @@ def chunk_rows(tokens: int, bytes_per_row: int, device_type: str) -> int:
 
 @functools.cache
 def _kernels(compiled: bool) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """What happens to a chunk between the matrix products, which are left out: compiled or not, a library does them."""
+    """The work on a chunk between the matrix products, which stay outside: compiled or not, a library does them."""
     if not compiled:
         return _measure, _differentiate_
     return (
@@ -152,7 +152,7 @@ def _kernels(compiled: bool) -> tuple[Callable[..., Tensor], Callable[..., Tenso
 
 
 def _measure(logits: Tensor, targets: Tensor) -> Tensor:
-    """Logsumexp and target's logit, (2, rows); 0 for a target that is not among these logits' columns."""
+    """Logsumexp and target's logit, (2, rows); the latter is 0 if the target is not among these logits' columns."""
     logits = logits.to(_softmax_dtype(logits))
     column, present = _column(targets, logits)
     target_logit = logits.gather(-1, column).squeeze(-1)
@@ -162,31 +162,31 @@ def _measure(logits: Tensor, targets: Tensor) -> Tensor:
 def _differentiate_(
     logits: Tensor, targets: Tensor, ignored: Tensor, log_partition: Tensor, z_loss_weight: float
 ) -> Tensor:
-    """The loss's gradient by logits (rows, vocab), in their place: softmax * (1 + 2 z logsumexp) - one-hot."""
-    # Few passes over memory, eager too: an infinite log-partition makes an ignored token's row zero on the way.
+    """Replace logits (rows, vocab) by the loss's gradient: softmax * (1 + 2 z logsumexp) - one-hot."""
+    # Few passes over memory, in eager mode as well: an infinite log-partition zeroes an ignored token's row.
     shift = log_partition.masked_fill(ignored, math.inf).unsqueeze(-1)
     factor = (1 + 2 * z_loss_weight * log_partition).unsqueeze(-1) if z_loss_weight else None
     column, present = _column(targets, logits)
-    # Targets apart: subtracting from the whole in the softmax's type would cost a copy of it when compiled.
+    # Targets separately: subtracting from the whole in the softmax's dtype would cost a copy of it when compiled.
     at_target = _exp_(logits.gather(-1, column), shift, factor) - present.unsqueeze(-1).to(shift.dtype)
     gradient = _exp_(logits, shift, factor).to(logits.dtype)
     return gradient.scatter_(-1, column, at_target.to(logits.dtype))
 
 
 def _exp_(logits: Tensor, shift: Tensor, factor: Tensor | None) -> Tensor:
-    """exp(logits - shift) * factor in the type of `shift`; in place where that is the logits' own."""
+    """exp(logits - shift) * factor in the dtype of `shift`; in place if the logits have that dtype."""
     result = logits.to(shift.dtype).sub_(shift).exp_()
     return result if factor is None else result.mul_(factor)
 
 
 def _column(targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Column of each target, (rows, 1), and whether it is there at all, (rows,): IGNORED and other ranks' are not."""
+    """Column of each target, (rows, 1), and whether it exists, (rows,): not for IGNORED or another rank's target."""
     last = logits.shape[-1] - 1
     return targets.clamp(0, last).unsqueeze(-1), (targets >= 0) & (targets <= last)
 
 
 def _over_group(measured: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Join what each rank measured of its columns; one collective, of two numbers a token and rank."""
+    """Combine what each rank measured on its columns, in one collective of two numbers per token and rank."""
     if group is None:
         return measured
     parts = measured.new_empty(dist.get_world_size(group), *measured.shape)
@@ -196,7 +196,7 @@ def _over_group(measured: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, with the sum over chunks kept in total's type where the product has fewer digits."""
+    """Compute total += a @ b; the sum over chunks stays in total's dtype if the product has lower precision."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:

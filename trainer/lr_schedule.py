@@ -1,8 +1,8 @@
 """The learning rate as a pure function of the step.
 
-It knows nothing of how far this launch goes (`training.steps`), only of `lr_schedule.total_steps`: a run that is
-stopped, resumed or prolonged follows the same curve. No state means nothing to save, and nothing to get wrong on a
-resume.
+It does not depend on how far this launch goes (`training.steps`), only on `lr_schedule.total_steps`: a run that is
+stopped, resumed or extended follows the same curve. Without state there is nothing to save, and nothing to get wrong on
+a resume.
 """
 
 import math
@@ -12,7 +12,7 @@ from configs.schema import LrSchedule
 
 
 def learning_rate(schedule: LrSchedule, peak_lr: float, step: int) -> float:
-    """Learning rate of the update that follows `step` finished ones (0 for the first).
+    """Compute the learning rate of the update that follows `step` finished ones (0 for the first).
 
     With w = warmup_steps, T = total_steps, m = min_lr_ratio and, for a step s,
 
@@ -20,8 +20,8 @@ def learning_rate(schedule: LrSchedule, peak_lr: float, step: int) -> float:
         w <= s < T:   peak * (m + (1 - m) * shape(p)),   p = max(0, (s - d) / (T - d))
         s >= T:       peak * m
 
-    The warm-up is linear (Goyal et al. 2017, section 2.2), and its first update already has some learning rate; the
-    peak is reached at s = w. `cosine` decays from d = w with shape(p) = (1 + cos(pi p)) / 2 (Loshchilov and Hutter
+    The warm-up is linear (Goyal et al. 2017, section 2.2), and its first update already has a nonzero learning rate;
+    the peak is reached at s = w. `cosine` decays from d = w with shape(p) = (1 + cos(pi p)) / 2 (Loshchilov and Hutter
     2017, eq. 5, one cycle); `linear` from d = w with shape(p) = 1 - p; `warmup_stable_decay` likewise from
     d = T - decay_steps, and stays at the peak until then (Hu et al. 2024, MiniCPM, section 4; linear as in Hägele et
     al. 2024, arXiv:2405.18392, section 3).

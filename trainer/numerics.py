@@ -1,8 +1,8 @@
-"""How a GPU's libraries compute: products of float32 with all their bits or fewer, and sums in a fixed order or not.
+"""How a GPU's libraries compute: float32 products with full or reduced precision, sums in a fixed order or not.
 
-Many of CUDA's kernels add numbers up in the order in which threads happen to arrive, among them the backward pass of
-cuDNN's attention, torch's default; and the compiler times variants of a kernel and takes the fastest, whose order of
-sums is its own. So two runs of one job differ in their last bits, unless `training.deterministic` forbids all of that.
+Many CUDA kernels add numbers in the order in which threads happen to arrive, among them the backward pass of cuDNN's
+attention, torch's default. The compiler times variants of a kernel and takes the fastest, each with its own order of
+sums. So two runs of one job differ in their last bits, unless `training.deterministic` forbids all of that.
 """
 
 import os
@@ -14,16 +14,16 @@ from configs.errors import UserError
 from configs.schema import Training
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-_DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # of NVIDIA's documentation of cuBLAS, "Results reproducibility"
+_DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # from NVIDIA's cuBLAS documentation, "Results reproducibility"
 
 
 def set_numerics(training: Training, device_type: str) -> None:
-    """Let everything that runs from now on in this process compute as the job asks; before CUDA is used.
+    """Configure this process to compute as the job asks; call it before CUDA is used.
 
-    A CPU's results have the same bits every time, and all the bits of float32, whatever is asked.
+    A CPU's results always have the same bits, and the full precision of float32, whatever the settings.
 
     Raises:
-        UserError: the environment forbids what is asked.
+        UserError: the environment contradicts the settings.
     """
     if device_type != "cuda":
         return
@@ -32,7 +32,7 @@ def set_numerics(training: Training, device_type: str) -> None:
     torch.backends.cuda.enable_cudnn_sdp(not training.deterministic)
     inductor_config.deterministic = training.deterministic
     if training.deterministic:
-        # It would set new memory to NaN, which takes time, and makes nothing more exact.
+        # Filling new memory with NaN would take time, and makes nothing more exact.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         workspace = os.environ.setdefault(_WORKSPACE, _DETERMINISTIC_WORKSPACES[0])
         if workspace not in _DETERMINISTIC_WORKSPACES:
@@ -43,7 +43,7 @@ def set_numerics(training: Training, device_type: str) -> None:
 
 
 def promise(training: Training, device_type: str) -> str:
-    """What a resumed run has in common with an undisturbed one on this kind of device."""
+    """How closely a resumed run follows an undisturbed one on this kind of device."""
     if device_type == "cpu":
         return "bit for bit that of a run without a stop"
     if training.deterministic:
@@ -52,7 +52,7 @@ def promise(training: Training, device_type: str) -> str:
 
 
 def float32_products(training: Training, device_type: str) -> str:
-    """How products of float32 are computed on a GPU; empty where there are none, or there is no choice."""
+    """How a GPU computes float32 products; empty if there are none, or no choice."""
     if device_type == "cpu" or training.compute_dtype != "float32":
         return ""
     return "products in TF32 (10 bits of each factor)" if training.tf32 else "products without TF32: exact, and slow"

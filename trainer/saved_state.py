@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a run beside its tensors; a stranger may have written it, so it is checked first."""
+"""What a checkpoint keeps of a run besides tensors; validated before use, since a stranger may have written it."""
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -15,21 +15,21 @@ from trainer.guards.verdict import StepResult
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands, beside its tensors and its data; a checkpoint keeps it as JSON."""
+    """The state of a run besides its tensors and data position; a checkpoint keeps it as JSON."""
 
     step: int = 0
     """Optimizer steps completed since the start of the run."""
     tokens: int = 0
-    """Tokens trained on since then."""
+    """Tokens trained on since the start of the run."""
     skipped_in_a_row: int = 0
     """How many of the last steps changed nothing."""
     past_losses: list[float] = field(default_factory=list)
-    """What `fault.spikes` compares the next loss with; empty if it is not in use."""
+    """The losses with which `fault.spikes` compares the next one; empty if it is not in use."""
     incidents: list[dict[str, Any]] = field(default_factory=list)
-    """Every spike and repaired copy of the run so far: its `step`, `what` was done, and details."""
+    """All spikes and repaired copies of the run so far: each with its `step`, `what` was done, and details."""
 
     def after(self, result: StepResult, tokens: int, spikes: Spikes) -> "RunState":
-        """The state after one more step, of so many `tokens`."""
+        """The state after one more step, which trained on `tokens` tokens."""
         losses = self.past_losses if result.skipped else remembered(spikes, self.past_losses, result.loss)
         return replace(
             self,
@@ -40,12 +40,12 @@ class RunState:
         )
 
     def with_incident(self, what: str, **details: Any) -> "RunState":
-        """The state with one more incident, of this step."""
+        """The state with one more incident, at the current step."""
         return replace(self, incidents=[*self.incidents, {"step": self.step, "what": what, **details}])
 
 
 def too_many_skipped(config: Config, run: RunState, folder: Path) -> str:
-    """The message for a run of which more steps in a row changed nothing than `training.max_skipped_steps` allows."""
+    """The message if more steps in a row changed nothing than `training.max_skipped_steps` allows."""
     or_spike = "" if config.fault.spikes.action == "none" else ", or the loss a spike"
     return (
         f"the loss or gradient norm of the last {run.skipped_in_a_row} steps was not finite{or_spike}, and "
@@ -58,7 +58,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class SourceState(TypedDict):
-    """Of one source of samples; what a text adds, `trainer/data/streaming.py` explains."""
+    """The state of one source of samples; `trainer/data/streaming.py` explains what a text source adds."""
 
     fingerprint: str
     path: NotRequired[str]
@@ -67,7 +67,7 @@ class SourceState(TypedDict):
 
 
 class DataState(TypedDict):
-    """Where the run stands in its data."""
+    """The run's position in its data."""
 
     next_sample: Count
     order: NotRequired[dict[str, Any]]
@@ -76,7 +76,7 @@ class DataState(TypedDict):
 
 
 class SavedState(TypedDict):
-    """The content of trainer.json, as far as it is read; `run` are the fields of `RunState`."""
+    """The content of trainer.json that is read; `run` has the fields of `RunState`."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
 
@@ -88,7 +88,7 @@ _SAVED = TypeAdapter(SavedState)
 
 
 def check_saved_state(saved: dict[str, Any]) -> None:
-    """Raise UserError unless `saved` has the form of what a run saves."""
+    """Raise UserError unless `saved` has the form in which a run saves it."""
     try:
         _SAVED.validate_python(saved, strict=True)
         TypeAdapter(RunState).validate_python(saved["run"])
@@ -97,7 +97,7 @@ def check_saved_state(saved: dict[str, Any]) -> None:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise UserError(
-            f"the checkpoint's trainer.json is not of the form that Keel writes: {place}: {first['msg']}"
+            f"the checkpoint's trainer.json is not in the form that Keel writes: {place}: {first['msg']}"
         ) from None
     if unknown:
-        raise UserError(f"the checkpoint's trainer.json has {unknown[0]} in it, which this Keel does not know")
+        raise UserError(f"the checkpoint's trainer.json has the key {unknown[0]}, which this Keel does not know")

@@ -1,4 +1,4 @@
-"""Loss on text that is not trained on."""
+"""The loss on text that is not trained on."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -12,12 +12,12 @@ from trainer.step import Learner
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """What a validation found; the same on all ranks."""
+    """The result of a validation; the same on all ranks."""
 
     loss: float
     """Mean cross-entropy over the valid target tokens, in nats."""
     bits_per_byte: float | None
-    """Cross-entropy per byte of text, which tokenizers do not change; None without a tokenizer."""
+    """Cross-entropy per byte of text, which is comparable across tokenizers; None without a tokenizer."""
 
 
 def validate(
@@ -29,13 +29,13 @@ def validate(
     """Evaluate the model on this rank's share of the validation samples; all ranks must call it.
 
     Args:
-        learner: its model is left as it is.
-        steps: as many micro-batches on every rank.
-        token_bytes: (vocab,) bytes of text that each token stands for.
-        is_over: asked before each of the steps; the same on all ranks.
+        learner: its model is not changed.
+        steps: the same number of micro-batches on every rank.
+        token_bytes: (vocab,) bytes of text per token.
+        is_over: called before each step; must return the same on all ranks.
 
     Returns:
-        None if `is_over` ended it.
+        The result, or None if `is_over` ended the validation.
     """
     total = torch.zeros(3, dtype=torch.float64, device=learner.mesh.device)
     for micro_batches in steps:

@@ -1,8 +1,8 @@
-"""Keel's checkpoints as Hugging Face's model folders, and the other way round.
+"""Conversion of Keel's checkpoints to Hugging Face model folders, and back.
 
-Both ways a tensor is read, written and forgotten before the next: the whole model is never in memory, and of the
-optimizer not a byte is read. What is written gets its name only when it is whole; a folder that exists is never
-touched. From a stranger's folder only safetensors and JSON are read, in neither of which code can hide.
+In both directions each tensor is read, written and freed before the next: the whole model is never in memory, and the
+optimizer is not read at all. The output gets its name only when it is complete, and an existing folder is never
+touched. From a stranger's folder only safetensors and JSON are read, neither of which can contain code.
 """
 
 from collections.abc import Generator, Mapping
@@ -43,7 +43,7 @@ from configs.schema import Model
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, require_64_bits, shortened
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Hugging Face's own default for years: files that every file system and server takes."""
+"""Hugging Face's own default for years; every file system and server accepts such files."""
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -55,7 +55,7 @@ _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What a Hugging Face folder holds of its tokenizer."""
+    """The tokenizer's part of a Hugging Face folder."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Content by file name."""
@@ -75,14 +75,19 @@ def export_hf(
     verify: Literal["size", "hash"] = "hash",
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write the model of a checkpoint as a Hugging Face folder; one process will do, whatever mesh has saved it.
+    """Write the model of a checkpoint as a Hugging Face folder, in one process, whatever mesh has saved it.
 
     Args:
-        dtype: of the weights; None: as they are in the checkpoint.
-        max_shard_bytes: tensors are put into one file up to this size; a larger tensor has a file of its own.
-        verify: hash: first compare the content of the files that are read with their hashes.
+        checkpoint: the checkpoint's folder.
+        output: the folder to create.
+        tokenizer: its files are added to the output.
+        dtype: dtype of the weights; None: as in the checkpoint.
+        max_shard_bytes: tensors share a file up to this size; a larger tensor gets a separate file.
+        verify: "hash": first compare the content of the files that are read with their hashes.
+        progress: called after each tensor.
 
-    Raises: UserError if the checkpoint is damaged, or the output exists or can't be written.
+    Raises:
+        UserError: the checkpoint is damaged, or the output exists or can't be written.
     """
     manifest, metadata = read_manifest(checkpoint), read_metadata(checkpoint)
     model = _model_of(manifest, checkpoint)
@@ -113,7 +118,7 @@ def export_hf(
 
 
 class _Stacks:
-    """Reads tensors by Hugging Face's names; stacked experts once for all of them, who follow one another."""
+    """Reads tensors by Hugging Face's names; a stack of experts is read once for all of them, which are consecutive."""
 
     def __init__(self, checkpoint: Path, metadata: Metadata) -> None:
         self._checkpoint, self._metadata = checkpoint, metadata
@@ -122,7 +127,7 @@ class _Stacks:
     def read(self, name: str) -> Tensor:
         place = place_of(name)
         if place.name != self._name:
-            self._name, self._stack = "", torch.empty(0)  # freed before the next is read
+            self._name, self._stack = "", torch.empty(0)  # freed before the next one is read
         if place.expert is None:
             return read_tensor(self._checkpoint, self._metadata, place.name)
         if not self._name:
@@ -141,20 +146,20 @@ def _model_of(manifest: Manifest, checkpoint: Path) -> Model:
 
 
 def _n_tensors(metadata: Metadata) -> int:
-    """How many tensors Hugging Face would make of a checkpoint's, each expert being one there."""
+    """The number of tensors that a checkpoint's tensors become in Hugging Face's format, where experts are separate."""
     entries = [entry_of(metadata, name) for name in metadata.state_dict_metadata]
     return sum(entry.size[0] if len(entry.size) == 3 else 1 for entry in entries)
 
 
 def _check_count(path: Path, model: Model, n_tensors: int) -> None:
-    """Raise UserError if a model has more layers and experts than there are tensors: a list might never end."""
+    """Raise UserError if a model has more layers and experts than tensors: listing its tensors might never end."""
     if model.n_layers * (model.n_experts or 1) > n_tensors:
         experts = f" with {model.n_experts} experts each" if model.n_experts else ""
         raise UserError(f"{path} describes {model.n_layers} layers{experts}, and there are only {n_tensors} tensors")
 
 
 def _check_tensors(checkpoint: Path, metadata: Metadata, shapes: Mapping[str, Shape]) -> torch.dtype:
-    """The type of the model's tensors in the checkpoint, which must be those that `shapes` names."""
+    """Check that the checkpoint has exactly the model's tensors, as in `shapes`; returns their dtype."""
     names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
     saved = {name: entry_of(metadata, name) for name in names}
     dtype = next((entry.properties.dtype for entry in saved.values()), torch.float32)
@@ -167,7 +172,7 @@ def _check_tensors(checkpoint: Path, metadata: Metadata, shapes: Mapping[str, Sh
 
 
 def _shards(shapes: Mapping[str, Shape], dtype: torch.dtype, max_bytes: int) -> dict[str, dict[str, Shape]]:
-    """The tensors cut into files, in their order; by file name, as transformers calls them."""
+    """Divide the tensors, in order, into files; by file name, as transformers names them."""
     groups: list[dict[str, Shape]] = [{}]
     size = 0
     for name, shape in shapes.items():
@@ -182,7 +187,7 @@ def _shards(shapes: Mapping[str, Shape], dtype: torch.dtype, max_bytes: int) -> 
 
 
 def _index(shards: Mapping[str, Mapping[str, Shape]], dtype: torch.dtype) -> dict[str, Any]:
-    """Of a single file, too, so that a reader of exports needs to know one form only."""
+    """The index; also written for a single file, so that a reader of exports needs to know only one form."""
     size = sum(n_bytes(shape, dtype) for shard in shards.values() for shape in shard.values())
     weight_map = {name: file for file, shard in shards.items() for name in shard}
     return {"metadata": {"total_size": size}, "weight_map": weight_map}
@@ -212,12 +217,15 @@ def import_hf(
     The output also gets `model.toml`, a base for job files with the model's shape, and a copy of the tokenizer.
 
     Args:
-        tokenizer: the tokenizer's file, in the form that Keel is to use; None: leave it out.
-        dtype: of the weights; None: as in the source. float16, and a mixture, become the narrowest type that holds
-            all of them exactly.
+        source: the Hugging Face folder.
+        output: the folder to create.
+        tokenizer: the tokenizer's file, in the form for Keel to use; None: no tokenizer.
+        dtype: dtype of the weights; None: as in the source. float16, and mixed dtypes, become the narrowest dtype that
+            represents all of them exactly.
+        progress: called after each tensor.
 
-    Raises: UserError if the source can't be read or Keel can't train what it holds, or the output exists or can't be
-        written.
+    Raises:
+        UserError: the source can't be read, or Keel can't train its model, or the output exists or can't be written.
     """
     config = _read_json(source / CONFIG_NAME)
     model = to_keel(config, source / CONFIG_NAME)
@@ -249,7 +257,7 @@ def import_hf(
 
 def _toml_heading(source: Path, output: Path) -> str:
     return (
-        f"# The shape of the model that was imported from {source}. To go on training it, in a job file:\n"
+        f"# The shape of the model that was imported from {source}. To continue training it, in a job file:\n"
         f'#   base = "{MODEL_TOML}" (by its path from there), and in [checkpoint] init_from = "{output}"\n\n'
     )
 
@@ -271,12 +279,12 @@ def _draft(config: dict[str, Any], tokenizer_hash: str | None) -> Manifest:
 
 
 def _tensors_in(source: Path) -> dict[str, _SourceTensor]:
-    """The tensors of all safetensors files, by name. Raises: UserError if there are none, or one can't be read."""
+    """The tensors of all safetensors files, by name; raises UserError if there are none, or one can't be read."""
     names = _file_names(source)
     tensors: dict[str, _SourceTensor] = {}
     for name in names:
         tensors |= _tensors_of(source / name)
-    # Exports of 2023 hold this buffer, which follows from the config.
+    # Exports from 2023 contain this buffer, which follows from the config.
     return {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
@@ -294,9 +302,9 @@ def _file_names(source: Path) -> list[str]:
         return [SINGLE_NAME]
     pickles = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in source.glob(pattern))
     if not pickles:
-        raise UserError(f"{source} holds no safetensors: neither {INDEX_NAME} nor {SINGLE_NAME}")
+        raise UserError(f"{source} has no safetensors: neither {INDEX_NAME} nor {SINGLE_NAME}")
     raise UserError(
-        f"{source} holds its weights in {pickles[0]} only, a pickle, which can run code when it is read. Keel reads "
+        f"{source} has its weights only in {pickles[0]}, a pickle, which can run code when it is read. Keel reads "
         'safetensors; if you trust the folder, convert it once: python -c "import transformers; '
         f"transformers.AutoModelForCausalLM.from_pretrained('{source}', dtype='auto').save_pretrained('NEW_FOLDER')\""
     )
@@ -305,7 +313,7 @@ def _file_names(source: Path) -> list[str]:
 def _tensors_of(path: Path) -> dict[str, _SourceTensor]:
     tensors = {}
     with _opened(path) as file:
-        for name in file.keys():  # noqa: SIM118 (it is no dict)
+        for name in file.keys():  # noqa: SIM118 (it is not a dict)
             entry = file.get_slice(name)
             if entry.get_dtype() not in _DTYPES:
                 raise UserError(f"{path}: {name} is of type {entry.get_dtype()}; Keel imports {', '.join(_DTYPES)}")
@@ -314,13 +322,13 @@ def _tensors_of(path: Path) -> dict[str, _SourceTensor]:
 
 
 def _read(name: str, tensor: _SourceTensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in memory of its own; the mapped file is let go of."""
+    """Read the tensor into its own memory, and close the mapped file."""
     with _opened(tensor.path) as file:
         return file.get_tensor(name).to(dtype, copy=True)
 
 
 def _read_place(place: str, shape: Shape, tensors: Mapping[str, _SourceTensor], dtype: torch.dtype) -> Tensor:
-    """What a checkpoint has under the name `place`: a tensor as it is, or those of the experts, stacked."""
+    """Read the tensor that a checkpoint stores as `place`: a tensor as it is, or all experts' tensors, stacked."""
     sources = {name: tensor for name, tensor in tensors.items() if place_of(name).name == place}
     if len(shape) < 3:
         ((name, tensor),) = sources.items()
@@ -338,12 +346,12 @@ def _opened(path: Path) -> Generator[Any, None, None]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except (OSError, MemoryError, SafetensorError) as error:  # where a process may not map so much
+    except (OSError, MemoryError, SafetensorError) as error:  # MemoryError: the process may not map that much
         raise UserError(f"{path} can't be read: {error}") from None
 
 
 def _check_tied_head(model: Model, tensors: dict[str, _SourceTensor]) -> None:
-    """Drop the head of a tied model, if the folder has one, provided that it is the embedding's equal."""
+    """Drop the head of a tied model, if the folder has one; it must equal the embedding."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if not model.tie_embeddings or not {head, embedding} <= tensors.keys():
         return
@@ -355,7 +363,7 @@ def _check_tied_head(model: Model, tensors: dict[str, _SourceTensor]) -> None:
 
 
 def _common_dtype(tensors: Mapping[str, _SourceTensor]) -> torch.dtype:
-    """The narrowest of Keel's types that holds all tensors exactly."""
+    """The narrowest of Keel's dtypes that represents all tensors exactly."""
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
     return torch.float32 if dtype == torch.float16 else dtype
 
@@ -372,7 +380,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = parse_json(read_file(path, MAX_JSON_BYTES))
         require_64_bits(content)
     except FileNotFoundError:
-        raise UserError(f"{path.parent} is no Hugging Face model folder: it has no {path.name}") from None
+        raise UserError(f"{path.parent} is not a Hugging Face model folder: it has no {path.name}") from None
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from None
     except ValueError as error:

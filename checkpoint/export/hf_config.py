@@ -1,7 +1,7 @@
 """A model as Hugging Face describes it: config.json, and the names and shapes of its tensors.
 
-Only what Keel can train exactly as it stands is translated. A field that would make it another function (a bias,
-another activation, another kind of rotary scaling) is refused by its name, never dropped.
+Only models that Keel can train exactly as they are get translated. A field that would make a model another function (a
+bias, another activation, another kind of rotary scaling) is refused by name, never dropped.
 """
 
 import re
@@ -19,7 +19,7 @@ from configs.untrusted import shortened
 Shape = tuple[int, ...]
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
-"""By `model_type`; the second where there are experts."""
+"""By `model_type`; "mixtral" for models with experts."""
 
 _NAMES = {
     "vocab_size": "vocab_size",
@@ -36,10 +36,10 @@ _NAMES = {
 """Field of config.json -> key of [model]."""
 
 _EXPERT_NAMES = {"num_local_experts": "n_experts", "num_experts_per_tok": "experts_per_token"}
-"""Those of Mixtral besides. Its weight of the auxiliary loss is not taken: the loss is of another form there."""
+"""Mixtral's additional fields. Its weight of the auxiliary loss is not imported: that loss has another form."""
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False}
-"""Those of LlamaConfig where they aren't Keel's, or might not stay so."""
+"""LlamaConfig's defaults where Keel's differ, or might come to differ."""
 
 _MIXTRAL_DEFAULTS = {
     **_DEFAULTS,
@@ -66,11 +66,11 @@ _FIXED = {
     "sliding_window": None,
     "router_jitter_noise": 0.0,
 }
-"""What Keel's Llama is in any case; a config that says otherwise is of another model."""
+"""Properties that Keel's Llama always has; a config with another value describes another model."""
 
 
 def tensor_shapes(model: Model) -> dict[str, Shape]:
-    """Names and shapes of the model's tensors in Hugging Face's terms, from the input to the output."""
+    """Hugging Face's names and shapes of the model's tensors, from the input to the output."""
     query, key_value = model.n_heads * head_dim(model), n_kv_heads(model) * head_dim(model)
     block = {
         "input_layernorm": (model.dim,),
@@ -96,7 +96,7 @@ def _feed_forward_shapes(model: Model) -> dict[str, Shape]:
 
 
 def _expert_shapes(model: Model) -> dict[str, Shape]:
-    """One projection of all experts after the other, as they are stacked in a checkpoint."""
+    """The experts' projections, one after the other, each for all experts, as they are stacked in a checkpoint."""
     assert model.n_experts is not None
     shapes: dict[str, Shape] = {"block_sparse_moe.gate": (model.n_experts, model.dim)}
     for matrix, shape in zip(_EXPERT_MATRICES, _feed_forward_shapes(model).values(), strict=True):
@@ -109,18 +109,19 @@ _EXPERT_MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 class Place(NamedTuple):
-    """Where a checkpoint has a tensor of Hugging Face's."""
+    """Where a checkpoint has one of Hugging Face's tensors."""
 
     name: str
-    """Of the checkpoint's tensor."""
+    """Name of the checkpoint's tensor."""
     expert: int | None = None
-    """Which part of it, along the first dimension; None: it is the whole."""
+    """Index of the part along the first dimension; None: the whole tensor."""
 
 
 def place_of(name: str) -> Place:
-    """Of the tensor that Hugging Face calls `name`; only the output head stands beside its "model." there.
+    """The place of the tensor that Hugging Face calls `name`.
 
-    Mixtral's experts have a tensor each, in a checkpoint they are stacked.
+    Hugging Face has all tensors except the output head under "model.". Mixtral's experts have separate tensors; in a
+    checkpoint they are stacked.
     """
     match = re.fullmatch(r"(model\.layers\.\d+)\.block_sparse_moe\.(?:gate|experts\.(\d+)\.(w[123]))\.weight", name)
     if match is None:
@@ -132,7 +133,7 @@ def place_of(name: str) -> Place:
 
 
 def checkpoint_shapes(model: Model) -> dict[str, Shape]:
-    """Names and shapes of the model's tensors as a checkpoint has them, in the order of `tensor_shapes`."""
+    """Names and shapes of the model's tensors in a checkpoint, in the order of `tensor_shapes`."""
     shapes: dict[str, Shape] = {}
     for name, shape in tensor_shapes(model).items():
         place = place_of(name)
@@ -141,15 +142,18 @@ def checkpoint_shapes(model: Model) -> dict[str, Shape]:
 
 
 def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-    """The content of config.json.
+    """Create the content of config.json.
 
-    transformers 5 reads `rope_parameters` and `dtype`; before, it was `rope_theta`, `rope_scaling` and `torch_dtype`.
-    Raises: UserError for a shape that transformers refuses to load.
+    transformers 5 reads `rope_parameters` and `dtype`; earlier versions read `rope_theta`, `rope_scaling` and
+    `torch_dtype`.
+
+    Raises:
+        UserError: transformers would refuse to load this shape.
     """
     if model.dim % model.n_heads:
         raise UserError(
-            f"model.dim {model.dim} is no multiple of n_heads {model.n_heads}, which transformers asks of a Llama "
-            "whatever its head_dim; so there is no Hugging Face folder of this model"
+            f"model.dim {model.dim} is not a multiple of n_heads {model.n_heads}, which transformers requires of a "
+            "Llama whatever its head_dim; so this model can't be exported to Hugging Face"
         )
     _check_mixture(model)
     kind, names = ("mixtral", _NAMES | _EXPERT_NAMES) if model.n_experts else ("llama", _NAMES)
@@ -175,7 +179,7 @@ def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: in
 
 
 def _check_mixture(model: Model) -> None:
-    """Raise UserError for a mixture of experts that is no Mixtral."""
+    """Raise UserError for a mixture of experts that is not a Mixtral."""
     if model.n_experts is None:
         return
     as_mixtral = {
@@ -186,9 +190,9 @@ def _check_mixture(model: Model) -> None:
     }
     found = [f"model.{key} is {value!r}, not {its!r}" for key, (value, its) in as_mixtral.items() if value != its]
     if model.router.load_balance == "bias":
-        found.append("model.router.load_balance is 'bias', and Mixtral's router has none")
+        found.append("model.router.load_balance is 'bias', and Mixtral's router has no bias")
     if found:
-        raise UserError(f"of the mixtures of experts Keel exports those in the shape of Mixtral; {'; '.join(found)}")
+        raise UserError(f"only mixtures of experts in the shape of Mixtral can be exported; {'; '.join(found)}")
 
 
 def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -202,9 +206,10 @@ def _stretched_seq_len(scaling: RopeScaling | None) -> int:
 
 
 def to_keel(config: Mapping[str, Any], path: Path) -> Model:
-    """The [model] that the config.json at `path` describes.
+    """Translate the config.json at `path` to [model].
 
-    Raises: UserError that names the field, if Keel can't train the model as it is.
+    Raises:
+        UserError: Keel can't train the model as it is; the message names the field.
     """
     kind, architectures = str(config.get("model_type")), config.get("architectures") or []
     if kind not in ARCHITECTURES or architectures not in ([], [ARCHITECTURES[kind]]):
@@ -225,15 +230,15 @@ def to_keel(config: Mapping[str, Any], path: Path) -> Model:
 
 
 def seq_len_of(config: Mapping[str, Any]) -> int:
-    """The length in tokens that the model of a config.json is for; LlamaConfig's default if it doesn't say."""
+    """The sequence length in tokens for which a config.json's model is made; by default LlamaConfig's."""
     value = config.get("max_position_embeddings", 2048)
     if type(value) is not int:
-        raise UserError(f"max_position_embeddings = {shortened(repr(value), 200)} is no length")
+        raise UserError(f"max_position_embeddings = {shortened(repr(value), 200)} is not a length")
     return value
 
 
 def _rope_to_keel(config: Mapping[str, Any], path: Path, theta: float) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of [model], from where the newer or the older form has them."""
+    """Translate `rope_theta` and `rope_scaling` to [model] from their newer or older form."""
     field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(field) or {}
     if not isinstance(rope, dict):

@@ -1,4 +1,4 @@
-"""A folder of files for others to read, which is there when it is whole and on the disk, or not at all."""
+"""A folder of files for others to read, which exists only once it is complete and on the disk."""
 
 import json
 import shutil
@@ -15,16 +15,17 @@ from configs.files import sync_folder
 
 @contextmanager
 def unfinished_folder(output: Path) -> Generator[Path, None, None]:
-    """An empty folder beside `output` that the block fills and renames; it goes away if the block fails.
+    """Yield an empty folder beside `output`, to be filled and renamed; it is removed if the block fails.
 
-    Raises: UserError if `output` exists, or the disk refuses.
+    Raises:
+        UserError: `output` exists, or can't be written.
     """
     if output.exists():
         raise UserError(f"{output} exists; name another folder, or move it away")
     folder = output.with_name(output.name + UNFINISHED)
     try:
         if folder.exists():
-            shutil.rmtree(folder)  # what a killed process has left behind
+            shutil.rmtree(folder)  # left behind by a killed process
         folder.mkdir(parents=True)
         yield folder
     except BaseException as error:
@@ -35,19 +36,19 @@ def unfinished_folder(output: Path) -> Generator[Path, None, None]:
 
 
 def finish(folder: Path, output: Path) -> None:
-    """Give an unfinished folder, whose files are synced, its name."""
+    """Rename an unfinished folder, whose files are synced, to its final name."""
     sync_folder(folder)
     folder.rename(output)
     sync_folder(output.parent)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> FileEntry:
-    """Write an object for programs and people to read."""
+    """Write a JSON object, indented for people."""
     return write_bytes(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def write_bytes(path: Path, content: bytes) -> FileEntry:
-    """Write a small file, and sync it."""
+    """Write a small file and sync it."""
     with synced_file(path) as file:
         file.write(content)
     return file.entry()

@@ -1,14 +1,14 @@
-"""Attention of some queries to a block of keys, in a form that blocks can be put together of.
+"""Attention of some queries to one block of keys, in a form that lets blocks be merged.
 
-Softmax over several blocks is exact from each block's own output and logsumexp: the outputs are averaged with weights
-exp(logsumexp), as FlashAttention does inside its kernel (Dao et al. 2022, section 3.1) and ring attention over ranks
-(Liu et al. 2023). Backward is simpler still: given the output and logsumexp of the whole, a block's gradients are its
-part of the whole's.
+The softmax over several blocks is exact given each block's output and logsumexp: the outputs are averaged with weights
+exp(logsumexp), as FlashAttention does inside its kernel (Dao et al. 2022, section 3.1) and ring attention across ranks
+(Liu et al. 2023). Backward is simpler still: given the output and logsumexp over all blocks, each block's gradients
+are computed independently, and add up.
 
-PyTorch's flash kernels give and take the logsumexp; they are used where they exist (CPU: every type; CUDA: 16-bit
-types). Elsewhere the scores are written out. A block's queries and keys of one document are neighbors in it, so CUDA's
-kernel takes them as packed sequences. On a CPU, and where scores are written out, a mask of documents is made for a
-tile of queries at a time, so no tensor of (queries x keys) exists for a whole block.
+PyTorch's flash kernels return and accept the logsumexp. They are used where they exist (CPU: every dtype; CUDA: 16-bit
+dtypes); otherwise the scores are materialized. The queries and keys of one document are contiguous in a block, so the
+CUDA kernel takes them as packed sequences. On a CPU, and where scores are materialized, the document mask is built for
+one tile of queries at a time, so no (queries x keys) tensor exists for a whole block.
 """
 
 import math
@@ -18,43 +18,43 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Elements of a tile's mask, and of its scores for one head: 16 MiB in float32 on a CPU, whose kernel writes no scores
-# out; on a GPU, with 32 heads, 512 MiB of scores.
+# Elements of a tile's mask, and of its scores for one head. On a CPU, whose kernel does not materialize scores, that is
+# 16 MiB in float32; on a GPU with 32 heads, 512 MiB of scores.
 _TILE_ELEMENTS = 1 << 22
 
 aten = torch.ops.aten
 
 
 class DocumentPairs(NamedTuple):
-    """Which queries and keys of a block are of the same document."""
+    """Which queries and keys of a block belong to the same document."""
 
     queries: Tensor
-    """(batch, queries), int32: number of the document; ascending over the whole batch."""
+    """(batch, queries), int32: the document's number, ascending over the whole batch."""
     keys: Tensor
-    """(batch, keys): the same."""
+    """(batch, keys), int32: the document's number."""
     slots: int
-    """Greater than every number."""
+    """An upper bound of the numbers, exclusive."""
     longest: int
-    """At least as many tokens as the longest document has."""
+    """At least the number of tokens in the longest document."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of logsumexps, and in which partial sums over blocks are kept."""
+    """The dtype of logsumexps and of partial sums over blocks."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: DocumentPairs | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention of `q` to this block of keys alone.
+    """Compute the attention of `q` to this block of keys alone.
 
     Args:
         q: (batch, heads, queries, head_dim).
-        k, v: (batch, kv_heads, keys, head_dim); heads are a multiple of kv_heads.
-        documents: a query sees keys of its own document only. None: all.
-        causal: query i sees the keys up to i, of as many keys as there are queries; else it sees all.
+        k, v: (batch, kv_heads, keys, head_dim); heads is a multiple of kv_heads.
+        documents: restricts each query to keys of its own document. None: no restriction.
+        causal: query i sees the keys up to i, and there are as many keys as queries. Otherwise it sees all keys.
 
     Returns:
-        Output, shaped as q and in the accumulation type, and logsumexp (batch, heads, queries), which is -inf where a
-        query sees no key of the block (its output is then 0).
+        Output, shaped like q, in the accumulation dtype, and logsumexp (batch, heads, queries). If a query sees no key
+        of the block, its output is 0 and its logsumexp -inf.
     """
     if _flash_takes(q) and (documents is None or _takes_packed(q)):
         out, logsumexp = _flash(q, k, v, causal) if documents is None else _flash_packed(q, k, v, documents, causal)
@@ -76,15 +76,15 @@ def attend_backward(
     documents: DocumentPairs | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What this block of keys adds to the gradients by q, k and v, in the accumulation type.
+    """Compute this block's terms of the gradients of q, k and v, in the accumulation dtype.
 
     Args:
-        grad: gradient by the whole's output, shaped as q.
-        out, logsumexp: of all blocks together, out in the type of q.
-        q, k, v, documents, causal: as `attend` had them for this block.
+        grad: gradient of the output over all blocks, shaped like q.
+        out, logsumexp: over all blocks, out in the dtype of q.
+        q, k, v, documents, causal: as passed to `attend` for this block.
     """
     if _flash_takes(q) and (documents is None or _takes_packed(q)):
-        # The CUDA kernel reads the logsumexp by a bare pointer: strides that say otherwise are wrong gradients, unseen.
+        # The CUDA kernel reads the logsumexp through a raw pointer: other strides silently give wrong gradients.
         whole = grad, q, k, v, out, logsumexp.contiguous()
         gradients = (
             _flash_backward(*whole, causal) if documents is None else _flash_packed_backward(*whole, documents, causal)
@@ -101,7 +101,7 @@ def attend_backward(
 
 
 def merge_(out: Tensor, logsumexp: Tensor, block_out: Tensor, block_logsumexp: Tensor) -> None:
-    """Take a further block of keys into `out` and `logsumexp`, in place; they have seen at least one key each."""
+    """Merge a further block of keys into `out` and `logsumexp`, in place; each query there has seen a key."""
     total = torch.logaddexp(logsumexp, block_logsumexp)
     out.mul_((logsumexp - total).exp_().unsqueeze(-1))
     out.add_(block_out * (block_logsumexp - total).exp_().unsqueeze(-1))
@@ -117,12 +117,12 @@ def _flash_takes(q: Tensor) -> bool:
 
 
 def _takes_bias(q: Tensor) -> bool:
-    """Whether there is a kernel that gives the logsumexp and takes a mask."""
+    """Whether a kernel exists that takes a mask and returns the logsumexp."""
     return q.device.type == "cpu"
 
 
 def _takes_packed(q: Tensor) -> bool:
-    """Whether the kernel takes sequences of any lengths, one after the other."""
+    """Whether the kernel takes packed sequences of any lengths."""
     return q.device.type == "cuda"
 
 
@@ -138,8 +138,8 @@ def _flash_backward(
     if q.device.type == "cpu":
         op = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return op(grad, q, k, v, out, logsumexp, 0.0, causal)
-    random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
-    lengths = None, None, q.shape[2], k.shape[2]  # cumulative ones are for packed batches only
+    random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the dropout's state; there is no dropout
+    lengths = None, None, q.shape[2], k.shape[2]  # cumulative lengths are for packed batches only
     op = aten._scaled_dot_product_flash_attention_backward
     return op(grad, q, k, v, out, logsumexp, *lengths, 0.0, causal, random, random)
 
@@ -147,7 +147,7 @@ def _flash_backward(
 def _flash_packed(q: Tensor, k: Tensor, v: Tensor, documents: DocumentPairs, causal: bool) -> tuple[Tensor, Tensor]:
     packed = [_pack(each) for each in (q, k, v)]
     out, logsumexp, *_ = aten._flash_attention_forward(*packed, *_bounds(documents), 0.0, causal, False)
-    # The kernel says inf for a query whose document has no keys here.
+    # For a query whose document has no keys in this block, the kernel returns inf.
     logsumexp = logsumexp.masked_fill(logsumexp == math.inf, -math.inf).unflatten(1, (len(q), -1)).transpose(0, 1)
     return _unpack(out, q), logsumexp.contiguous()
 
@@ -171,7 +171,7 @@ def _flash_packed_backward(
 
 
 def _bounds(documents: DocumentPairs) -> tuple[Tensor, Tensor, int, int]:
-    """Indices at which documents end, of queries and keys laid end to end, and the most of each in a document."""
+    """Indices at which documents end among the packed queries and keys, and the most of each in a document."""
     slots = torch.arange(documents.slots + 1, dtype=torch.int32, device=documents.queries.device)
     ends = [
         torch.searchsorted(numbers.flatten(), slots, out_int32=True) for numbers in (documents.queries, documents.keys)
@@ -180,13 +180,13 @@ def _bounds(documents: DocumentPairs) -> tuple[Tensor, Tensor, int, int]:
 
 
 def _pack(x: Tensor) -> Tensor:
-    """(batch, heads, rows, head_dim) -> (batch * rows, heads, head_dim), its last dimension without gaps."""
+    """(batch, heads, rows, head_dim) -> (batch * rows, heads, head_dim), contiguous in the last dimension."""
     packed = x.transpose(1, 2).flatten(0, 1)
     return packed if packed.stride(-1) == 1 else packed.contiguous()
 
 
 def _unpack(x: Tensor, like: Tensor) -> Tensor:
-    """The reverse, shaped as `like`."""
+    """Undo `_pack`, giving the shape of `like`."""
     return x.unflatten(0, (like.shape[0], -1)).transpose(1, 2)
 
 
@@ -196,7 +196,7 @@ def _unpack(x: Tensor, like: Tensor) -> Tensor:
 def _tiles(
     q: Tensor, k: Tensor, documents: DocumentPairs | None, causal: bool
 ) -> Iterator[tuple[slice, Tensor | None]]:
-    """Slices of the queries, each with its mask, broadcastable to (batch, heads, rows, keys), of the pairs allowed."""
+    """Slices of the queries, each with its mask of allowed pairs, broadcastable to (batch, heads, rows, keys)."""
     n_queries, n_keys = q.shape[2], k.shape[2]
     n_rows = max(1, _TILE_ELEMENTS // n_keys)
     keys = torch.arange(n_keys, device=q.device)
@@ -212,12 +212,12 @@ def _tiles(
 
 
 def _attend_tile(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `attend`, with the mask made."""
+    """Compute `attend` for one tile and its mask."""
     dtype = accumulation_dtype(q.dtype)
     if mask is not None and _takes_bias(q):
         op = aten._scaled_dot_product_flash_attention_for_cpu
         out, logsumexp = op(q, k, v, 0.0, False, attn_mask=_bias(mask, q.dtype))
-        # The kernel says 0 for a query that sees nothing.
+        # For a query that sees no key, the kernel returns 0.
         return out.to(dtype), logsumexp.masked_fill(~mask.any(-1), -math.inf)
     scores = _scores(q, k, mask)
     logsumexp = scores.logsumexp(-1)
@@ -228,7 +228,7 @@ def _attend_tile(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[
 def _attend_tile_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """As `attend_backward`, with the mask made (FlashAttention, Dao et al. 2022, algorithm 4)."""
+    """Compute `attend_backward` for one tile and its mask (FlashAttention, Dao et al. 2022, algorithm 4)."""
     dtype = logsumexp.dtype
     if mask is not None and _takes_bias(q):
         op = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -253,7 +253,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _for_each_head(kv: Tensor, q: Tensor) -> Tensor:
-    """Keys or values repeated for the query heads that share them."""
+    """Keys or values, repeated for the query heads that share them."""
     return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
 
 

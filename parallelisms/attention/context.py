@@ -1,19 +1,20 @@
-"""Context parallelism: every rank holds a part of each sequence, and attention alone looks beyond it.
+"""Context parallelism: every rank holds a part of each sequence, and only attention looks beyond it.
 
-The ranks of the `cp` axis read the same samples and keep their part of the tokens (`shard_batch`); positions come
-along, since a rotary angle depends on the place in the whole sequence. Of the model one function is replaced, the
-`attend` of the plan's attention modules, by one of three methods (docs/context_parallelism.md says when to use which):
+The ranks of the `cp` axis read the same samples, and each keeps its part of the tokens (`shard_batch`). Positions are
+sharded along with them, since a rotary angle depends on the position in the whole sequence. One function of the model
+is replaced, the `attend` of the plan's attention modules, by one of three methods (docs/context_parallelism.md says
+when to use which):
 
     gather      all ranks' keys and values at once (Llama 3, Dubey et al. 2024, section 3.3.2)
-    ring        one rank's after another, on their way round a ring (Liu et al. 2023, arXiv:2310.01889)
+    ring        one rank's keys and values at a time, passed around a ring (Liu et al. 2023, arXiv:2310.01889)
     all_to_all  the whole sequence for some of the heads (DeepSpeed Ulysses, Jacobs et al. 2023, arXiv:2309.14509)
 
-The first two keep the queries where they are. A causal query sees only the past, so equal stretches would leave the
-first rank idle: rank r of n takes the chunks r and 2n - 1 - r of 2n (zigzag), and all see as many keys. For backward
-they keep their own keys and values and fetch the others' again, so that all that a rank keeps is its part.
+The first two leave the queries in place. A causal query sees only the past, so contiguous parts would give the first
+rank the least work. Instead, rank r of n takes chunks r and 2n - 1 - r of 2n (zigzag), and all ranks see equally many
+keys. For backward, each rank saves only its own keys and values and fetches the others' again.
 
-The collectives run inside ops of their own, which torch.compile and selective checkpointing take as they are: what
-leaves such an op has arrived.
+The collectives run inside custom ops, which torch.compile and selective checkpointing treat as opaque. An op waits for
+its collectives before it returns.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ Method = Literal["gather", "ring", "all_to_all"]
 
 
 class Batch(Protocol):
-    """A dataclass with these among its fields, int64, (batch, seq)."""
+    """A dataclass that has these fields, int64, (batch, seq)."""
 
     @property
     def tokens(self) -> Tensor: ...
@@ -44,7 +45,7 @@ class Batch(Protocol):
     def targets(self) -> Tensor: ...
     @property
     def positions(self) -> Tensor | None:
-        """None: 0, 1, 2, ..."""
+        """Defaults to 0, 1, 2, ... if None."""
 
     @property
     def document_ids(self) -> Tensor | None: ...
@@ -54,11 +55,11 @@ B = TypeVar("B", bound=Batch)
 
 
 def shard_batch(batch: B, mesh: DeviceMesh, method: Method) -> B:
-    """This rank's part of every sequence, (batch, seq / cp); the document ids stay whole: attention needs them all.
+    """This rank's part of every sequence, (batch, seq / cp). Document ids stay whole, since attention needs them all.
 
     Args:
-        batch: of whole sequences, the same on all ranks of `mesh`.
-        mesh: the one axis `cp`.
+        batch: whole sequences, the same on all ranks of `mesh`.
+        mesh: the single axis `cp`.
         method: as for `apply_context_parallel`.
     """
     if mesh.size() == 1:
@@ -67,7 +68,7 @@ def shard_batch(batch: B, mesh: DeviceMesh, method: Method) -> B:
     part = part_of(batch.tokens.shape[1], mesh.size(), mesh.get_local_rank(), method, device)
 
     def own(whole: Tensor) -> Tensor:
-        # What was in pinned memory stays there: a copy to a GPU from elsewhere would be waited for.
+        # Indexing drops pinned memory, and a copy to a GPU from unpinned memory would block: pin the part again.
         return whole[:, part].pin_memory() if whole.is_pinned() else whole[:, part]
 
     if batch.positions is not None:
@@ -78,7 +79,7 @@ def shard_batch(batch: B, mesh: DeviceMesh, method: Method) -> B:
 
 
 def part_of(seq_len: int, n_ranks: int, rank: int, method: Method, device: torch.device | str = "cpu") -> Tensor:
-    """Indices in the sequence of the tokens that a rank holds, ascending, (seq_len / n_ranks,)."""
+    """Ascending indices, in the whole sequence, of the tokens that a rank holds: (seq_len / n_ranks,)."""
     sequence = torch.arange(seq_len, device=device)
     if method == "all_to_all":
         return sequence.chunk(n_ranks)[rank]
@@ -87,13 +88,13 @@ def part_of(seq_len: int, n_ranks: int, rank: int, method: Method, device: torch
 
 
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method) -> None:
-    """Let the attention of a model, which is given `shard_batch`'s parts, see whole sequences.
+    """Let a model's attention see whole sequences while the model computes on `shard_batch`'s parts.
 
     Args:
         model: its plan names the attention modules.
-        mesh: the one axis `cp`.
-        method: the sequence's length must be a multiple of twice the ranks; with all_to_all of the ranks, and the heads
-            of keys and values too.
+        mesh: the single axis `cp`.
+        method: gather and ring need a sequence length divisible by twice the number of ranks; all_to_all needs one
+            divisible by the number of ranks, which must also divide the number of key and value heads.
     """
     group = mesh.get_group().group_name
     attention: list[Any] = [model.get_submodule(name) for name in plan_of(model).attention]
@@ -107,7 +108,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method) -
 
 
 class NumberedDocuments(Protocol):
-    """Where documents lie in whole sequences, laid end to end; models/documents.py says more."""
+    """Where documents lie in whole, concatenated sequences; see models/documents.py."""
 
     @property
     def numbers(self) -> Tensor:
@@ -115,15 +116,15 @@ class NumberedDocuments(Protocol):
 
     @property
     def ends(self) -> Tensor:
-        """(slots + 1,): `slots` is at least as many as there are documents."""
+        """(slots + 1,), where `slots` is at least the number of documents."""
 
     @property
     def longest(self) -> Tensor:
-        """At least as many tokens as the longest has; a scalar in the host's memory."""
+        """At least the number of tokens in the longest document; a scalar in CPU memory."""
 
 
 def _numbered(documents: Any, _dtype: torch.dtype) -> NumberedDocuments:
-    """In the place of a mask: what blocks of queries and keys need is made where they are."""
+    """Replaces the model's mask: blocks of queries and keys build their own masks from the numbers."""
     return documents.numbered()
 
 
@@ -133,12 +134,12 @@ def _numbered(documents: Any, _dtype: torch.dtype) -> NumberedDocuments:
 def _attend_part(
     q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments | None, group: str, method: Method
 ) -> Tensor:
-    """Causal attention of this rank's queries to the whole sequence; shapes as in the model's own `attend`."""
+    """Causal attention of this rank's queries to the whole sequence; shapes as in the model's `attend`."""
     known = (None, None, None) if documents is None else (documents.numbers, documents.ends, documents.longest)
     return _context_attention(q, k, v, *known, group, method)[0]
 
 
-# The name lets a model's pattern for attention ops (`save_ops`) match this one, too.
+# The name lets a model's pattern for attention ops (`save_ops`) match this one as well.
 @torch.library.custom_op("keel::_scaled_dot_product_context_attention", mutates_args=())
 def _context_attention(
     q: Tensor,
@@ -150,7 +151,7 @@ def _context_attention(
     group: str,
     method: str,
 ) -> tuple[Tensor, Tensor]:
-    """Output, shaped as q, and its logsumexp (batch, heads, seq / cp)."""
+    """Output, shaped like q, and its logsumexp (batch, heads, seq / cp)."""
     ranks = _Ranks(q, numbers, ends, longest, group)
     own = torch.stack((k, v))
     out, logsumexp = attend(q, k, v, ranks.documents(ranks.rank, ranks.all, ranks.all), causal=True)
@@ -159,7 +160,7 @@ def _context_attention(
         documents_seen = ranks.documents(source, rows, keys)
         block = attend(q[:, :, rows], k_there[:, :, keys], v_there[:, :, keys], documents_seen, causal=False)
         merge_(out[:, :, rows], logsumexp[:, :, rows], *block)
-    # Laid out as the projection that follows wants it, so that one tensor is kept for both.
+    # In the memory layout of the following projection, so that one saved tensor serves both.
     out = out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
     return out, logsumexp.contiguous()
 
@@ -184,7 +185,7 @@ def _context_attention_backward(
     group: str,
     method: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by this rank's queries, keys and values; the latter two sum up what flows back from all ranks."""
+    """Gradients of this rank's queries, keys and values; the latter two sum the contributions of all ranks."""
     ranks = _Ranks(q, numbers, ends, longest, group)
     own = torch.stack((k, v))
     of_own = ranks.documents(ranks.rank, ranks.all, ranks.all)
@@ -230,11 +231,11 @@ _context_attention.register_autograd(_backward, setup_context=_save_for_backward
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    return _resolve_process_group(name)  # type: ignore[arg-type]  # a type of its own since torch 2.13, str before
+    return _resolve_process_group(name)  # type: ignore[arg-type]  # a distinct type since torch 2.13, str before
 
 
 class _Ranks:
-    """Which queries of this rank see which keys of another, in zigzag order."""
+    """Determines which of this rank's queries see which keys of another rank, in zigzag order."""
 
     all = slice(None)
 
@@ -244,8 +245,8 @@ class _Ranks:
         """
         Args:
             q: this rank's queries, (batch, heads, seq / cp, head_dim).
-            numbers, ends, longest: as in `NumberedDocuments`; all None where there are no documents.
-            group: its name.
+            numbers, ends, longest: as in `NumberedDocuments`; all None without documents.
+            group: name of the process group.
         """
         self.group = _group(group)
         self.rank, self.n_ranks = self.group.rank(), self.group.size()
@@ -253,16 +254,16 @@ class _Ranks:
         self._numbers, self._ends, self._longest = numbers, ends, longest
 
     def visible(self, source: int) -> tuple[slice, slice]:
-        """(queries here, keys there) of the one block in which every query sees every key: half of all pairs.
+        """The one block (queries here, keys there) in which every query sees every key: half of all pairs.
 
-        Of an earlier rank both our chunks see the first chunk; of a later rank our second chunk sees both.
+        If `source` is an earlier rank, both of our chunks see its first chunk; if later, our second chunk sees both.
         """
         if source < self.rank:
             return self.all, slice(0, self._chunk)
         return slice(self._chunk, None), self.all
 
     def documents(self, source: int, rows: slice, keys: slice) -> DocumentPairs | None:
-        """The documents of queries here and keys there; None where there are no documents."""
+        """The documents of the given queries here and keys there; None without documents."""
         if self._numbers is None or self._ends is None or self._longest is None:
             return None
         queries, their_keys = self._of(self._numbers, self.rank)[:, rows], self._of(self._numbers, source)[:, keys]
@@ -273,7 +274,7 @@ class _Ranks:
 
 
 class _Gather:
-    """All ranks' keys and values in one collective, and all gradients back in one."""
+    """Gathers all ranks' keys and values in one collective, and returns all gradients in another."""
 
     def __init__(self, own: Tensor, group: dist.ProcessGroup) -> None:
         """own: keys and values, (2, batch, kv_heads, seq / cp, head_dim)."""
@@ -281,7 +282,7 @@ class _Gather:
         self._by_source: dict[int, Tensor] = {}
 
     def others(self) -> Iterator[tuple[int, Tensor]]:
-        """Every other rank's number with its keys and values."""
+        """Every other rank's number, with its keys and values."""
         n_ranks, name = self._group.size(), self._group.group_name
         gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(self._own, n_ranks, name))
         for source, there in enumerate(gathered.unflatten(0, (n_ranks, -1))):
@@ -289,18 +290,18 @@ class _Gather:
                 yield source, there
 
     def give_back(self, source: int, gradient: Tensor) -> None:
-        """Contribute to the gradient of a rank's keys and values; once for each, the own first."""
+        """Contribute to the gradient of a rank's keys and values; call it once per rank, this rank first."""
         self._by_source[source] = gradient
 
     def given_back(self) -> Tensor:
-        """What all ranks contributed to the own keys and values."""
+        """The sum of all ranks' contributions for this rank's keys and values."""
         n_ranks, name = self._group.size(), self._group.group_name
         gradients = torch.cat([self._by_source[source] for source in range(n_ranks)])
         return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(gradients, "sum", n_ranks, name))
 
 
 class _Ring:
-    """Keys and values go round the ranks, the next ones arriving while these are computed with; sums follow them.
+    """Passes keys and values around the ranks, receiving the next ones while computing; gradient sums follow them.
 
     See `_Gather` for the methods.
     """
@@ -319,7 +320,7 @@ class _Ring:
             yield (rank - step) % n_ranks, keys_values
 
     def give_back(self, source: int, gradient: Tensor) -> None:
-        """The rank before had this source one step ago: its sum arrives here, is added to and goes on."""
+        """Add to the sum for `source`, which the previous rank updated one step ago, and pass it on."""
         if self._sum is not None:
             gradient += self._sum()
         self._sum = self._pass_on(gradient)
@@ -329,7 +330,7 @@ class _Ring:
         return self._sum()
 
     def _pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Send to the next rank; returns a function that waits for what the one before sent."""
+        """Send to the next rank; returns a function that waits for what the previous rank sent."""
         rank, n_ranks = self._group.rank(), self._group.size()
         arriving = torch.empty_like(tensor)
         works = dist.batch_isend_irecv(
@@ -356,14 +357,14 @@ _TRANSPORTS: dict[str, type[_Gather] | type[_Ring]] = {"gather": _Gather, "ring"
 def _attend_some_heads(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attend: Callable[..., Tensor], group: str
 ) -> Tensor:
-    """The model's own `attend` on whole sequences of this rank's share of the heads."""
+    """Run the model's `attend` on whole sequences for this rank's share of the heads."""
     q, k, v = (_exchange(tensor, 1, 2, group) for tensor in (q, k, v))
     return _exchange(attend(q, k, v, mask), 2, 1, group)
 
 
 @torch.library.custom_op("keel::exchange", mutates_args=())
 def _exchange(x: Tensor, split_dim: int, join_dim: int, group: str) -> Tensor:
-    """Give every rank its share of `split_dim`, and join at `join_dim`, in the order of ranks, what they give."""
+    """Split `split_dim` over the ranks, and concatenate what the ranks send along `join_dim`, in rank order."""
     given = torch.stack(x.chunk(_group(group).size(), split_dim))
     ones = [1] * len(given)
     taken = _c10d.wait_tensor(_c10d.all_to_all_single(given, ones, ones, group))

@@ -1,7 +1,7 @@
-"""How long this rank is in collectives: it enters one, and the last of the ranks to do so lets all go on.
+"""How long this rank waits in collectives, which complete only when the last rank has entered.
 
-A rank that is late keeps the others waiting and waits for nobody. So of ranks that do the same work, the one that is in
-collectives for the shortest time is the slow one, whatever slows it.
+A late rank keeps the others waiting and waits for none itself. So among ranks that do the same work, the one that
+spends the least time in collectives is the slow one, whatever slows it down.
 """
 
 import time
@@ -18,41 +18,42 @@ _MESSAGES = ("send", "recv_")
 
 
 class CollectiveWaits:
-    """Of the steps that this rank is told to measure.
+    """Measures the time in collectives over the steps that it is asked to measure.
 
-    On a CPU a collective is waited for where it is issued. On a GPU events before and after it tell how long it was on
-    its stream, and are read when they are over, so that the host waits for nothing; those that run beside the stream
-    that issues them, as tensor parallelism's do, are not seen. Messages, as between the stages of a pipeline, are left
-    out: two ranks wait for each other's in an order of their own.
+    On a CPU, a collective is waited for where it is issued. On a GPU, events before and after it record how long it
+    was on its stream. They are read once they have completed, so that the host does not wait. Collectives on a stream
+    other than the issuing one, such as tensor parallelism's, are not seen. Point-to-point messages, such as those
+    between pipeline stages, are left out: there, pairs of ranks wait for each other in an order of their own.
     """
 
     def __init__(self, groups: Collection[dist.ProcessGroup], device: torch.device) -> None:
         """
         Args:
-            groups: those that steps compute with, beside the group of all ranks; a checkpoint's writer has its own.
-            device: what the ranks compute on.
+            groups: the groups that steps compute with, besides the group of all ranks. Others, such as a checkpoint
+                writer's, are not measured.
+            device: the device on which the ranks compute.
         """
         self._watched = {str(group.group_name) for group in groups} | {world_name()}
         self._seconds, self._began = 0.0, 0.0
         self._event: torch.cuda.Event | None = None
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.call_seconds = 2e-4 if device.type == "cpu" else 3e-5
-        """What listening to a collective costs a rank; on a CPU measured, with both cores busy."""
+        """Estimated cost of listening to one collective, in seconds; on a CPU measured, with both cores busy."""
         self.calls = 0
         """Collectives measured so far."""
 
     def prepare(self) -> None:
-        """Make ready; to be called before other threads issue collectives."""
+        """Install the listener; call it before other threads issue collectives."""
         prepare_listening()
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Around a step."""
+        """Measure the collectives issued inside this context."""
         with listening(self._before, self._after):
             yield
 
     def take(self) -> float:
-        """Seconds in collectives that were measured since the last call; on a GPU, of those that are over."""
+        """Seconds in collectives measured since the last call; on a GPU, only those that have completed."""
         seconds, self._seconds = self._seconds, 0.0
         events, self._events = self._events, []
         for begin, end in events:
@@ -66,7 +67,7 @@ class CollectiveWaits:
         return name not in _MESSAGES and group.size() > 1 and str(group.group_name) in self._watched
 
     def _before(self, name: str, group: dist.ProcessGroup, arguments: tuple[Any, ...]) -> None:
-        if not self._counts(name, group):  # another thread's, perhaps
+        if not self._counts(name, group):  # for example another thread's
             return
         tensors = tensors_of(arguments)
         self._event = None

@@ -1,9 +1,9 @@
-"""Where a value that is not finite first appears: in a weight, or in a module's forward or backward pass.
+"""Where a non-finite value first appears: in a weight, or in a module's forward or backward pass.
 
-A step that went wrong is computed once more under hooks that look at each module's input and output and, in backward,
-at the gradients by outputs and by weights. They see what this rank alone holds, before it is reduced or gathered: under
-tensor parallelism a module's part of a sum, under FSDP a weight's gradient before other ranks' are added. So the rank
-is known as well. Compiled blocks are looked at from outside: hooks in them would change what is compiled.
+A failed step is repeated under hooks that look at each module's input and output and, in backward, at the gradients of
+outputs and weights. They see what this rank alone holds, before it is reduced or gathered: under tensor parallelism a
+module's term of a sum, under FSDP a weight's gradient before other ranks' gradients are added. This identifies the rank
+as well. Compiled blocks are observed from outside, since hooks inside would change what is compiled.
 """
 
 from collections import Counter
@@ -24,60 +24,60 @@ _WEIGHTS, _FORWARD, _BACKWARD, _REDUCED = range(4)
 
 
 class _When(NamedTuple):
-    """A pass of a micro-batch through a stage; the smaller one comes first."""
+    """A pass of a micro-batch through a stage, ordered by time."""
 
     phase: int
     micro_batch: int
     place: int
-    """The stage in forward; in backward negated, since the last stage begins."""
+    """The stage in forward; its negative in backward, where the last stage comes first."""
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """The first value on a rank that is not finite; the smaller of two ranks' is the earlier."""
+    """The first non-finite value on a rank; of two ranks' findings, the smaller is the earlier."""
 
     when: _When
     event: int
-    """Number of the look within `when`; equal on ranks that compute the same modules."""
+    """Index of the observation within `when`; equal on ranks that compute the same modules."""
     what: str
     """ "the output of layers.1.mlp.up_proj"."""
     before: str
-    """What was looked at before it, and was finite; "" if nothing was."""
+    """The last observation before it that was finite; "" if there was none."""
     rows: tuple[int, ...]
-    """Rows of the micro-batch that have such values; empty if that cannot be told."""
+    """Rows of the micro-batch that contain such values; empty if unknown."""
 
     @property
     def micro_batch(self) -> int | None:
-        """Number of the micro-batch on its rank; None for what belongs to none."""
+        """The micro-batch's number on its rank; None for findings that belong to no micro-batch."""
         return self.when.micro_batch if self.when.phase in (_FORWARD, _BACKWARD) else None
 
 
 def weights_not_finite(parameters: Mapping[str, Tensor]) -> Finding | None:
-    """The first of this rank's parameters, or shards of them, that has such a value."""
+    """The first of this rank's parameters, or shards of parameters, with a non-finite value."""
     return _first_of(parameters, _WEIGHTS, "the weight")
 
 
 class NonfiniteTracer:
-    """Watches one step, which all ranks compute alike, on this rank."""
+    """Watches one step, which all ranks repeat alike, on this rank."""
 
     def __init__(self, stages: Mapping[int, nn.Module], compiled: bool) -> None:
         """
         Args:
-            stages: this rank's, by number.
-            compiled: the plan's blocks are.
+            stages: this rank's stages, by number.
+            compiled: whether the plan's blocks are compiled.
         """
         self._stages, self._compiled = stages, compiled
         self.first: Finding | None = None
         self._looks: Counter[_When] = Counter()
         self._last_finite: dict[_When, str] = {}
         self._micro_batch: Counter[int] = Counter()
-        """By stage: forward passes begun."""
+        """Forward passes begun, by stage."""
         self._rows = 0
         self._handles: list[Any] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around a step."""
+        """Watch the step that runs inside this context."""
         for number, stage in self._stages.items():
             inside = tuple(f"{block}." for block in plan_of(stage).blocks) if self._compiled else ()
             for name, module in stage.named_modules():
@@ -90,13 +90,13 @@ class NonfiniteTracer:
                 handle.remove()
 
     def look_at_gradients(self, parameters: Mapping[str, Tensor]) -> None:
-        """Look at the gradients as they are after their reduction."""
+        """Look at the gradients after their reduction."""
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         self._take(_first_of(gradients, _REDUCED, "the reduced gradient of"))
 
     def _watch(self, stage: int, name: str, module: nn.Module) -> None:
-        # Before other hooks, which gather the parts of a sequence or add up those of a sum, and, for gradients, which
-        # come the other way, after them.
+        # These hooks run before other forward hooks, which gather a sequence's parts or sum terms, so the values are
+        # still local. Gradients pass the hooks in reverse order, hence a second hook after all others.
         self._handles += [
             module.register_forward_pre_hook(partial(self._before, stage, name), prepend=True),
             module.register_forward_hook(partial(self._computed, stage, name), prepend=True),
@@ -104,7 +104,7 @@ class NonfiniteTracer:
         ]
 
     def _before(self, stage: int, name: str, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if is_in_backward():  # activation checkpointing computes again what was looked at
+        if is_in_backward():  # activation checkpointing recomputes what was already looked at
             return
         if name == "":
             self._micro_batch[stage] += 1
@@ -157,13 +157,13 @@ def _first_of(tensors: Mapping[str, Tensor], phase: int, what: str) -> Finding |
 
 @torch.no_grad()
 def _is_finite(tensor: Tensor) -> bool:
-    """Of this rank's part."""
+    """Whether this rank's part of the tensor is finite."""
     return bool(local_part(tensor.detach()).isfinite().all())
 
 
 @torch.no_grad()
 def _rows(tensor: Tensor, n_rows: int) -> tuple[int, ...]:
-    """Those with such a value, of a tensor (rows, ...); empty if its first dimension is another."""
+    """The rows of a tensor (rows, ...) with a non-finite value; empty if its first dimension is not the rows."""
     if tensor.ndim < 2 or tensor.shape[0] != n_rows:
         return ()
     return tuple((~tensor.isfinite()).flatten(1).any(1).nonzero().flatten().tolist())

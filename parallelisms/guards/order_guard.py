@@ -1,19 +1,19 @@
 """The order guard: proof that all ranks issue the same collectives in the same order.
 
-Collectives are matched by their order alone. Where two ranks differ in it, and the sizes fit by chance, nothing fails:
-a layer computes with another layer's parameters, and the values are wrong. Where the sizes do not fit, or the ranks
+Collectives are matched by their order alone. If two ranks differ in it and the sizes happen to fit, nothing fails:
+a layer computes with another layer's parameters, and the values are wrong. If the sizes do not fit, or the ranks
 differ in which of two process groups comes first, a step may hang.
 
-On the steps that it guards, the guard writes down what each rank issues, from FSDP's gathers to the clipping's sums:
-operator, process group, shape, type, and who asked for it, which is what tells equal shapes apart. Before the optimizer
-changes anything, all ranks compare checksums. With groups A and B, whatever is in both must agree on the order of A's
-collectives, of B's, and of A's among B's; so there is a checksum for every pair of groups. Messages from rank to rank
-are compared between the two, in order of each direction.
+On the steps that it guards, the guard records what each rank issues, from FSDP's gathers to the clipping's sums:
+operator, process group, shape, dtype, and the module or code line that issued it, which tells equal shapes apart.
+Before the optimizer changes anything, all ranks compare checksums. Given groups A and B, the ranks in both must agree
+on the order of A's collectives, of B's, and of A's relative to B's, so there is a checksum for every pair of groups.
+Point-to-point messages are compared between the two ranks, in order, for each direction.
 
-Only where checksums differ are the logs themselves exchanged, to name the first collective that differs.
+Only if checksums differ are the logs themselves exchanged, to name the first collective that differs.
 
-Only the groups that training computes with are watched. A thread that works in the background, such as the one that
-writes a checkpoint, has groups of its own, and issues their collectives whenever it gets there.
+Only the groups that training computes with are watched. A background thread, such as the one that writes a checkpoint,
+has its own groups, and issues their collectives at any time.
 """
 
 import os
@@ -38,9 +38,9 @@ _HOME = str(Path(__file__).resolve().parents[2]) + os.sep
 _NOT_CALLERS = {str(Path(__file__).resolve()), str(Path(__file__).resolve().parents[1] / "torch_internals.py")}
 
 Channel = tuple[str, tuple[int, ...]]
-"""Those that must agree: name of a process group and its ranks; of a message, its sender and its receiver."""
+"""The ranks that must agree: a process group's name and ranks, or a message's sender and receiver."""
 Key = tuple[Channel, ...]
-"""One channel, or two whose order among each other is compared."""
+"""One channel, or two whose relative order is compared."""
 
 
 @dataclass(frozen=True)
@@ -49,33 +49,33 @@ class Issued:
 
     channel: Channel
     what: str
-    """In words; equal on all ranks that take part."""
+    """Description in words; equal on all ranks that take part."""
     is_message: bool
 
 
 class OrderGuard:
-    """Watches the steps of one launch, on this rank; all ranks have one."""
+    """Watches the steps of one launch on this rank; every rank has one."""
 
     def __init__(self, interval: int, groups: Collection[dist.ProcessGroup]) -> None:
         """
         Args:
-            interval: guard the first step and then every so many; 0: none.
-            groups: those that steps compute with, beside the group of all ranks; all others are left alone.
+            interval: guard the first step and every `interval`-th step after it; 0: none.
+            groups: the groups that steps compute with, besides the group of all ranks; others are ignored.
         """
         self._interval = interval
         self._watched = {str(group.group_name) for group in groups} | {world_name()}
         self._step = 0
         self._is_noting = False
         self.log: list[Issued] = []
-        """What guarded steps have issued since the last comparison."""
+        """What guarded steps issued since the last comparison."""
         if interval > 0 and dist.get_world_size() > 1:
             prepare_listening()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Around a step; only guarded ones pay for it.
+        """Watch the step that runs inside this context, if it is due.
 
-        What a step issues after `compare`, in the optimizer, is part of the next comparison.
+        What a step issues after `compare`, in the optimizer, becomes part of the next comparison.
         """
         is_due = self._interval > 0 and self._step % self._interval == 0 and dist.get_world_size() > 1
         self._step += 1
@@ -87,14 +87,14 @@ class OrderGuard:
             self._is_noting = False
 
     def compare(self) -> None:
-        """Compare what was issued so far with what the other ranks did; all ranks must call it in `watch`.
+        """Compare what was issued so far with the other ranks; all ranks must call it, inside `watch`.
 
         Raises:
-            UserError: it differs; on all ranks, with the same text.
+            UserError: the ranks differ. All ranks raise it, with the same text.
         """
         if not self._is_noting:
             return
-        self._is_noting = False  # what is exchanged now is not part of it
+        self._is_noting = False  # exclude the comparison's own collectives
         log, self.log = self.log, []
         if wrong := _first_difference(gather(_checksums(log))):
             logs = gather([_place(issued, wrong) for issued in log if issued.channel in wrong])
@@ -105,10 +105,10 @@ class OrderGuard:
         ranks, name = tuple(dist.get_process_group_ranks(group)), str(group.group_name)
         if not self._is_noting or len(ranks) == 1 or name not in self._watched:
             return
-        if operator in ("send", "recv_"):  # the sender and the receiver are at different places of the code
+        if operator in ("send", "recv_"):  # the sender's and the receiver's code lines differ
             here, there = dist.get_rank(), ranks[arguments[2]]
             pair = (here, there) if operator == "send" else (there, here)
-            # By count: pipelining in torch 2.11 opens a connection by sending a scalar, received as a tensor of one.
+            # By count: torch 2.11's pipelining opens a connection by sending a scalar, received with shape (1,).
             message = " and ".join(f"{t.numel()} elements {_dtype(t)}" for t in tensors_of(arguments))
             self.log.append(Issued((f"messages of {name}", pair), f"message of {message}", True))
         else:
@@ -117,12 +117,12 @@ class OrderGuard:
 
 
 def _shapes(operator: str, arguments: tuple[Any, ...]) -> str:
-    """Shapes and type of what is exchanged, as far as all ranks have the same."""
+    """Shapes and dtype of what is exchanged, as far as they are equal on all ranks."""
     tensors = tensors_of(arguments)
-    if operator in ("gather_", "scatter_"):  # one rank has all the parts
+    if operator in ("gather_", "scatter_"):  # only one rank has all the parts
         tensors = tensors[-1:] if operator == "gather_" else tensors[:1]
     shapes: list[tuple[int | str, ...]] = [tuple(t.shape) for t in tensors]
-    if operator.startswith("alltoall"):  # what a rank gets of each other is its own affair
+    if operator.startswith("alltoall"):  # how much each pair exchanges may differ
         shapes = sorted({("any", *shape[1:]) for shape in shapes}, key=str)
     return f"{', '.join(map(str, shapes))} {_dtype(tensors[0])}" if tensors else "nothing"
 
@@ -132,11 +132,11 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _caller() -> str:
-    """The innermost line of Keel's that led here: "models/llama.py:88"; in a thread of autograd's there is none."""
+    """The innermost line of Keel's code that led here: "models/llama.py:88"; there is none in an autograd thread."""
     frame = _getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        # A virtual environment may lie in Keel's folder: the README's does.
+        # A virtual environment may be in Keel's folder: the README's is.
         if file.startswith(_HOME) and "site-packages" not in file and file not in _NOT_CALLERS:
             return f"{file.removeprefix(_HOME)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
@@ -144,7 +144,7 @@ def _caller() -> str:
 
 
 def _checksums(log: list[Issued]) -> dict[Key, bytes]:
-    """One of every channel, and of every two process groups."""
+    """A checksum for every channel, and one for every two process groups."""
     channels = sorted({issued.channel for issued in log})
     groups = sorted({issued.channel for issued in log if not issued.is_message})
     keys: list[Key] = [(channel,) for channel in channels]
@@ -153,7 +153,7 @@ def _checksums(log: list[Issued]) -> dict[Key, bytes]:
 
 
 def _place(issued: Issued, key: Key) -> str:
-    """A collective as a line of the log that a key's checksum is taken of."""
+    """A collective as a line of the log over which a key's checksum is taken."""
     return f"{key.index(issued.channel)} {issued.what}"
 
 
@@ -167,7 +167,7 @@ def _members(key: Key) -> list[int]:
 
 
 def _first_difference(checksums: list[dict[Key, bytes]]) -> Key | None:
-    """A key on which its members differ, single channels first; a rank that has not used it at all differs, too."""
+    """A key on which its members differ, single channels first; a rank that has not used it differs, too."""
     keys = sorted({key for each in checksums for key in each}, key=lambda key: (len(key), key))
     for key in keys:
         if len({checksums[rank].get(key) for rank in _members(key)}) > 1:
@@ -186,7 +186,7 @@ def _message(key: Key, logs: list[list[str]], step: int) -> str:
     return (
         f"the ranks issue their collectives in different orders: in step {step} of this launch, rank {odd} issued as "
         f"number {number} {says[odd]}, where rank {usual_rank} issued {says[usual_rank]}. The step was not applied. "
-        "What differs between the ranks must not decide what they compute: look at that place in the code, and that "
+        "Nothing that differs between ranks may decide what they compute: check that place in the code, and that "
         "all ranks run the same version of it; comm.order_guard_interval = 1 finds the first step that differs"
     )
 

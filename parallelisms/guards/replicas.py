@@ -1,13 +1,13 @@
-"""Copies of one tensor on several ranks: proof that they are equal, and their repair where they are not.
+"""Copies of one tensor on several ranks: detecting that they differ, and repairing them.
 
-Replicas (`dp_replicate`, owner partition) hold the same parameters, tensor-parallel ranks the same norms, all ranks of
-a stage the same biases of a load balance and the same counts of steps. Equal inputs and equal operations keep copies
-equal bit for bit; nothing ever compares them. So a bit that flips in the memory of one rank stays: that rank computes
-with another model from then on, its gradients spread to all, and a checkpoint takes each tensor from any one copy.
+Replicas (`dp_replicate`, owner partition) hold the same parameters, tensor-parallel ranks the same norms, and all ranks
+of a stage the same load-balance biases and step counts. Equal inputs and equal operations keep copies bitwise equal,
+and training itself never compares them. So a bit that flips in one rank's memory persists: that rank computes with a
+different model from then on, its gradients spread to all ranks, and a checkpoint takes each tensor from any one copy.
 
-Which ranks hold copies of a tensor follows from its placements. Each rank hashes what it holds where it is, on a GPU
-without a copy to the host, and along every axis that replicates something the ranks compare one number. Only where
-numbers differ are the hashes of the tensors exchanged, to name tensors, ranks and hosts.
+Which ranks hold copies of a tensor follows from its placements. Each rank hashes its tensors where they are, on a GPU
+without a copy to the host, and along every axis that replicates something the ranks compare one number. Only if the
+numbers differ are the tensors' hashes exchanged, to name tensors, ranks and hosts.
 """
 
 import socket
@@ -25,29 +25,29 @@ from parallelisms.mesh import Mesh
 from parallelisms.ranks import gather
 
 CPU_PIECE, GPU_PIECE = 1 << 17, 1 << 22
-"""Words of 8 bytes hashed at once. On a CPU a piece, its factors and its products stay in the cache (4 GB/s a core);
-on a GPU few large pieces cost fewer launches, and 64 MiB besides."""
+"""Words of 8 bytes hashed at once. On a CPU, a piece, its factors and its products fit in the cache (4 GB/s per core);
+on a GPU, a few large pieces need fewer launches, at the cost of 64 MiB."""
 _FOLD, _HORNER = 0x9E3779B1, 0x9E3779B97F4A7C15 - (1 << 64)  # odd numbers with their bits well mixed
 _SHOWN = 8
 
 
 @dataclass(frozen=True)
 class Copy:
-    """What this rank holds of a tensor of which other ranks hold the same."""
+    """This rank's copy of a tensor that other ranks hold as well."""
 
     name: str
     part: str
-    """Which part of the whole it is, by this rank's place on the axes that cut it: "shard 1"; "" for the whole."""
+    """The part of the whole tensor, by this rank's position on the axes that shard it: "shard 1"; "" for the whole."""
     local: Tensor
     axes: Mapping[str, dist.ProcessGroup]
-    """The axes of the mesh along which its copies are."""
+    """The mesh axes along which there are copies."""
     device: torch.device
-    """Where ranks along them exchange tensors."""
+    """The device on which ranks along these axes exchange tensors."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Copies that are not equal; the same on all ranks."""
+    """Copies that are not equal; the same object on all ranks."""
 
     name: str
     part: str
@@ -56,28 +56,28 @@ class Difference:
 
     @property
     def majority(self) -> tuple[int, ...]:
-        """The ranks that hold what more than half of all hold; empty if there is no such content."""
+        """The ranks whose content more than half of all ranks hold; empty if there is no majority."""
         most = self.holders[0]
         return most if 2 * len(most) > sum(map(len, self.holders)) else ()
 
     def text(self, hosts: Sequence[str]) -> str:
-        """One line that names the odd ranks and their hosts, or all ranks if none is odd."""
+        """One line that names the odd ranks and their hosts, or all ranks if there is no majority."""
         where = f"{self.name} ({self.part})" if self.part else self.name
         if self.majority:
             odd = _named([rank for ranks in self.holders[1:] for rank in ranks], hosts)
             return f"{where}: {odd} differs from {_named(self.majority, hosts)}"
         sides = " from ".join(_named(ranks, hosts) for ranks in self.holders)
-        return f"{where}: {sides}; which of them is right can't be told"
+        return f"{where}: {sides}; without a majority, neither is known to be right"
 
 
 def copies_on(tensors: Mapping[str, Tensor], mesh: Mesh, owned: Collection[str] = ()) -> list[Copy]:
-    """Those of this rank's tensors of which other ranks hold copies, sorted by name.
+    """This rank's tensors of which other ranks hold copies, sorted by name.
 
     Args:
-        tensors: plain ones are whole, the same on all ranks of a pipeline stage.
-        mesh: of this rank.
-        owned: names of tensors that one rank has of those that see different tokens, and so has copies of over `tp`
-            alone.
+        tensors: plain tensors are whole, and the same on all ranks of a pipeline stage.
+        mesh: this rank's mesh.
+        owned: names of tensors that, among the ranks with different tokens, only one rank holds; these have copies
+            over `tp` alone.
     """
     copies = [_copy(name, tensor.detach(), mesh, name in owned) for name, tensor in sorted(tensors.items())]
     return [copy for copy in copies if copy.axes]
@@ -107,7 +107,7 @@ def differences(copies: Sequence[Copy]) -> tuple[list[Difference], list[str]]:
     """Compare this rank's copies with those of the other ranks; all ranks must call it.
 
     Returns:
-        What differs, by name, and the host of each rank; nothing if all copies are equal. The same on all ranks.
+        The differences, by name, and the host of each rank; both empty if all copies are equal. The same on all ranks.
     """
     if dist.get_world_size() == 1:
         return [], []
@@ -124,17 +124,17 @@ def differences(copies: Sequence[Copy]) -> tuple[list[Difference], list[str]]:
 
 @torch.no_grad()
 def heal(copies: Iterable[Copy], found: Iterable[Difference]) -> None:
-    """Give the ranks that differ what the majority holds; all ranks must call it.
+    """Overwrite differing copies with the majority's; all ranks must call it.
 
     Args:
-        copies: this rank's, as they were compared.
-        found: each with a majority.
+        copies: this rank's copies, as compared.
+        found: differences, each with a majority.
     """
     here, rank = {(copy.name, copy.part): copy.local for copy in copies}, dist.get_rank()
     for difference in found:
         source = difference.majority[0]
         for odd in (rank for ranks in difference.holders[1:] for rank in ranks):
-            if rank == source:  # by way of the CPU: its backend sends between any two ranks without a set-up
+            if rank == source:  # through the CPU: gloo sends between any two ranks without further setup
                 dist.send(here[difference.name, difference.part].cpu().contiguous(), dst=odd)
             elif rank == odd:
                 local = here[difference.name, difference.part]
@@ -144,7 +144,7 @@ def heal(copies: Iterable[Copy], found: Iterable[Difference]) -> None:
 
 
 def described(found: Sequence[Difference], hosts: Sequence[str]) -> str:
-    """A line for each of the first differences, and how many more there are."""
+    """A line for each of the first differences, and the number of the others."""
     lines = [f"\n  {difference.text(hosts)}" for difference in found[:_SHOWN]]
     more = len(found) - len(lines)
     return "".join(lines) + (f"\n  and {more} more" if more else "")
@@ -154,7 +154,7 @@ def described(found: Sequence[Difference], hosts: Sequence[str]) -> str:
 
 
 def _axes(copies: Iterable[Copy]) -> list[tuple[str, dist.ProcessGroup]]:
-    """Every axis along which there are copies, in an order that all ranks share."""
+    """Every axis along which there are copies, in the same order on all ranks."""
     return sorted({axis: group for copy in copies for axis, group in copy.axes.items()}.items())
 
 
@@ -189,7 +189,7 @@ def _named(ranks: Iterable[int], hosts: Sequence[str]) -> str:
 
 
 def _digests(copies: Sequence[Copy]) -> list[int]:
-    """The hash of each copy; each device is waited for once."""
+    """The hash of each copy; waits for each device once."""
     on_device: dict[torch.device, list[int]] = {}
     for i, copy in enumerate(copies):
         on_device.setdefault(copy.local.device, []).append(i)
@@ -204,9 +204,10 @@ def _digests(copies: Sequence[Copy]) -> list[int]:
 def digest(tensor: Tensor) -> Tensor:
     """A hash of a tensor's bytes, an int64 scalar on its device; computing it does not wait for the device.
 
-    Each word of 8 bytes is multiplied by an odd number of its place, and all are added up, modulo 2^64. An odd factor
-    can be undone, so a change of bits in one half of one word always changes the hash; other changes go unnoticed once
-    in about 2^32 times. The upper half is folded into the lower, or two flipped sign bits would cancel out.
+    Each word of 8 bytes is multiplied by an odd factor that depends on its position, and the products are summed modulo
+    2^64. An odd factor is invertible, so a change of bits in one half of one word always changes the hash; of other
+    changes, about one in 2^32 goes unnoticed. The upper half is folded into the lower, or two flipped sign bits would
+    cancel out.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     factors = _factors(tensor.device)
@@ -217,7 +218,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as int64, the last word filled up with zeros; a copy only where they are not aligned."""
+    """The bytes of a tensor as int64, zero-padded to a whole word; copied only if they are not aligned."""
     raw = tensor.contiguous().flatten().view(torch.uint8)
     if raw.numel() % 8 or raw.storage_offset() % 8:
         aligned = raw.new_zeros(-(-raw.numel() // 8) * 8)
@@ -228,7 +229,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 @cache
 def _factors(device: torch.device) -> Tensor:
-    """An odd int64 for each word of a piece, the same in every process."""
+    """An odd int64 for each word of a piece, equal in every process."""
     n = CPU_PIECE if device.type == "cpu" else GPU_PIECE
     limits, generator = torch.iinfo(torch.int64), torch.Generator().manual_seed(0)
     return (torch.randint(limits.min, limits.max, (n,), generator=generator) | 1).to(device)

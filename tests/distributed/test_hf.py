@@ -110,7 +110,7 @@ def test_exports_of_a_run(ranks, tmp_path):
         "export step-00000004: written",
     ]
     assert len(warnings) == 1
-    assert "export step-00000006 failed, training goes on: checkpoint" in warnings[0]
+    assert "export step-00000006 failed, training continues: checkpoint" in warnings[0]
     assert "__0_0.distcp is missing" in warnings[0]
 
 

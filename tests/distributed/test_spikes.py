@@ -218,7 +218,7 @@ def test_a_run_that_goes_back_too_often_ends(ranks, tmp_path):
     words = (*REWIND, "--fault.spikes.max_rewinds", "2", "--checkpoint.interval", "3", "--checkpoint.keep_last", "1")
     [(_, run, message)] = ranks(1, train, str(tmp_path / "run"), words, 0, tuple(range(35, 200)))
     assert "the loss of step 31 is a spike" in message
-    assert "has gone back to step 30 2 times already (fault.spikes.max_rewinds)" in message
+    assert "has returned to step 30 2 times already (fault.spikes.max_rewinds)" in message
     assert run.step == 30
     assert steps_in(tmp_path / "run" / "checkpoints") == [30]  # kept for it, beside the newest, 33, moved aside
     assert (tmp_path / "run" / "checkpoints" / "abandoned-001" / "step-00000033").is_dir()

@@ -130,7 +130,7 @@ def test_what_cannot_be_found_again_is_said(ranks):
         "computed again, the step is finite: a device or its memory is at fault, not the model or the data"
     }
     assert set(ranks(2, lost, MESHES["FSDP"], "overflow")) == {
-        "every value and gradient is finite, but not their sum: it overflows"
+        "every value and gradient is finite, but their sum is not: it overflows"
     }
 
 

@@ -81,7 +81,7 @@ def _cut(file: Path) -> None:
         (lambda file: file.unlink(), ["data/tokens/train: no tokens in this folder", "scripts/prepare_data.py"]),
         (lambda file: file.write_bytes(b""), ["00000.tokens: not a token file of Keel"]),
         (lambda file: file.write_bytes(b"PK" * 5000), ["00000.tokens: not a token file of Keel"]),
-        (_cut, ["00000.tokens: truncated, ", "Prepare it again"]),
+        (_cut, ["00000.tokens: truncated, ", "prepare it again"]),
     ],
     ids=["missing", "empty", "foreign", "truncated"],
 )
@@ -94,9 +94,9 @@ def test_a_token_file_that_is_none(corpus: Path, damage: Callable[[Path], object
 @pytest.mark.parametrize(
     ("words", "code", "fragments"),
     [
-        ("--model.vocab_size 512", 78, ["model.vocab_size is 512", "has 384 tokens", "Set model.vocab_size = 384"]),
+        ("--model.vocab_size 512", 78, ["model.vocab_size is 512", "has 384 tokens", "set model.vocab_size = 384"]),
         ("--training.seq_len 1000000", 1, ["data/tokens/train: too short for one window", "lower training.seq_len"]),
-        ("--validation.sequences 1000000", 1, ["1000000 windows are asked of it", "Lower validation.sequences"]),
+        ("--validation.sequences 1000000", 1, ["validation needs 1000000 windows", "lower validation.sequences"]),
     ],
 )
 def test_data_that_do_not_fit_the_job(corpus: Path, words: str, code: int, fragments: list[str]):

@@ -59,9 +59,9 @@ def test_a_file_cut_short_is_an_error_and_no_bus_error(tmp_path: Path):
     assert "Traceback" not in outcome.err
     assert "error: web/0.tokens, at byte " in outcome.err
     assert f"beyond the end of the file, which should have {size} bytes. The file has changed" in outcome.err
-    assert f"has changed under the run: it had {size} bytes written at " in outcome.err
+    assert f"has changed during the run: it had {size} bytes written at " in outcome.err
     assert "and now has 4096 bytes written at " in outcome.err
-    assert "goes on from its newest checkpoint" in outcome.err
+    assert "resumes from its newest checkpoint" in outcome.err
     end = status(tmp_path / "run")
     assert end["state"] == "failed"
     assert end["reason"] in outcome.err
@@ -80,7 +80,7 @@ def test_ids_beyond_the_vocabulary_are_named_by_file_and_place(tmp_path: Path, d
     assert byte == 80 + 2 * token
     written = int.from_bytes(file.read_bytes()[byte : byte + 2], "little")
     assert f"token id {written} is beyond" in error
-    assert "The file has changed under the run" in error
+    assert "The file has changed during the run" in error
 
 
 @pytest.mark.parametrize("interval", [6, 0], ids=["at the next save", "at the next epoch"])
@@ -92,7 +92,7 @@ def test_other_valid_ids_are_noticed(tmp_path: Path, during: Callable, interval:
     # An epoch has 124 windows, 15.5 steps.
     words = ["--training.steps", "200", "--checkpoint.interval", str(interval), "--checkpoint.mode", "sync"]
     assert launch_here(tmp_path, *web_words(tmp_path), *words) == 1
-    assert f"{file}, at byte 0: it is another file. The file has changed under the run" in said(tmp_path)
+    assert f"{file}, at byte 0: it is another file. The file has changed during the run" in said(tmp_path)
     assert status(tmp_path / "run")["step"] < 200
     assert steps_saved(tmp_path) == []
 

@@ -44,6 +44,6 @@ def test_a_job_runs_saves_and_goes_on_with_two_devices(tmp_path, null_gpus):
     more = f"{WORDS} --training.steps 8 --compile.enable true"
     outcome = finish(start(tmp_path, more, ranks=2, config=job, env=null_gpus, program=PROGRAM))
     assert outcome.code == 0, outcome.out + outcome.err
-    assert "going on from step 5" in outcome.out
+    assert "resuming from step 5" in outcome.out
     assert steps_of(run) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert json.loads((run / "status.json").read_text())["state"] == "done"

@@ -96,7 +96,7 @@ def whole_run(disk: Path, ranks: int = 0) -> Ended:
         fill(disk)
         said.wait_for("failed saves in a row: 2,")
         free(disk)
-        said.wait_for("metrics.jsonl is written again")
+        said.wait_for("metrics.jsonl can be written again")
         said.wait_for(": committed")
         fill(disk)
         return Ended(process.wait(TIMEOUT_SECONDS), *said.everything())

@@ -295,7 +295,7 @@ def test_the_summary_names_what_differs():
     assert rows["precision"].startswith("float32 parameters and optimizer, bfloat16 forward")
     assert "989.5 TFLOP/s" in rows["FLOPs"]
     assert "of the host's memory" in rows["memory"]
-    assert rows["steps"].endswith("going on from step 120")
+    assert rows["steps"].endswith("resuming from step 120")
     assert "tensorboard" not in rows["written to"]
 
 

@@ -123,7 +123,7 @@ def test_records_wait_for_room_whole_and_in_order(disk):
     begun, ended = said
     assert f"{path} can't be written: No space left on device; TRAINING GOES ON" in begun
     assert "0 bytes are free there" in begun
-    assert ended == f"{path} is written again"
+    assert ended == f"{path} can be written again"
 
 
 def test_more_than_is_kept_is_counted_and_said(tmp_path, monkeypatch):

@@ -229,12 +229,12 @@ def integers(folder):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (only_bin, "holds its weights in pytorch_model.bin only, a pickle"),
-        (nothing, "holds no safetensors"),
+        (only_bin, "has its weights only in pytorch_model.bin, a pickle"),
+        (nothing, "has no safetensors"),
         (one_file_less, "can't be read"),
         (cut_off, "can't be read"),
         (leave_the_folder, "names '../secret.safetensors', outside of the folder"),
-        (no_config, "is no Hugging Face model folder: it has no config.json"),
+        (no_config, "is not a Hugging Face model folder: it has no config.json"),
         (broken_config, "config.json can't be read"),
         (list_for_config, "config.json holds a list"),
         (integers, "is of type I8"),

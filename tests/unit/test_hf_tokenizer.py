@@ -92,7 +92,7 @@ def test_a_space_before_the_text(tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"model_type": "unigram"}, "it is no BPE model"),
+        ({"model_type": "unigram"}, "it is not a BPE model"),
         ({"normalization_rule_name": "nmt_nfkc"}, "it normalizes text"),
         ({"byte_fallback": False}, "it has no byte pieces"),
         ({"user_defined_symbols": ["<pad>"]}, "it has user-defined pieces"),

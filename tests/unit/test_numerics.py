@@ -117,7 +117,7 @@ def test_a_gpu_without_bfloat16(monkeypatch):
     with pytest.raises(ConfigError) as caught:
         device_type(job("--training.compute_dtype", "bfloat16"))
     message = str(caught.value)
-    assert "GPU 0 of host node-b, Tesla V100 of compute capability 7.0" in message
+    assert "GPU 0 of host node-b, Tesla V100, has compute capability 7.0" in message
     assert 'set compute_dtype = "float32"' in message
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert device_type(job("--training.compute_dtype", "bfloat16")) == "cuda"

@@ -174,5 +174,5 @@ def test_a_rare_source_makes_the_block_longer():
 
 
 def test_weights_too_far_apart_are_refused():
-    with pytest.raises(ConfigError, match="too far apart"):
+    with pytest.raises(ConfigError, match="differ too much"):
         Mixture(["a", "b"], [1.0, 1e-12], 0)

@@ -212,7 +212,7 @@ def test_another_tokenizer_is_refused(corpus, tmp_path):
 def test_a_folder_of_something_else_is_left_alone(corpus, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("precious")
-    with pytest.raises(UserError, match=r"out: exists and holds something else"):
+    with pytest.raises(UserError, match=r"out: exists but is not a folder of prepared text"):
         run(corpus, tmp_path / "out")
     assert content(tmp_path) == {"out/thesis.txt": b"precious"}
 

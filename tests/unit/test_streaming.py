@@ -167,7 +167,7 @@ def test_cursors_of_another_text_are_not_used(folder, tmp_path):
 
 
 def test_fewer_documents_than_shards_are_an_error(folder):
-    with pytest.raises(UserError, match="13 documents are too few to be dealt out to 14 virtual shards"):
+    with pytest.raises(UserError, match="13 documents are too few for 14 virtual shards"):
         window(source(folder, n_shards=14), 13)
 
 

@@ -30,7 +30,7 @@ def test_nothing_is_said_of_a_job_that_fits():
 def test_the_line_between_is_the_estimate_and_cudas_own():
     config = job("llama_7b.toml", 8)
     assert does_not_fit(config, 8, needed(config, 8)) == ""
-    assert "it will most likely end out of memory" in does_not_fit(config, 8, needed(config, 8) - 1)
+    assert "it will most likely run out of memory" in does_not_fit(config, 8, needed(config, 8) - 1)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_parquet_rows_come_in_order_one_piece_a_row_group(tmp_path):
 
 def test_bad_parquet_rows_and_files_are_named(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None, "c"]}), tmp_path / "x.parquet")
-    with pytest.raises(UserError, match=r"x\.parquet, row group 0, row 1: no text but None"):
+    with pytest.raises(UserError, match=r"x\.parquet, row group 0, row 1: not text but None"):
         read_all(tmp_path / "x.parquet")
     (tmp_path / "y.parquet").write_bytes(b"no parquet")
     found, messages = read_all(tmp_path, limit=2)

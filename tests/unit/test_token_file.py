@@ -175,7 +175,7 @@ def test_a_token_beyond_the_vocabulary_is_found(path):
 def test_a_width_that_does_not_suit_the_vocabulary_is_found(path):
     raw = path.read_bytes()
     header = raw[:12] + struct.pack("<I", 4) + raw[16:72]
-    with pytest.raises(UserError, match="4 bytes a token"):
+    with pytest.raises(UserError, match="4 bytes per token"):
         Header.unpack(header + xxhash.xxh3_64_digest(header), path)
 
 

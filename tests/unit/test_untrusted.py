@@ -106,7 +106,7 @@ def test_what_is_no_file_is_neither_waited_for_nor_read(tmp_path, name, put):
     put(tmp_path / name)
 
     def read():
-        with pytest.raises(KeelError, match=r"regular file|are more than|no job file|something else"):
+        with pytest.raises(KeelError, match=r"regular file|are more than|no job file|not a folder of prepared text"):
             READERS[name](tmp_path / name)
 
     with soon():

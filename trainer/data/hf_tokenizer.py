@@ -1,9 +1,9 @@
-"""Keel's tokenizers as Hugging Face's: the files that `transformers` and what builds on it read.
+"""Export of Keel's tokenizers to Hugging Face: the files that `transformers` and libraries built on it read.
 
-A `tokenizer.json` goes as it is. A SentencePiece model goes as it is, too, and beside it as the `tokenizer.json` that
-gives the same ids, so that no reader has to guess at its settings (`LlamaTokenizer`, for one, puts a space before the
-text unless it is told not to). Two differences remain, both in what `transformers` takes for text: it reads "<s>" as
-the mark (with `split_special_tokens = True` it doesn't), and the character U+2581 as a space.
+A `tokenizer.json` is copied unchanged. A SentencePiece model is copied unchanged, too, along with a `tokenizer.json`
+that gives the same ids, so that no reader has to guess its settings (`LlamaTokenizer`, for one, prepends a space unless
+told not to). Two differences remain in how `transformers` treats text: it reads "<s>" as the special token (unless
+`split_special_tokens = True`), and the character U+2581 as a space.
 """
 
 import json
@@ -19,15 +19,16 @@ JSON_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
 
 _BPE = 2
-_MAX_PIECE = 1024  # SentencePiece makes them of 16 at most; each is cut in two at every place
+_MAX_PIECE = 1024  # SentencePiece's have 16 characters at most; each is split in two at every place
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
-"""Numbers of sentencepiece_model.proto: TrainerSpec.ModelType and SentencePiece.Type."""
+"""Enum values in sentencepiece_model.proto: TrainerSpec.ModelType and SentencePiece.Type."""
 
 
 def tokenizer_files(path: str | Path | None) -> TokenizerFiles:
-    """The files for a Hugging Face folder of the tokenizer at `path`; none if there is no tokenizer.
+    """Make the files for a Hugging Face folder from the tokenizer at `path`; none if there is no tokenizer.
 
-    Raises: UserError if it can't be read, or has no exact counterpart.
+    Raises:
+        UserError: the tokenizer can't be read, or has no exact counterpart.
     """
     if path is None:
         return TokenizerFiles()
@@ -39,11 +40,11 @@ def tokenizer_files(path: str | Path | None) -> TokenizerFiles:
         model = _parse(path, content)
         tokens = {i: piece.piece for i, piece in enumerate(model.pieces)}
         files = {SENTENCEPIECE_NAME: content, JSON_NAME: _json_bytes(_to_json(model, tokenizer.bos_id))}
-        # For whoever asks for LlamaTokenizer by name, which makes its own of the pieces and these.
+        # For users who request LlamaTokenizer by name; it builds its own tokenizer from the pieces and these settings.
         settings = {"add_prefix_space": model.normalizer_spec.add_dummy_prefix, "legacy": False}
     marks = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is, in all versions
+        "tokenizer_class": "PreTrainedTokenizerFast",  # uses tokenizer.json as it is, in all versions
         "clean_up_tokenization_spaces": False,
         **settings,
         **{name: tokens[i] for name, i in marks.items() if i is not None},
@@ -52,9 +53,9 @@ def tokenizer_files(path: str | Path | None) -> TokenizerFiles:
 
 
 def find_tokenizer(folder: Path) -> Path | None:
-    """The tokenizer in a Hugging Face folder that Keel reads, or None.
+    """The tokenizer in a Hugging Face folder that Keel can read, or None.
 
-    SentencePiece first, where it is one: it is the original, and Keel's own when Keel has made the folder. (Llama 3's
+    A SentencePiece model comes first: it is the original, and Keel's own if Keel made the folder. (Llama 3's
     `tokenizer.model` is of another kind.)
     """
     for name in (SENTENCEPIECE_NAME, JSON_NAME):
@@ -67,18 +68,22 @@ def find_tokenizer(folder: Path) -> Path | None:
 
 
 def _parse(path: Path, content: bytes) -> Any:
-    """The model's description. Raises: UserError if tokenizer.json can't express it exactly."""
+    """Parse the model's protobuf.
+
+    Raises:
+        UserError: tokenizer.json can't express the model exactly.
+    """
     from sentencepiece import sentencepiece_model_pb2
 
     try:
         model = sentencepiece_model_pb2.ModelProto.FromString(content)  # type: ignore[attr-defined]
-    except Exception as error:  # protobuf's DecodeError, which is protobuf's to import
+    except Exception as error:  # protobuf's DecodeError, which would need an import of protobuf
         raise UserError(f"{path} can't be read: {error}") from None
     normalizer = model.normalizer_spec
     unlike = {
-        "its marks are none of its pieces": not 0 <= model.trainer_spec.unk_id < len(model.pieces),
+        "its special tokens are not among its pieces": not 0 <= model.trainer_spec.unk_id < len(model.pieces),
         f"it has a piece of more than {_MAX_PIECE} characters": any(len(p.piece) > _MAX_PIECE for p in model.pieces),
-        "it is no BPE model": model.trainer_spec.model_type != _BPE,
+        "it is not a BPE model": model.trainer_spec.model_type != _BPE,
         "it normalizes text": bool(normalizer.precompiled_charsmap) or normalizer.remove_extra_whitespaces,
         "it does not mark spaces": not normalizer.escape_whitespaces,
         "it puts spaces at the end of words": model.trainer_spec.treat_whitespace_as_suffix,
@@ -92,7 +97,7 @@ def _parse(path: Path, content: bytes) -> Any:
 
 
 def _to_json(model: Any, bos_id: int | None) -> dict[str, Any]:
-    """The tokenizer.json of a SentencePiece BPE model: its pieces, and the merges that its scores stand for."""
+    """The tokenizer.json of a SentencePiece BPE model: its pieces, and the merges that its scores imply."""
     pieces = {piece.piece: i for i, piece in enumerate(model.pieces)}
     unknown = model.trainer_spec.unk_id
     marks = [i for i, piece in enumerate(model.pieces) if piece.type in (_UNKNOWN, _CONTROL)]
@@ -128,10 +133,10 @@ def _to_json(model: Any, bos_id: int | None) -> dict[str, Any]:
 
 
 def _merges(model: Any) -> list[list[str]]:
-    """Every pair of pieces that makes a piece, the best score first.
+    """Every pair of pieces that makes a piece, best score first.
 
-    SentencePiece merges, of all neighbors that make a piece, those with the best score; a tokenizer.json lists the
-    pairs in their order. Pairs that make the same piece are in the order of their halves' ids.
+    Among all neighbors that make a piece, SentencePiece merges those with the best score; a tokenizer.json lists the
+    pairs in that order. Pairs that make the same piece are in the order of their halves' ids.
     """
     ids = {piece.piece: i for i, piece in enumerate(model.pieces) if piece.type == _NORMAL}
     merges = []
@@ -148,7 +153,7 @@ def _mark(i: int, content: str) -> dict[str, Any]:
 
 
 def _bos_first(bos_id: int, bos: str) -> dict[str, Any]:
-    """What puts BOS before a text, as Keel puts it before every document."""
+    """The post-processor that puts BOS before a text, as Keel puts it before every document."""
 
     def sequence(name: str, type_id: int) -> list[dict[str, Any]]:
         mark = {"SpecialToken": {"id": bos, "type_id": type_id}}

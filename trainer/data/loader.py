@@ -1,9 +1,9 @@
-"""From the order of the samples to micro-batches on a rank, made ahead by one background thread.
+"""From the order of samples to a rank's micro-batches, prepared ahead by one background thread.
 
-The order is fixed by the run (see `order`); a rank only picks its part of it. Step t of the run holds the samples
-[t G, (t + 1) G), G being training.global_batch_size. They are cut into micro-steps of dp x b samples, b being
-training.micro_batch_size, and rank r takes the r-th b of each. So the same samples meet in the same step at any number
-of ranks and any micro-batch, and where a run stands in its data is one counter.
+The run fixes the order (see `order`); a rank only picks its part. Step t of the run holds the samples [t G, (t + 1) G),
+where G is training.global_batch_size. They are split into micro-steps of dp x b samples, where b is
+training.micro_batch_size, and rank r takes the r-th b of each. A step therefore has the same samples at any number of
+ranks and any micro-batch size, and one counter is the run's whole position in its data.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,42 +25,42 @@ from trainer.data.token_file import TokenFolder
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 
 IGNORED = -100
-"""Target that counts in no loss (the default of torch's cross entropies)."""
+"""The target that counts in no loss (the default of torch's cross entropies)."""
 _PREFETCHED_STEPS = 2
-_SAMPLES_PER_PLAN = 1024  # the order is computed for so many samples at once, as a call costs much more than a sample
+_SAMPLES_PER_PLAN = 1024  # samples whose order is computed at once: a call costs much more than a sample
 _NO_SAMPLE = -1
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank computes at once; all tensors int64 of shape (micro_batch, seq_len)."""
+    """What a rank computes at once; all tensors are int64 of shape (micro_batch, seq_len)."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
     """The token after each token, or IGNORED."""
     positions: torch.Tensor | None
-    """With data.document_mask: position in the document, as far as it lies in the window; from 0."""
+    """With data.document_mask: position within the part of the document that is in the window, from 0."""
     document_ids: torch.Tensor | None
-    """With data.document_mask: number of the document within its window; from 0."""
+    """With data.document_mask: the document's number within its window, from 0."""
     samples: list[int]
-    """Indices of the samples in the run; rows beyond these are padding, all of whose targets are IGNORED."""
+    """Indices of the samples in the run; further rows are padding, with all targets IGNORED."""
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """The same on `device`, but for the document ids, which are counted first; from pinned memory no copy waits."""
+        """Copy to `device`, except the document ids, which are counted first; copies from pinned memory don't block."""
         names = ("tokens", "targets", "positions")
         tensors = {name: t.to(device, non_blocking=True) for name in names if (t := getattr(self, name)) is not None}
         return replace(self, **tensors)
 
 
 class Step(NamedTuple):
-    """One optimizer step's micro-batches, and the states of the sources after they were read."""
+    """One optimizer step's micro-batches, and the sources' states after they were read."""
 
     micro_batches: list[MicroBatch]
     states: dict[str, dict[str, Any]]
 
 
 class BatchReader:
-    """Reads samples of a mixture of sources into micro-batches."""
+    """Reads the samples of a mixture of sources into micro-batches."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class BatchReader:
         document_mask: bool = False,
         pin_memory: bool = False,
     ) -> None:
-        """Read windows of seq_len + 1 tokens; `sources` (by name) in the order of the mixture's."""
+        """Read windows of seq_len + 1 tokens; `sources`, by name, must be in the mixture's order."""
         self._mixture, self._sources, self._seq_len = mixture, sources, seq_len
         self._document_mask, self._pin_memory = document_mask, pin_memory
 
@@ -84,7 +84,7 @@ class BatchReader:
             yield Step(micro_batches, self.states())
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Index of the source of each sample (-1 for padding), and its address there."""
+        """The index of each sample's source (-1 for padding), and the sample's address there."""
         sources, ordinals = self._mixture.locate(samples)
         sources[samples == _NO_SAMPLE] = -1
         addresses = np.zeros_like(ordinals)
@@ -95,11 +95,11 @@ class BatchReader:
         return sources, addresses
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """The states of the sources, by name."""
+        """The sources' states, by name."""
         return {name: source.state() for name, source in self._sources.items()}
 
     def check_unchanged(self) -> None:
-        """Raise UserError if the files of a source do not hold any more what they held at the start."""
+        """Raise UserError if the content of a source's files has changed since the start."""
         for source in self._sources.values():
             source.check_unchanged()
 
@@ -120,12 +120,12 @@ class BatchReader:
         return MicroBatch(self._tensor(windows[:, :-1]), targets, positions, document_ids, kept)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        """A contiguous copy, in pinned memory where it goes to a GPU."""
+        """A contiguous copy, in pinned memory if it goes to a GPU."""
         return torch.empty(array.shape, dtype=torch.int64, pin_memory=self._pin_memory).copy_(torch.from_numpy(array))
 
 
 def _documents(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions in, and numbers of, the documents that begin where `starts`, bool (batch, seq), is set."""
+    """Positions in, and numbers of, the documents that start where `starts`, bool (batch, seq), is set."""
     index = np.arange(starts.shape[1])
     begins = np.maximum.accumulate(np.where(starts, index, 0), axis=1)
     return index - begins, np.cumsum(starts, axis=1) - starts[:, :1]
@@ -176,7 +176,7 @@ class DataLoader:
         return {"next_sample": self._next_sample, "order": self._order, "sources": self._states}
 
     def check_unchanged(self) -> None:
-        """Raise UserError if token files have changed since they were opened: their fingerprint would not be true."""
+        """Raise UserError if token files have changed since they were opened, so that their fingerprint is wrong."""
         self._reader.check_unchanged()
 
     def close(self) -> None:
@@ -218,13 +218,13 @@ def build_loader(
     pin_memory = config.job.device != "cpu" and torch.cuda.is_available()
     reader = BatchReader(mixture, sources, config.training.seq_len, config.data.document_mask, pin_memory)
     if validation:
-        # Has the sources see now, and on all ranks alike, whether they suffice.
+        # Makes the sources check now, and on all ranks alike, that they have enough samples.
         reader.locate(np.arange(config.validation.sequences))
     device = torch.cuda.current_device() if pin_memory else None
 
     def make_steps(first_sample: int) -> Iterator[Step]:
         if device is not None:
-            torch.cuda.set_device(device)  # a new thread stands on GPU 0, and pinning would open a context there
+            torch.cuda.set_device(device)  # a new thread defaults to GPU 0, and pinning would open a context there
         for samples in plan(config, dp_rank, dp_size, first_sample):
             yield from reader.steps(samples)
 
@@ -251,7 +251,7 @@ def _training_samples(config: Config, dp_rank: int, dp_size: int, start_sample: 
 
 
 def _validation_samples(config: Config, dp_rank: int, dp_size: int, start_sample: int) -> Iterator[np.ndarray]:
-    """A rank's samples of a validation, one micro-batch a step: (steps, 1, micro_batch), padded with _NO_SAMPLE."""
+    """A rank's samples of a validation, one micro-batch per step: (steps, 1, micro_batch), padded with _NO_SAMPLE."""
     at_once = dp_size * config.training.micro_batch_size
     n_steps = -(-(config.validation.sequences - start_sample) // at_once)
     samples = start_sample + np.arange(n_steps * at_once)
@@ -278,7 +278,7 @@ def _build_source(
     seq_len, vocab_size, seed = config.training.seq_len, config.model.vocab_size, config.training.seed
     if source.kind == "synthetic":
         return SyntheticSource(source.name, vocab_size, seed, source.document_length)
-    assert source.path is not None  # that, and text's tokenizer, configs.checks has seen to
+    assert source.path is not None  # configs.checks ensures it, and text's tokenizer
     if source.kind == "tokens":
         folder = TokenFolder(source.path, vocab_size, tokenizer.hash if tokenizer else None)
         return TokenSource(source.name, folder, seq_len, seed, once=validation)

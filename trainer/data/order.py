@@ -1,10 +1,10 @@
 """Which sample comes when: closed formulas instead of a shuffled list.
 
-Sample i of the run is a pure function of (seed, sources, i). A mixture says from which source it comes and the
-how-manieth of that source it is (its ordinal); a keyed permutation says which window of the source that is, anew in
-every epoch. No index is built and nothing is remembered, so the start costs nothing at any corpus size, a resume is
-a jump to a number, and it cannot matter how many ranks share the work. What it costs is arithmetic: some tenths of a
-millisecond for 512 samples, done in the background.
+Sample i of the run is a pure function of (seed, sources, i). A mixture says which source it comes from and its index
+within that source (its ordinal); a keyed permutation, different in every epoch, says which of the source's windows that
+is. No index is built and nothing is remembered, so the start costs nothing at any corpus size, a resume is a jump to a
+number, and the number of ranks that share the work cannot matter. The price is arithmetic: a few tenths of a
+millisecond for 512 samples, in the background.
 """
 
 import json
@@ -26,23 +26,24 @@ _MAX_SHARE_ERROR = 0.01
 
 
 def derive_key(*parts: str | int) -> int:
-    """A 64-bit key from names and numbers, the same on every machine and in every Python (unlike `hash()`)."""
+    """A 64-bit key from names and numbers, the same on every machine and in every Python version (unlike `hash()`)."""
     return xxhash.xxh3_64_intdigest(json.dumps(parts).encode())
 
 
 def permute(index: np.ndarray | int, n: int, key: np.ndarray | int) -> np.ndarray:
-    """Where a keyed pseudo-random permutation of [0, n) sends `index`.
+    """Map `index` by a keyed pseudo-random permutation of [0, n).
 
-    An alternating Feistel network over the next power of two; results outside [0, n) are sent through again until
-    they fall inside, which keeps it a bijection ("cycle walking": Black and Rogaway, "Ciphers with arbitrary finite
-    domains", 2002, section 3) and takes less than two turns on average.
+    An alternating Feistel network over the next power of two. Results outside [0, n) are sent through again until they
+    fall inside, which keeps it a bijection ("cycle walking": Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002, section 3) and takes less than two passes on average.
 
     Args:
         index: integers in [0, n), any shape.
         n: size of the domain, at least 1.
         key: 64-bit key, or one for each index.
 
-    Returns: int64 array of index's shape.
+    Returns:
+        int64 array of the shape of `index`.
     """
     value, keys = np.broadcast_arrays(np.asarray(index, dtype=np.uint64), np.asarray(key, dtype=np.uint64))
     shape = value.shape
@@ -57,7 +58,7 @@ def permute(index: np.ndarray | int, n: int, key: np.ndarray | int) -> np.ndarra
 
 
 def _feistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
-    """One pass of the network over [0, 2**bits): each half in turn is xored with a keyed hash of the other."""
+    """One pass of the network over [0, 2**bits): each half in turn is XORed with a keyed hash of the other."""
     low_bits = bits // 2
     high_bits = bits - low_bits
     low, high = value & np.uint64((1 << low_bits) - 1), value >> np.uint64(low_bits)
@@ -70,21 +71,21 @@ def _feistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
 
 
 def _mix(value: np.ndarray) -> np.ndarray:
-    """Hash 64-bit values to 64 bits, of which the upper ones are the best: splitmix64's finalizer."""
+    """Hash 64-bit values to 64 bits, of which the upper are the best: splitmix64's finalizer."""
     value = (value ^ (value >> np.uint64(30))) * _MULTIPLIER_1
     value = (value ^ (value >> np.uint64(27))) * _MULTIPLIER_2
     return value ^ (value >> np.uint64(31))
 
 
 class Epochs:
-    """The order in which a source's windows come: every window once an epoch, each epoch in an order of its own."""
+    """The order of a source's windows: every window once per epoch, in a different order in each epoch."""
 
     def __init__(self, name: str, n_windows: int, seed: int) -> None:
-        """Order of the `n_windows` windows of source `name` under the run's seed."""
+        """Order the `n_windows` windows of source `name` under the run's seed."""
         self.name, self.n_windows, self.seed = name, n_windows, seed
 
     def window(self, ordinal: np.ndarray) -> np.ndarray:
-        """The window that is read as the source's `ordinal`-th sample; int64 of the same shape."""
+        """The window read as the source's `ordinal`-th sample; int64 of the same shape."""
         epoch, index = np.divmod(ordinal, self.n_windows)
         epochs, which = np.unique(epoch, return_inverse=True)
         keys = np.array([derive_key("epoch", self.seed, self.name, int(e)) for e in epochs], dtype=np.uint64)
@@ -94,16 +95,17 @@ class Epochs:
 class Mixture:
     """Which source each sample of the run comes from.
 
-    Samples are cut into blocks of `block_length`; every block holds exactly `counts[s]` samples of source s, the
-    weights' shares by largest remainder. The block is the smallest power of two, from 1,024, that gives each source
-    its share to within 1%. Inside a block the sources are spread evenly (Bresenham's line, from a keyed phase), so
-    even a single optimizer step comes close to the weights, and a source's ordinals come in ascending order.
+    Samples are divided into blocks of `block_length`. Every block holds exactly `counts[s]` samples of source s, the
+    weights' shares rounded by largest remainder. The block is the smallest power of two, from 1,024, that gives each
+    source its share to within 1%. Inside a block the sources are spread evenly (Bresenham's line, from a keyed phase),
+    so even a single optimizer step comes close to the weights, and a source's ordinals are in ascending order.
     """
 
     def __init__(self, names: Sequence[str], weights: Sequence[float], seed: int) -> None:
-        """Mix the sources `names` in proportion to `weights` (positive, of any sum).
+        """Mix the sources `names` in proportion to `weights` (positive, with any sum).
 
-        Raises ConfigError if a weight is so small that no block of up to 2**30 samples meets it.
+        Raises:
+            ConfigError: a weight is so small that no block of up to 2**30 samples can represent it.
         """
         shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
         self.counts = _block_counts(shares)
@@ -111,11 +113,11 @@ class Mixture:
         self._keys = [np.uint64(derive_key("mixture", seed, name)) for name in names]
 
     def locate(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For samples of the run, the source's index and the ordinal within that source; int64 of sample's shape."""
+        """For samples of the run, the source's index and the ordinal within that source; int64 of the same shape."""
         block, position = np.divmod(sample, self.block_length)
         source = np.full(sample.shape, -1)
         ordinal = np.zeros_like(block)
-        left = self.block_length  # samples of the block that the sources before this one have not taken
+        left = self.block_length  # samples of the block that earlier sources have not taken
         for s, (count, key) in enumerate(zip(self.counts.tolist(), self._keys, strict=True)):
             phase = (_mix(block.astype(np.uint64) + key) % np.uint64(left)).astype(np.int64)
             before = (position * count + phase) // left
@@ -128,7 +130,7 @@ class Mixture:
 
 
 def _block_counts(shares: np.ndarray) -> np.ndarray:
-    """Samples of each source in a block, for the smallest block that meets the shares; see `Mixture`."""
+    """Samples of each source per block, for the smallest block that represents the shares; see `Mixture`."""
     length = _MIN_BLOCK_LENGTH
     while length <= _MAX_BLOCK_LENGTH:
         counts = _largest_remainder(shares, length)
@@ -136,13 +138,13 @@ def _block_counts(shares: np.ndarray) -> np.ndarray:
             return counts
         length *= 2
     raise ConfigError(
-        f"The weights of the sources lie too far apart: the smallest is {shares.min():.1e} of their sum. "
-        "Raise it, or leave that source out."
+        f"the weights of the sources differ too much: the smallest is {shares.min():.1e} of their sum; "
+        "raise it, or remove that source"
     )
 
 
 def _largest_remainder(shares: np.ndarray, total: int) -> np.ndarray:
-    """Whole numbers that sum to `total`: shares rounded down, the rest to the largest remainders (first on ties)."""
+    """Integers that sum to `total`: shares rounded down, the rest to the largest remainders (first on ties)."""
     exact = shares * total
     counts = np.floor(exact).astype(np.int64)
     missing = total - int(counts.sum())

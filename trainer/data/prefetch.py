@@ -14,14 +14,14 @@ _JOIN_SECONDS = 5.0
 class Prefetcher(Generic[T]):
     """Iterates over `make_items()`, which a thread runs up to `depth` items ahead.
 
-    An exception there is raised here, where the item would have come.
+    An exception in the thread is raised here, in place of the item.
     """
 
     def __init__(self, make_items: Callable[[], Iterator[T]], depth: int) -> None:
-        """Start the thread; the iterator is made and advanced in it, and nowhere else."""
+        """Start the thread; the iterator is created and advanced only in it."""
         self._queue: queue.Queue = queue.Queue(maxsize=depth)
         self._closing = threading.Event()
-        # A daemon: an abandoned loader must not keep the process alive.
+        # A daemon thread, because an abandoned loader must not keep the process alive.
         self._thread = threading.Thread(target=self._run, args=(make_items,), name="prefetch", daemon=True)
         self._thread.start()
 
@@ -29,7 +29,7 @@ class Prefetcher(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """The next item; raises StopIteration after the last or after `close`, or the thread's exception."""
+        """The next item; raises StopIteration after the last or after `close`, or else the thread's exception."""
         if self._closing.is_set():
             raise StopIteration
         item, error = self._queue.get()
@@ -42,9 +42,9 @@ class Prefetcher(Generic[T]):
         return item
 
     def close(self) -> None:
-        """End the thread. One that is stuck in a read is left behind after a few seconds, to die with the process."""
+        """End the thread. If it is stuck in a read for some seconds, it is left to die with the process."""
         self._closing.set()
-        while True:  # makes room for the one item that the thread may be waiting to hand over
+        while True:  # make room for the one item that the thread may be waiting to put
             try:
                 self._queue.get_nowait()
             except queue.Empty:
@@ -58,5 +58,5 @@ class Prefetcher(Generic[T]):
                 if self._closing.is_set():
                     return
             self._queue.put((_END, None))
-        except BaseException as error:  # whatever it is, it belongs to the thread that waits for the item
+        except BaseException as error:  # of any kind: the consumer raises it
             self._queue.put((None, error))

@@ -1,15 +1,15 @@
-"""From text to token files, in parallel, and as if it had never been stopped.
+"""Preparation of token files from text, in parallel and resumable.
 
-The inputs are laid out in pieces and these are grouped into *shards* of nearly equal size. The shards follow from the
-inputs alone; a process works on one at a time and writes its token files, so the result is the same, bit for bit,
-whatever the number of processes. Each document goes to OUTPUT/train or OUTPUT/validation by a hash of its content: the
-same text never stands in both.
+The inputs are divided into pieces, which are grouped into *shards* of nearly equal size. The shards follow from the
+inputs alone, and a process works on one shard at a time and writes its token files, so the result is the same, bit for
+bit, at any number of processes. Each document goes to OUTPUT/train or OUTPUT/validation by a hash of its content, so
+the same text is never in both.
 
-All work is done in a hidden folder beside OUTPUT that is renamed when it is whole: OUTPUT is there and finished, or it
-is not there. A finished shard leaves a report in the hidden folder; the next call, after a kill, does the shards that
-have none, and those whose files have changed since. A lock keeps several launches apart: the first prepares, the others
-wait and find it done. Worker processes write to a folder of their launch, and only the holder of the lock moves what is
-finished: a worker that outlives its killed launch for a moment writes nowhere that matters.
+All work is done in a hidden folder beside OUTPUT that is renamed when it is complete: OUTPUT is either finished or does
+not exist. A finished shard leaves a report in the hidden folder. After a kill, the next call does the shards that have
+none, and those whose input files have changed since. A lock separates concurrent launches: the first prepares, the
+others wait and find the work done. Worker processes write to a folder of their launch, and only the holder of the lock
+moves finished files: a worker that briefly outlives its killed launch does no harm.
 """
 
 import fcntl
@@ -38,17 +38,17 @@ from trainer.data.tokenizer import Tokenizer, encode_document, load_tokenizer
 
 MIN_SHARD_BYTES = 1 << 20
 MAX_SHARDS = 256
-"""Shards grow with the corpus, so that a folder never holds more files than a process may open."""
+"""Shards grow with the corpus, so that a folder never has more files than a process may open."""
 RECORD = "prepare.json"
 TRAIN, VALIDATION = "train", "validation"
 
 Progress = Callable[[int, int | None, str], None]
-"""Called with the bytes of text done, the bytes in all (None: not known yet), and a message."""
+"""Called with the bytes of text done, the total bytes (None: not known yet), and a message."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the content of the prepared folder, besides the inputs' own."""
+    """Everything that decides the content of the prepared folder, besides the inputs' content."""
 
     inputs: list[str]
     text_key: str
@@ -58,20 +58,20 @@ class Settings:
 
     @property
     def splits(self) -> list[str]:
-        """The folders within OUTPUT."""
+        """The folders inside OUTPUT."""
         return [TRAIN, VALIDATION] if self.validation_fraction else [TRAIN]
 
 
 @dataclass
 class Split:
-    """What one of the folders within OUTPUT holds."""
+    """Counts of one of the folders inside OUTPUT."""
 
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
 
     def add(self, documents: int, tokens: int, text_bytes: int) -> None:
-        """Count more."""
+        """Add to the counts."""
         self.documents += documents
         self.tokens += tokens
         self.text_bytes += text_bytes
@@ -79,46 +79,46 @@ class Split:
 
 @dataclass(frozen=True)
 class Shard:
-    """One portion of the work, for one process."""
+    """One unit of work, for one process."""
 
     index: int
     pieces: list[Piece]
     working: Path
     """The hidden folder beside OUTPUT."""
     launch: int
-    """Process id of the launch, which names the folder for unfinished work."""
+    """Process id of the launch, which names its folder for unfinished work."""
     tokenizer_path: Path
     settings: Settings
     max_bad_files: int
 
     @property
     def name(self) -> str:
-        """Name of its files, without their suffix."""
+        """Name of its files, without the suffix."""
         return f"{self.index:05d}"
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of text, for the progress."""
+        """Bytes of text, for the progress display."""
         return sum(piece.n_bytes for piece in self.pieces)
 
     @property
     def unfinished(self) -> Path:
-        """Where its token files are written."""
+        """The folder in which its token files are written."""
         return self.working / f"unfinished.{self.launch}"
 
     @property
     def report_path(self) -> Path:
-        """Where the shard's counts are kept, once its token files are whole."""
+        """The file that records the shard's counts once its token files are complete."""
         return self.working / "reports" / f"{self.name}.json"
 
     @cached_property
     def inputs_hash(self) -> str:
-        """Hash of what the shard is made of: files, their portions, sizes and times of change."""
+        """Hash of the shard's inputs: files, their portions, sizes and modification times."""
         times = [os.stat(piece.path).st_mtime_ns if os.path.exists(piece.path) else 0 for piece in self.pieces]
         return xxhash.xxh3_128_hexdigest(json.dumps([[asdict(piece) for piece in self.pieces], times]).encode())
 
     def report(self) -> dict[str, Any] | None:
-        """The counts of the finished shard; None if it is not finished, or its input has changed since."""
+        """The counts of the finished shard; None if it is unfinished, or its input has changed since."""
         if not self.report_path.exists():
             return None
         report = _read_json(self.report_path)
@@ -135,15 +135,19 @@ def prepare(
     progress: Progress = lambda done, total, message: None,
     text_key: str = "text",
 ) -> dict[str, Any]:
-    """Tokenize the documents of `inputs` into OUTPUT/train and, if a fraction is asked for, OUTPUT/validation.
+    """Tokenize the documents of `inputs` into OUTPUT/train and, with a validation fraction, OUTPUT/validation.
 
-    Returns the record that is kept as OUTPUT/prepare.json: settings, what was read (of the hub with the commit),
-    documents, tokens and bytes of text of each split, empty documents (they leave no tokens), and the unreadable inputs
-    that were left out. Does nothing if OUTPUT was prepared before with the same settings. An exception that `progress`
-    raises ends the work; what is finished is kept.
+    Does nothing if OUTPUT was already prepared with the same settings. An exception raised by `progress` ends the work;
+    finished shards are kept.
 
-    Raises UserError if an input or the tokenizer cannot be read, more than `max_bad_files` inputs are unreadable,
-    OUTPUT was made with other settings or cannot be written, or a split would hold no token.
+    Returns:
+        The record kept as OUTPUT/prepare.json: settings, inputs (of the hub with the commit), documents, tokens and
+        bytes of text of each split, the number of empty documents (they give no tokens), and the unreadable inputs that
+        were skipped.
+
+    Raises:
+        UserError: an input or the tokenizer cannot be read, more than `max_bad_files` inputs are unreadable, OUTPUT was
+            made with other settings or cannot be written, or a split would have no tokens.
     """
     output, tokenizer_path = Path(output), Path(tokenizer_path)
     tokenizer = load_tokenizer(tokenizer_path)
@@ -184,7 +188,7 @@ def divide(parts: Sequence[Piece]) -> list[list[Piece]]:
 
 
 def is_validation(text: bytes, fraction: float) -> bool:
-    """Whether a document belongs to the validation set: so says its hash, which is evenly spread over 64 bits."""
+    """Whether a document belongs to the validation set, decided by its hash, which is uniform over 64 bits."""
     return xxhash.xxh3_64_intdigest(text) < fraction * 2**64
 
 
@@ -192,7 +196,7 @@ def is_validation(text: bytes, fraction: float) -> bool:
 
 
 def write_shard(shard: Shard) -> dict[str, Any]:
-    """Write the token files of a shard, in the folder for unfinished work; returns its report."""
+    """Write a shard's token files into the folder for unfinished work; returns its report."""
     tokenizer = _load_once(shard.tokenizer_path)
     settings = shard.settings
     bad = BadFiles(shard.max_bad_files)
@@ -229,7 +233,7 @@ def _writer(shard: Shard, split: str) -> TokenFileWriter:
 def _prepare_all(
     shards: list[Shard], settings: Settings, working: Path, processes: int, bad: BadFiles, progress: Progress
 ) -> None:
-    """Do what is left to do in the working folder, up to the record of the whole."""
+    """Do the remaining work in the working folder, including the final record."""
     _enter(working, settings)
     reports = {shard.index: report for shard in shards if (report := shard.report())}
     _remove_leftovers(working, {shard.name for shard in shards if shard.index in reports})
@@ -255,7 +259,7 @@ def _prepare_all(
 
 
 def _keep(shard: Shard, report: dict[str, Any]) -> None:
-    """Move the token files of a written shard to where they belong, and note that they are finished."""
+    """Move a written shard's token files to their final folder, and record that the shard is finished."""
     for split in shard.settings.splits:
         name = Path(split, shard.name + SUFFIX)
         os.replace(shard.unfinished / name, shard.working / "output" / name)
@@ -264,7 +268,7 @@ def _keep(shard: Shard, report: dict[str, Any]) -> None:
 
 @contextmanager
 def _written(shards: list[Shard], processes: int) -> Iterator[Iterator[tuple[Shard, dict[str, Any]]]]:
-    """Write the shards; gives them with their reports as they get finished."""
+    """Write the shards; yields each with its report as it is finished."""
     if processes == 1 or not shards:
         yield ((shard, write_shard(shard)) for shard in shards)
         return
@@ -274,14 +278,14 @@ def _written(shards: list[Shard], processes: int) -> Iterator[Iterator[tuple[Sha
             yield ((futures[future], future.result()) for future in as_completed(futures))
         except BrokenProcessPool:
             raise UserError(
-                "A process that prepared text was killed (out of memory?). "
-                "Run the same command again: finished shards are kept. Fewer processes need less memory."
+                "a process that prepared text was killed (out of memory?). "
+                "Run the same command again: finished shards are kept. Fewer processes need less memory"
             ) from None
 
 
 @contextmanager
 def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """Worker processes that end with this one, and at once if it goes on with an exception."""
+    """Worker processes that end with this one, and at once if it leaves this context with an exception."""
     before = set(multiprocessing.active_children())
     spawn = multiprocessing.get_context("spawn")  # forking after torch's threads have started may hang
     pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_follow_parent)
@@ -296,7 +300,7 @@ def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _follow_parent() -> None:
-    """In a worker: leave Ctrl-C to the parent, and end if the parent was killed (nothing else would end the worker)."""
+    """In a worker, leave Ctrl-C to the parent, and exit if the parent is killed (nothing else would end the worker)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
@@ -310,19 +314,19 @@ def _follow_parent() -> None:
 
 
 def _record(settings: Settings, reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sum up the shards; raises UserError if a split holds no token."""
+    """Sum up the shards; raises UserError if a split has no tokens."""
     splits = {name: Split() for name in settings.splits}
     for report in reports:
         for name, split in splits.items():
             split.add(**report[name])
     documents = sum(split.documents for split in splits.values())
     if not documents:
-        raise UserError(f"{', '.join(settings.inputs)}: no text, so there would be no token to train on.")
+        raise UserError(f"{', '.join(settings.inputs)}: no text, so there would be no token to train on")
     for name, split in splits.items():
         if not split.documents:
             raise UserError(
-                f"validation_fraction {settings.validation_fraction} of {documents} document(s) leaves none for {name}."
-                " Give more documents (a text file is one, a .jsonl has one a line) or another fraction."
+                f"validation_fraction {settings.validation_fraction} of {documents} document(s) leaves none for {name};"
+                " give more documents (a text file is one, a .jsonl has one per line) or another fraction"
             )
     return {
         "settings": asdict(settings),
@@ -336,17 +340,17 @@ def _record(settings: Settings, reports: list[dict[str, Any]]) -> dict[str, Any]
 
 
 def _is_finished(output: Path, settings: Settings) -> bool:
-    """Whether OUTPUT was prepared with these settings; raises UserError if it holds anything else."""
+    """Whether OUTPUT was prepared with these settings; raises UserError if it contains anything else."""
     if (output / RECORD).is_file():
         _check_same(output, _read_json(output / RECORD).get("settings"), settings)
         return True
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output}: exists and holds something else than prepared text. Choose another output folder.")
+        raise UserError(f"{output}: exists but is not a folder of prepared text; choose another output folder")
     return False
 
 
 def _enter(working: Path, settings: Settings) -> None:
-    """Begin or go on in a working folder; raises UserError if it holds the beginning of something else."""
+    """Start or resume in a working folder; raises UserError if it was started with other settings."""
     state = working / "settings.json"
     if state.exists():
         _check_same(working, _read_json(state), settings)
@@ -360,7 +364,7 @@ def _enter(working: Path, settings: Settings) -> None:
 
 
 def _remove_leftovers(working: Path, finished: set[str]) -> None:
-    """Remove what unfinished shards have left: temporary files, and those of a different division of the inputs."""
+    """Remove what unfinished shards left behind: temporary files, and those of a different division of the inputs."""
     for path in [*working.glob("reports/*"), *working.glob("output/*/*"), *working.glob("output/.*.tmp")]:
         if path.stem not in finished:
             path.unlink()
@@ -374,18 +378,18 @@ def _check_same(folder: Path, before: Any, settings: Settings) -> None:
     if changed:
         raise UserError(
             f"{folder}: was made with other settings:\n" + "\n".join(changed) + "\n"
-            "Choose another output folder, or delete this one to have it made anew."
+            "Choose another output folder, or delete this one to have it made again"
         )
 
 
 def _lock(working: Path, progress: Progress) -> IO[bytes]:
-    """Hold the working folder (made if need be) for this process alone, until the returned file is closed."""
+    """Lock the working folder (created if needed) for this process, until the returned file is closed."""
     path = working / "lock"
     while True:
         working.mkdir(parents=True, exist_ok=True)
         try:
             file = path.open("wb")
-        except FileNotFoundError:  # its holder has just finished and removed the folder
+        except FileNotFoundError:  # the previous holder has just finished and removed the folder
             continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -394,11 +398,11 @@ def _lock(working: Path, progress: Progress) -> IO[bytes]:
             fcntl.flock(file, fcntl.LOCK_EX)
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
-        file.close()  # the lock of a folder that was removed meanwhile
+        file.close()  # it locks a folder that was removed in the meantime
 
 
 def _discard(folder: Path) -> None:
-    """Remove a folder that other processes may know; renamed first, so that they make no file in it meanwhile."""
+    """Remove a folder that other processes may use; it is renamed first, so that they create no file in it."""
     if folder.exists():
         trash = folder.with_name(f"{folder.name}.{os.getpid()}")
         os.rename(folder, trash)
@@ -406,7 +410,7 @@ def _discard(folder: Path) -> None:
 
 
 def _read_record(output: Path) -> dict[str, Any]:
-    """The record of a finished preparation. Raises UserError if it has not what is shown of it."""
+    """The record of a finished preparation; raises UserError if it is incomplete."""
     record = _read_json(output / RECORD)
     splits = [record.get(name, {}) for name in (TRAIN, VALIDATION)]
     counts = [
@@ -416,9 +420,7 @@ def _read_record(output: Path) -> dict[str, Any]:
     bad_files = record.get("bad_files")
     is_whole = isinstance(bad_files, list) and all(isinstance(message, str) for message in bad_files)
     if not is_whole or not all(map(_is_split, splits)) or not all(type(count) is int for count in counts):
-        raise UserError(
-            f"{output / RECORD}: is not of the form that Keel writes. Delete its folder to have it made anew."
-        )
+        raise UserError(f"{output / RECORD}: not in the form that Keel writes; delete its folder to have it made again")
     return record
 
 
@@ -427,15 +429,15 @@ def _is_split(value: Any) -> bool:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """An object that `_write_json` has written. Raises UserError if it is none."""
+    """Read an object that `_write_json` has written; raises UserError if the file is not one."""
     try:
         content = parse_json(read_file(path, MAX_JSON_BYTES))
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}).") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise UserError(f"{path}: cannot be read ({error}). Delete its folder to have it made anew.") from None
+        raise UserError(f"{path}: cannot be read ({error}); delete its folder to have it made again") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: cannot be read (no object). Delete its folder to have it made anew.")
+        raise UserError(f"{path}: cannot be read (not an object); delete its folder to have it made again")
     return content
 
 

@@ -1,8 +1,8 @@
 """Where windows of tokens come from: a folder of token files, or a keyed random number generator.
 
-A source hands out windows of seq_len + 1 tokens (the inputs, and the targets one further on) by *address*.
-`addresses` turns many ordinals into addresses at once, so that the arithmetic of the order is paid in bulk; `read`
-then fetches one window. The third source, text that is tokenised while training, is in `streaming`.
+A source returns windows of seq_len + 1 tokens (the inputs, and the targets one position further) by *address*.
+`addresses` maps many ordinals to addresses at once, so that the order's arithmetic is done in bulk; `read` then fetches
+one window. The third source, text that is tokenized while training, is in `streaming`.
 """
 
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from trainer.data.token_file import TokenFolder
 
 
 class SampleSource(Protocol):
-    """What the loader knows of a source."""
+    """The loader's interface to a source."""
 
     @property
     def layout(self) -> str:
@@ -24,42 +24,45 @@ class SampleSource(Protocol):
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:
         """The addresses of the source's `ordinals`-th samples; int64 of the same shape.
 
-        Raises UserError where a source that is read only once has no such sample.
+        Raises:
+            UserError: a source that is read only once has no such sample.
         """
 
     def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
         """Fetch a window into `tokens`, int64 of shape (seq_len + 1,).
 
-        Where `starts`, bool of the same shape and all False, is given, mark the tokens that begin a document.
+        If `starts` is given, bool of the same shape and all False, mark the tokens that start a document.
         """
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the source, as JSON: `fingerprint`, a hash of its content, and cursors."""
+        """The source's part of a checkpoint, as JSON: `fingerprint`, a hash of its content, and cursors."""
 
     def check_unchanged(self) -> None:
-        """Raise UserError if what is read at random does not hold any more what it held at the start."""
+        """Raise UserError if files that are read at random have changed since the start."""
 
 
 class TokenSource:
-    """Windows of a folder of token files; window i is tokens [i * seq_len, (i + 1) * seq_len + 1) of the folder.
+    """The windows of a folder of token files; window i is tokens [i * seq_len, (i + 1) * seq_len + 1) of the folder.
 
-    Neighbors share one token, which is a target in the one and an input in the other: each token but the first is
-    predicted once an epoch. The up to seq_len - 1 tokens after the last whole window are left out.
+    Neighbors share one token, which is a target in one and an input in the other: each token but the first is
+    predicted once per epoch. Up to seq_len - 1 tokens after the last whole window are not used.
     """
 
     def __init__(self, name: str, folder: TokenFolder, seq_len: int, seed: int, once: bool = False) -> None:
-        """Read `folder` in epochs keyed by (seed, name); `once`: a single epoch, in the same order under every seed.
+        """Read `folder` in epochs keyed by (seed, name).
 
-        Validation reads once, and in an order of its own even so: the first windows of a folder are neighbors, and
-        no fair sample of it.
+        Args:
+            once: read a single epoch, in the same order under every seed, for validation. It is shuffled as well,
+                because the first windows of a folder are neighbors, and not a fair sample of it.
 
-        Raises UserError if the folder is too short for one window.
+        Raises:
+            UserError: the folder is too short for one window.
         """
         self.n_windows = (folder.n_tokens - 1) // seq_len
         if self.n_windows < 1:
             raise UserError(
                 f"{folder.path}: too short for one window: it has {folder.n_tokens} tokens, and training.seq_len = "
-                f"{seq_len} needs {seq_len} + 1 (the last target). Prepare more text, or lower training.seq_len."
+                f"{seq_len} needs {seq_len} + 1 (the last target); prepare more text, or lower training.seq_len"
             )
         self._folder, self._seq_len = folder, seq_len
         self._once, self._epoch = once, 0
@@ -71,23 +74,23 @@ class TokenSource:
         return f"{self.n_windows} windows"
 
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:
-        """The first token of each window; see `SampleSource`."""
+        """The first token of each window; raises as `SampleSource`."""
         if self._once and ordinals.size and ordinals.max() >= self.n_windows:
             raise UserError(
-                f"{self._folder.path}: {int(ordinals.max()) + 1} windows are asked of it, but its "
-                f"{self._folder.n_tokens} tokens make {self.n_windows} of training.seq_len = {self._seq_len}. "
-                "Lower validation.sequences, or prepare more text."
+                f"{self._folder.path}: validation needs {int(ordinals.max()) + 1} windows, but its "
+                f"{self._folder.n_tokens} tokens make {self.n_windows} of training.seq_len = {self._seq_len}; "
+                "lower validation.sequences, or prepare more text"
             )
         self._check_at_new_epoch(int(ordinals.max(initial=0)) // self.n_windows)
         return self._epochs.window(ordinals) * self._seq_len
 
     def _check_at_new_epoch(self, epoch: int) -> None:
-        if self._once or epoch > self._epoch:  # what is read once is asked for its addresses at the start of each pass
+        if self._once or epoch > self._epoch:  # a source read once gets its addresses at the start of each pass
             self._epoch = epoch
             self.check_unchanged()
 
     def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
-        """Fetch the window whose first token is `address`; see `SampleSource`."""
+        """Fetch the window whose first token is `address`."""
         tokens[:] = self._folder.read(address, len(tokens))
         if starts is not None:
             starts[self._folder.document_starts(address, len(tokens))] = True
@@ -97,7 +100,7 @@ class TokenSource:
         return {"fingerprint": self._folder.fingerprint}
 
     def check_unchanged(self) -> None:
-        """Look at the size and time of writing of every file; also done where an epoch begins."""
+        """Check the size and modification time of every file; also done at the start of each epoch."""
         self._folder.check_unchanged()
 
 
@@ -105,7 +108,7 @@ class SyntheticSource:
     """Uniform random tokens, each window keyed by (seed, name, ordinal); for benchmarks and proofs."""
 
     def __init__(self, name: str, vocab_size: int, seed: int, document_length: int | None = None) -> None:
-        """Draw ids below `vocab_size`, in documents of this mean length; None: a window is one document."""
+        """Draw ids below `vocab_size`, in documents of this mean length; None: each window is one document."""
         self._vocab_size, self._document_length = vocab_size, document_length
         self._key = derive_key("synthetic", seed, name)
 
@@ -119,16 +122,16 @@ class SyntheticSource:
         return ordinals
 
     def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
-        """Draw window number `address`. See `SampleSource`."""
+        """Draw window number `address`."""
         generator = np.random.Generator(np.random.Philox(key=np.array([self._key, address], dtype=np.uint64)))
         tokens[:] = generator.integers(0, self._vocab_size, len(tokens))
         if starts is not None and self._document_length is not None:
             starts[:] = generator.random(len(starts)) < 1 / self._document_length
 
     def state(self) -> dict[str, Any]:
-        """What the draws depend on besides the seed."""
+        """The fingerprint: everything besides the seed that the draws depend on."""
         documents = "" if self._document_length is None else f", documents of {self._document_length}"
         return {"fingerprint": f"synthetic, vocabulary {self._vocab_size}{documents}"}
 
     def check_unchanged(self) -> None:
-        """Nothing: there are no files."""
+        """Do nothing: there are no files."""

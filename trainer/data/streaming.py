@@ -1,21 +1,22 @@
-"""Text that is tokenised while training, as exact on a resume and at any number of ranks as token files are.
+"""Text that is tokenized while training, as exact on a resume and at any number of ranks as token files.
 
-The rows (documents) of the text, numbered on through its epochs, are dealt out to a fixed number V of *virtual shards*:
-row j goes to shard j mod V. A shard packs its rows, one after another, into windows of seq_len tokens, each with the
-first token of the next as its last target. Sample i of the source is window i div V of shard i mod V. Thus it depends
-on the text, the tokenizer and V alone; a rank tokenises only the shards that its samples come from, which is its fair
-share where the global batch is a multiple of V (or V of it), and V is at least the number of data-parallel ranks.
+The rows (documents) of the text, numbered consecutively through its epochs, are dealt out to a fixed number V of
+*virtual shards*: row j goes to shard j mod V. A shard packs its rows, one after another, into windows of seq_len
+tokens, each with the first token of the next as its last target. Sample i of the source is window i div V of shard
+i mod V, and so depends only on the text, the tokenizer and V. A rank tokenizes only the shards that its samples come
+from. That is its fair share if the global batch is a multiple of V (or V of it), and V is at least the number of
+data-parallel ranks.
 
-Nothing is dropped or repeated: a document that does not fit goes on in its shard's next window, and a shard's last,
-unfilled window of an epoch is filled up with the first rows of its next one. Each epoch has every row once, in the
-order of the text; since shards advance by tokens, not rows, they do not all cross into an epoch at the same sample.
+Nothing is dropped or repeated: a document that does not fit continues in its shard's next window, and a shard's last,
+unfilled window of an epoch is filled with its first rows of the next epoch. Each epoch has every row once, in the order
+of the text. Since shards advance by tokens, not rows, they do not all enter an epoch at the same sample.
 
-A resume needs nothing but the sample's number: the shards are packed again from the start. To be quick as well, a
-checkpoint carries *cursors*: for each shard that a rank read, its window and the row and token where that begins.
+A resume needs nothing but the sample's number: the shards can be packed again from the start. To make it fast, a
+checkpoint has *cursors*: for each shard that a rank read, its window, and the row and token where the window begins.
 
-The price: a rank reads every row to find its own, and rows that a shard is not ready for wait in memory, the more of
-them the more the lengths of documents differ. This is for trying out a corpus, at the speed of the tokenizer (1.1 to
-1.4 M tokens/s a process were measured, and 280 M from token files).
+The price: a rank reads every row to find its own, and rows that a shard is not ready for wait in memory, the more so
+the more the lengths of documents differ. This is meant for trying out a corpus, at the speed of the tokenizer
+(measured: 1.1 to 1.4 M tokens/s per process, against 280 M from token files).
 """
 
 from bisect import bisect_right
@@ -40,20 +41,20 @@ _BLOCK_BYTES = 1 << 18
 
 
 class Rows:
-    """The documents of a text, over and over, numbered from 0 on through the epochs."""
+    """The documents of a text, repeated, numbered consecutively from 0 through the epochs."""
 
     def __init__(
         self, path: str, text_key: str, layout: list[Piece], sizes: list[int], min_rows: int, repeat: bool
     ) -> None:
-        """Read the pieces of `layout`; `sizes` are the numbers of rows of the first of them, as far as known."""
+        """Read the pieces of `layout`; `sizes` has the numbers of rows of its first pieces, as far as known."""
         self.path, self.text_key, self.pieces, self.sizes = path, text_key, layout, sizes
         self.min_rows, self.repeat = min_rows, repeat
 
     def from_row(self, row: int) -> Iterator[tuple[int, str]]:
         """Rows `row`, `row` + 1, ... with their numbers, without end.
 
-        Raises UserError if a row can't be read, if the text has fewer rows than `min_rows`, and at its end unless it
-        repeats.
+        Raises:
+            UserError: a row can't be read, the text has fewer rows than `min_rows`, or it ended and does not repeat.
         """
         epoch_start = 0
         if len(self.sizes) == len(self.pieces):
@@ -65,7 +66,7 @@ class Rows:
             epoch_start += sum(self.sizes)
 
     def _epoch_from(self, row: int) -> Iterator[tuple[int, str]]:
-        """The rows of one epoch from `row`, whole pieces before it being passed over where their size is known."""
+        """The rows of one epoch from `row` on, skipping whole earlier pieces whose size is known."""
         starts = [0, *accumulate(self.sizes)]
         first = min(bisect_right(starts, row) - 1, len(self.sizes))
         number = starts[first]
@@ -82,45 +83,45 @@ class Rows:
         n_rows = sum(self.sizes)
         if n_rows < self.min_rows:
             raise UserError(
-                f"{self.path}: {n_rows} documents are too few to be dealt out to {self.min_rows} virtual shards. "
-                "Lower virtual_shards of this source, or make token files of it with scripts/prepare_data.py."
+                f"{self.path}: {n_rows} documents are too few for {self.min_rows} virtual shards; "
+                "lower virtual_shards of this source, or make token files of it with scripts/prepare_data.py"
             )
         if not self.repeat:
             raise UserError(
-                f"{self.path}: its {n_rows} documents are used up, and validation reads no text twice. "
-                "Lower validation.sequences, or give it more text."
+                f"{self.path}: its {n_rows} documents are used up, and validation reads no text twice; "
+                "lower validation.sequences, or give it more text"
             )
 
 
 @dataclass
 class Shard:
-    """A virtual shard: rows waiting to be tokenised, and the tokens from its current window on."""
+    """A virtual shard: rows waiting to be tokenized, and the tokens from its current window on."""
 
     next_row: int
-    """The row it has to receive next."""
+    """The next row that it must receive."""
     window: int = 0
-    """Number of the window that the tokens begin with."""
+    """Number of the window at which the tokens begin."""
     offset: int = 0
-    """Where that begins in the first of the documents."""
+    """Where that window begins in the first document."""
     documents: deque[tuple[int, np.ndarray]] = field(default_factory=deque)
-    """Rows that were tokenised: number and tokens."""
+    """Tokenized rows: number and tokens."""
     texts: deque[tuple[int, str]] = field(default_factory=deque)
-    """Rows that were not yet: number and text."""
+    """Rows not yet tokenized: number and text."""
 
     @property
     def n_tokens(self) -> int:
-        """Tokens at hand from the current window's begin."""
+        """Tokens available from the beginning of the current window."""
         return sum(len(tokens) for _, tokens in self.documents) - self.offset
 
     def advance(self, seq_len: int) -> None:
-        """Go on to the next window."""
+        """Move to the next window."""
         self.window += 1
         self.offset += seq_len
         while self.documents and self.offset >= len(self.documents[0][1]):
             self.offset -= len(self.documents.popleft()[1])
 
     def copy_to(self, tokens: np.ndarray, starts: np.ndarray | None) -> None:
-        """Fill `tokens` from the current window's begin, and mark in `starts` where documents begin."""
+        """Fill `tokens` from the beginning of the current window, and mark in `starts` where documents begin."""
         filled, offset = 0, self.offset
         for _, document in self.documents:
             part = document[offset : offset + len(tokens) - filled]
@@ -143,22 +144,23 @@ class TextSource:
         repeat: bool = True,
         state: dict[str, Any] | None = None,
     ) -> None:
-        """Stream the text `path`, once or in epochs, from the cursors of `state` where it has any.
+        """Stream the text `path`, once or in epochs, from the cursors in `state` if it has any.
 
-        Raises UserError if there is no such text.
+        Raises:
+            UserError: there is no such text.
         """
         self._tokenizer, self._seq_len, self._n_shards = tokenizer, seq_len, virtual_shards
         self._path = path = pin(path, state.get("path") if state else None)
         layout = pieces(path)
         self._fingerprint = text_fingerprint(layout, tokenizer.hash, virtual_shards)
-        if state is None or state["fingerprint"] != self._fingerprint:  # cursors into another text mean nothing
+        if state is None or state["fingerprint"] != self._fingerprint:  # cursors into another text are meaningless
             state = {"sizes": [], "cursors": {}}
         self._rows = Rows(path, text_key, layout, list(state["sizes"]), virtual_shards, repeat)
         self._cursors: dict[str, list[int]] = state["cursors"]
         self._shards: dict[int, Shard] = {}
-        self._furthest = -1  # the last window that a text which is read once was seen to have
+        self._furthest = -1  # the last window known to exist in a text that is read once
         self._stream: Iterator[tuple[int, str]] = iter(())
-        self._stream_row: int | None = None  # the row that the stream gives next; None: not begun
+        self._stream_row: int | None = None  # the row that the stream yields next; None: not started
 
     @property
     def layout(self) -> str:
@@ -166,7 +168,7 @@ class TextSource:
         return f"{self._n_shards} virtual shards"
 
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:
-        """The ordinals themselves; their shards keep what is read for them from now on."""
+        """The ordinals themselves; from now on, their shards keep the rows read for them."""
         windows, indices = np.divmod(ordinals, self._n_shards)
         for index in np.unique(indices).tolist():
             self._open(index, int(windows[indices == index].min()))
@@ -194,7 +196,7 @@ class TextSource:
         """Nothing: a text is read from start to end, not at random."""
 
     def _open(self, index: int, window: int) -> Shard:
-        """The shard `index`, standing at `window` or before; begun at its cursor, or where that is too far on, anew."""
+        """Shard `index`, at `window` or before: the current one, or started from its cursor or from the beginning."""
         shard = self._shards.get(index)
         if shard is None or shard.window > window:
             at, row, offset = self._cursors.get(str(index), [0, index, 0])
@@ -203,7 +205,7 @@ class TextSource:
         return shard
 
     def _seek(self, address: int) -> Shard:
-        """The shard of a window, standing at it and with all its tokens at hand."""
+        """The shard of a window, positioned at it and with all its tokens available."""
         window, index = divmod(address, self._n_shards)
         shard = self._open(index, window)
         while shard.window < window:
@@ -213,7 +215,7 @@ class TextSource:
         return shard
 
     def _fill(self, shard: Shard, n_tokens: int) -> None:
-        """Tokenise rows of the shard until `n_tokens` are at hand."""
+        """Tokenize rows of the shard until `n_tokens` are available."""
         while shard.n_tokens < n_tokens:
             while not shard.texts:
                 self._read_row(shard)
@@ -222,7 +224,7 @@ class TextSource:
             shard.documents.append((row, tokens))
 
     def _read_row(self, shard: Shard) -> None:
-        """Read on by a row, or back from where `shard` has to go on, and hand the row to the shard it belongs to."""
+        """Read the next row, going back first if `shard` needs an earlier one, and give it to its shard."""
         if self._stream_row is None or self._stream_row > shard.next_row:
             self._stream_row = min(other.next_row for other in self._shards.values())
             self._stream = self._rows.from_row(self._stream_row)
@@ -274,7 +276,7 @@ def _content_hash(file: Path, share: float, size: int, _inode: int, _changed: in
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One state of a source out of those of several ranks: of each shard the furthest cursor."""
+    """Merge a source's states from several ranks: for each shard, the furthest cursor."""
     merged = dict(states[0])
     if "cursors" in merged:
         merged["sizes"] = max((state["sizes"] for state in states), key=len)

@@ -1,20 +1,20 @@
 """Documents of text from files, folders and datasets, always in the same order.
 
-An input is a file, a folder, `hub:NAME`, or `python_stdlib`. It is first laid out as *pieces* (`pieces`): parts that
-can be read on their own, so that many processes share one corpus, and that depend on nothing but the input. Reading
-the pieces one after another (`read`) gives its documents.
+An input is a file, a folder, `hub:NAME`, or `python_stdlib`. It is first divided into *pieces* (`pieces`): parts that
+can be read independently, so that many processes can share one corpus, and that depend on nothing but the input.
+Reading the pieces in sequence (`read`) gives the input's documents.
 
 | input | documents |
 |---|---|
-| `x.jsonl` | the text under `text_key` of each line |
+| `x.jsonl` | the text under `text_key` in each line |
 | `x.parquet` | the text in the column `text_key` of each row |
 | another file | the whole file is one document |
-| a folder | its files by the rules above, recursively, in the order of their paths |
+| a folder | its files by the rules above, recursively, ordered by path |
 | `hub:NAME`, `hub:NAME:CONFIG` | the rows of the split `train` of a Hugging Face dataset, as of one commit (`pin`) |
 | `python_stdlib` | the source files of this Python's standard library, without its tests |
 
-In a folder, hidden files and folders (`.git`) and `__pycache__` are no text and are passed over; links to folders are
-not followed. Whatever else cannot be read as UTF-8 is named, and counted against a budget (`BadFiles`).
+In a folder, hidden files and folders (`.git`) and `__pycache__` are not text and are skipped; links to folders are not
+followed. Anything else that cannot be read as UTF-8 is named, and counted against a limit (`BadFiles`).
 """
 
 import importlib
@@ -32,55 +32,53 @@ from configs.errors import UserError
 from configs.untrusted import parse_json, read_file, shortened
 
 MAX_TEXT_BYTES = 16 << 30
-"""Of a file that is one document."""
+"""Limit on a file that is one document."""
 MAX_LINE_BYTES = 256 << 20
-"""Of a document in a .jsonl file; it is held in memory about three times."""
+"""Limit on a document in a .jsonl file; reading it takes about three times its size in memory."""
 JSONL_PIECE_BYTES = 8 << 20
 HUB_PIECE_BYTES = 64 << 20
-"""What a piece of a hub dataset counts for, its size being unknown before it is read."""
+"""The assumed size of a piece of a hub dataset, since its true size is unknown before it is read."""
 STDLIB = "python_stdlib"
 HUB = "hub:"
 NO_STDLIB_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-"""Folders of the standard library's path left out: tests (some hold broken text on purpose), installed packages."""
+"""Folders excluded from the standard library: tests (some contain broken text on purpose), installed packages."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an input that is read on its own."""
+    """A part of an input that can be read independently."""
 
     kind: Literal["file", "jsonl", "parquet", "hub"]
     path: str
     """The file, or the dataset as NAME or NAME:CONFIG, with @COMMIT."""
     start: int
-    """Where it begins: jsonl: a byte (the line that holds it belongs to the piece before); parquet: a row group; hub: a
+    """Where it begins. jsonl: a byte (the line around it belongs to the previous piece); parquet: a row group; hub: a
     shard."""
     stop: int
-    """Where it ends, in the same unit, itself excluded."""
+    """Where it ends, exclusive, in the same unit."""
     n_bytes: int
-    """Its size, for the progress and for an even division of the work."""
+    """Its size, for the progress display and for an even division of the work."""
 
 
 class BadFiles:
     """The inputs that could not be read; more than `limit` of them are an error that names them."""
 
     def __init__(self, limit: int | None = None) -> None:
-        """Let `limit` of them pass; None: there is no such choice here."""
+        """Tolerate up to `limit` of them; None: none, and the error does not mention a limit."""
         self.limit = limit
         self.messages: list[str] = []
 
     def add(self, message: str) -> None:
-        """Note one more; raises UserError if it is one too many."""
+        """Count one more; raises UserError if it exceeds the limit."""
         self.messages.append(message)
         if len(self.messages) > (self.limit or 0):
             shown = "\n".join(f"  {message}" for message in self.messages[-20:])
             allowed = "" if self.limit is None else f", {self.limit} allowed (max_bad_files)"
             choice = "" if self.limit is None else ", or allow that many to be left out"
-            raise UserError(
-                f"{len(self.messages)} unreadable input(s){allowed}:\n{shown}\nMend or remove them{choice}."
-            )
+            raise UserError(f"{len(self.messages)} unreadable input(s){allowed}:\n{shown}\nFix or remove them{choice}")
 
     def extend(self, messages: Iterable[str]) -> None:
-        """Note some more; raises UserError if they are too many."""
+        """Count several more; raises UserError if they exceed the limit."""
         for message in messages:
             self.add(message)
 
@@ -93,7 +91,7 @@ def documents(input: str, text_key: str = "text", bad: BadFiles | None = None) -
 
 
 def pieces(input: str) -> list[Piece]:
-    """Lay out one input; raises UserError if there is no such file, folder or dataset."""
+    """Divide one input into pieces; raises UserError if there is no such file, folder or dataset."""
     if input == STDLIB:
         return _stdlib_pieces()
     if input.startswith(HUB):
@@ -102,7 +100,7 @@ def pieces(input: str) -> list[Piece]:
     if path.is_dir():
         return [piece for file in _files_below(path) for piece in _file_pieces(file)]
     if not path.exists():
-        raise UserError(f"{input}: no such file or folder. Inputs are files, folders, {HUB}NAME, or {STDLIB}.")
+        raise UserError(f"{input}: no such file or folder; inputs are files, folders, {HUB}NAME, or {STDLIB}")
     return _file_pieces(path)
 
 
@@ -127,7 +125,7 @@ def pin(input: str, before: str | None = None) -> str:
 
 
 def read(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
-    """The documents of a piece, in order; what cannot be read is added to `bad`."""
+    """The documents of a piece, in order; unreadable parts are added to `bad`."""
     readers: dict[str, Callable[[Piece, str, BadFiles], Iterator[str]]] = {
         "file": _read_file,
         "jsonl": _read_jsonl,
@@ -137,7 +135,7 @@ def read(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
     yield from readers[piece.kind](piece, text_key, bad)
 
 
-# ------------------------------------------------------------------------------------------- laying out
+# ------------------------------------------------------------------------------------------- dividing into pieces
 
 
 def _stdlib_pieces() -> list[Piece]:
@@ -145,13 +143,13 @@ def _stdlib_pieces() -> list[Piece]:
     found = [path for path in _files_below(root) if path.suffix == ".py"]
     found = [path for path in found if not NO_STDLIB_TEXT.intersection(path.relative_to(root).parts)]
     if not found:
-        raise UserError(f"{STDLIB}: no source files in {root}. Name a folder of text instead.")
+        raise UserError(f"{STDLIB}: no source files in {root}; name a folder of text instead")
     return [piece for path in found for piece in _file_pieces(path)]
 
 
 def _files_below(folder: Path) -> list[Path]:
     def refuse(error: OSError) -> None:
-        raise UserError(f"{error.filename}: cannot read this folder ({error.strerror}).")
+        raise UserError(f"{error.filename}: cannot read this folder ({error.strerror})")
 
     found = []
     for parent, folders, files in os.walk(folder, onerror=refuse):
@@ -161,7 +159,7 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def _file_pieces(path: Path) -> list[Piece]:
-    size = path.stat().st_size if path.exists() else 0  # a dangling link is found bad when it is read
+    size = path.stat().st_size if path.exists() else 0  # a dangling link is reported when it is read
     if path.suffix == ".jsonl":
         starts = range(0, max(size, 1), JSONL_PIECE_BYTES)
         stops = [*starts[1:], size]
@@ -174,10 +172,10 @@ def _file_pieces(path: Path) -> list[Piece]:
 def _parquet_pieces(path: Path, size: int) -> list[Piece]:
     parquet = _import("pyarrow.parquet", f"{path}: .parquet files")
     if not path.is_file():
-        return [Piece("parquet", str(path), 0, 1, size)]  # it is found bad when it is read
+        return [Piece("parquet", str(path), 0, 1, size)]  # reported when it is read
     try:
         metadata = parquet.read_metadata(path)
-    except Exception:  # of a damaged file pyarrow raises a dozen types; it is found bad when it is read
+    except Exception:  # for a damaged file pyarrow raises a dozen types; it is reported when it is read
         return [Piece("parquet", str(path), 0, 1, size)]
     sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
     return [Piece("parquet", str(path), i, i + 1, size) for i, size in enumerate(sizes)]
@@ -194,7 +192,7 @@ def _hub_pieces(dataset: str) -> list[Piece]:
 def _read_file(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
     path = Path(piece.path)
     try:
-        text = read_file(path, MAX_TEXT_BYTES).decode()  # bytes, so that line ends stay as they are
+        text = read_file(path, MAX_TEXT_BYTES).decode()  # bytes, so that line ends stay unchanged
     except OSError as error:
         bad.add(f"{piece.path}: {error.strerror}")
     except UnicodeDecodeError as error:
@@ -227,7 +225,7 @@ def _read_jsonl(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
 
 
 def _is_regular(path: str, bad: BadFiles) -> bool:
-    """Whether a path that exists is a file; reading a pipe or a device might never end."""
+    """Whether a path that exists is a regular file; reading a pipe or a device might never end."""
     if os.path.exists(path) and not os.path.isfile(path):
         bad.add(f"{path}: it is not a regular file")
         return False
@@ -235,7 +233,7 @@ def _is_regular(path: str, bad: BadFiles) -> bool:
 
 
 def _pass_line(file: IO[bytes], stop: int) -> None:
-    """Go on to the end of the line, or beyond `stop`: of a line as long as many pieces each reads its own part."""
+    """Skip to the end of the line, or past `stop`, so that each piece reads only its part of a very long line."""
     while (part := file.readline(1 << 20)) and not part.endswith(b"\n") and file.tell() < stop:
         pass
 
@@ -249,22 +247,22 @@ def _read_parquet(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
         with parquet.ParquetFile(piece.path, read_dictionary=[text_key]) as file:
             row = 0
             for batch in file.iter_batches(1024, row_groups=range(piece.start, piece.stop), columns=[text_key]):
-                for scalar in batch.column(0):  # one by one: a dictionary may hold one long text for all the rows
+                for scalar in batch.column(0):  # one by one: a dictionary may share one long text among all rows
                     value = scalar.as_py()
                     if isinstance(value, str):
                         yield value
                     else:
-                        bad.add(f"{piece.path}, row group {piece.start}, row {row}: no text but {value!r:.40}")
+                        bad.add(f"{piece.path}, row group {piece.start}, row {row}: not text but {value!r:.40}")
                     row += 1
     except UserError:
         raise
-    except Exception as error:  # of a damaged file pyarrow raises a dozen types
+    except Exception as error:  # for a damaged file pyarrow raises a dozen types
         bad.add(f"{piece.path}: {error}")
 
 
 def _check_column(names: list[str], text_key: str, piece: Piece) -> None:
     if text_key not in names:
-        raise UserError(f"{piece.path}: no column {text_key!r}; there are {shortened(str(names), 400)}.")
+        raise UserError(f"{piece.path}: no column {text_key!r}; there are {shortened(str(names), 400)}")
 
 
 def _read_hub(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
@@ -313,15 +311,15 @@ def _commit(name: str, revision: str) -> str:
 
 
 def _hub_error(dataset: str, what: str, error: Exception) -> UserError:
-    """One message for the errors of the network, of the hub and of a dataset's own files: a dozen types."""
-    return UserError(f"{HUB}{dataset}: cannot {what} the dataset ({type(error).__name__}: {error}).")
+    """One message for errors of the network, of the hub and of a dataset's own files, which have a dozen types."""
+    return UserError(f"{HUB}{dataset}: cannot {what} the dataset ({type(error).__name__}: {error})")
 
 
 def _parse(line: bytes) -> object:
-    """The JSON value on a line; raises ValueError if there is none."""
+    """Parse the JSON value on a line; raises ValueError if there is none."""
     try:
         return parse_json(line.rstrip().decode())
-    except json.JSONDecodeError as error:  # its own text would name a second line number
+    except json.JSONDecodeError as error:  # its own text would mention a second line number
         raise ValueError(f"no JSON at column {error.colno} ({error.msg})") from None
 
 
@@ -331,12 +329,12 @@ def _text_of(record: object, text_key: str) -> str:
         raise ValueError(f"expected an object with the key {text_key!r}, found {type(record).__name__}")
     if not isinstance(text := record.get(text_key), str):
         raise ValueError(f"no text under the key {text_key!r}; the keys are {shortened(str(list(record)), 400)}")
-    text.encode()  # JSON can spell half a character ("\\ud800"), which is no text
+    text.encode()  # JSON can spell half of a character ("\\ud800"), which is not text
     return text
 
 
 def _line_number(path: str, offset: int) -> int:
-    """Line, from 1, that begins at byte `offset`."""
+    """The number, from 1, of the line that begins at byte `offset`."""
     with open(path, "rb") as file:
         return 1 + sum(file.read(min(1 << 20, offset - at)).count(b"\n") for at in range(0, offset, 1 << 20))
 
@@ -347,4 +345,4 @@ def _import(module: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise UserError(f"{purpose} need the package {package}. Install it: pip install {package}") from None
+        raise UserError(f"{purpose} need the package {package}; install it: pip install {package}") from None

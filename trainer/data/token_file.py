@@ -1,14 +1,14 @@
-"""Token files: tokenised text on disk, read at random without being loaded.
+"""Token files: tokenized text on disk, read at random without being loaded.
 
-A corpus is a folder of `*.tokens` files, which in name order are one long run of tokens (`TokenFolder`). A file is a
-small header, the tokens as plain integers, a checksum for each block of them, and the offset of
-every document; docs/token_files.md has it byte by byte.
+A corpus is a folder of `*.tokens` files, which in name order form one long sequence of tokens (`TokenFolder`). A file
+has a small header, the tokens as plain integers, a checksum for each block of them, and the offset of every document;
+docs/token_files.md describes it byte by byte.
 
-What is read was checked. Opening a folder verifies each header, the file's length and the tables behind the tokens.
-The tokens themselves are verified at the same time if the folder is small (FULL_CHECK_BYTES), else block by block when
-first touched: reading a terabyte before the first step would cost hours, and a block costs a few microseconds. A file
-that changes while a run reads it is an error as soon as it shows: a read that ends early, an id beyond the vocabulary,
-or, in `check_unchanged`, other content.
+Everything read has been checked. Opening a folder verifies each header, the file's length and the tables behind the
+tokens. The tokens themselves are verified at the same time if the folder is small (FULL_CHECK_BYTES), otherwise block
+by block on first access: reading a terabyte before the first step would take hours, and a block takes a few
+microseconds. A file that changes while a run reads it is an error as soon as it shows: as a read that ends early, an id
+beyond the vocabulary, or, in `check_unchanged`, different content.
 """
 
 import os
@@ -31,22 +31,22 @@ MAGIC = b"KEELTOKN"
 VERSION = 1
 SUFFIX = ".tokens"
 BLOCK_BYTES = 1 << 16
-"""Bytes of tokens under one checksum: at 7 GB/s, 10 microseconds at the first touch, and 0.01% of the file."""
+"""Bytes of tokens under one checksum: at 7 GB/s, 10 microseconds on first access, and 0.01% of the file."""
 FULL_CHECK_BYTES = 1 << 30
-"""A folder with no more token bytes than this is verified whole when it is opened (0.2 s at most)."""
+"""A folder with no more token bytes than this is fully verified when it is opened (at most 0.2 s)."""
 
 _HEADER = struct.Struct("<8sIIQQQ16s16s")
 _HEADER_BYTES = _HEADER.size + 8  # its own xxh3_64 follows
 _CHUNK_BYTES = 16 * BLOCK_BYTES
-"""What is read at once where a file is read as a whole."""
+"""How much is read at once when a whole file is read."""
 _MARK_STRIDE = 512
-"""Documents to one offset that is kept in memory: a window's offsets are then found with one read of some KB."""
-_REMEDY = "Prepare it again with scripts/prepare_data.py, or copy it again."
+"""Documents per offset kept in memory: one read of a few KB then finds a window's offsets."""
+_REMEDY = "prepare it again with scripts/prepare_data.py, or copy it again"
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a token file says of itself."""
+    """The header of a token file."""
 
     vocab_size: int
     n_tokens: int
@@ -58,17 +58,17 @@ class Header:
 
     @property
     def dtype(self) -> np.dtype:
-        """Two bytes a token where the vocabulary allows it, else four."""
+        """Two bytes per token if the vocabulary allows it, otherwise four."""
         return np.dtype("<u2") if self.vocab_size <= 1 << 16 else np.dtype("<u4")
 
     @property
     def n_blocks(self) -> int:
-        """Blocks of tokens, the last one perhaps short."""
+        """Number of blocks of tokens; the last may be short."""
         return -(-self.n_tokens * self.dtype.itemsize // BLOCK_BYTES)
 
     @property
     def tables_start(self) -> int:
-        """Where the tables begin in the file: after the tokens, at a multiple of 8."""
+        """Where the tables start in the file: after the tokens, at a multiple of 8."""
         return _HEADER_BYTES + _padded(self.n_tokens * self.dtype.itemsize)
 
     @property
@@ -77,37 +77,41 @@ class Header:
         return self.tables_start + 8 * (self.n_blocks + self.n_documents)
 
     def pack(self) -> bytes:
-        """The header as it stands in the file."""
+        """The header's bytes in the file."""
         sizes = (self.dtype.itemsize, self.vocab_size, self.n_tokens, self.n_documents)
         packed = _HEADER.pack(MAGIC, VERSION, *sizes, bytes.fromhex(self.tokenizer_hash), self.tables_hash)
         return packed + xxhash.xxh3_64_digest(packed)
 
     @classmethod
     def unpack(cls, raw: bytes, path: Path) -> "Header":
-        """Read the header of `path` from its first bytes; raises UserError if they are none that Keel can read."""
+        """Parse the header of `path` from its first bytes.
+
+        Raises:
+            UserError: Keel can't read it; the message says why.
+        """
         if not raw.startswith(MAGIC):
-            raise UserError(f"{path}: not a token file of Keel (it does not begin with {MAGIC.decode()}).")
+            raise UserError(f"{path}: not a token file of Keel (it does not begin with {MAGIC.decode()})")
         if len(raw) < _HEADER_BYTES:
-            raise UserError(f"{path}: truncated inside the header, at {len(raw)} bytes. {_REMEDY}")
+            raise UserError(f"{path}: truncated inside the header, at {len(raw)} bytes; {_REMEDY}")
         _, version, itemsize, vocab_size, n_tokens, n_documents, tokenizer_hash, tables = _HEADER.unpack_from(raw)
         if version != VERSION:
-            raise UserError(f"{path}: version {version} of the token file format; this Keel reads version {VERSION}.")
+            raise UserError(f"{path}: version {version} of the token file format; this Keel reads version {VERSION}")
         if xxhash.xxh3_64_digest(raw[: _HEADER.size]) != raw[_HEADER.size : _HEADER_BYTES]:
-            raise UserError(f"{path}: the header is damaged (checksum mismatch). {_REMEDY}")
+            raise UserError(f"{path}: the header is damaged (checksum mismatch); {_REMEDY}")
         header = cls(vocab_size, n_tokens, n_documents, tokenizer_hash.hex(), tables)
         if itemsize != header.dtype.itemsize:
-            raise UserError(f"{path}: {itemsize} bytes a token do not fit a vocabulary of {vocab_size}. {_REMEDY}")
+            raise UserError(f"{path}: {itemsize} bytes per token do not fit a vocabulary of {vocab_size}; {_REMEDY}")
         return header
 
 
 class TokenFileWriter:
-    """Writes one token file, document by document; it gets its name only once it is whole.
+    """Writes one token file, document by document; the file gets its name only once it is complete.
 
-    Use as a context manager: leaving it commits the file, leaving it by an exception deletes what was written.
+    Use it as a context manager: leaving it commits the file; leaving it by an exception deletes what was written.
     """
 
     def __init__(self, path: Path, vocab_size: int, tokenizer_hash: str) -> None:
-        """Begin the file `path` with ids below `vocab_size`, from the tokenizer with this hash."""
+        """Start the file `path` for ids below `vocab_size`, from the tokenizer with this hash."""
         self.path = path
         self.n_tokens = 0
         self._empty = Header(vocab_size, 0, 0, tokenizer_hash, bytes(16))
@@ -122,7 +126,11 @@ class TokenFileWriter:
         return self
 
     def append(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Add a document; raises ValueError if it is empty or holds an id outside the vocabulary."""
+        """Add a document.
+
+        Raises:
+            ValueError: the document is empty, or contains an id outside the vocabulary.
+        """
         ids = np.asarray(tokens, dtype=np.int64)
         if not len(ids):
             raise ValueError("a document without tokens")
@@ -166,12 +174,16 @@ class TokenFileWriter:
 class TokenFile:
     """One token file, open for reading.
 
-    Windows are read with pread and not through a memory map: where a file is cut short under a run, a map ends in
-    SIGBUS, which kills the process without a word, and pread in an error that names the place.
+    Windows are read with pread instead of a memory map: if a file is truncated during a run, access through a map ends
+    in SIGBUS, which kills the process without a message, and pread ends in an error that names the place.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open `path` and verify its header, length and tables; raises UserError if one is wrong."""
+        """Open `path` and verify its header, length and tables.
+
+        Raises:
+            UserError: one of these is wrong, or the file can't be read.
+        """
         self.path = path
         try:
             self._descriptor = os.open(path, os.O_RDONLY)
@@ -179,16 +191,17 @@ class TokenFile:
             self._stamp = self._stamp_now()
             self.header = Header.unpack(os.pread(self._descriptor, _HEADER_BYTES, 0), path)
         except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror}).") from None
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
         self._check_length(self._stamp.size)
         self.n_tokens = self.header.n_tokens
         self._marks = self._verify_tables()
         self._verified = bytearray(self.header.n_blocks)
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """Tokens [start, start + length) in the file's own type.
+        """Read tokens [start, start + length), in the file's own dtype.
 
-        Raises UserError, with the byte, if they cannot be read, are damaged, or are no ids of the vocabulary.
+        Raises:
+            UserError: they cannot be read, are damaged, or are not ids of the vocabulary; the message names the byte.
         """
         itemsize = self.header.dtype.itemsize
         tokens_per_block = BLOCK_BYTES // itemsize
@@ -197,12 +210,12 @@ class TokenFile:
                 self._verify_blocks(block, block + 1)
         at = _HEADER_BYTES + start * itemsize
         tokens = np.frombuffer(self._bytes(at, length * itemsize), self.header.dtype)
-        self._check_ids(tokens, start)  # once more: the file may have changed since the block was verified
+        self._check_ids(tokens, start)  # again, since the file may have changed since the block was verified
         return tokens
 
     def document_starts(self, start: int, length: int) -> np.ndarray:
-        """The documents that begin in tokens [start, start + length): index of their first tokens, int64, ascending."""
-        window = np.array([start, start + length], dtype=np.uint64)  # another type would convert the whole table
+        """The first tokens of the documents that start in tokens [start, start + length): int64 indices, ascending."""
+        window = np.array([start, start + length], dtype=np.uint64)  # any other dtype would convert the whole table
         low, high = np.searchsorted(self._marks, window).tolist()
         begin, end = max(0, low - 1) * _MARK_STRIDE, min(high * _MARK_STRIDE, self.header.n_documents)
         at = self._offsets_start + 8 * begin
@@ -214,15 +227,15 @@ class TokenFile:
         return found.astype(np.int64)
 
     def verify(self) -> None:
-        """Read all tokens; raises UserError if some are damaged."""
+        """Read and check all tokens; raises UserError if some are damaged."""
         self._verify_blocks(0, self.header.n_blocks)
 
     def check_unchanged(self) -> None:
-        """Raise UserError if the file does not hold any more what it held when it was opened.
+        """Raise UserError if the file's content has changed since it was opened.
 
-        Only where its size or the time of its last writing has changed is its content read: a file that was merely
-        touched, or copied over itself, is the same. Another file that was renamed to this one's name does not matter
-        either: the run goes on reading the one that it has opened.
+        The content is read only if the size or modification time has changed: a file that was merely touched, or copied
+        over itself, is the same. Renaming another file to this name does not matter either, since the run keeps reading
+        the file that it opened.
         """
         stamp = self._stamp_now()
         if stamp == self._stamp:
@@ -236,21 +249,21 @@ class TokenFile:
     def _check_length(self, size: int) -> None:
         if size != self.header.file_bytes:
             state = "truncated" if size < self.header.file_bytes else "too long"
-            raise UserError(f"{self.path}: {state}, {size} bytes instead of {self.header.file_bytes}. {_REMEDY}")
+            raise UserError(f"{self.path}: {state}, {size} bytes instead of {self.header.file_bytes}; {_REMEDY}")
 
     @property
     def _offsets_start(self) -> int:
         return self.header.tables_start + 8 * self.header.n_blocks
 
     def _verify_tables(self) -> np.ndarray:
-        """Compare the tables with their hash; returns every _MARK_STRIDE-th offset of the documents."""
+        """Compare the tables with their hash; returns every _MARK_STRIDE-th document offset."""
         header, digest, marks = self.header, xxhash.xxh3_128(), [np.empty(0, dtype=np.uint64)]
         for at, size in _chunks(header.tables_start, self._offsets_start):
             digest.update(self._bytes(at, size))
         for at, size in _chunks(self._offsets_start, header.file_bytes):
             data = self._bytes(at, size)
             digest.update(data)
-            marks.append(np.frombuffer(data, "<u8")[::_MARK_STRIDE].copy())  # a view would hold all of the data
+            marks.append(np.frombuffer(data, "<u8")[::_MARK_STRIDE].copy())  # a view would keep all of the data alive
         if digest.digest() != header.tables_hash:
             raise self._error(header.tables_start, "the tables after the tokens are damaged (checksum mismatch)")
         return np.concatenate(marks)
@@ -273,7 +286,7 @@ class TokenFile:
                 self._verified[block] = 1
 
     def _check_ids(self, tokens: np.ndarray, start: int) -> None:
-        """Raise UserError if one of `tokens`, the first of which is number `start` of the file, is beyond the ids."""
+        """Raise UserError if one of `tokens`, which start at token `start` of the file, is beyond the vocabulary."""
         vocab_size = self.header.vocab_size
         if len(tokens) and tokens.max() >= vocab_size:
             index = int(np.argmax(tokens >= vocab_size))
@@ -282,7 +295,7 @@ class TokenFile:
             raise self._error(at, f"{what} (token {start + index} of the file)")
 
     def _bytes(self, at: int, size: int) -> bytes:
-        """Bytes [at, at + size) of the file; raises UserError if they cannot be read, or are not there any more."""
+        """Read bytes [at, at + size) of the file; raises UserError if they cannot be read, or are no longer there."""
         try:
             data = os.pread(self._descriptor, size, at)
             while len(data) < size and (more := os.pread(self._descriptor, size - len(data), at + len(data))):
@@ -300,23 +313,23 @@ class TokenFile:
         return _Stamp(status.st_size, status.st_mtime_ns)
 
     def _error(self, at: int, what: str) -> UserError:
-        """The error for what is wrong at byte `at`; says whether the file was changed since it was opened."""
+        """The error for a fault at byte `at`; says whether the file has changed since it was opened."""
         try:
             now = self._stamp_now()
         except OSError:
             now = self._stamp
         if now == self._stamp:
-            return UserError(f"{self.path}, at byte {at}: {what}. {_REMEDY}")
+            return UserError(f"{self.path}, at byte {at}: {what}; {_REMEDY}")
         return UserError(
-            f"{self.path}, at byte {at}: {what}. The file has changed under the run: it had {self._stamp} when it was "
-            f"opened, and now has {now}. Put its old content back and start again: the run goes on from its newest "
-            "checkpoint. (To replace the data of a running job, prepare them into another folder.)"
+            f"{self.path}, at byte {at}: {what}. The file has changed during the run: it had {self._stamp} when it was "
+            f"opened, and now has {now}. Restore its old content and start again: the run resumes from its newest "
+            "checkpoint. (To replace the data of a running job, prepare them into another folder)"
         )
 
 
 @dataclass(frozen=True)
 class _Stamp:
-    """What shows that a file was written to."""
+    """A file's size and modification time, which show whether it was written to."""
 
     size: int
     mtime_ns: int
@@ -328,17 +341,18 @@ class _Stamp:
 
 
 class TokenFolder:
-    """All token files of a folder, in name order, as one long run of tokens."""
+    """All token files of a folder, in name order, as one long sequence of tokens."""
 
     def __init__(self, path: str | Path, vocab_size: int, tokenizer_hash: str | None = None) -> None:
         """Open and verify every file.
 
-        Raises UserError if the folder is missing or holds no tokens, if a file is damaged, or if it was written with
-        another vocabulary size or (unless None) another tokenizer than given here.
+        Raises:
+            UserError: the folder is missing or has no tokens, a file is damaged, or it was written with another
+                vocabulary size or (unless None) another tokenizer than given here.
         """
         self.path = Path(path)
         if not self.path.is_dir():
-            raise UserError(f"{path}: no such folder of token files. Make it with scripts/prepare_data.py.")
+            raise UserError(f"{path}: no such folder of token files; make it with scripts/prepare_data.py")
         self._files = [TokenFile(file) for file in _token_files(self.path)]
         for file in self._files:
             _check_tokenizer(file, vocab_size, tokenizer_hash or self._files[0].header.tokenizer_hash)
@@ -346,19 +360,20 @@ class TokenFolder:
         self.n_tokens = ends[-1] if ends else 0
         """Tokens in all files."""
         if not self.n_tokens:
-            raise UserError(f"{path}: no tokens in this folder (*{SUFFIX}). Make them with scripts/prepare_data.py.")
+            raise UserError(f"{path}: no tokens in this folder (*{SUFFIX}); make them with scripts/prepare_data.py")
         self._starts = [0, *ends[:-1]]
         self.fingerprint = _fingerprint(file.header.pack() for file in self._files)
-        """Hash of the content, by way of the checksums in the headers."""
+        """Hash of the content, computed from the checksums in the headers."""
         if sum(file.header.file_bytes for file in self._files) <= FULL_CHECK_BYTES:
             for file in self._files:
                 file.verify()
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """Tokens [start, start + length) as a new int64 array of shape (length,).
+        """Read tokens [start, start + length) into a new int64 array of shape (length,).
 
-        Raises IndexError if they are not all in the folder, UserError (with file and byte) if they cannot be read, are
-        damaged, or are no ids of the vocabulary.
+        Raises:
+            IndexError: they are not all in the folder.
+            UserError: they cannot be read, are damaged, or are not ids of the vocabulary; the message names the byte.
         """
         parts = self._parts(start, length)
         tokens = np.empty(length, dtype=np.int64)
@@ -369,7 +384,7 @@ class TokenFolder:
         return tokens
 
     def document_starts(self, start: int, length: int) -> np.ndarray:
-        """Where documents begin in tokens [start, start + length): int64, ascending, relative to `start`."""
+        """Where documents start in tokens [start, start + length): int64, ascending, relative to `start`."""
         found = [np.empty(0, dtype=np.int64)]
         position = 0
         for file, first, count in self._parts(start, length):
@@ -378,12 +393,12 @@ class TokenFolder:
         return np.concatenate(found)
 
     def check_unchanged(self) -> None:
-        """Raise UserError if a file does not hold any more what it held when the folder was opened."""
+        """Raise UserError if a file's content has changed since the folder was opened."""
         for file in self._files:
             file.check_unchanged()
 
     def _parts(self, start: int, length: int) -> list[tuple[TokenFile, int, int]]:
-        """The files that hold tokens [start, start + length), each with its first token and how many."""
+        """The files that hold tokens [start, start + length), each with its first token and the number of tokens."""
         if start < 0 or length < 0 or start + length > self.n_tokens:
             raise IndexError(f"{self.path}: tokens [{start}, {start + length}) are not within {self.n_tokens}")
         parts = []
@@ -397,7 +412,7 @@ class TokenFolder:
 
 
 def folder_fingerprint(path: Path) -> str:
-    """The fingerprint that a TokenFolder of `path` has, from its headers alone; raises OSError if one can't be read."""
+    """The fingerprint of a TokenFolder at `path`, from its headers alone; raises OSError if one can't be read."""
     headers = []
     for file_path in _token_files(path):
         with file_path.open("rb") as file:
@@ -417,13 +432,13 @@ def _check_tokenizer(file: TokenFile, vocab_size: int, tokenizer_hash: str) -> N
     header = file.header
     if header.vocab_size != vocab_size:
         raise UserError(
-            f"{file.path}: its vocabulary has {header.vocab_size} tokens, the job's {vocab_size}. "
-            "Use the tokenizer and model.vocab_size it was made for, or prepare the text again."
+            f"{file.path}: its vocabulary has {header.vocab_size} tokens, the job's {vocab_size}; "
+            "use the tokenizer and model.vocab_size it was made for, or prepare the text again"
         )
     if header.tokenizer_hash != tokenizer_hash:
         raise UserError(
-            f"{file.path}: made with another tokenizer (hash {header.tokenizer_hash}, the job's is {tokenizer_hash}). "
-            "Use that tokenizer, or prepare the text again into another folder."
+            f"{file.path}: made with another tokenizer (hash {header.tokenizer_hash}, the job's is {tokenizer_hash}); "
+            "use that tokenizer, or prepare the text again into another folder"
         )
 
 
@@ -432,7 +447,7 @@ def _blocks(data: memoryview) -> list[memoryview]:
 
 
 def _chunks(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Bytes [start, end) of a file in parts of a bounded size: where each begins, and its size."""
+    """Split bytes [start, end) of a file into chunks of bounded size: the start and size of each."""
     return ((at, min(_CHUNK_BYTES, end - at)) for at in range(start, end, _CHUNK_BYTES))
 
 

@@ -1,10 +1,10 @@
-"""Text to token ids and back, and the training of a tokenizer on one's own text.
+"""Text to token ids and back, and training a tokenizer on your own text.
 
-Keel tokenises with SentencePiece, or with a `tokenizer.json` through the optional package `tokenizers` (Llama 3). Both
-look alike to the rest of Keel: a vocabulary size, `encode` and `decode`, the ids of the marks around a document, and a
-hash that the token files carry, so that a file can't be read with another vocabulary than it was written with.
+Keel tokenizes with SentencePiece, or with a `tokenizer.json` through the optional package `tokenizers` (Llama 3). Both
+look the same to the rest of Keel: a vocabulary size, `encode` and `decode`, the ids of the special tokens around a
+document, and a hash that token files record, so that a file can't be read with a different vocabulary.
 
-Text is only ever text here: "<s>" in a source file becomes the pieces of three characters, never the mark itself.
+Text is always text here: "<s>" in a source file becomes the pieces of three characters, never the special token.
 """
 
 import io
@@ -26,23 +26,23 @@ from configs.errors import ConfigError, UserError
 from configs.untrusted import parse_json, read_file, shortened
 
 SPACE = "\u2581"
-"""The character that stands for a space in SentencePiece's pieces; it may occur in a text, too."""
+"""The character for a space in SentencePiece's pieces; it may also occur in a text."""
 
 RUN_CHARACTERS = 1 << 18
 """Length from which a document is encoded in several runs."""
 
 MAX_TOKENIZER_BYTES = 256 << 20
-"""Of a tokenizer's file; the largest in use have 35 MB."""
+"""Limit on the size of a tokenizer's file; the largest in use have 35 MB."""
 MAX_VOCABULARY = 1 << 24
 MAX_GROWTH = 100
-"""How many times longer the replacements of a tokenizer.json may make a text, one after the other."""
+"""The most that the replacements of a tokenizer.json, applied in sequence, may lengthen a text, as a factor."""
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
 
 
 class Tokenizer(Protocol):
-    """What the rest of Keel knows of a tokenizer."""
+    """The interface of a tokenizer to the rest of Keel."""
 
     vocab_size: int
     bos_id: int | None
@@ -51,43 +51,44 @@ class Tokenizer(Protocol):
     """xxh3_128 of the tokenizer's file, in hex."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without marks around it."""
+        """Encode `text`, without special tokens around it."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; marks stand for no text."""
+        """Decode `ids`; special tokens produce no text."""
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of UTF-8 text that each id stands for: int32 of shape (vocab_size,), 0 for marks."""
+        """Bytes of UTF-8 text per id: int32 of shape (vocab_size,), 0 for special tokens."""
 
 
 def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer:
     """Load a SentencePiece `.model` or a `tokenizer.json`.
 
-    Raises UserError if the file is missing or unreadable or needs a missing package, ConfigError if `vocab_size` is
-    given and is not the tokenizer's.
+    Raises:
+        UserError: the file is missing or unreadable, or needs a missing package.
+        ConfigError: `vocab_size` is given, and differs from the tokenizer's.
     """
     path = Path(path)
     try:
         content = read_file(path, MAX_TOKENIZER_BYTES)
     except OSError as error:
-        raise UserError(f"{path}: cannot read the tokenizer ({error.strerror}). Check tokenizer.path.") from None
+        raise UserError(f"{path}: cannot read the tokenizer ({error.strerror}); check tokenizer.path") from None
     tokenizer = JsonTokenizer(path, content) if path.suffix == ".json" else SentencePieceTokenizer(path, content)
     if vocab_size is not None and vocab_size != tokenizer.vocab_size:
         raise ConfigError(
-            f"model.vocab_size is {vocab_size}, but the tokenizer {path} has {tokenizer.vocab_size} tokens. "
-            f"Set model.vocab_size = {tokenizer.vocab_size}, or name another tokenizer."
+            f"model.vocab_size is {vocab_size}, but the tokenizer {path} has {tokenizer.vocab_size} tokens; "
+            f"set model.vocab_size = {tokenizer.vocab_size}, or name another tokenizer"
         )
     return tokenizer
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a whole document: BOS, the text, EOS; a mark that the tokenizer lacks is left out.
+    """Encode a whole document: BOS, the text, EOS; a special token that the tokenizer lacks is left out.
 
-    Both marks, so that every token of a document has its context and its target inside the document: the first word is
-    predicted from BOS, the end is predicted as EOS, and no sample depends on which document happens to come next.
+    With both, every token of a document has its context and its target inside the document: the first word is predicted
+    from BOS, the end is predicted as EOS, and no sample depends on which document happens to come next.
 
-    A long document is encoded in runs of lines: SentencePiece slows down with the length (36 MB took 2.7 times as
-    long whole as in runs). No piece then crosses the border of two runs.
+    A long document is encoded in runs of lines, because SentencePiece slows down with length (36 MB took 2.7 times as
+    long in one piece as in runs). No piece crosses the border of two runs.
     """
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
@@ -95,7 +96,7 @@ def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _runs(text: str) -> Iterator[str]:
-    """Cut a text after the first line end beyond each RUN_CHARACTERS."""
+    """Split a text after the first line end beyond each RUN_CHARACTERS."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + RUN_CHARACTERS) + 1 or len(text)
@@ -107,31 +108,31 @@ class SentencePieceTokenizer:
     """A SentencePiece model; `decode(encode(text)) == text` for every text if Keel trained it."""
 
     def __init__(self, path: Path, content: bytes) -> None:
-        """Read the model from `content`, the bytes of `path`; raises UserError if they are none."""
+        """Read the model from `content`, the bytes of `path`; raises UserError if they are not a model."""
         try:
             self._model = sentencepiece.SentencePieceProcessor()
             self._model.load_from_serialized_proto(content)
             self.vocab_size: int = self._model.get_piece_size()
             self._lengths = [self._bytes_of(i) for i in range(self.vocab_size)]
-        except (RuntimeError, UnicodeDecodeError):  # a piece may be no UTF-8
-            raise UserError(f"{path}: not a SentencePiece model. Expected a .model or a tokenizer.json.") from None
+        except (RuntimeError, UnicodeDecodeError):  # a piece may not be UTF-8
+            raise UserError(f"{path}: not a SentencePiece model; expected a .model or a tokenizer.json") from None
         self.bos_id = _id_or_none(self._model.bos_id())
         self.eos_id = _id_or_none(self._model.eos_id())
         self.hash = xxhash.xxh3_128_hexdigest(content)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without marks around it."""
+        """Encode `text`, without special tokens around it."""
         if SPACE in text and self._space_character:
             parts = ([*self._space_character, *self._model.encode(part)] for part in text.split(SPACE))
             return list(chain.from_iterable(parts))[len(self._space_character) :]
         return self._model.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; marks stand for no text."""
+        """Decode `ids`; special tokens produce no text."""
         return self._model.decode([int(i) for i in ids])
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of text an id stands for, (vocab_size,): a piece's own length, 1 for a byte piece, 0 for marks."""
+        """Bytes of text per id, (vocab_size,): a piece's own length, 1 for a byte piece, 0 for special tokens."""
         return np.array(self._lengths, dtype=np.int32)
 
     def _bytes_of(self, i: int) -> int:
@@ -141,9 +142,9 @@ class SentencePieceTokenizer:
 
     @cached_property
     def _space_character(self) -> list[int]:
-        """The byte pieces of SPACE itself, which SentencePiece would give back as a space.
+        """The byte pieces of SPACE itself, which SentencePiece would decode to a space.
 
-        Empty where that cannot be mended: without byte pieces, or if every encoded part gets a space put before it.
+        Empty where that cannot be fixed: without byte pieces, or if every encoded part gets a leading space.
         """
         adds_space = self._model.encode_as_pieces("a")[0].startswith(SPACE)
         ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
@@ -151,25 +152,25 @@ class SentencePieceTokenizer:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json` of the package `tokenizers`; its marks are found by their usual names.
+    """A `tokenizer.json` of the package `tokenizers`; its special tokens are found by their usual names.
 
-    Of what the file says only what makes ids of text is done: not its truncation and padding, which files have that
-    were saved after a use with them, nor its post-processor, which puts marks around a text or the text twice.
+    Only the parts of the file that map text to ids are used. Truncation and padding, which are in files saved after
+    use with them, are not, nor is the post-processor, which adds special tokens or duplicates the text.
     """
 
     def __init__(self, path: Path, content: bytes) -> None:
-        """Read the tokenizer from `content`, the bytes of `path`; raises UserError if they are none."""
+        """Read the tokenizer from `content`, the bytes of `path`; raises UserError if they are not a tokenizer."""
         try:
             import tokenizers
         except ImportError:
             raise UserError(
-                f"{path}: a tokenizer.json needs the package tokenizers. Install it: pip install tokenizers"
+                f"{path}: a tokenizer.json needs the package tokenizers; install it: pip install tokenizers"
             ) from None
         self._path = path
         with _panics_as_errors(f"{path}: not a tokenizer.json"):
             description = _parse_description(content)
             self._model = tokenizers.Tokenizer.from_str(json.dumps(description))
-            self._model.encode_special_tokens = True  # a mark's name in a text is text
+            self._model.encode_special_tokens = True  # a special token's name in a text is text
             self._decoder: dict[str, Any] = description["decoder"] or {}
             self._ids: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
             self._added = self._model.get_added_tokens_decoder()
@@ -181,28 +182,29 @@ class JsonTokenizer:
         self.hash = xxhash.xxh3_128_hexdigest(content)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without marks around it."""
+        """Encode `text`, without special tokens around it."""
         with _panics_as_errors(f"{self._path}: can't encode a text"):
             return self._model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; marks stand for no text."""
+        """Decode `ids`; special tokens produce no text."""
         with _panics_as_errors(f"{self._path}: can't decode"):
             return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def pieces(self) -> dict[int, str]:
-        """What the vocabulary calls each id."""
+        """The vocabulary's name for each id."""
         return {i: piece for piece, i in self._ids.items()}
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of text an id stands for, (vocab_size,), 0 for marks and unused ids.
+        """Bytes of text per id, (vocab_size,), 0 for special tokens and unused ids.
 
-        Raises UserError for a tokenizer whose pieces do not tell (neither byte-level nor SentencePiece-like).
+        Raises:
+            UserError: the pieces do not tell their length (they are neither byte-level nor like SentencePiece's).
         """
         kinds = {step["type"] for step in [self._decoder, *self._decoder.get("decoders", [])] if step}
         if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
             raise UserError(
-                f"{self._path}: its decoder {sorted(kinds)} does not tell how many bytes a token stands for."
+                f"{self._path}: its decoder {sorted(kinds)} does not tell how many bytes a token stands for"
             )
         lengths = np.zeros(self.vocab_size, dtype=np.int32)
         for piece, i in self._ids.items():
@@ -216,19 +218,20 @@ class JsonTokenizer:
 
 
 def _parse_description(content: bytes) -> dict[str, Any]:
-    """The JSON of a tokenizer without truncation, padding and post-processor.
+    """Parse the JSON of a tokenizer and remove truncation, padding and post-processor.
 
-    Raises ValueError if it is none, or replaces a little text by very much.
+    Raises:
+        ValueError: it is not such JSON, or its replacements may lengthen a text too much.
     """
     description = parse_json(content)
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         if (growth := _growth(description[part])) > MAX_GROWTH:
-            raise ValueError(f"its {part} makes a text up to {growth:,} times longer; Keel takes {MAX_GROWTH} at most")
+            raise ValueError(f"its {part} makes a text up to {growth:,} times longer; Keel allows at most {MAX_GROWTH}")
     return description | dict.fromkeys(("truncation", "padding", "post_processor"))
 
 
 def _growth(step: Any) -> int:
-    """How many times longer a step, or all in it one after the other, may make a text."""
+    """The factor by which a step, or all steps in it applied in sequence, may lengthen a text."""
     if isinstance(step, list):
         return prod(map(_growth, step))
     if not isinstance(step, dict):
@@ -241,19 +244,19 @@ def _growth(step: Any) -> int:
 
 @contextmanager
 def _panics_as_errors(message: str) -> Iterator[None]:
-    """Raise UserError for what the package raises: plain Exception, and for its own mistakes an exception that is none
-    (pyo3's PanicException is a BaseException)."""
+    """Turn what the package raises into UserError: plain Exception, and for internal errors pyo3's PanicException,
+    which is a BaseException."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
         what = error.args[0] if isinstance(error, KeyError) and error.args else error
-        raise UserError(f"{message} ({shortened(str(what), 400)}).") from None
+        raise UserError(f"{message} ({shortened(str(what), 400)})") from None
 
 
 def _bytes_of_piece(piece: str) -> int:
-    """Bytes of a SentencePiece-like piece: `<0x0A>` is one byte, the rest its text."""
+    """Bytes of a SentencePiece-like piece: `<0x0A>` is one byte, others their text."""
     is_byte = len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
     return 1 if is_byte else len(piece.replace(SPACE, " ").encode())
 
@@ -263,14 +266,15 @@ def _id_or_none(i: int) -> int | None:
 
 
 def train_sentencepiece(texts: Iterator[str], output: Path, vocab_size: int) -> None:
-    """Train a BPE tokenizer of `vocab_size` pieces on `texts` and write it to `output`, whole or not at all.
+    """Train a BPE tokenizer of `vocab_size` pieces on `texts` and write it to `output` atomically.
 
-    Nothing of a text is normalized away and every character can be written (byte fallback), so that decoding gives
-    back exactly what was encoded. Pieces of spaces and newlines are allowed: without them source code costs 1.7 times
-    the tokens. The same texts give the same file. Ids: 0 unknown, 1 BOS, 2 EOS, 3-258 bytes, then pieces.
+    Text is not normalized, and every character can be encoded (byte fallback), so that decoding restores exactly what
+    was encoded. Pieces of spaces and newlines are allowed: without them, source code takes 1.7 times the tokens. The
+    same texts give the same file. Ids: 0 unknown, 1 BOS, 2 EOS, 3-258 bytes, then pieces.
 
-    Raises UserError if the texts are too few for the vocabulary or `output` cannot be written, and whatever `texts`
-    raises.
+    Raises:
+        UserError: the texts are too few for the vocabulary, or `output` cannot be written. Anything that `texts` raises
+            is raised as well.
     """
     reader = _Reader(texts)
     model = io.BytesIO()
@@ -290,7 +294,7 @@ def train_sentencepiece(texts: Iterator[str], output: Path, vocab_size: int) -> 
             unk_id=0,
             bos_id=1,
             eos_id=2,
-            max_sentence_length=2**30,  # SentencePiece leaves out longer documents; its default is 4,192 bytes
+            max_sentence_length=2**30,  # SentencePiece skips longer documents; its default is 4,192 bytes
             num_threads=1,
             minloglevel=2,
         )
@@ -306,14 +310,14 @@ def _write_whole(output: Path, content: bytes) -> None:
         temporary.write_bytes(content)
         os.replace(temporary, output)
     except OSError as error:
-        raise UserError(f"{output}: cannot write the tokenizer ({error.strerror}).") from None
+        raise UserError(f"{output}: cannot write the tokenizer ({error.strerror})") from None
     finally:
         if temporary.parent.is_dir():
             temporary.unlink(missing_ok=True)
 
 
 class _Reader:
-    """Hands texts to SentencePiece and keeps their source's error, which SentencePiece would turn into its own."""
+    """Passes texts to SentencePiece and keeps their source's error, which SentencePiece would replace by its own."""
 
     def __init__(self, texts: Iterator[str]) -> None:
         self._texts = texts
@@ -331,8 +335,8 @@ class _Reader:
 
 
 def _training_error(error: RuntimeError, reader: _Reader, output: Path, vocab_size: int) -> UserError:
-    reason = str(error).rpartition("] ")[2].strip()  # SentencePiece's own words, without its source position
+    reason = str(error).rpartition("] ")[2].strip()  # SentencePiece's message, without its source position
     return UserError(
-        f"Cannot train a tokenizer of {vocab_size} pieces on {reader.n_bytes} bytes of text for {output}. {reason}\n"
-        "Give it more text, or another vocabulary size (at least 259 plus the characters of the text)."
+        f"cannot train a tokenizer of {vocab_size} pieces on {reader.n_bytes} bytes of text for {output}: {reason}\n"
+        "Give it more text, or another vocabulary size (at least 259 plus the characters of the text)"
     )

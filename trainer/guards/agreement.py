@@ -1,12 +1,12 @@
-"""The ranks compare what must be the same on all of them, before anything depends on it.
+"""Checks that what must be the same on all ranks is the same, before anything depends on it.
 
-Ranks that disagree train to the end all the same, and silently learn something else (another learning rate, another
-seed, another version of the code), or wait for each other in collectives that never meet (another number of steps).
-So the facts of all ranks are compared at the start. Each rank sends a hash of its own to all, which costs the same few
-bytes at any number of ranks; only where the hashes differ do the facts themselves follow, from one rank of each kind.
+Ranks that disagree either train to the end and silently learn something else (another learning rate, another seed,
+another version of the code), or wait for each other in collectives that never match (another number of steps). So all
+ranks compare facts at the start. Each rank sends one hash to all, a few bytes at any number of ranks; only if hashes
+differ do they exchange the facts themselves, from one rank of each kind.
 
-There are two comparisons. The first is right after the process group is formed: the mesh already depends on the config.
-The second, of the data, has to wait until rank 0 has prepared them.
+There are two comparisons. The first comes right after the process group is formed, since the mesh already depends on
+the config. The second, of the data, has to wait until rank 0 has prepared them.
 """
 
 import json
@@ -42,16 +42,16 @@ _ABSENT = "(not set)"
 
 
 def compare_launches(job: LoadedConfig, device: torch.device) -> None:
-    """Raise an error on all ranks unless they have one config, one Keel, one torch and one kind of machine.
+    """Raise an error on all ranks unless they have the same config, code, packages and kind of machine.
 
     Raises:
         ConfigError: the configs differ.
-        UserError: anything else does.
+        UserError: anything else differs.
     """
     config = job.config.model_dump(mode="json")
     settings = {dotted(path): _text(value_at(config, path)) for path in leaves(config)}
     machine = environment(device, job.config.fsdp.cpu_offload) | {THREADS: threads()}
-    del machine[CODE]  # file by file instead
+    del machine[CODE]  # compared file by file instead
     code = {f"the code in {path}": digest for path, digest in code_hashes().items()}
     libraries = {"torch": torch.__version__, "python": platform.python_version()}
     differing = _differences({**settings, **machine, **libraries, **code})
@@ -63,8 +63,8 @@ def compare_launches(job: LoadedConfig, device: torch.device) -> None:
 def compare_data(config: Config) -> None:
     """Raise UserError on all ranks unless they find the same tokenizer and the same data.
 
-    Of token files the headers are compared, which hold the hashes of the rest. What no rank can read is left for its
-    reader to name.
+    For token files only the headers are compared, which hold the hashes of the rest. What no rank can read is left for
+    its reader to report.
     """
     facts = {}
     tokenizer = ""
@@ -79,13 +79,14 @@ def compare_data(config: Config) -> None:
                 facts[name] = _fact(partial(_fingerprint, source, tokenizer))
     differing = _differences(facts)
     if differing:
-        raise UserError(_message("the data must lie where all of them see the same files", differing))
+        raise UserError(_message("the data must be in a place where all of them see the same files", differing))
 
 
 def on_all_ranks(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> list[Result]:
-    """What `action` returns on each rank, on all ranks; `group`: of all ranks.
+    """Run `action` on each rank of `group` (None: all ranks), and return all results on each.
 
-    Raises: UserError, on all ranks, that names the first rank on which it raised a KeelError.
+    Raises:
+        UserError: `action` raised a KeelError somewhere. All ranks raise it, naming the first such rank.
     """
     outcome: tuple[Any, str | None] = (None, None)
     try:
@@ -100,14 +101,14 @@ def on_all_ranks(action: Callable[[], Result], group: dist.ProcessGroup | None =
 
 
 def _fingerprint(source: Source, tokenizer_hash: str) -> str:
-    assert source.path is not None  # configs.checks has seen to it
+    assert source.path is not None  # configs.checks ensures it
     if source.kind == "tokens":
         return folder_fingerprint(Path(source.path))
     return text_fingerprint(pieces(source.path), tokenizer_hash, source.virtual_shards)
 
 
 def _fact(read: Callable[[], str]) -> str:
-    """What `read` returns, or why it can't."""
+    """The return value of `read`, or why it failed."""
     try:
         return read()
     except OSError as error:
@@ -121,9 +122,9 @@ def _text(value: Any) -> str:
 
 
 def _differences(facts: Facts) -> dict[str, list[tuple[str, list[str]]]]:
-    """The facts in which ranks differ: each value with the ranks that have it, the most usual value first.
+    """The facts in which ranks differ: each value with the ranks that have it, the most common value first.
 
-    The same on all ranks.
+    The result is the same on all ranks.
     """
     digest = xxhash.xxh3_128_digest(json.dumps(dict(facts), sort_keys=True).encode())
     mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)
@@ -150,7 +151,7 @@ def _ranks_by_value(values: list[str]) -> list[tuple[str, list[int]]]:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    return sorted(ranks.items(), key=lambda item: -len(item[1]))  # stable: among equals that of the lowest rank
+    return sorted(ranks.items(), key=lambda item: -len(item[1]))  # stable: of equals, the lowest rank's value first
 
 
 def _message(remedy: str, differing: Mapping[str, list[tuple[str, list[str]]]]) -> str:

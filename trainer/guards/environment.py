@@ -1,7 +1,7 @@
-"""What decides the bits of a run beside its job file: Keel's code, the libraries, and the machine that computes.
+"""What decides the bits of a run besides its job file: Keel's code, the libraries, and the machine.
 
-A sum of floating-point numbers depends on its order, and that on the number of threads, on the vector instructions, on
-the libraries and on some variables of the environment. Ranks must agree in all of it, and a checkpoint records it.
+A sum of floating-point numbers depends on its order, which depends on the number of threads, the vector instructions,
+the libraries and some environment variables. Ranks must agree on all of these, and a checkpoint records them.
 """
 
 import os
@@ -29,13 +29,13 @@ VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
-"""Variables by which the libraries choose their algorithms, or the precision of their products."""
+"""Variables by which the libraries choose their algorithms, or the precision of their matrix products."""
 _BFLOAT16_CAPABILITY = 8
 THREADS = "threads (OMP_NUM_THREADS)"
 
 
 def environment(device: torch.device, cpu_offload: bool) -> dict[str, str]:
-    """What decides the bits that are computed on `device` (and, with `cpu_offload`, on the CPU), by name."""
+    """The facts, by name, that decide the bits computed on `device` (and, with `cpu_offload`, on the CPU)."""
     facts = {CODE: code_hash(), "numpy": np.__version__, "device": device_name(device)}
     if device.type == "cuda":
         facts |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
@@ -45,12 +45,12 @@ def environment(device: torch.device, cpu_offload: bool) -> dict[str, str]:
 
 
 def threads() -> str:
-    """How many threads torch shares an operation out to."""
+    """The number of threads over which torch splits an operation."""
     return str(torch.get_num_threads())
 
 
 def device_name(device: torch.device) -> str:
-    """As the data sheets call it, or "cpu"."""
+    """The device's product name, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
@@ -62,15 +62,15 @@ def code_hashes() -> dict[str, str]:
 
 
 def code_hash() -> str:
-    """xxh3_64 of all of them."""
+    """One xxh3_64 over all of Keel's code."""
     return xxhash.xxh3_64_hexdigest(repr(code_hashes()).encode())
 
 
 def device_type(job: LoadedConfig) -> str:
-    """ "cpu" or "cuda".
+    """Choose "cpu" or "cuda".
 
     Raises:
-        ConfigError: cuda is asked for, and there is none; or there are too few GPUs, or not of the kind that is needed.
+        ConfigError: cuda is requested but unavailable, there are too few GPUs, or they lack what the job needs.
     """
     wanted, available = job.config.job.device, torch.cuda.is_available()
     if wanted == "cuda" and not available:
@@ -87,7 +87,7 @@ def _check_gpu(job: LoadedConfig, local_rank: int, local_ranks: int) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise job.error(
             "job.device",
-            f"each rank needs a GPU of its own, but torch sees {count} on host {host} for {local_ranks} ranks (this "
+            f"each rank needs its own GPU, but torch sees {count} on host {host} for {local_ranks} ranks (this "
             f"one has LOCAL_RANK {local_rank}): start torchrun with --nproc-per-node {count}, or with job.device = "
             f'"cpu"; every rank must see all GPUs of its host (CUDA_VISIBLE_DEVICES is {visible or "not set"})',
         )
@@ -96,7 +96,7 @@ def _check_gpu(job: LoadedConfig, local_rank: int, local_ranks: int) -> None:
     if job.config.training.compute_dtype == "bfloat16" and major < _BFLOAT16_CAPABILITY and torch.version.hip is None:
         raise job.error(
             "training.compute_dtype",
-            f'compute_dtype is "bfloat16", but GPU {local_rank} of host {host}, {name} of compute capability '
-            f"{major}.{minor}, can't compute in it, only those of {_BFLOAT16_CAPABILITY}.0 "
-            '(Ampere) or above can: set compute_dtype = "float32"',
+            f'compute_dtype is "bfloat16", but GPU {local_rank} of host {host}, {name}, has compute capability '
+            f"{major}.{minor}, and bfloat16 needs {_BFLOAT16_CAPABILITY}.0 "
+            '(Ampere) or higher: set compute_dtype = "float32"',
         )

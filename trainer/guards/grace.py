@@ -1,14 +1,14 @@
-"""The grace time: what is saved of a run that is told to stop in the middle of a long step.
+"""The grace time: saving a run that is told to stop in the middle of a long step.
 
-After a stop signal the launcher waits, torchrun for 30 s unless it is given a --shutdown-timeout, and kills. A step may
-take longer than that. But tensors that a checkpoint holds change only in the update at the end of a step: until then
-they are those of the last finished step, and can be saved while the next one is computed.
+After a stop signal the launcher waits (torchrun 30 s, unless --shutdown-timeout says otherwise), and then kills. A step
+may take longer than that. But the tensors that a checkpoint holds change only in the update at the end of a step. Until
+then they are those of the last finished step, and can be saved while the next step is computed.
 
-A thread on every rank waits for a signal to any rank. If the step does not end soon, it holds up the update, and
-agrees with the threads of the other ranks, on a process group of their own, that all ranks are after the same step.
-Then the state is saved as at any other time. A rank that has begun its update cannot be stopped in it, and may need
-the others for it; so where the ranks differ, all let go, and try again. The steps' own collectives bring the ranks to
-the same point: while all hold up the update after the same step, no rank is in the checkpoint manager.
+A thread on every rank waits for a signal to any rank. If the step does not end soon, the thread holds up the update,
+and agrees with the other ranks' threads, on a separate process group, that all ranks have finished the same step. Then
+the state is saved as at any other time. A rank that has begun its update cannot be interrupted, and may need the other
+ranks for it; so if the ranks differ, all release the update and try again. The steps' own collectives bring the ranks
+to the same point: while all hold up the update after the same step, no rank is in the checkpoint manager.
 """
 
 import math
@@ -31,24 +31,24 @@ from trainer.lifecycle import StopRequest
 from trainer.report.console import Console, duration
 
 _TICK_SECONDS = 0.2
-"""How often a thread looks whether its own rank was signalled."""
+"""How often a thread checks whether its own rank was signalled."""
 _ASK_SECONDS = 1.0
-"""How often it asks whether another one was."""
+"""How often a thread asks whether another rank was signalled."""
 _HOLD_SECONDS = 0.5
-"""How long it waits for a rank that is not in the middle of a step, before the others are let go."""
+"""How long a thread waits for a rank that is not in the middle of a step, before the others are released."""
 _PATIENCE = 0.25
-"""Part of the grace time for which a step that may soon end is awaited."""
+"""Fraction of the grace time to wait for a step that may soon end."""
 _NOT_READY, _ENDED = -1, -2
-"""Said in place of a step: this rank is not in the middle of one; its training has ended."""
+"""Sent instead of a step: this rank is not in the middle of one; this rank's training has ended."""
 
 Rescue = Callable[[str, dist.ProcessGroup], Callable[[], None]]
-"""Saves what the last step has left, for a reason, by collectives on a group; returns what is to be done afterwards,
-when training may go on."""
+"""Saves the state after the last step, given a reason and a group for collectives; returns what remains to be done when
+training may continue."""
 
 
 @dataclass(frozen=True)
 class _Finished:
-    """Where a rank stands while a step is computed."""
+    """A rank's state while it computes a step: the last finished step, and how to save it."""
 
     step: int
     rescue: Rescue
@@ -56,7 +56,7 @@ class _Finished:
 
 
 class Grace:
-    """Saves the last finished step when a stop comes in the middle of a long one; a context around training.
+    """Saves the last finished step if a stop arrives in the middle of a long one; a context around training.
 
     All ranks enter and leave it. Between `computing` and `updating` the main thread changes nothing that is saved.
     """
@@ -71,13 +71,13 @@ class Grace:
         """
         self._stop, self._seconds, self._console, self._device = stop, seconds, console, device
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        # A store may be older than this launch (torchrun keeps it over restarts).
+        # The key must be unique, since a store may be older than this launch (torchrun keeps it over restarts).
         name = [uuid4().hex]
         dist.broadcast_object_list(name, group_src=0, group=self._group)
         self._key = f"keel/stop/{name[0]}"
         self._store: dist.Store | None = store_of_all_ranks()
-        """None: it is gone, as after the death of torchrun."""
-        self._held_up = threading.Lock()  # the update, by either thread
+        """None once it is gone, as after the death of torchrun."""
+        self._held_up = threading.Lock()  # whoever holds it, the main thread or this one, decides about the update
         self._held_up.acquire()
         self._finished = _Finished(0, lambda reason, group: lambda: None, 0.0)
         self._updated = torch.cuda.Event() if device.type == "cuda" else None
@@ -87,14 +87,14 @@ class Grace:
         self._save_seconds: float | None = None
         self._said: set[str] = set()
         self.has_begun = False
-        """Whether a stop was obeyed in the middle of a step: status.json speaks of that from now on."""
+        """Whether a stop was obeyed in the middle of a step; from then on status.json reports that."""
 
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """End the thread, as on all other ranks; after an error, let it be."""
+        """End the thread, together with the other ranks'; after an error, abandon it."""
         self._is_abandoned = kind is not None
         self._closing.set()
         if not self._is_abandoned:
@@ -104,23 +104,23 @@ class Grace:
     # ----------------------------------------------------------------------- the main thread
 
     def computing(self, step: int, rescue: Rescue) -> None:
-        """From now until `updating`, tensors are what `step` has left, and `rescue` saves them."""
+        """From now until `updating`, the tensors are those after `step`, and `rescue` saves them."""
         if self._updated is not None:
             self._updated.record()
         self._finished = _Finished(step, rescue, time.monotonic())
         self._held_up.release()
 
     def updating(self) -> None:
-        """The tensors are going to change; waits while they are being saved."""
+        """Announce that the tensors are about to change; waits while they are being saved."""
         self._held_up.acquire()
         self._step_seconds = time.monotonic() - self._finished.since
 
     def check(self, save_seconds: float | None, may_judge_step: bool) -> None:
-        """Say, once for each, that a save or a step with its save takes longer than the grace time.
+        """Warn, once for each, that a save, or a step with its save, takes longer than the grace time.
 
         Args:
-            save_seconds: of the last save; None: none was made yet.
-            may_judge_step: the last step was like those to come.
+            save_seconds: duration of the last save; None: there was none yet.
+            may_judge_step: whether the last step was typical of those to come.
         """
         self._save_seconds = save_seconds
         save, step = save_seconds or 0.0, self._step_seconds if may_judge_step else 0.0
@@ -130,14 +130,14 @@ class Grace:
         if save > self._seconds:
             self._say_once(
                 "save",
-                f"{killed}, but a save takes {duration(save)}: a stop loses what was trained since the last "
+                f"{killed}, but a save takes {duration(save)}: a stop loses the training since the last "
                 f"checkpoint; {remedy} gives it time",
             )
         elif step + save > self._seconds:
             self._say_once(
                 "step",
                 f"{killed}, but a step and a save take {duration(step + save)}: a stop saves the last finished step, "
-                f"and may lose the one that is computed; {remedy} lets it end",
+                f"and may lose the step in progress; {remedy} lets it finish",
             )
 
     def _say_once(self, of: str, text: str) -> None:
@@ -152,14 +152,14 @@ class Grace:
             finish = self._rescue_when_stopped()
             if finish is not None:
                 finish()
-        except Exception as error:  # another rank has died; or the disk has refused, and all know
+        except Exception as error:  # another rank has died, or the disk refused, which all ranks know
             if not self._is_abandoned:
                 self._console.warning(f"nothing could be saved in the middle of the step: {error}")
 
     def _rescue_when_stopped(self) -> Callable[[], None] | None:
         """Wait for a stop and save, unless training ends first, on this rank or another; returns what is left to do.
 
-        All ranks' threads make the same calls of `_agree`: each learns there what makes it return.
+        All ranks' threads make the same `_agree` calls, and each returns by what it learns there.
         """
         reason = self._wait_for_stop()
         if self._is_abandoned:
@@ -196,10 +196,10 @@ class Grace:
         return "a signal to another rank"
 
     def _ask_store(self, name: str, *arguments: Any) -> Any:
-        """What the store answers; None once it is gone.
+        """The store's answer; None once the store is gone.
 
-        A thread that ended here would leave those of the other ranks alone in `_agree`. Without a store it hears of a
-        signal to another rank at the end of the step, where the main threads vote.
+        If this thread ended here, it would leave the other ranks' threads alone in `_agree`. Without a store it learns
+        of a signal to another rank at the end of the step, where the main threads vote.
         """
         try:
             return getattr(self._store, name)(*arguments) if self._store else None
@@ -208,13 +208,13 @@ class Grace:
             return None
 
     def _patience(self) -> float:
-        """Seconds for which the end of the step is awaited: none if it is not to be expected, or a save is slow."""
+        """Seconds to wait for the end of the step: 0 if it is not expected in time, or a save is slow."""
         patience = min(_PATIENCE * self._seconds, self._seconds - 2 * (self._save_seconds or 0.0))
         left = self._finished.since + self._step_seconds - time.monotonic()
         return 0.0 if left > patience else max(0.0, patience)
 
     def _agree(self, value: float) -> tuple[float, float]:
-        """The least and the greatest value of all ranks; of one whose training ends, _ENDED."""
+        """The least and the greatest value over all ranks; a rank whose training ends contributes _ENDED."""
         said = float(_ENDED) if self._closing.is_set() else value
         both = torch.tensor([-said, said], dtype=torch.float64)
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
@@ -226,10 +226,10 @@ class Grace:
             return self._finished.rescue(reason, self._group)
 
     def _beside_training(self) -> AbstractContextManager:
-        """On a GPU, a stream that waits for the last update, but not for the step that is queued behind it."""
+        """On a GPU, a stream that waits for the last update, but not for the step queued behind it."""
         if self._updated is None:
             return nullcontext()
-        torch.cuda.set_device(self._device)  # a new thread stands on GPU 0
+        torch.cuda.set_device(self._device)  # a new thread defaults to GPU 0
         stream = torch.cuda.Stream(self._device)
         stream.wait_event(self._updated)
         return torch.cuda.stream(stream)

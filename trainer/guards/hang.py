@@ -1,4 +1,4 @@
-"""What a rank has to say when a step does not end, and what follows from what all have said.
+"""What a rank reports when a step does not end, and what follows from all reports.
 
 `hangs/step-N/rank-R.txt` has a rank's Python stacks and its last collectives. Torch numbers the collectives of each
 process group, so the rank that the others wait for is the one with the lowest number.
@@ -19,15 +19,15 @@ SHOWN_COLLECTIVES = 50
 
 
 def hang_folder(run_folder: Path, step: int) -> Path:
-    """Where the ranks write, of a hang after `step` steps."""
+    """Where the ranks write their reports of a hang after `step` steps."""
     return run_folder / "hangs" / f"step-{step:08d}"
 
 
 def write_report(path: Path, beat: Beat, told: str) -> dict[str, int]:
-    """Write what this rank does to `path`; returns how many collectives it has issued, by group.
+    """Append this rank's report to `path`; returns how many collectives it has issued, by group.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: the file cannot be written.
     """
     issued = collectives_issued()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def write_report(path: Path, beat: Beat, told: str) -> dict[str, int]:
             f"{beat}: {beat.doing} after step {beat.step}, for {time.time() - beat.since:.0f} s\n\n"
             "Python stacks:\n"
         )
-        file.flush()  # faulthandler writes to the file descriptor, past Python's buffer
+        file.flush()  # faulthandler writes to the file descriptor, bypassing Python's buffer
         faulthandler.dump_traceback(file, all_threads=True)
         counts = "".join(f"  {group}: {count}\n" for group, count in issued.items())
         lines = "".join(f"  {line}\n" for line in last_collectives(SHOWN_COLLECTIVES))
@@ -46,7 +46,7 @@ def write_report(path: Path, beat: Beat, told: str) -> dict[str, int]:
 
 
 def late(issued: Mapping[int, Mapping[str, int]]) -> dict[int, str]:
-    """The ranks that others wait for, each with what for, from what each rank has issued."""
+    """The ranks that others wait for, each with the reason, given what each rank has issued."""
     furthest: dict[str, int] = {}
     for counts in issued.values():
         for group, count in counts.items():
@@ -60,8 +60,8 @@ def late(issued: Mapping[int, Mapping[str, int]]) -> dict[int, str]:
 
 
 def line_of_hang(told: Mapping[str, Any], reasons: str, folder: Path) -> str:
-    """One line for people."""
+    """The one-line report of a hang."""
     return (
         f"step {told['step'] + 1} ({told['doing']}) has not ended for {told['seconds']:.0f} s: "
-        f"{reasons or 'all ranks have issued the same collectives'}. What each rank does is in {folder}"
+        f"{reasons or 'all ranks have issued the same collectives'}. Each rank's stacks are in {folder}"
     )

@@ -1,4 +1,4 @@
-"""The one message of a rank that has no memory left: what it asked for, and which keys of the job take less."""
+"""The one message of a rank that runs out of memory: what it requested, and which keys of the job take less."""
 
 import re
 import socket
@@ -12,17 +12,17 @@ from trainer.report.console import size
 
 _CPU_REQUEST = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _DETAILS = re.compile(r"Of the allocated memory .*", re.DOTALL)
-"""Of torch's message about a GPU: advice on the allocator's settings, after the figures."""
+"""The end of torch's message about a GPU: advice on the allocator's settings, after the figures."""
 _LIBRARY_FAILURES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "NCCL error: out of memory")
 
 
 def out_of_memory(error: BaseException, config: Config, step: int | None) -> UserError | None:
-    """What to tell the user if `error` says that memory is out, on a GPU or of this host; None if it says otherwise.
+    """The message for the user if `error` means that memory ran out, on a GPU or on this host; otherwise None.
 
     Args:
-        error: whatever has ended training.
-        config: whose keys are named.
-        step: the last that is complete; None before the first launch of a step.
+        error: what ended training.
+        config: the job, whose keys the message names.
+        step: the last completed step; None before the first step of a launch.
     """
     what = _request(error)
     if what is None:
@@ -31,8 +31,8 @@ def out_of_memory(error: BaseException, config: Config, step: int | None) -> Use
     where = f"rank {torch.distributed.get_rank()}" if torch.distributed.is_initialized() else "this process"
     less = "".join(f"\n  {line}" for line in takes_less(config, on_gpu=isinstance(error, torch.OutOfMemoryError)))
     return UserError(
-        f"{where} on host {socket.gethostname()} is out of memory {when}: {what}\nWhat takes less memory, the cheapest "
-        f"first:{less}\n`python scripts/plan.py --config ... --ranks N --memory-gib 80` says beforehand what fits"
+        f"{where} on host {socket.gethostname()} is out of memory {when}: {what}\nWhat takes less memory, cheapest "
+        f"first:{less}\n`python scripts/plan.py --config ... --ranks N --memory-gib 80` says in advance what fits"
     )
 
 
@@ -41,9 +41,9 @@ def _request(error: BaseException) -> str | None:
     if isinstance(error, torch.OutOfMemoryError):
         return _DETAILS.sub("", text).strip()
     if isinstance(error, MemoryError):
-        return f"Python could not allocate memory of the host{f' ({text})' if text else ''}"
+        return f"Python could not allocate host memory{f' ({text})' if text else ''}"
     if found := _CPU_REQUEST.search(text):
-        return f"it could not allocate {size(int(found[1]))} of the host's memory"
+        return f"it could not allocate {size(int(found[1]))} of host memory"
     if any(failure in text for failure in _LIBRARY_FAILURES):
         return text.splitlines()[0]
     return None

@@ -1,8 +1,8 @@
-"""Files that the disk refuses for a while: training goes on without them, says so, and tries again.
+"""Files that cannot be written for a while: training continues without them, says so, and tries again.
 
-What a run records of itself (metrics, curves, log, status) is not worth its life: a full disk may have room again, a
-network one may come back. Checkpoints have a limit of their own, `checkpoint.max_save_failures`: a run whose disk
-stays full, or whose folder is gone, ends by that.
+A run's records of itself (metrics, curves, log, status) are not worth ending it for: a full disk may have room again, a
+network disk may come back. Checkpoints have their own limit, `checkpoint.max_save_failures`, which ends a run whose
+disk stays full or whose folder is gone.
 """
 
 import os
@@ -14,10 +14,10 @@ from configs.files import KEPT_BYTES, AppendedFile
 
 
 class Outages:
-    """Says once of each file that it can't be written, and once that it can again."""
+    """Reports, once per outage and file, that it can't be written, and that it can be written again."""
 
     def __init__(self, warn: Callable[[str], None], say: Callable[[str], None]) -> None:
-        """warn, say: called with a line for people, of an outage's begin and end."""
+        """warn, say: called with one line for people at an outage's beginning and end."""
         self._warn, self._say = warn, say
         self._refused: set[Path] = set()
 
@@ -27,37 +27,37 @@ class Outages:
 
     @contextmanager
     def tolerate(self, path: Path) -> Iterator[None]:
-        """Around what writes `path`: what the disk refuses in the block is a warning."""
+        """Turn an OSError from writing `path` inside this context into a warning."""
         try:
             yield
         except OSError as error:
             if path not in self._refused:
-                self._refused.add(path)  # first: the warning may be meant for this very file
+                self._refused.add(path)  # before warning: the warning may go to this very file
                 reason = error.strerror or error
-                self._warn(f"{path} can't be written: {reason}; TRAINING GOES ON, and it is tried again{_room(path)}")
+                self._warn(f"{path} can't be written: {reason}; TRAINING GOES ON, and retries the file{_room(path)}")
         else:
             if path in self._refused:
                 self._refused.remove(path)
-                self._say(f"{path} is written again")
+                self._say(f"{path} can be written again")
 
     def flush(self, file: AppendedFile) -> None:
-        """Append what was written to `file`; what the disk refuses is kept for the next time, within its bounds."""
+        """Write out the records buffered in `file`; if that fails, they are kept for the next time, up to a limit."""
         with self.tolerate(file.path):
             if dropped := file.flush():
                 self._warn(
-                    f"{dropped} records of {file.path} are lost: no more than {KEPT_BYTES >> 20} MiB are kept "
-                    "while the disk refuses"
+                    f"{dropped} records of {file.path} are lost: at most {KEPT_BYTES >> 20} MiB are kept "
+                    "while it can't be written"
                 )
 
     def give_up(self, file: AppendedFile) -> None:
-        """`flush` a last time, and say what is not there."""
+        """`flush` a last time, and report what is missing."""
         self.flush(file)
         if file.missing:
             self._warn(f"{file.path}: the last {file.missing} records could not be written")
 
 
 def _room(path: Path) -> str:
-    """How much is free where `path` is, in brackets; "" where the disk does not say."""
+    """The free space where `path` is, in parentheses; "" if unknown."""
     try:
         disk = os.statvfs(path.parent)
     except OSError:

@@ -1,9 +1,9 @@
-"""The ranks of a job, as each knows of the others: where they are, what they do, and whether they still live.
+"""The ranks of a job as they see each other: where they are, what they do, and whether they are alive.
 
-Every rank leaves a *beat* in the store through which the process group was formed, every other second, from a thread.
-So a rank that dies or stops, and can say nothing, is named by the others: on its own host by what the kernel knows of
-its process, elsewhere by a beat that does not change any more. Only an agent such as torchrun learns the signal that
-ended a process; but a crash leaves Python's stacks in `crashes/`, with the signal's name, and SIGKILL leaves none.
+Every two seconds, a thread of every rank writes a *beat* to the store through which the process group was formed. So if
+a rank dies or stops and can report nothing, the others name it: ranks on its host by what the kernel knows of its
+process, ranks elsewhere by its beat, which no longer changes. Only an agent such as torchrun learns the signal that
+ended a process. But a crash leaves Python's stacks in `crashes/`, with the signal's name, and SIGKILL leaves none.
 """
 
 import json
@@ -19,31 +19,31 @@ from torch.distributed import Store
 
 PERIOD_SECONDS = 2.0
 SILENT_SECONDS = 3 * PERIOD_SECONDS
-"""A rank whose beat has not changed for this long does not run, or its host cannot be reached."""
+"""A rank whose beat has not changed for this long is not running, or its host is unreachable."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself."""
+    """A rank's report of itself."""
 
     rank: int
     host: str
     pid: int
     space: str
-    """Host and namespace in which `pid` names the process; "" where the kernel does not tell."""
+    """Host and namespace in which `pid` is valid; "" if the kernel does not say."""
     born: str
-    """When the process was started, by the kernel's clock: the next one may have the same `pid`."""
+    """When the process started, by the kernel's clock; a later process may reuse `pid`."""
     crash_file: str
-    """Holds its stacks after a crash; is gone when it has ended of itself."""
+    """Holds the rank's stacks after a crash; deleted when the rank ends normally."""
     step: int = 0
     """Optimizer steps completed since the start of the run."""
     doing: str = "start-up"
     since: float = 0.0
-    """When it began with that; seconds since the epoch."""
+    """When it began `doing`; seconds since the epoch."""
     count: int = 0
-    """Of beats."""
+    """Number of beats so far."""
     ended: str | None = None
-    """Why it has left of itself ("": all is well); None while it runs."""
+    """Why it left on its own ("": no error); None while it runs."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on host {self.host} (process {self.pid})"
@@ -51,7 +51,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Loss:
-    """A rank that others wait for in vain, and what is the matter with it."""
+    """A rank that the others wait for in vain, and why."""
 
     beat: Beat
     how: str
@@ -61,7 +61,7 @@ class Loss:
         return f"{self.beat} {self.how}; its last step was {self.beat.step}"
 
     def as_json(self) -> dict[str, Any]:
-        """For status.json."""
+        """The entry in status.json."""
         return {name: getattr(self.beat, name) for name in ("rank", "host", "pid", "step")} | {"how": self.how}
 
     @staticmethod
@@ -71,30 +71,30 @@ class Loss:
 
 
 class Peers:
-    """The ranks of one launch, seen from one of them. Its methods may be called from several threads."""
+    """The ranks of one launch, as seen from one of them. Its methods may be called from several threads."""
 
     def __init__(self, store: Store, rank: int, world_size: int, crash_file: Path) -> None:
-        """Also leaves the first beat."""
+        """Also sends the first beat."""
         self._store, self.world_size = store, world_size
         self._store_is_gone = self._store_has_no_host = False
         self._asked: float | None = None
-        """When the question to the store was asked that has no answer yet."""
+        """When the pending request to the store was made; None if none is pending."""
         born, space = _born(os.getpid()), _space()
         self.own = Beat(rank, socket.gethostname(), os.getpid(), space, born, str(crash_file), since=time.time())
         self._neighbors: dict[int, Beat] = {}
         self._latest: dict[int, Beat] = {}
         self._seen: dict[int, tuple[int, float]] = {}
-        """Of each rank the last count of beats that was read, and when it was first read."""
+        """For each rank, the last beat count read, and when it was first read."""
         self._news = 0
         self._send()
 
     def beat(self, step: int, doing: str, since: float) -> None:
-        """Say that this rank lives, and what it does."""
+        """Report that this rank is alive, and what it is doing."""
         self.own = replace(self.own, step=step, doing=doing, since=since, count=self.own.count + 1)
         self._send()
 
     def leave(self, why: str) -> None:
-        """Say that this rank ends, so that nobody takes it for dead."""
+        """Report that this rank is ending, so that the others do not take it for dead."""
         self.own = replace(self.own, ended=why)
         self._send()
 
@@ -102,10 +102,10 @@ class Peers:
         self._ask("set", f"beat/{self.own.rank}", json.dumps(asdict(self.own)))
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """Ask the store; not again once it has failed, since torch prints its own stack each time.
+        """Call the store, but never again once it has failed, since torch prints its own stack each time.
 
         Raises:
-            RuntimeError: it is gone; of torch's, one of its subclasses.
+            RuntimeError: the store is gone; if raised by torch, one of its subclasses.
         """
         if self.is_alone:
             raise RuntimeError("the store is gone")
@@ -120,30 +120,30 @@ class Peers:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the store does not answer: its host is down, or its process dead or stopped."""
+        """Whether the store does not answer: its host is down, or its process is dead or stopped."""
         asked = self._asked
         has_no_answer = asked is not None and time.monotonic() - asked > SILENT_SECONDS
         return self._store_is_gone or self._store_has_no_host or has_no_answer
 
     def beats(self, ranks: Iterable[int]) -> list[Beat]:
-        """The last beats of some ranks; without those that have left none yet."""
+        """The last beats of `ranks`, except those that have not sent one yet."""
         keys = {rank: f"beat/{rank}" for rank in ranks if rank != self.own.rank}
         found = [Beat(**json.loads(self._ask("get", key))) for key in keys.values() if self._ask("check", [key])]
         self._latest |= {beat.rank: beat for beat in found}
         return found
 
     def name(self, rank: int) -> str:
-        """A rank by host and process, if it is known; asks nobody."""
+        """A rank with its host and process, if known, without asking the store."""
         return str(self._latest.get(rank, f"rank {rank}"))
 
     # ------------------------------------------------------------------ news, which each rank reads once
 
     def tell(self, news: dict[str, Any]) -> None:
-        """Tell all ranks something, this one included."""
+        """Send news to all ranks, including this one."""
         self._ask("set", f"news/{self._ask('add', 'news', 1)}", json.dumps(news))
 
     def hear(self) -> list[dict[str, Any]]:
-        """What has been told since the last call."""
+        """The news since the last call."""
         news = []
         while self._ask("check", [f"news/{self._news + 1}"]):
             self._news += 1
@@ -151,25 +151,25 @@ class Peers:
         return news
 
     def answer(self, question: str, counts: dict[str, int]) -> None:
-        """Say something that one rank wants to know of all."""
+        """Answer a question that one rank has asked all ranks."""
         self._ask("set", f"{question}/{self.own.rank}", json.dumps(counts))
 
     def answers(self, question: str) -> dict[int, dict[str, int]]:
-        """What the ranks have answered so far."""
+        """The ranks' answers so far."""
         keys = {rank: f"{question}/{rank}" for rank in range(self.world_size)}
         return {rank: json.loads(self._ask("get", key)) for rank, key in keys.items() if self._ask("check", [key])}
 
     def is_first(self, to: str) -> bool:
-        """Whether no other rank has asked this before; True as well if the store is gone."""
+        """Whether this rank is the first to call this with `to`; also True if the store is gone."""
         try:
             return self._ask("add", f"first/{to}", 1) == 1
         except RuntimeError:
             return True
 
-    # ------------------------------------------------------------------ who lives
+    # ------------------------------------------------------------------ who is alive
 
     def find_neighbors(self) -> None:
-        """Learn which ranks are on this host; to be called now and then, until all ranks have left a beat."""
+        """Learn which ranks are on this host; call it repeatedly until all ranks have sent a beat."""
         first, count = 0, self.world_size
         if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun gives a host consecutive ranks
             first, count = self.own.rank - int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -179,9 +179,10 @@ class Peers:
                 self._neighbors[beat.rank] = beat
 
     def lost_neighbors(self, step: int) -> list[Loss]:
-        """Ranks of this host whose process is gone, and did not say that it ends, or is stopped.
+        """Ranks of this host whose process is stopped, or is gone without having announced its end.
 
-        step: where this rank is. Ranks go in step, and a dead one's last beat may be some steps old.
+        Args:
+            step: this rank's step. Ranks advance together, and a dead rank's last beat may be some steps old.
         """
         lost = []
         for known in self._neighbors.values():
@@ -195,7 +196,7 @@ class Peers:
         return lost
 
     def silent(self, seconds: float, ranks: Iterable[int] | None = None) -> list[Loss]:
-        """Ranks whose beat has not changed for so long, by this rank's clock, since it was first looked at."""
+        """Ranks whose beat has not changed for `seconds`, by this rank's clock, since it was first read."""
         now, lost = time.monotonic(), []
         for beat in self.beats(range(self.world_size) if ranks is None else ranks):
             count, since = self._seen.get(beat.rank, (-1, now))
@@ -207,13 +208,13 @@ class Peers:
         return lost
 
     def failed(self) -> list[Loss]:
-        """Ranks that have ended by an error of their own."""
+        """Ranks that have ended with their own error."""
         beats = self.beats(range(self.world_size))
         return [Loss(beat, f"has ended: {beat.ended}") for beat in beats if beat.ended]
 
 
 def _death(beat: Beat) -> Loss:
-    """What can be said of a process that is gone."""
+    """What is known of a process that is gone."""
     try:
         trace = Path(beat.crash_file).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -221,7 +222,7 @@ def _death(beat: Beat) -> Loss:
     if trace:
         signal_name = trace.splitlines()[0].removeprefix("Fatal Python error: ")
         return Loss(beat, f"has crashed ({signal_name}; its stacks are in {beat.crash_file})", is_dead=True)
-    how = "was killed: it left no trace, as after SIGKILL (kill -9, or the kernel when memory is out)"
+    how = "was killed: it left no trace, as after SIGKILL (kill -9, or the kernel when memory runs out)"
     return Loss(beat, how, is_dead=True)
 
 
@@ -236,7 +237,7 @@ def _space() -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """State, parent, ... of /proc/PID/stat (proc(5), from the third field on); empty if there is no such process."""
+    """State, parent, ... from /proc/PID/stat (proc(5), from the third field on); empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -248,6 +249,6 @@ def _born(pid: int) -> str:
 
 
 def _state(beat: Beat) -> str:
-    """The letter of a neighbor's process: R, S, T (stopped), Z (dead, not yet reaped), ...; "": it is gone."""
+    """The state letter of a neighbor's process: R, S, T (stopped), Z (dead, not yet reaped), ...; "" if it is gone."""
     fields = _stat(beat.pid)
     return fields[0] if fields and fields[19] == beat.born else ""

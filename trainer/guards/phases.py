@@ -1,9 +1,10 @@
 """Where each rank's time goes, and which rank keeps the others waiting.
 
-All ranks take as long for a step, since the fast ones wait for the slow in their collectives. What tells them apart is
-the time that a rank does *not* spend in collectives. Waiting for data, the update and the host's work between steps are
-timed on each step; forward and backward, whose collectives have to be listened to for that, only on every so many that
-it costs less than two thousandths of the time. After a window of such samples the ranks exchange what they measured.
+All ranks take equally long for a step, since the fast wait for the slow in collectives. What tells them apart is the
+time that a rank does *not* spend in collectives. Waiting for data, the update and the host's work between steps are
+timed on every step. Forward and backward require listening to their collectives, so they are timed only on every n-th
+step, with n large enough that it costs less than 0.2% of the time. After a window of such samples the ranks exchange
+what they measured.
 """
 
 import math
@@ -22,16 +23,16 @@ from parallelisms.guards.collective_waits import CollectiveWaits
 from parallelisms.ranks import gather
 from trainer.guards.verdict import name_ranks
 
-_SAMPLES = 6  # a window
-_WINDOWS = 3  # in a row in which the same rank is the slow one before it is said: a busy machine has bad moments
+_SAMPLES = 6  # per window
+_WINDOWS = 3  # consecutive windows with the same slow rank before it is reported: a busy machine has bad moments
 _REPEAT_WINDOWS = 30
-_COST = 1.5e-3  # of a step, at most, for listening
+_COST = 1.5e-3  # largest fraction of a step spent listening
 _FIRST_STRIDE, _LAST_STRIDE = 5, 100
-_SHORT_STEP_SECONDS = 0.05  # what delays a step shorter than that is the machine's scheduling
+_SHORT_STEP_SECONDS = 0.05  # a delay in a shorter step is the machine's scheduling
 
 
 class Phase(IntEnum):
-    """What a rank spends a training loop's time on."""
+    """What a rank spends the training loop's time on."""
 
     DATA = 0
     COMPUTE = 1
@@ -42,7 +43,7 @@ class Phase(IntEnum):
 
     @property
     def words(self) -> str:
-        """As a person calls it."""
+        """The name shown to people."""
         return _WORDS[self]
 
 
@@ -59,28 +60,28 @@ _COMPARED = (Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.HOST)
 
 @dataclass(frozen=True)
 class Lag:
-    """Of a window: how far the slowest rank was behind."""
+    """How far the slowest rank lagged behind in a window."""
 
     rank: int
     phase: Phase
-    """Where most of it arose."""
+    """The phase that contributed most."""
     seconds: float
-    """A step: what the slowest rank took longer than the others, outside of collectives."""
+    """Per step: how much longer the slowest rank took than the others, outside of collectives."""
     step_seconds: float
     phase_seconds: dict[str, float]
-    """A step, outside of collectives, on the rank where it was most."""
+    """Per step, outside of collectives, on the rank that spent the most."""
 
 
 class PhaseClock:
-    """Books this rank's time of the training loop; all ranks have one, and make the same calls."""
+    """Accounts for this rank's time in the training loop; all ranks have one, and make the same calls."""
 
     def __init__(self, waits: CollectiveWaits, lag_ratio: float, has_pipeline: bool, warm_up_steps: int) -> None:
         """
         Args:
-            lag_ratio: of a step; a rank that is further behind is named.
-            has_pipeline: stages differ in their work, and wait for each other's messages: forward and backward are
-                not compared.
-            warm_up_steps: not counted.
+            lag_ratio: a rank that lags behind by more than this fraction of a step is named.
+            has_pipeline: whether there is a pipeline. Its stages differ in their work and wait for each other's
+                messages, so forward and backward are not compared.
+            warm_up_steps: steps that are not counted.
         """
         self._waits, self._ratio = waits, lag_ratio
         self._is_on = lag_ratio > 0 and dist.get_world_size() > 1
@@ -93,9 +94,9 @@ class PhaseClock:
         self._last = time.perf_counter()
         self._clear()
         self._slow: list[int] = []
-        """The slow rank of each of the last windows in a row; -1: of none."""
+        """The slow rank of each of the last consecutive windows; -1: none."""
         self._quiet = 0
-        """Windows for which nothing is said again."""
+        """Windows during which no further report is made."""
 
     def _clear(self) -> None:
         self._seconds, self._sampled = [0.0] * len(Phase), 0.0
@@ -104,7 +105,7 @@ class PhaseClock:
 
     @contextmanager
     def measure(self, phase: Phase) -> Iterator[None]:
-        """Book the time inside under `phase`; a block inside another takes its time from it."""
+        """Count the time inside this context toward `phase`; a nested context's time counts only toward its own."""
         self._book()
         self._open.append(phase)
         try:
@@ -115,7 +116,7 @@ class PhaseClock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around forward, backward and update."""
+        """Measure forward, backward and update, which run inside this context."""
         self._is_sampled = self._is_on and self._in_window % self._stride == 0
         before = self._seconds[Phase.COMPUTE]
         with self.measure(Phase.COMPUTE), self._waits.measuring() if self._is_sampled else nullcontext():
@@ -125,7 +126,7 @@ class PhaseClock:
             self._sampled += self._seconds[Phase.COMPUTE] - before
 
     def decided(self, at: float) -> None:
-        """Say when the step's update began (time.perf_counter); called after `step`."""
+        """Set the time (time.perf_counter) at which the step's update began; call it after `step`."""
         update = self._last - at
         self._seconds[Phase.UPDATE] += update
         self._seconds[Phase.COMPUTE] -= update
@@ -138,7 +139,7 @@ class PhaseClock:
         self._last = now
 
     def finish_step(self) -> Lag | None:
-        """Count a step; at the end of a window all ranks compare, and find the same."""
+        """Count a step; at the end of a window all ranks compare, and get the same result."""
         if not self._is_on:
             return None
         self._book()
@@ -154,7 +155,7 @@ class PhaseClock:
         return lag
 
     def _exchange(self) -> Tensor:
-        """Seconds a step of each rank: (ranks, phases + 2), the last two a step's seconds and collectives."""
+        """Seconds per step of each rank: (ranks, phases + 2), the last two columns being the step's total and calls."""
         seconds = [total / self._in_window for total in self._seconds]
         step_seconds = sum(seconds)
         calls = (self._waits.calls - self._calls) / self._samples
@@ -183,7 +184,7 @@ class PhaseClock:
         return lag
 
     def complaint(self, lag: Lag) -> str | None:
-        """What to say of a window; None if that is nothing. All ranks must call it, and get the same."""
+        """The warning after a window; None if there is nothing to report. All ranks must call it, and get the same."""
         if self._slow != [lag.rank] * _WINDOWS or self._quiet:
             return None
         self._quiet = _REPEAT_WINDOWS
@@ -195,15 +196,15 @@ class PhaseClock:
 
 
 def stride(listening_seconds: float, step_seconds: float) -> int:
-    """Steps from one that is listened to, for which that takes so long, to the next."""
+    """Steps between samples, given what listening costs in a sampled step and how long a step takes."""
     return min(max(1, math.ceil(listening_seconds / (_COST * step_seconds))), _LAST_STRIDE)
 
 
 def _of_others(ranks: Tensor) -> Tensor:
-    """For each rank, the median of the other ranks' rows; of (ranks, phases)."""
+    """For each rank, the median over the other ranks; input and output (ranks, phases)."""
     n = len(ranks)
     ordered = ranks.sort(0).values
-    place = ranks.argsort(0).argsort(0)  # of each rank in that order
-    middle = (n - 2) // 2  # of n - 1; of the two of an even number the smaller
-    # With the rank itself among them, what stands there of the others is one further on if the rank stands before it.
+    place = ranks.argsort(0).argsort(0)  # position of each rank in that order
+    middle = (n - 2) // 2  # of the n - 1 others; the lower one if their number is even
+    # `ordered` includes the rank itself, which shifts the others by one if it comes before the middle.
     return ordered.gather(0, middle + (place <= middle).long())

@@ -1,9 +1,9 @@
-"""Jumps of the loss: which step is one, by the losses before it alone.
+"""Spikes of the loss: which step is one, judging only by the losses before it.
 
 The rule is that of OLMo's step-skipping optimizers (Groeneveld et al. 2024): a loss is a spike if it exceeds the mean
-of the last ones by more than so many of their standard deviations. It is known before the step's update, which is then
-left out. A loss is the same on all ranks, and on other meshes up to round-off; so all decide alike, unless a loss is
-within round-off of the limit.
+of the last losses by more than a given number of their standard deviations. It is known before the step's update, which
+is then skipped. A loss is the same on all ranks, and on other meshes up to round-off; so the decision is the same as
+well, unless a loss is within round-off of the limit.
 """
 
 import math
@@ -15,10 +15,10 @@ from configs.schema import Spikes
 
 
 def loss_limit(config: Spikes, past_losses: Sequence[float]) -> float:
-    """The loss above which the next step is a spike, in nats; inf if none is.
+    """The loss above which the next step is a spike, in nats; inf if no loss is.
 
     Args:
-        past_losses: of the steps before, as `remembered` keeps them.
+        past_losses: losses of the previous steps, as kept by `remembered`.
     """
     n = len(past_losses)
     if config.action == "none" or n < config.window:
@@ -29,13 +29,14 @@ def loss_limit(config: Spikes, past_losses: Sequence[float]) -> float:
 
 
 def rewind_target(config: Spikes, step: int, incidents: Sequence[Mapping[str, Any]], loss: float) -> int | None:
-    """The step whose checkpoint a run at `step` goes back to when the next step's `loss` is a spike; None: to none.
+    """The step of the checkpoint to return to if the next step's `loss` is a spike; None: do not return.
 
     Args:
-        incidents: of the run so far, as its checkpoints keep them.
+        step: number of completed steps.
+        incidents: the run's incidents so far, as its checkpoints keep them.
 
     Raises:
-        UserError: the run has gone back there too often.
+        UserError: the run has returned there too often.
     """
     to_step = step // config.rewind_interval * config.rewind_interval
     if config.action != "rewind" or to_step == 0:
@@ -43,13 +44,13 @@ def rewind_target(config: Spikes, step: int, incidents: Sequence[Mapping[str, An
     rewinds = sum(incident.get("to_step") == to_step for incident in incidents)
     if rewinds >= config.max_rewinds:
         raise UserError(
-            f"the loss of step {step + 1} is a spike, {loss}, and the run has gone back to step {to_step} {rewinds} "
-            "times already (fault.spikes.max_rewinds): other samples do not help; go on from an earlier checkpoint "
+            f"the loss of step {step + 1} is a spike, {loss}, and the run has returned to step {to_step} {rewinds} "
+            "times already (fault.spikes.max_rewinds): other samples do not help; resume from an earlier checkpoint "
             "(--checkpoint.load STEP --checkpoint.go_back 1), or with a lower optimizer.lr"
         )
     return to_step
 
 
 def remembered(config: Spikes, past_losses: Sequence[float], loss: float) -> list[float]:
-    """The past losses after a step that was applied: as many as the rule looks at, the oldest first."""
+    """The past losses after a step was applied: as many as the rule looks at, oldest first."""
     return [] if config.action == "none" else [*past_losses, loss][-config.window :]

@@ -1,6 +1,6 @@
 """Why a step was not finite: the first weight or module where it shows, on which rank, and for which sample.
 
-All ranks compute the step once more, since its collectives take all of them; nothing of it is kept.
+All ranks compute the step again, since its collectives need all of them; the results are discarded.
 """
 
 import socket
@@ -16,7 +16,7 @@ _Found = tuple[Finding | None, list[int], str]
 
 
 def trace_nonfinite(learner: Learner, micro_batches: list[MicroBatch]) -> str:
-    """A sentence on the first value that is not finite, the same on all ranks, which must all call it.
+    """Describe the first non-finite value in one sentence, the same on all ranks, which must all call it.
 
     Args:
         micro_batches: this rank's share of the step that was skipped.
@@ -58,4 +58,4 @@ def _sentence(found: list[_Found]) -> str:
 def _nothing_found(is_finite: bool) -> str:
     if is_finite:
         return "computed again, the step is finite: a device or its memory is at fault, not the model or the data"
-    return "every value and gradient is finite, but not their sum: it overflows"
+    return "every value and gradient is finite, but their sum is not: it overflows"

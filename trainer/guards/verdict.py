@@ -1,9 +1,9 @@
 """One verdict on a step for all ranks, and what each of them saw.
 
 Loss and gradient norm are sums over ranks, so all ranks should hold the same two numbers. A fault of one machine, such
-as a flipped bit in one of several copies of a gradient, makes one rank's differ. Were each rank to decide by its own,
-some would update the model and some not. So before the update all ranks take the worst of what any of them holds, in
-one reduction on the device of a few numbers, which the host reads together with loss and norm.
+as a flipped bit in one of several copies of a gradient, makes one rank's numbers differ. If each rank decided by its
+own, some would update the model and some would not. So before the update, all ranks take the worst value that any of
+them holds, in one small reduction on the device, which the host reads together with loss and norm.
 """
 
 import math
@@ -20,8 +20,8 @@ from configs.errors import UserError
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import gather
 
-# Copies of a gradient are the same bits, but their norms may be added up in another order on other ranks: a ring of
-# NCCL's begins where the topology says. Rounding of float32 over many ranks stays well below this.
+# Copies of a gradient are bitwise equal, but ranks may sum their norms in different orders: where an NCCL ring begins
+# depends on the topology. Rounding of float32 over many ranks stays well below this.
 _ROUNDING = 1e-5
 
 
@@ -37,32 +37,32 @@ class Seen:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did; the same on all ranks, but for the two numbers that are this rank's own."""
+    """What a step did; the same on all ranks, except for the fields that begin with `own_` and `decided_at`."""
 
     loss: float
-    """Mean over the global batch's valid target tokens, in nats; NaN or inf if any rank holds that."""
+    """Mean over the global batch's valid target tokens, in nats; NaN or inf if it is on any rank."""
     grad_norm: float
-    """Global norm before clipping; likewise."""
+    """Global norm before clipping; NaN or inf if it is on any rank."""
     skipped: bool
-    """The loss or the norm was not finite on some rank, or the loss a spike, and so no parameter changed on any."""
+    """The loss or norm was not finite on some rank, or the loss was a spike, so no parameter changed on any rank."""
     is_spike: bool
     """The loss was finite, but above the limit."""
     own_loss: float = field(compare=False)
     own_grad_norm: float = field(compare=False)
     decided_at: float = field(compare=False)
-    """When the host knew (time.perf_counter); what comes after is the update."""
+    """When the host knew the verdict (time.perf_counter); the time after it is the update."""
 
     def gather(self) -> list[Seen]:
-        """What each rank holds; all ranks must call it."""
+        """Collect what each rank holds; all ranks must call it."""
         return gather(Seen(dist.get_rank(), socket.gethostname(), self.own_loss, self.own_grad_norm))
 
 
 def agree(mesh: Mesh, loss: Tensor, grad_norm: Tensor) -> Tensor:
-    """The worst of what any rank holds, (6,) in float64 on the device; all ranks must call it.
+    """Reduce to the worst value that any rank holds, (6,) in float64 on the device; all ranks must call it.
 
     Returns:
-        Of loss and norm: 0, 1 or 2 where all are finite, one is infinite, one is NaN; the largest finite value; the
-        smallest, negated. (A maximum over NaNs themselves depends on their order.)
+        Three pairs of (loss, norm): 0, 1 or 2 if all values are finite, one is infinite, one is NaN; the largest finite
+        value; the smallest, negated. (A maximum over NaNs themselves would depend on their order.)
     """
     own = _pair(loss, grad_norm)
     kinds = own.isnan() * 2.0 + own.isinf()
@@ -71,19 +71,19 @@ def agree(mesh: Mesh, loss: Tensor, grad_norm: Tensor) -> Tensor:
 
 
 def agreed_norm(agreed: Tensor) -> Tensor:
-    """The norm by which all ranks clip, a scalar on the device: the same bits on all, so that copies stay copies."""
+    """The norm by which all ranks clip, a scalar on the device; bitwise equal on all, so that copies stay copies."""
     return agreed[3]
 
 
 def decide(agreed: Tensor, loss: Tensor, grad_norm: Tensor, loss_limit: float) -> StepResult:
-    """The result of a step from what `agree` returned, and this rank's own numbers; all ranks must call it.
+    """Decide on a step, given the result of `agree` and this rank's own numbers; all ranks must call it.
 
     A loss above `loss_limit` is a spike.
 
     Raises:
         UserError: the ranks hold different finite numbers.
     """
-    # The one point at which the CPU waits for the device: whether to update must be known before the update.
+    # The only point at which the CPU waits for the device: whether to update must be known before the update.
     numbers = torch.cat((agreed, _pair(loss, grad_norm))).tolist()
     kinds, largest, smallest, own = numbers[0:2], numbers[2:4], [-x for x in numbers[4:6]], numbers[6:8]
     values = [(x, math.inf, math.nan)[int(kind)] for kind, x in zip(kinds, largest, strict=True)]
@@ -93,7 +93,7 @@ def decide(agreed: Tensor, loss: Tensor, grad_norm: Tensor, loss_limit: float) -
     if is_finite and any(a - b > _ROUNDING * abs(a) for a, b in zip(largest, smallest, strict=True)):
         raise UserError(
             f"the ranks hold different results of one step: {describe(result.gather())}; nothing was updated. A "
-            "device or its memory is at fault: run the same command again to go on from the last checkpoint, and "
+            "device or its memory is faulty: run the same command again to resume from the last checkpoint, and "
             "without that host if it happens again"
         )
     return result
@@ -111,7 +111,7 @@ def describe(seen: Sequence[Seen]) -> str:
 
 
 def _by_rank(values: dict[int, str], seen: Sequence[Seen]) -> str:
-    """Each value with the ranks that have it; the commonest comes last, "on the others"."""
+    """Each value with the ranks that have it; the most common comes last, "on the others"."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
@@ -124,7 +124,7 @@ def _by_rank(values: dict[int, str], seen: Sequence[Seen]) -> str:
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """ "rank 1 (node-b)", "ranks 1 (node-b), 5 (node-c)"; of many the first ones. `hosts`: of all ranks."""
+    """ "rank 1 (node-b)", "ranks 1 (node-b), 5 (node-c)"; only the first of many. `hosts` lists every rank's host."""
     named = [f"{rank} ({hosts[rank]})" for rank in ranks[:_NAMED]]
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(named)}{more}"

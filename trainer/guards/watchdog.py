@@ -1,11 +1,11 @@
-"""A thread on every rank that looks after the others while the main thread computes, or waits for them.
+"""A thread on every rank that monitors the others while the main thread computes, or waits for them.
 
-- It beats (trainer/guards/peers.py), and on rank 0 keeps the time in status.json fresh.
-- A step that takes half of `job.timeout_seconds` is a hang. The first rank to notice tells all, also those that are
-  not in a step; each writes its Python stacks and last collectives to a file of `hangs/step-N/`, and one line in
-  run.log names the ranks that the others wait for. That is before the time-out ends the run.
-- A rank that dies is found within seconds by those on its host, who tell all. Most of them are about to fail in a
-  collective and end by themselves; one that is stuck where no exception reaches it is ended by this thread.
+- It sends beats (trainer/guards/peers.py), and on rank 0 keeps the time in status.json fresh.
+- A step that takes half of `job.timeout_seconds` is a hang. The first rank to notice tells all others, including those
+  that are not in a step. Each writes its Python stacks and last collectives to a file in `hangs/step-N/`, and one line
+  in run.log names the ranks that the others wait for. All this happens before the time-out ends the run.
+- A rank that dies is noticed within seconds by the ranks on its host, which tell all others. Most are about to fail in
+  a collective and end by themselves; a rank that is stuck where no exception reaches it is ended by this thread.
 
 So no rank outlives another for longer than `job.timeout_seconds`, wherever it waits.
 """
@@ -35,56 +35,56 @@ from trainer.lifecycle import refresh_status
 
 REFRESH_SECONDS = 30.0
 GRACE_SECONDS = 15.0
-"""How long the main thread may take to notice that a rank has died, before this one ends the process."""
+"""How long the main thread may take to notice that a rank has died, before the watchdog ends the process."""
 SHOWN_RANKS = 8
 _OF_COMMUNICATION = re.compile(r"gloo|nccl|c10d|store|socket|connection|timed? ?out|peer", re.IGNORECASE)
 
 
 class Watchdog:
-    """This rank's, from the process group's start to the end of the run; `step` is to be called as the run goes on."""
+    """This rank's watchdog, from the start of the process group to the end of the run; call `step` as it advances."""
 
     def __init__(self, folder: Path, timeout_seconds: float, end: Callable[[list[Loss]], None]) -> None:
         """
         Args:
-            folder: the run's; exists.
+            folder: the run folder, which exists.
             timeout_seconds: `job.timeout_seconds`; a hang is reported after half of it.
-            end: called in the thread where other ranks are dead and the main thread doesn't notice; must not return.
+            end: called in this thread if other ranks are dead and the main thread does not notice; must not return.
         """
         self._folder, self._timeout, self._end = folder, timeout_seconds, end
         self.rank = dist.get_rank()
         self._store = dist.PrefixStore("watchdog", store_of_the_job())
         self._waits = 0
         self._done: dict[int, str] = {}
-        """How the work of rank 0 ended that the others have waited for."""
+        """How each piece of rank 0's work ended that the others wait for."""
         self._crash_file = folder / "crashes" / f"rank-{self.rank:05d}-{socket.gethostname()}-{os.getpid()}.txt"
         self._had_handler = faulthandler.is_enabled()
         self._crash = self._open_crash_file()
         self.peers = Peers(self._store, self.rank, dist.get_world_size(), self._crash_file)
         self._lost: dict[int, Loss] = {}
-        """Ranks that are dead."""
+        """Dead ranks."""
         self._lost_since = self._last_heard = 0.0
         self._late: list[Loss] = []
-        """Ranks that the others wait for, by the last report of a hang."""
+        """Ranks that the others wait for, according to the last report of a hang."""
         self._reported: Any = None
         self._collect: tuple[dict[str, Any], float] | None = None
-        """The hang that this rank has announced, and when to look at what the ranks have said."""
+        """The hang that this rank has announced, and when to evaluate the ranks' answers."""
         self._closed = threading.Event()
         self.step(0, "start-up")
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     def step(self, step: int, doing: str = "training", may_last: bool = False) -> None:
-        """Start the clock again: to be called before each step, and before anything else that takes long.
+        """Restart the clock; call it before each step, and before anything else that takes long.
 
         Args:
             step: optimizer steps completed.
             doing: what begins now.
-            may_last: it is no hang however long it takes.
+            may_last: whether it is never a hang, however long it takes.
         """
-        self._mark = (step, doing, time.monotonic(), may_last)  # one assignment: the thread sees the old or the new one
+        self._mark = (step, doing, time.monotonic(), may_last)  # one assignment, so the thread sees the old or the new
 
     def close(self, why: str = "") -> None:
-        """Leave: tell the others that this rank ends of itself, and why if not all is well. May be called again."""
+        """Leave: tell the others that this rank is ending, with the error if there is one. May be called repeatedly."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -98,15 +98,15 @@ class Watchdog:
             self._crash.close()
             with suppress(OSError):
                 self._crash_file.unlink()
-                self._crash_file.parent.rmdir()  # the last one
+                self._crash_file.parent.rmdir()  # succeeds for the last rank
 
     # ------------------------------------------------------------------ waiting for rank 0
 
     def on_first_rank(self, doing: str, work: Callable[[], None]) -> None:
-        """Do something slow on rank 0, for hours if need be, while the others wait; all raise its error.
+        """Run something slow on rank 0, for hours if need be, while the others wait; all raise its error.
 
         Raises:
-            UserError: rank 0 does not live any more.
+            UserError: rank 0 is no longer alive.
         """
         self._waits += 1
         self.step(self._mark[0], doing, may_last=True)
@@ -124,7 +124,7 @@ class Watchdog:
             raise failure
 
     def _wait_for_first(self, doing: str) -> str:
-        """What rank 0 tells when it has done. The thread listens, this only looks whether it hears something."""
+        """Rank 0's message when it is done. The watchdog's thread receives it; this only polls for it."""
         self._last_heard = time.monotonic()
         while self._waits not in self._done:
             silence = time.monotonic() - self._last_heard
@@ -139,7 +139,7 @@ class Watchdog:
     # ------------------------------------------------------------------ why a run ends
 
     def explain(self, error: BaseException) -> list[Loss]:
-        """The ranks whose end is the cause of an error of this one; empty if it is its own. May take seconds."""
+        """The ranks whose end caused this rank's error; empty if the error is this rank's own. May take seconds."""
         if self.peers.world_size == 1 or isinstance(error, KeelError) or not _OF_COMMUNICATION.search(str(error)):
             return []
         deadline = time.monotonic() + SILENT_SECONDS + PERIOD_SECONDS
@@ -150,7 +150,7 @@ class Watchdog:
         return found or self._late
 
     def _find(self) -> list[Loss]:
-        """Dead ranks if there are some, else stopped or silent ones, else those that have failed."""
+        """Dead ranks if there are any, otherwise stopped or silent ones, otherwise failed ones."""
         lost = list(self._lost.values()) or self.peers.lost_neighbors(self._mark[0])
         with suppress(RuntimeError):  # the store may have died with its rank
             lost = lost or self.peers.silent(SILENT_SECONDS) or self.peers.failed()
@@ -167,7 +167,7 @@ class Watchdog:
             if self.rank == 0 and time.monotonic() - refreshed >= REFRESH_SECONDS:
                 refreshed = time.monotonic()
                 self._refresh()
-            with suppress(RuntimeError):  # without a store, as after the death of torchrun itself, the run goes on
+            with suppress(RuntimeError):  # without a store, as after the death of torchrun itself, the run continues
                 self.peers.beat(step, doing, time.time() - seconds)
                 self.peers.find_neighbors()
                 if not may_last and seconds >= self._timeout / 2 and mark is not self._reported:
@@ -214,17 +214,17 @@ class Watchdog:
     def _announce(self, told: dict[str, Any], period: float) -> None:
         if self.peers.is_first(f"hang {told['step']} {told['doing']}"):
             self.peers.tell({"hang": told})
-            self._collect = (told, time.monotonic() + 2 * period)  # the last one hears of it after one, and answers
+            self._collect = (told, time.monotonic() + 2 * period)  # all ranks hear of it within a period, and answer
 
     def _report(self, told: dict[str, Any]) -> None:
-        """Write what this rank does, and let the one that asks know what it has issued."""
+        """Write this rank's report, and tell the rank that asks what it has issued."""
         path = hang_folder(self._folder, told["step"]) / f"rank-{self.rank:05d}.txt"
         header = f"step {told['step'] + 1} ({told['doing']}) has not ended for {told['seconds']:.0f} s"
         with suppress(OSError):
             self.peers.answer(f"hang {told['step']}", write_report(path, self.peers.own, header))
 
     def _judge(self, told: dict[str, Any]) -> None:
-        """Say whom the others wait for."""
+        """Report which ranks the others wait for."""
         self._collect = None
         issued = self.peers.answers(f"hang {told['step']}")
         everyone = [self.peers.own, *self.peers.beats(range(self.peers.world_size))]
@@ -233,7 +233,7 @@ class Watchdog:
         for rank, beat in beats.items():
             if rank not in issued and beat.ended is None:
                 losses.setdefault(rank, Loss(beat, "does not answer (stopped, or its host is unreachable)"))
-        if not losses:  # else it is for them that others are late
+        if not losses:  # otherwise the others are late because of the lost ranks
             losses = {rank: Loss(beats[rank], how) for rank, how in late(issued).items() if rank in beats}
         line = line_of_hang(told, said_of(list(losses.values())), hang_folder(self._folder, told["step"]))
         self.peers.tell({"late": [asdict(loss) for loss in losses.values()], "line": line})
@@ -242,7 +242,7 @@ class Watchdog:
         print(f"[rank {self.rank}] warning: {line}", file=sys.__stderr__, flush=True)
 
     def _open_crash_file(self) -> TextIO | None:
-        """Where Python writes its stacks if a signal such as SIGSEGV or SIGBUS ends this process."""
+        """The file to which Python writes its stacks if a signal such as SIGSEGV or SIGBUS ends this process."""
         try:
             self._crash_file.parent.mkdir(exist_ok=True)
             file = os.fdopen(open_plain(self._crash_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w")
@@ -253,13 +253,13 @@ class Watchdog:
 
 
 def said_of(losses: list[Loss]) -> str:
-    """Ranks and what is the matter with them, in one line."""
+    """The lost ranks and their states, in one line."""
     more = len(losses) - SHOWN_RANKS
     return "; ".join(map(str, losses[:SHOWN_RANKS])) + (f"; and {more} more ranks" if more > 0 else "")
 
 
 def append_to_log(folder: Path, text: str) -> None:
-    """Add a line to run.log from a rank, or a thread, that does not hold it open."""
+    """Add a line to run.log from a rank, or a thread, that does not have it open."""
     log = AppendedFile(folder / "run.log")
     log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n".encode())
     with suppress(OSError):

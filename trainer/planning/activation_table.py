@@ -1,9 +1,9 @@
-"""What a block keeps for its backward pass and what it recomputes: the table shown at start-up.
+"""The table shown at start-up: what a block keeps for its backward pass and what it recomputes.
 
-The block runs once on fake tensors, which have shapes, types and a device but no memory, so a block of a 405B model
-costs as little as a toy's. Watched are the ops that make new tensors and the tensors that autograd asks to keep; the
-rest follows from the checkpointing mode. It is the eager truth for one device that holds whole matrices: torch.compile
-fuses ops and keeps at most as much, and tensor parallelism divides most rows.
+The block runs once on fake tensors, which have shapes, dtypes and a device but no memory, so a block of a 405B model
+costs as little as a toy's. The table records the ops that create tensors and the tensors that autograd asks to keep;
+the rest follows from the checkpointing mode. It is exact in eager mode for one device that holds whole matrices:
+torch.compile fuses ops and keeps at most as much, and tensor parallelism divides most rows.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,44 +27,44 @@ Fate = Literal["saved", "recomputed", "not needed"]
 
 @dataclass
 class ActivationRow:
-    """Calls of one op that share a fate."""
+    """Calls of one op with the same fate."""
 
     op: str
     """The op, e.g. "aten.mm"; "input" is the block's input."""
     matrix: str
-    """Name, within the block, of the matrix that is multiplied; empty where there is none."""
+    """Name, within the block, of the matrix that is multiplied; empty if there is none."""
     fate: Fate
-    """saved: kept until backward; recomputed: freed and made again in backward; not needed: freed."""
+    """saved: kept until backward; recomputed: freed and computed again in backward; not needed: freed."""
     times: int = 0
     bytes_per_token: float = 0.0
-    """Bytes of all the outputs together, for each token."""
+    """Bytes of all outputs together, per token."""
 
 
 @dataclass(frozen=True)
 class ActivationTable:
-    """Rows of a checkpointed block, and what that comes to for all of them."""
+    """The rows of a checkpointed block, and the totals over all blocks."""
 
     rows: list[ActivationRow]
     n_layers: int
     n_checkpointed: int
     plain_bytes_per_token: float
-    """Bytes a token that a block keeps where nothing is checkpointed."""
+    """Bytes per token that a block keeps without checkpointing."""
     memory_budget: float | None = None
-    """Share of the latter that mode `budget` lets the compiler keep; its choice is not known before it compiles."""
+    """Fraction of that which mode `budget` lets the compiler keep; its choice is unknown before it compiles."""
 
     @property
     def saved_bytes_per_token(self) -> float:
-        """Bytes a token that a block of this table keeps."""
+        """Bytes per token that a block of this table keeps."""
         return _saved(self.rows)
 
     @property
     def model_bytes_per_token(self) -> float:
-        """Bytes a token that all blocks keep, checkpointed or not."""
+        """Bytes per token that all blocks keep, checkpointed or not."""
         plain = (self.n_layers - self.n_checkpointed) * self.plain_bytes_per_token
         return self.n_checkpointed * self.saved_bytes_per_token + plain
 
     def __str__(self) -> str:
-        """The table for a console, 80 columns wide."""
+        """Format the table for a console, 80 columns wide."""
         lines = [f"{'op':48}{'times':>6}{'bytes/token':>13}  fate"]
         for row in self.rows:
             lines.append(f"{f'{row.op} {row.matrix}':48}{row.times:6}{row.bytes_per_token:13,.0f}  {row.fate}")
@@ -72,13 +72,13 @@ class ActivationTable:
         lines.append(f"{'kept by a block without checkpointing':54}{self.plain_bytes_per_token:13,.0f}")
         lines.append(f"{f'kept by all {self.n_layers} blocks':54}{self.model_bytes_per_token:13,.0f}")
         if self.memory_budget is not None:
-            lines.append(f"of which the compiler keeps about {self.memory_budget:.0%}, the inputs apart")
+            lines.append(f"the compiler keeps about {self.memory_budget:.0%} of this, not counting the inputs")
         return "\n".join(lines)
 
 
 @dataclass
 class _Call:
-    """One call of an op, with the storages that it made."""
+    """One call of an op, with the storages that it created."""
 
     op: Any
     matrix: str
@@ -86,15 +86,15 @@ class _Call:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes which ops make which storages, and which of them autograd keeps."""
+    """Records which ops create which storages, and which of these autograd keeps."""
 
     def __init__(self, block: nn.Module, given: Iterable[Tensor]) -> None:
         super().__init__()
         self.calls: list[_Call] = []
         self.kept: set[int] = set()
-        self.n_needed = 0  # calls until autograd had all that it keeps: a recomputation stops there
+        self.n_needed = 0  # calls until autograd had everything that it keeps; a recomputation stops there
         self.matrix = ""
-        self.alive: list[Tensor] = []  # what is alive keeps its storage's id to itself
+        self.alive: list[Tensor] = []  # keeps tensors alive, so that no storage's id is reused
         self.known = {_storage(tensor) for tensor in given}
         for name, module in matrices(block).items():
             module.register_forward_pre_hook(lambda *_, name=name: setattr(self, "matrix", name))
@@ -110,7 +110,7 @@ class _Recorder(TorchDispatchMode):
         return outputs
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Called by autograd with each tensor that it keeps for backward."""
+        """Record a tensor that autograd keeps for backward; autograd calls this."""
         self.kept.add(_storage(tensor))
         self.n_needed = len(self.calls)
         return tensor
@@ -127,17 +127,17 @@ def activation_table(
     compute_dtype: torch.dtype,
     device: torch.device,
 ) -> ActivationTable:
-    """The table of the first checkpointed block; of a plain one if `config` checkpoints none, or by a budget.
+    """The table of the first checkpointed block; if `config` checkpoints none, or by a budget, of a plain block.
 
     Args:
-        model: as it was built, on the meta device; no technique was applied to it. It is used up.
+        model: as built on the meta device, before any technique; it must not be used afterwards.
         config: what to keep.
-        seq_len: tokens a sequence.
-        compute_dtype: type of the parameters in the forward pass.
-        device: where the run takes place, which must exist here: it decides which op computes attention.
+        seq_len: tokens per sequence.
+        compute_dtype: dtype of the parameters in the forward pass.
+        device: where the run takes place. It must exist here, since it decides which op computes attention.
 
     Raises:
-        ConfigError: as `apply_activation_checkpoint`.
+        ConfigError: as in `apply_activation_checkpoint`.
     """
     plan = plan_of(model)
     layers = selected_layers(config, len(plan.blocks)) if config.mode in ("full", "selective") else []
@@ -156,7 +156,7 @@ def activation_table(
 def _record(
     model: nn.Module, name: str, seq_len: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[_Recorder, int]:
-    """Run the block `name` under watch on one sequence; also returns the bytes of its input."""
+    """Run the block `name` on one sequence and record it; also returns the bytes of its input."""
     block = model.get_submodule(name)
     with FakeTensorMode():
         fakes = {
@@ -165,7 +165,7 @@ def _record(
         }
         fakes |= {buffer: torch.empty(b.shape, dtype=b.dtype, device=device) for buffer, b in model.named_buffers()}
         x, *others = _block_inputs(model, block, fakes, torch.empty(1, seq_len, dtype=torch.long, device=device))
-        x = x.detach().requires_grad_()  # else autograd would go on into the layers below
+        x = x.detach().requires_grad_()  # otherwise autograd would continue into the layers below
         weights = {key.removeprefix(f"{name}."): fake for key, fake in fakes.items() if key.startswith(f"{name}.")}
         recorder = _Recorder(block, [t for t in (x, *others, *weights.values()) if t is not None])
         with saved_tensors_hooks(recorder.keep, lambda tensor: tensor), recorder:
@@ -174,7 +174,7 @@ def _record(
 
 
 class _Reached(Exception):
-    """Carries a block's inputs out of the model's forward pass, the rest of which need not run."""
+    """Carries a block's inputs out of the model's forward pass, whose rest need not run."""
 
 
 def _block_inputs(model: nn.Module, block: nn.Module, weights: dict[str, Tensor], tokens: Tensor) -> tuple:
@@ -192,7 +192,7 @@ def _block_inputs(model: nn.Module, block: nn.Module, weights: dict[str, Tensor]
 
 
 def _plain_fates(recorder: _Recorder) -> Iterator[tuple[_Call, Fate, int]]:
-    """Each call's bytes by fate, where nothing is checkpointed."""
+    """Each call's bytes by fate, without checkpointing."""
     for call in recorder.calls:
         saved = sum(size for storage, size in call.storages.items() if storage in recorder.kept)
         yield call, "saved", saved
@@ -200,14 +200,14 @@ def _plain_fates(recorder: _Recorder) -> Iterator[tuple[_Call, Fate, int]]:
 
 
 def _checkpointed_fates(recorder: _Recorder, selection: Selection) -> Iterator[tuple[_Call, Fate, int]]:
-    """Each call's bytes by fate, where all is recomputed that `selection` does not keep."""
+    """Each call's bytes by fate, if everything is recomputed that `selection` does not keep."""
     for i, call in enumerate(recorder.calls):
         fate: Fate = "recomputed" if i < recorder.n_needed else "not needed"
         yield call, "saved" if selection.keeps(call.op.name(), call.matrix) else fate, sum(call.storages.values())
 
 
 def _rows(input_bytes: int, seq_len: int, fates: Iterator[tuple[_Call, Fate, int]]) -> list[ActivationRow]:
-    """Sum up calls of the same op, matrix and fate; views and others that make no tensor are left out."""
+    """Sum up calls of the same op, matrix and fate; views and other ops that create no tensor are left out."""
     rows = {("input", "", "saved"): ActivationRow("input", "", "saved", 1, input_bytes / seq_len)}
     for call, fate, size in fates:
         if size:

@@ -1,13 +1,13 @@
 """What a token costs: parameters, FLOPs, and the share of the device's peak that they make (MFU).
 
-Forward and backward of one token cost, as in appendix B of PaLM (Chowdhery et al. 2022),
+For one token, the forward and backward pass cost, as in appendix B of PaLM (Chowdhery et al. 2022),
 
     6 * matrix elements + 12 * layers * heads * head_dim * seq_len        [full]
 
-A matrix costs 2 FLOPs an element forward and 4 backward; of a mixture of experts those count that a token is sent to
-(none is dropped, so all are computed). The embedding is looked up, not multiplied, and not counted
+A matrix costs 2 FLOPs per element in forward and 4 in backward. In a mixture of experts, only the experts count that a
+token is sent to (none is dropped, so all are computed). The embedding is looked up, not multiplied, and not counted
 unless the head is tied to it; attention multiplies queries by keys, and scores by values. Norms, rotary positions,
-softmax and SwiGLU's product are left out, and so is what activation checkpointing computes twice.
+softmax and SwiGLU's product are left out, as is what activation checkpointing recomputes.
 
 The formula counts all of the seq_len x seq_len scores, but a causal model needs (and a flash kernel computes) half:
 
@@ -37,9 +37,9 @@ class TokenFlops:
     """FLOPs of the forward and backward pass of one token."""
 
     causal: int
-    """With half of the attention scores: what `mfu` and `tflops` count."""
+    """With half of the attention scores, as counted by `mfu` and `tflops`."""
     full: int
-    """With all of them: what PaLM's formula counts."""
+    """With all attention scores, as counted by PaLM's formula."""
 
 
 def flops_per_token(model: Model, seq_len: int, frozen: Collection[str] = ()) -> TokenFlops:
@@ -95,7 +95,7 @@ def _active(model: Model, parts: Skeleton, name: str) -> int:
 
 @dataclass(frozen=True)
 class _Peak:
-    """Dense (not 2:4 sparse) TFLOP/s of NVIDIA's data sheets."""
+    """Dense (not 2:4 sparse) TFLOP/s from NVIDIA's data sheets."""
 
     bfloat16: float
     tf32: float
@@ -107,7 +107,7 @@ _H100_PCIE = _Peak(756.5, 378.0, 51.0)
 _HOPPER_NVL = _Peak(835.5, 417.5, 60.0)
 _A100 = _Peak(312.0, 156.0, 19.5)
 
-# By the exact name that torch.cuda.get_device_name gives: "GH200", "A100-SXM-64GB" (a cut of its own) or a MIG slice
+# By the exact name that torch.cuda.get_device_name returns: "GH200", "A100-SXM-64GB" (a variant) and MIG slices
 # ("H100 80GB HBM3 MIG 1g.10gb") contain a known name, yet have another peak.
 _PEAKS = {
     "NVIDIA A100-SXM4-40GB": _A100,
@@ -124,10 +124,10 @@ _PEAKS = {
 
 
 def peak_flops(device_name: str, compute_dtype: str, tf32: bool = False) -> float | None:
-    """Peak FLOP/s of a device for matrix products, dense; None if it is not known for certain, as for any CPU.
+    """A device's dense peak FLOP/s for matrix products; None if it is not known for certain, as for any CPU.
 
     Args:
-        device_name: what `torch.cuda.get_device_name()` says, or "cpu".
+        device_name: from `torch.cuda.get_device_name()`, or "cpu".
         compute_dtype: `training.compute_dtype`.
         tf32: whether float32 products run on the tensor cores (`torch.get_float32_matmul_precision() != "highest"`).
     """
@@ -140,10 +140,10 @@ def peak_flops(device_name: str, compute_dtype: str, tf32: bool = False) -> floa
 
 
 def tflops_per_device(tokens_per_second: float | None, flops_a_token: int, world_size: int) -> float | None:
-    """Model TFLOP/s that each device does on average; None if the speed is unknown."""
+    """Average model TFLOP/s per device; None if the speed is unknown."""
     return None if tokens_per_second is None else tokens_per_second * flops_a_token / world_size / 1e12
 
 
 def mfu(tflops: float | None, peak: float | None) -> float | None:
-    """Model FLOPs utilization, 0 to 1, of `tflops_per_device` and `peak_flops`; None if either is unknown."""
+    """Model FLOPs utilization, 0 to 1, from `tflops_per_device` and `peak_flops`; None if either is unknown."""
     return None if tflops is None or peak is None else tflops * 1e12 / peak

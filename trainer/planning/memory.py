@@ -1,15 +1,15 @@
-"""Memory that a rank will need, estimated before anything is built: the answer to "will it fit?".
+"""Estimate of the memory that a rank will need, made before anything is built: does the job fit?
 
-A step's memory is what lives from step to step, and what is alive besides at the step's worst moment. The moments
+A step's memory is what persists from step to step, plus what is also alive at the step's worst moment. The moments
 that can be the worst are computed one by one: the loss, where all activations wait, and the backward pass of each FSDP
-group, where activations go, gradients come, and checkpointed blocks are computed again. Counted are the tensors that
-torch's CUDA build really holds (tests/null_gpu/test_memory.py compares): FSDP cuts each parameter by rows, so the
-largest share is ceil(rows / (dp_shard x cp)) of them, after tensor parallelism has taken its part; experts are cut by
-expert over `ep` first, and are taken to have equal load; owners (fsdp.partition) hold the optimizer's part of whole
-parameters.
+group, where activations are freed, gradients appear, and checkpointed blocks are recomputed. The tensors counted are
+those that torch's CUDA build really holds (tests/null_gpu/test_memory.py compares). FSDP shards each parameter by rows,
+so the largest shard is ceil(rows / (dp_shard x cp)) rows, after tensor parallelism has taken its part. Experts are
+first split by expert over `ep`, and are assumed to have equal load. Owners (fsdp.partition) hold the optimizer state of
+whole parameters.
 
-The estimate is of allocated memory: `torch.cuda.max_memory_allocated()`, on which it is within a few percent. A GPU
-must hold more: the CUDA context (about half a GiB, more with many NCCL communicators), and what torch's allocator has
+The estimate is of allocated memory, `torch.cuda.max_memory_allocated()`, and is within a few percent of it. A GPU must
+hold more: the CUDA context (about half a GiB, more with many NCCL communicators), and what torch's allocator has
 reserved in pieces that nothing fits into (2 to 10 GiB in the jobs of this repository).
 """
 
@@ -41,21 +41,21 @@ from trainer.planning.skeleton import Shape, Skeleton, skeleton
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 _WORKSPACE_BYTES = 2 * 32 * 2**20
-"""Of cuBLAS on Hopper and later, as torch sets it, for each thread that multiplies: forward's and backward's."""
+"""cuBLAS's workspace on Hopper and later, as torch sets it, for each of two threads: forward's and backward's."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes that are alive at one moment of a step, beside parameters and optimizer state."""
+    """Bytes alive at one moment of a step, besides parameters and optimizer state."""
 
     name: str
-    """When: "the loss", or "the backward pass of layers.3"."""
+    """When it is: "the loss", or "the backward pass of layers.3"."""
     gradients: int
-    """Accumulated, and those just made."""
+    """Gradients accumulated, and those just computed."""
     gathered: int
-    """Parameters that FSDP has gathered, and what it sends and reduces."""
+    """Parameters that FSDP has gathered, and gradients that it sends and reduces."""
     activations: int
-    """Kept by the forward pass, and what a block's backward pass makes of them."""
+    """Activations kept by the forward pass, and what a block's backward pass computes from them."""
     loss: int
     """A chunk of logits, and the gradients that the loss computes ahead."""
 
@@ -66,27 +66,27 @@ class Moment:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the rank that holds most."""
+    """Bytes on the rank that holds the most."""
 
     parameters: int
     gradients: int
-    """All that a step accumulates, at its end."""
+    """All gradients that a step accumulates, at its end."""
     optimizer: int
     buffers: int
-    """What libraries keep: cuBLAS to multiply, a pipeline to receive."""
+    """What libraries keep: cuBLAS's workspace, a pipeline's receive buffers."""
     peak: Moment
-    """The worst of a step."""
+    """The worst moment of a step."""
     offloaded: bool
-    """Whether parameters, gradients and optimizer state are in the host's memory (fsdp.cpu_offload)."""
+    """Whether parameters, gradients and optimizer state are in CPU memory (fsdp.cpu_offload)."""
 
     @property
     def states(self) -> int:
-        """What lives from step to step, gradients included."""
+        """What persists from step to step, gradients included."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def device(self) -> int:
-        """All that the device must hold at the worst moment."""
+        """Everything that the device must hold at the worst moment."""
         transient = self.buffers + self.peak.total
         return transient if self.offloaded else transient + self.parameters + self.optimizer
 
@@ -103,19 +103,19 @@ class _Group:
 
     name: str
     elements: int
-    """Of one tensor-parallel rank."""
+    """Elements on one tensor-parallel rank."""
     shard: int
     """Elements of the largest FSDP shard."""
     trained: int
     """Of `elements`, those that have gradients."""
     trained_shard: int
     layer: int | None = None
-    """If it is a block."""
+    """The block's number, if the group is a block."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Of one rank of the pipeline, or of any rank where there is none."""
+    """The memory of one rank of the pipeline, or of any rank without a pipeline."""
 
     config: Config
     sizes: MeshSizes
@@ -123,7 +123,7 @@ class RankMemory:
     pipeline_rank: int
 
     def estimate(self) -> MemoryEstimate:
-        """What lives from step to step, and the worst moment."""
+        """The state that persists from step to step, and the worst moment."""
         config, shards = self.config, {name: self._sharded(name) for name in self.shapes}
         return MemoryEstimate(
             parameters=sum(shards.values()) * self.state_bytes,
@@ -138,7 +138,7 @@ class RankMemory:
 
     @cached_property
     def stages(self) -> list[int]:
-        """Of the pipeline; without one, stage 0."""
+        """Numbers of its pipeline stages; [0] without a pipeline."""
         return stages_of_rank(self.config, self.pipeline_rank)
 
     @cached_property
@@ -161,7 +161,7 @@ class RankMemory:
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """Its parameters, as FSDP gathers them: cut by tensor and expert parallelism."""
+        """Shapes of its parameters as FSDP gathers them, sharded by tensor and expert parallelism."""
         return {name: self._own_shape(name) for name in self.model.shapes if self._holds(name)}
 
     def _holds(self, name: str) -> bool:
@@ -171,7 +171,7 @@ class RankMemory:
         return self.has_embedding if self.model.is_before_blocks(name) else self.has_head
 
     def _own_shape(self, name: str) -> Shape:
-        """What FSDP gathers: a tensor-parallel rank's part, of the experts that an expert-parallel rank holds."""
+        """The part that FSDP gathers: a tensor-parallel rank's, and of experts an expert-parallel rank's."""
         shape, cut = list(self.model.shapes[name]), self.model.tp_dimension(name)
         if cut is not None:
             shape[cut] = ceil(shape[cut] / self.sizes.tp)
@@ -180,7 +180,7 @@ class RankMemory:
         return tuple(shape)
 
     def _sharded(self, name: str) -> int:
-        """Elements of the largest FSDP shard."""
+        """Elements of the largest FSDP shard of a parameter."""
         shape = self.shapes[name]
         n_shards = self.sizes.expert_shard if self.model.is_of_experts(name) else self.sizes.fsdp_shard
         cut = cut_dim(shape, n_shards)
@@ -188,7 +188,7 @@ class RankMemory:
 
     @cached_property
     def groups(self) -> list[_Group]:
-        """FSDP's groups in forward order; the ends of a tied model are the root's, gathered throughout."""
+        """FSDP's groups in forward order; in a tied model the root's group has both ends, gathered throughout."""
         groups: dict[str, _Group] = {}
         for name, shape in self.shapes.items():
             key = self.model.fsdp_group_of(name)
@@ -219,7 +219,7 @@ class RankMemory:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step."""
+        """Micro-batches per step."""
         return accumulation_steps(self.config, self.sizes)
 
     @property
@@ -238,7 +238,7 @@ class RankMemory:
         return sum(map(self._held, self.groups)) if self.reduces_once else sharded * self.state_bytes
 
     def _buffers(self) -> int:
-        """A pipeline's stage receives each micro-batch, and each gradient, into a tensor of its own."""
+        """Library buffers; a pipeline stage receives each micro-batch, and each gradient, into a separate tensor."""
         last = len(layers_of_stages(self.config)) - 1
         received = sum((stage > 0) + (stage < last) for stage in self.stages) * self.micro_batches
         stream = self._tokens * self.config.model.dim // self.sizes.tp * self.compute_bytes
@@ -247,9 +247,9 @@ class RankMemory:
     # ------------------------------------------------------------------------- moments
 
     def moments(self) -> Iterator[Moment]:
-        """Those at which a step's memory can be at its most, in the first, a middle and the last micro-batch.
+        """The moments at which memory can peak, in the first, a middle and the last micro-batch of a step.
 
-        A step's first has no gradients yet, the last of several reduces them where that is done once a step.
+        The first has no gradients yet; the last of several reduces them, if that is done once per step.
         """
         many = [(True, False)] if self.micro_batches > 2 else []
         several = [(False, False), *many, (True, True)]
@@ -260,7 +260,7 @@ class RankMemory:
                 yield from self._in_backward(place, accumulated, is_last)
 
     def _in_loss(self, accumulated: bool) -> Moment:
-        """All activations wait; the head is gathered, and its gradient is there before it is to be reduced."""
+        """All activations wait; the head is gathered, and its gradient exists before it is reduced."""
         gradients = sum(self._held(group) for group in self.groups) if accumulated else 0
         gathered = self._gathered(len(self.groups) - 1, ahead=0)
         if self.is_sharded and self.config.fsdp.zero_stage > 1:
@@ -270,7 +270,7 @@ class RankMemory:
         return Moment("the loss", gradients, gathered, self._waiting(len(self.layers)), self._loss(peak=True))
 
     def _in_backward(self, place: int, accumulated: bool, is_last: bool) -> Iterator[Moment]:
-        """While the group computes, and while its gradients are reduced."""
+        """Two moments: while the group computes, and while its gradients are reduced."""
         group = self.groups[place]
         name = f"the backward pass of {group.name}"
         before, after = self.groups[: place + 1], self.groups[place + 1 :]
@@ -285,7 +285,7 @@ class RankMemory:
         gathered = self._gathered(place, self.config.comm.prefetch_backward)
         if group.layer is not None:
             block = self.blocks[group.layer]
-            down = self.config.model.dim * block.ffn * self.compute_bytes  # the first gradient that it makes
+            down = self.config.model.dim * block.ffn * self.compute_bytes  # the first gradient that it computes
             computing = self._tokens * block.in_backward(self.config) * self.compute_bytes + self._fetched()
             sent = self._reduced(place + 1) if place + 1 < len(self.groups) and not self.reduces_once else 0
             yield Moment(name, gradients + ceil(down), gathered + sent, kept + ceil(computing), waiting_losses)
@@ -304,7 +304,7 @@ class RankMemory:
 
     @property
     def reduces_once(self) -> bool:
-        """Whether gradients wait, whole, for the step's end."""
+        """Whether gradients stay unsharded until the step's end."""
         return (reduces_once(self.config.fsdp) or self.config.mesh.pp > 1) and self.micro_batches > 1
 
     def _held(self, group: _Group) -> int:
@@ -316,11 +316,11 @@ class RankMemory:
         return 0 if self.config.fsdp.cpu_offload else group.trained_shard * self.state_bytes
 
     def _reduced(self, place: int) -> int:
-        """Bytes of a group's whole gradients as they are sent; FSDP keeps them until it sends the next."""
+        """Bytes of a group's unsharded gradients as they are sent; FSDP keeps them until it sends the next group's."""
         return self.groups[place].trained * self.reduce_bytes if self.uses_fsdp else 0
 
     def _gathered(self, place: int, ahead: int) -> int:
-        """Bytes of parameters gathered while the group at `place` computes, and so many `ahead` in backward's order."""
+        """Bytes of parameters gathered while the group at `place` computes, with `ahead` prefetched in backward."""
         if not self.uses_fsdp:
             return 0
         reshard = reshard_after_forward(self.config.fsdp)
@@ -345,7 +345,7 @@ class RankMemory:
         return {layer: _block(self.config, layer, self.sizes.tp) for layer in self.layers}
 
     def _waiting(self, n_layers: int) -> int:
-        """Bytes of activations that wait for their backward pass, of this micro-batch in its first `n_layers`."""
+        """Bytes of activations waiting for backward, counting only `n_layers` layers of the current micro-batch."""
         config = self.config
         recomputed = set(_checkpointed_layers(config.activation_checkpoint, config.model.n_layers))
         kept = [
@@ -353,10 +353,10 @@ class RankMemory:
             for layer, block in self.blocks.items()
         ]
         stream = config.model.dim / self.sizes.tp
-        whole, part = sum(kept) + stream, sum(kept[:n_layers]) + stream  # with what enters the first block
+        whole, part = sum(kept) + stream, sum(kept[:n_layers]) + stream  # with the first block's input
         elements = part + (self._in_flight - 1) * whole
         if self.has_head and n_layers == len(kept):
-            elements += stream + (config.model.dim if self.sizes.tp > 1 else 0)  # the final norm's output, and gathered
+            elements += stream + (config.model.dim if self.sizes.tp > 1 else 0)  # the final norm's output, gathered
         return ceil(self._tokens * elements * self.compute_bytes)
 
     @cached_property
@@ -367,10 +367,10 @@ class RankMemory:
         return _stages_in_flight(self.config, self.pipeline_rank, self.micro_batches) / len(self.stages)
 
     def _fetched(self) -> int:
-        """Bytes of the other ranks' keys and values that attention holds in backward, and of the gradients by them.
+        """Bytes of the other ranks' keys and values that attention holds in backward, and of their gradients.
 
-        gather: all of them, with their gradients once as they are made and once as they are sent; ring: those at hand
-        and the next, with the gradients at hand, arriving and leaving.
+        gather: all of them, with their gradients once as computed and once as sent; ring: the current and the next
+        ones, with the current, the arriving and the leaving gradients.
         """
         config, sizes = self.config, self.sizes
         if sizes.cp == 1 or config.context.method == "all_to_all":
@@ -386,8 +386,8 @@ class RankMemory:
         return names[0] if self.config.model.tie_embeddings else names[-1]
 
     def _loss(self, peak: bool) -> int:
-        """Bytes of the gradients that the losses of waiting micro-batches have made ahead; at the peak of one, also of
-        its chunks of logits."""
+        """Bytes of the gradients that the losses of waiting micro-batches have computed ahead; with `peak`, also of one
+        loss's chunks of logits."""
         if not self.has_head:
             return 0
         model, tokens, compute = self.config.model, self._tokens, self.compute_bytes
@@ -400,7 +400,7 @@ class RankMemory:
         rows = chunk_rows(tokens, vocabulary * softmax, self.device_type)
         chunk, product = rows * vocabulary, vocabulary * model.dim * compute
         logits, in_place = chunk * compute, softmax == compute
-        # Of the chunk before, what was multiplied last is still there.
+        # The previous chunk's last operand is still alive.
         before = logits if rows < tokens and not in_place else 0
         if self.config.compile.enable:
             working = 0 if in_place else logits + max(before, product)
@@ -410,7 +410,7 @@ class RankMemory:
 
 
 def _stages_in_flight(config: Config, rank: int, micro_batches: int) -> int:
-    """Passes of a micro-batch through one stage whose activations a pipeline rank keeps at the worst moment."""
+    """How many stage passes' activations a pipeline rank keeps at the worst moment."""
     ranks, stages = config.mesh.pp, stages_per_rank(config)
     most = {
         "gpipe": micro_batches,
@@ -457,7 +457,7 @@ def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int
 
 @dataclass(frozen=True)
 class _Block:
-    """Widths of a block's tensors, in elements a token of one tensor-parallel rank."""
+    """Widths of a block's tensors, in elements per token on one tensor-parallel rank."""
 
     stream: float
     """The residual stream: a slice of the sequence under tensor parallelism."""
@@ -466,27 +466,27 @@ class _Block:
     query: float
     kv: float
     ffn: float
-    """Inside of the feed-forward, or of all experts that a token meets."""
+    """The inside of the feed-forward, or of all experts that a token goes through."""
     statistics: float
-    """Of attention: the logsumexp of each head, float32."""
+    """Attention's logsumexp of each head, float32."""
     routed: float = 0.0
-    """A row for each expert that the token is sent to."""
+    """One row for each expert that the token is sent to."""
 
     def everything(self, compiled: bool) -> float:
         """Kept without checkpointing: both sums of the residual stream, both norms' outputs, q, k, v and the
-        attention's output, gate, up, silu(gate) and its product with up (the compiler makes silu(gate) again); the
-        experts' inputs, and their outputs as they come and by token."""
+        attention's output, gate, up, silu(gate) and its product with up (the compiler recomputes silu(gate)); the
+        experts' inputs, and their outputs both sorted by expert and by token."""
         attention = 2 * self.query + 2 * self.kv + self.statistics
         return 2 * self.stream + 2 * self.normed + attention + (3 if compiled else 4) * self.ffn + 3 * self.routed
 
     def in_backward(self, config: Config) -> float:
-        """While its gradients are made, beside what enters it: everything, what was recomputed included, and the
+        """Alive while its gradients are computed, besides its input: everything, recomputed tensors included, and the
         gradients of the stream and of the feed-forward's inside."""
         compiled = config.compile.enable
         return self.everything(compiled) + self.stream + (1 if compiled else 2) * self.ffn
 
     def kept(self, config: Config, checkpointed: bool) -> float:
-        """From the forward to the backward pass, its output in place of its input."""
+        """Kept from the forward to the backward pass, counting its output instead of its input."""
         checkpointing, everything = config.activation_checkpoint, self.everything(config.compile.enable)
         if not checkpointed:
             return everything
@@ -497,7 +497,7 @@ class _Block:
         return self.stream + self._saved(checkpointing, config.compile.enable)
 
     def _saved(self, config: ActivationCheckpoint, compiled: bool) -> float:
-        """Outputs of the ops that `selective` saves; the compiler sees that nothing needs that of the last matrix."""
+        """Outputs that `selective` saves; the compiler drops the last matrix's output, which nothing needs."""
         attention = not config.save_ops or any("attention" in op for op in config.save_ops)
         matmuls = not config.save_ops or any("mm" in op for op in config.save_ops)
         last = 0 if compiled else self.stream
@@ -522,12 +522,12 @@ def _block(config: Config, layer: int, tp: int) -> _Block:
 
 
 def _tokens(config: Config, sizes: MeshSizes) -> int:
-    """Tokens of a micro-batch on one rank: with context parallelism a part of every sequence."""
+    """Tokens of a micro-batch on one rank: with context parallelism, a part of every sequence."""
     return config.training.micro_batch_size * config.training.seq_len // sizes.cp
 
 
 def _checkpointed_layers(config: ActivationCheckpoint, n_layers: int) -> Sequence[int]:
-    """The layers that the mode applies to."""
+    """The layers to which the mode applies."""
     if config.mode == "none":
         return ()
     if config.mode == "budget":

@@ -1,6 +1,6 @@
-"""The model of a job without its memory: names and shapes of its parameters, and its plan.
+"""A job's model without memory: the names and shapes of its parameters, and its plan.
 
-They are asked of the model itself, built on the meta device, so that an estimate cannot be of another architecture.
+They are read from the model itself, built on the meta device, so that an estimate cannot describe another architecture.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from models import build_model
 Shape = tuple[int, ...]
 
 _CUT_DIMENSIONS = {"embedding": -2, "head": -2, "column": -2, "row": -1, "part_column": -2, "part_row": -1}
-"""By which dimension tensor parallelism cuts the parameters of a role; those of the other roles are whole."""
+"""The dimension along which tensor parallelism shards the parameters of a role; other roles are not sharded."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Skeleton:
     """What is known of a model before it has memory."""
 
     shapes: Mapping[str, Shape]
-    """Of the parameters, by name; a tied one is not named twice."""
+    """Shapes of the parameters, by name; a tied parameter has one name."""
     plan: Plan
 
     @cached_property
@@ -42,7 +42,7 @@ class Skeleton:
 
     @cached_property
     def _tp_dimensions(self) -> dict[str, int]:
-        """By module or parameter; of those that are cut."""
+        """By module or parameter, for those that are sharded."""
         names = {*self.shapes, *(name.rpartition(".")[0] for name in self.shapes)}
         found: dict[str, int] = {}
         for pattern, role in self.plan.tensor_parallel.items():
@@ -52,7 +52,7 @@ class Skeleton:
         return found
 
     def block_of(self, name: str) -> int | None:
-        """Number of the block that a parameter is in."""
+        """Number of the block that contains a parameter; None if no block does."""
         return next((self._blocks[module] for module in _modules_of(name) if module in self._blocks), None)
 
     def fsdp_group_of(self, name: str) -> str:
@@ -60,26 +60,26 @@ class Skeleton:
         return next((self._fsdp_groups[module] for module in _modules_of(name) if module in self._fsdp_groups), "root")
 
     def tp_dimension(self, name: str) -> int | None:
-        """The dimension by which tensor parallelism cuts a parameter, -1 or -2; None: each rank has the whole."""
+        """The dimension along which tensor parallelism shards a parameter, -1 or -2; None: each rank has all of it."""
         cut = self._tp_dimensions
         return cut.get(name, cut.get(name.rpartition(".")[0]))
 
     def is_of_experts(self, name: str) -> bool:
-        """Whether a parameter holds a matrix of each expert."""
+        """Whether a parameter stacks a matrix of each expert."""
         return name.rpartition(".")[0] in self.plan.experts
 
     def is_before_blocks(self, name: str) -> bool:
-        """Whether a parameter belongs to a pipeline's first stage, and to no block."""
+        """Whether a parameter belongs to a pipeline's first stage, but not to a block."""
         return any(module in self.plan.before_blocks for module in _modules_of(name))
 
 
 def _modules_of(name: str) -> list[str]:
-    """The modules that a parameter is in, from the outermost: "a.b.weight" -> ["a", "a.b"]."""
+    """The modules that contain a parameter, outermost first: "a.b.weight" -> ["a", "a.b"]."""
     return list(accumulate(name.split(".")[:-1], "{}.{}".format))
 
 
 def skeleton(model: Model) -> Skeleton:
-    """Of the model that `[model]` describes."""
+    """The skeleton of the model that `[model]` describes."""
     return _skeleton(model.model_dump_json())
 
 
@@ -90,7 +90,7 @@ def _skeleton(model: str) -> Skeleton:
         built = build_model(config)
     shapes = {name: tuple(p.shape) for name, p in built.named_parameters()}
     counted, has = parameter_count(config), sum(map(prod, shapes.values()))
-    if counted != has:  # FLOPs and the balance of pipeline stages rest on that arithmetic
+    if counted != has:  # FLOPs and the balance of pipeline stages depend on this arithmetic
         raise NotImplementedError(
             f"configs/layout.py counts {counted:,} parameters of this {config.architecture}, which has {has:,}: teach "
             "parameter_count and active_matrices the architecture"

@@ -1,4 +1,4 @@
-"""Changes of a job that take less memory, and which of them would make it fit; none changes what is learned."""
+"""Changes to a job that take less memory, and which of them would make it fit; none changes what is learned."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,12 +12,12 @@ from trainer.planning.memory import estimate_memory
 from trainer.report.console import size
 
 CONTEXT_BYTES = 2**30
-"""What CUDA itself and NCCL's communicators take of a GPU, beside torch's tensors: half a GiB to one."""
+"""Memory of a GPU used by CUDA itself and NCCL's communicators, outside of torch's tensors: half a GiB to one."""
 _MOST_RANKS = 2**16
 
 
 def takes_less(config: Config, on_gpu: bool) -> list[str]:
-    """The changes that are not made already, the cheapest first."""
+    """The changes that are not made already, cheapest first."""
     made = [list(make(config)) for make in _CHANGES if on_gpu or make is not _offload]
     return [
         *(_changes(config, steps[-1]) for steps in made if steps),
@@ -26,29 +26,29 @@ def takes_less(config: Config, on_gpu: bool) -> list[str]:
 
 
 def does_not_fit(config: Config, ranks: int, device_bytes: int) -> str:
-    """What to say of a job whose estimate is above a GPU's memory, with what would make it fit; "" if it fits."""
+    """The warning if the job's estimate exceeds a GPU's memory, with what would make it fit; "" if it fits."""
     needed = _needed(config, ranks)
     if needed <= device_bytes:
         return ""
     advice = _what_fits(config, ranks, device_bytes)
     return (
         f"the job needs about {size(needed)} of each GPU's memory ({size(CONTEXT_BYTES)} of it for CUDA itself), and "
-        f"there are {size(device_bytes)}: it will most likely end out of memory. {advice}"
+        f"there are {size(device_bytes)}: it will most likely run out of memory. {advice}"
     )
 
 
 def _what_fits(config: Config, ranks: int, device_bytes: int) -> str:
-    """The first change that is enough, alone or together with those before it."""
+    """The first change that suffices, alone or together with those before it."""
     for changed, n_ranks in _candidates(config, ranks):
         if not check(changed, n_ranks) and (needed := _needed(changed, n_ranks)) <= device_bytes:
             words = [_changes(config, changed)] if changed != config else []
             words += [f"{n_ranks:,} ranks (now {ranks:,})"] if n_ranks != ranks else []
             return f"With {' and '.join(words)} it would take about {size(needed)}"
-    return "No change that Keel knows of makes it fit, nor do more ranks"
+    return "No change that Keel knows of makes it fit, not even with more ranks"
 
 
 def _candidates(config: Config, ranks: int) -> Iterator[tuple[Config, int]]:
-    """Jobs that learn the same with less memory: each change alone, then with all before it; then on more ranks."""
+    """Jobs that learn the same with less memory: each change alone, then with all before it, then on more ranks."""
     combined = config
     for make in _CHANGES:
         for changed in make(config):
@@ -68,7 +68,7 @@ def _more(ranks: int) -> Iterator[int]:
 
 
 def _needed(config: Config, ranks: int) -> int:
-    """Bytes of a GPU, as far as they can be estimated."""
+    """Bytes needed on a GPU, as far as they can be estimated."""
     try:
         return estimate_memory(config, mesh_sizes(config, ranks), "cuda").device + CONTEXT_BYTES
     except ConfigError:  # the ranks do not form the mesh
@@ -112,7 +112,7 @@ def _offload(config: Config) -> Iterator[Config]:
 
 
 _Change = Callable[[Config], Iterator[Config]]
-"""To the changed job, the smallest step first; nothing if it is so already."""
+"""Yields changed jobs, the smallest change first; nothing if the change is already made."""
 _CHANGES: tuple[_Change, ...] = (
     _smaller_micro_batch,
     _checkpoint_selectively,
@@ -121,7 +121,7 @@ _CHANGES: tuple[_Change, ...] = (
     _no_replicas,
     _offload,
 )
-"""The cheapest first."""
+"""Cheapest first."""
 
 
 def _with(config: Config, **tables: dict[str, Any]) -> Config:

@@ -1,8 +1,8 @@
-"""One training step of a job at any size, traced without its machines: which collectives a rank issues, and their size.
+"""Trace of one training step of a job at any size, on one machine: which collectives a rank issues, and their size.
 
-The ranks are those of a fake process group, whose collectives return at once, and the tensors are fake ones, which
-have a shape and no memory. What runs is the trainer's own code: the same wrappers, passes, clipping and optimizer.
-Experts have equal loads; what tells their ranks how many rows will come, a few numbers, is not counted.
+The ranks belong to a fake process group, whose collectives return at once, and the tensors are fake tensors, which have
+a shape but no memory. The code that runs is the trainer's own: the same wrappers, passes, clipping and optimizer.
+Experts have equal loads; the few numbers that tell expert ranks how many rows will come are not counted.
 """
 
 from collections import defaultdict
@@ -43,7 +43,7 @@ _OPS = {
     "keel::send_to_experts": "all_to_all",
     "keel::return_from_experts": "all_to_all",
 }
-"""Names of the dispatcher's ops -> of the collectives."""
+"""Names of the dispatcher's ops -> names of the collectives."""
 
 
 class Collective(NamedTuple):
@@ -52,19 +52,19 @@ class Collective(NamedTuple):
     op: str
     """all_gather, reduce_scatter, all_reduce, send, ..."""
     axis: str
-    """Of the mesh: the one along which the ranks that take part are arranged."""
+    """The mesh axis along which the participating ranks are arranged."""
 
 
 class Traffic(NamedTuple):
-    """Of one kind of collective, in one step of one rank."""
+    """The traffic of one kind of collective, in one step of one rank."""
 
     calls: int
     n_bytes: int
-    """Of the largest tensor of each call: the whole that is gathered, reduced or sent."""
+    """Sum over the calls of the largest tensor of each: the whole that is gathered, reduced or sent."""
 
 
 def trace_step(config: Config, world_size: int, rank: int) -> dict[Collective, Traffic]:
-    """What one of `world_size` ranks communicates in an optimizer step, the largest first; nothing is compiled.
+    """What one of `world_size` ranks communicates in an optimizer step, largest first; nothing is compiled.
 
     Raises:
         ConfigError: the ranks cannot form the mesh.
@@ -83,7 +83,7 @@ def trace_step(config: Config, world_size: int, rank: int) -> dict[Collective, T
 
 
 def record_step(learner: Learner) -> dict[Collective, Traffic]:
-    """What a learner, real or fake, communicates in a step, but for the scalars of its loss; the largest first."""
+    """What a learner, real or fake, communicates in a step, without the scalars of its loss; largest first."""
     with _Recorder(learner.mesh) as recorder:
         _train(learner)
     return dict(sorted(recorder.traffic.items(), key=lambda item: -item[1].n_bytes))
@@ -91,7 +91,7 @@ def record_step(learner: Learner) -> dict[Collective, Traffic]:
 
 @contextmanager
 def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Be one rank of a process group in which the others are only said to exist."""
+    """Act as one rank of a process group whose other ranks do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -100,7 +100,7 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def _train(learner: Learner) -> None:
-    """What a step does, but for its waits for values: fake tensors have none."""
+    """Run a step without its waits for values, which fake tensors do not have."""
     training = learner.config.training
     tokens = torch.zeros((training.micro_batch_size, training.seq_len), dtype=torch.int64)
     batch = learner.own_part([MicroBatch(tokens, targets=tokens, positions=None, document_ids=None, samples=[])])
@@ -113,9 +113,9 @@ def _train(learner: Learner) -> None:
 
 @contextmanager
 def _no_vote_on_shapes() -> Iterator[None]:
-    """Let a pipeline take for granted that all of its stages were given their shapes.
+    """Make a pipeline assume that all of its stages were given their shapes.
 
-    Torch (2.13) lets the ranks vote on it before the first step, and reads the result's value.
+    Torch (2.13) lets the ranks vote on it before the first step, and reads the result, which a fake tensor lacks.
     """
 
     def all_were_given(_self: Any, stages: list[Any], *_: Any) -> None:
@@ -147,7 +147,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _group_name(args: tuple) -> str:
-    """The process group among a collective's arguments: a name, or the group in a box."""
+    """The process group among a collective's arguments: its name, or the boxed group."""
     boxes = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)]
     for box in boxes:
         with suppress(RuntimeError, TypeError):

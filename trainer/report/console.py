@@ -1,9 +1,9 @@
-"""What a person sees while Keel works: plain lines anywhere, colour and a live bar on a terminal, all of it in run.log.
+"""What a person sees while Keel works: plain lines anywhere, color and a live bar on a terminal, all of it in run.log.
 
-Rank 0 speaks; the others say only warnings and errors, with their rank before them. Every line is made as plain text
-and merely coloured on its way to a terminal, so that a log file, a pipe and a screen show the same words. Warnings of
-Python, torch and any library take the same way while a `with console:` block lasts. No torch here, and `rich` only on
-a terminal: preparing data and reporting a config error have to be quick.
+Rank 0 prints everything; other ranks print only warnings and errors, prefixed with their rank. Every line is created as
+plain text and only colored on its way to a terminal, so that a log file, a pipe and a screen show the same words.
+Warnings from Python, torch and other libraries take the same way inside a `with console:` block. This file does not
+import torch, and imports `rich` only on a terminal, because preparing data and reporting a config error must be quick.
 """
 
 import argparse
@@ -32,10 +32,10 @@ Row = tuple[str, str]
 """A label and its text, which may have several lines."""
 
 ReportProgress = Callable[..., None]
-"""report(done, total=None, message=""): how far a piece of work is; total None where it is not known."""
+"""report(done, total=None, message=""): how far a piece of work is; total is None if unknown."""
 
-_PLAIN_PROGRESS_SECONDS = 10.0  # between two lines about the same piece of work, where there is no live bar
-_ROWS_PER_HEADER = 20  # a header stays in sight on a terminal of usual height
+_PLAIN_PROGRESS_SECONDS = 10.0  # between two lines about the same piece of work if there is no live bar
+_ROWS_PER_HEADER = 20  # so that a header stays in view on a terminal of usual height
 _INDENT = "  "
 
 
@@ -43,7 +43,7 @@ _INDENT = "  "
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the two units that matter: "4.1 s", "2 min 31 s", "5 h 04 min", "3 d 02 h"."""
+    """Format seconds in the two units that matter: "4.1 s", "2 min 31 s", "5 h 04 min", "3 d 02 h"."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 60:
@@ -57,7 +57,7 @@ def duration(seconds: float) -> str:
 
 
 def count(number: float) -> str:
-    """A number to three digits with the field's suffix: 950, "3.34 M", "1.24 B", "15.6 T"."""
+    """Format a number to three digits with the field's suffix: 950, "3.34 M", "1.24 B", "15.6 T"."""
     for factor, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e4, " K")):
         if number >= factor:
             return _three_digits(number / (1e3 if suffix == " K" else factor)) + suffix
@@ -68,7 +68,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def size(n_bytes: float) -> str:
-    """Bytes to three digits: "512 MiB", "25.6 GiB"."""
+    """Format bytes to three digits: "512 MiB", "25.6 GiB"."""
     for factor, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
         if n_bytes >= factor:
             return f"{_three_digits(n_bytes / factor)} {suffix}"
@@ -76,10 +76,14 @@ def size(n_bytes: float) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "500MB", "1.5 GiB" or "123". Raises: argparse.ArgumentTypeError for what is no size."""
+    """Parse "500MB", "1.5 GiB" or "123" into bytes.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is not a size.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.upper())
     if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 500MB or 5GB")
     return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
@@ -91,19 +95,19 @@ def _three_digits(number: float) -> str:
 
 
 class Console:
-    """The one way to the screen and to run.log; every rank has one."""
+    """The only way to the screen and to run.log; every rank has one."""
 
     def __init__(self, rank: int = 0, out: TextIO | None = None, err: TextIO | None = None) -> None:
         """
         Args:
-            rank: 0 speaks, the others warn.
-            out, err: default: standard output and error, as they are when something is written.
+            rank: 0 prints everything, the others only warnings and errors.
+            out, err: default: standard output and error at the time of writing.
         """
         self.rank = rank
         self._out, self._err = out, err
         self._log: AppendedFile | None = None
         self.outages = Outages(self.warning, self.line)
-        """The files of the run that the disk refuses at present."""
+        """The files of the run that currently can't be written."""
         self._rich: RichConsole | None = _rich_console(out or sys.stdout) if rank == 0 else None
         self._live: Progress | None = None
         self._steps: _StepTable | None = None
@@ -112,13 +116,13 @@ class Console:
         self._showwarning = warnings.showwarning
 
     def __enter__(self) -> Self:
-        """Take over the warnings of Python and of libraries."""
+        """Redirect the warnings of Python and of libraries to the console."""
         logging.getLogger().addHandler(self._handler)
         self._showwarning, warnings.showwarning = warnings.showwarning, self._show_python_warning
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Hand the warnings back, end the live bar and close run.log."""
+        """Restore the warnings, end the live bar and close run.log."""
         logging.getLogger().removeHandler(self._handler)
         warnings.showwarning = self._showwarning
         if self._live:
@@ -128,12 +132,12 @@ class Console:
         self._live = self._log = None
 
     def log_to(self, path: Path) -> None:
-        """Append everything from now on to run.log as well; only on rank 0."""
+        """From now on, append everything to run.log as well; only on rank 0."""
         if self.rank == 0:
             self._log = AppendedFile(path)
 
     def line(self, text: str = "", style: str = "") -> None:
-        """Say a line, or several, on rank 0. `style` is rich's ("bold", "dim"), and only for a terminal."""
+        """Print one or more lines on rank 0. `style` is rich's ("bold", "dim"), and used only on a terminal."""
         if self.rank != 0:
             return
         text = printable(text)
@@ -144,15 +148,15 @@ class Console:
             print(text, file=self._out or sys.stdout, flush=True)
 
     def warning(self, text: str) -> None:
-        """Say on any rank that something is not as it should be, though work goes on."""
+        """Report, on any rank, a problem that does not stop the work."""
         self._complain("warning", text, "yellow")
 
     def error(self, text: str) -> None:
-        """Say on any rank why work does not go on."""
+        """Report, on any rank, why the work stops."""
         self._complain("error", text, "bold red")
 
     def table(self, title: str, rows: Sequence[Row]) -> None:
-        """A heading, and below it labels with their texts in two columns."""
+        """Print a heading, and below it labels with their texts in two columns."""
         width = max((len(label) for label, _ in rows), default=0)
         self.line()
         self.line(title, "bold")
@@ -167,13 +171,13 @@ class Console:
 
     @contextmanager
     def progress(self, title: str, in_bytes: bool = False) -> Iterator[ReportProgress]:
-        """Show how far a piece of work is: a live bar on a terminal, elsewhere now and then a line.
+        """Show how far a piece of work is: a live bar on a terminal, otherwise an occasional line.
 
-        What is done is counted in pieces, or `in_bytes`.
+        Progress is counted in items, or in bytes with `in_bytes`:
 
-        with console.progress("Encoding text") as report:
-            for done, file in enumerate(files):
-                report(done, len(files), file.name)
+            with console.progress("Encoding text") as report:
+                for done, file in enumerate(files):
+                    report(done, len(files), file.name)
         """
         started = time.monotonic()
         number = size if in_bytes else "{:,}".format
@@ -195,11 +199,11 @@ class Console:
 
     @contextmanager
     def training(self, first_step: int, last_step: int, show_mfu: bool, show_memory: bool = False) -> Iterator[None]:
-        """Around the training loop: `step` prints a row of a table, `advance` moves the bar.
+        """Surround the training loop: `step` prints a row of a table, `advance` moves the bar.
 
         Args:
             first_step: steps already completed when the loop begins.
-            last_step: where it ends.
+            last_step: the step at which it ends.
             show_mfu: whether the device's peak is known.
             show_memory: whether its allocator tells how much it has reserved.
         """
@@ -214,13 +218,13 @@ class Console:
             self._steps = self._steps_bar = None
 
     def advance(self, step: int) -> None:
-        """Move the live bar to a step that is not logged; costs next to nothing, and nothing without a terminal."""
+        """Move the live bar to a step that is not logged; costs almost nothing, and nothing without a terminal."""
         if self._steps and self._steps_bar:
             left = self._steps.time_left(step)
             self._steps_bar.report(step, self._steps.last_step, left and f"{left} left")
 
     def step(self, metrics: StepMetrics) -> None:
-        """A logged step: one row, and below it the validation loss if it was validated."""
+        """Print a logged step: one row, and below it the validation loss if the step was validated."""
         assert self._steps is not None, "outside `with console.training(...)`"
         header = self._steps.header_if_due()
         if header:
@@ -233,7 +237,7 @@ class Console:
         self.advance(metrics.step)
 
     def note(self, text: str) -> None:
-        """A remark between the rows: a checkpoint saved, a validation."""
+        """Print a remark between the rows: a checkpoint saved, a validation."""
         self.line(f"{_INDENT}{'':>{_STEP_WIDTH}}   {text}", "dim")
 
     # ----------------------------------------------------------------------- inside
@@ -249,7 +253,7 @@ class Console:
         self._to_log(text)
         err = self._err or sys.stderr
         if self._rich and err.isatty():
-            _print_styled(self._rich, text, style)  # by way of the live display, which would else overwrite it
+            _print_styled(self._rich, text, style)  # through the live display, which would otherwise overwrite it
         else:
             print(text, file=err, flush=True)
 
@@ -266,7 +270,7 @@ class Console:
 
 
 class _LoggingHandler(logging.Handler):
-    """Leads the warnings of Python's logging to the console."""
+    """Passes warnings of Python's logging to the console."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -283,7 +287,7 @@ _STEP_WIDTH = 9
 
 
 class _StepTable:
-    """Columns of the logged steps, and the time left by the speed of the last one."""
+    """Formats the logged steps in columns, and estimates the time left from the speed of the last one."""
 
     def __init__(self, last_step: int, show_mfu: bool, show_memory: bool) -> None:
         self.last_step, self._show_mfu, self._show_memory = last_step, show_mfu, show_memory
@@ -291,7 +295,7 @@ class _StepTable:
         self._step_seconds: float | None = None
 
     def header_if_due(self) -> str:
-        """The header before the first row and again every so many, else ""."""
+        """The header, before the first row and again after every _ROWS_PER_HEADER rows, otherwise ""."""
         self._rows += 1
         if self._rows % _ROWS_PER_HEADER != 1:
             return ""
@@ -313,7 +317,7 @@ class _StepTable:
         return f"{_INDENT}{metrics.step:>{_STEP_WIDTH},}{cells}"
 
     def time_left(self, step: int) -> str:
-        """Of training alone; "" before a speed is known, and at the end."""
+        """The time left for training alone; "" before a speed is known, and at the end."""
         seconds = (self.last_step - step) * (self._step_seconds or 0)
         return duration(seconds) if seconds > 0 else ""
 
@@ -326,7 +330,7 @@ class _StepTable:
 
 
 class _PlainProgress:
-    """A line at the start, and later ones only if the work takes long."""
+    """Prints a line at the start, and further lines only if the work takes long."""
 
     def __init__(self, say: Callable[[str], None], title: str, number: Callable[[int], str]) -> None:
         self._say, self._title, self._number = say, title, number
@@ -344,14 +348,14 @@ class _PlainProgress:
         self._say(f"{self._title}: {share}" + (f", {message}" if message else ""))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 # --------------------------------------------------------------------------- rich, on a terminal only
 
 
 def _rich_console(out: TextIO) -> "RichConsole | None":
-    """Rich's console if `out` is a terminal that can move its cursor, else None."""
+    """Rich's console if `out` is a terminal that can move its cursor, otherwise None."""
     if not out.isatty():
         return None
     from rich.console import Console as RichConsole
@@ -363,7 +367,7 @@ def _rich_console(out: TextIO) -> "RichConsole | None":
 def _print_styled(rich: "RichConsole", text: str, style: str) -> None:
     from rich.text import Text
 
-    rich.print(Text(text, style=style), soft_wrap=True)  # long paths stay whole, to be copied
+    rich.print(Text(text, style=style), soft_wrap=True)  # long paths stay in one piece, so they can be copied
 
 
 def _live_display(rich: "RichConsole") -> "Progress":
@@ -392,4 +396,4 @@ class _Bar:
 
     def close(self) -> None:
         self._live.remove_task(self._task)
-        self._live.refresh()  # or a line that is printed next would show it once more
+        self._live.refresh()  # otherwise the next printed line would show the bar once more

@@ -1,15 +1,14 @@
 """What a run records: `metrics.jsonl`, TensorBoard files, and where the time went.
 
-`metrics.jsonl` has one JSON object a logged step, in the file as soon as it is logged, with the keys of `StepMetrics`
-in its order. A validated step is always logged, and its object has the two validation keys besides; so is a step with
-an incident, such as a spike of the loss, with the key `incidents`; a mixture of experts has three of its own, and so
-does a step after a window in which the ranks were compared. Floats
-are written with `repr`, so that reading them back gives the same bits. JSON has no NaN: a value that is not finite is
-null, and a key `skipped` says what it was. A resume cuts the file back to the step it goes on from, so that no step
-stands there twice; the TensorBoard files are told the same by their purge step.
+`metrics.jsonl` has one JSON object per logged step, in the file as soon as it is logged, with the keys of `StepMetrics`
+in their order. A validated step is always logged, with the two validation keys added; so is a step with an incident,
+such as a spike of the loss, with the key `incidents`. A mixture of experts adds three keys of its own, and so does the
+step after a window in which the ranks were compared. Floats are written with `repr`, so that reading them back gives
+the same bits. JSON has no NaN: a non-finite value is null, and the key `skipped` says what it was. A resume truncates
+the file to the step that it resumes from, so that no step appears twice; a purge step does the same for TensorBoard.
 
-Throughput is that of training alone. `TimeLedger` gives every second of the process to exactly one kind of work;
-tokens per second divides by training and waiting for data, never by compilation, validation or checkpoints.
+Throughput is that of training alone. `TimeLedger` assigns every second of the process to exactly one kind of work;
+tokens per second counts training and waiting for data, but never compilation, validation or checkpoints.
 """
 
 import itertools
@@ -50,20 +49,20 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Throughput:
-    """Speed over the steps since the last logged one; all None if these were spent on compilation alone."""
+    """Speed over the steps since the last logged one; all None if they only compiled."""
 
     tokens_per_second: float | None
-    """Tokens of all ranks over seconds of training and of waiting for data."""
+    """Tokens of all ranks per second of training and of waiting for data."""
     step_seconds: float | None
-    """Mean duration of a step, waiting for data included."""
+    """Mean duration of a step, including waiting for data."""
     data_seconds: float | None
-    """Of that, mean time waited for data."""
+    """Mean time per step spent waiting for data."""
 
 
 class TimeLedger:
-    """Books every second since it was made under one kind of work; the sum is the whole time.
+    """Assigns every second since its creation to one kind of work; the sum is the whole time.
 
-    Between `with ledger.measure(kind)` blocks the time is start-up's. A block inside another takes its time from it.
+    Time outside of `with ledger.measure(kind)` blocks counts as start-up. A nested block's time counts only as its own.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -76,7 +75,7 @@ class TimeLedger:
 
     @contextmanager
     def measure(self, kind: Kind) -> Iterator[None]:
-        """Book the time inside under `kind`."""
+        """Count the time inside this context as `kind`."""
         self._book()
         self._open.append(kind)
         try:
@@ -87,24 +86,24 @@ class TimeLedger:
 
     @contextmanager
     def step(self, compiling: bool = False) -> Iterator[None]:
-        """Book one optimizer step as training, or, as long as torch.compile is at work, as compilation."""
+        """Count one optimizer step as training, or, while torch.compile is at work, as compilation."""
         with self.measure(Kind.COMPILE if compiling else Kind.TRAINING):
             yield
         self._steps += not compiling
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Book a wait for the loader inside `step`; in a compiling step it is a part of that one's time."""
+        """Count a wait for the loader inside `step`; in a compiling step it counts as compilation."""
         with self.measure(Kind.COMPILE if self._open[-1] is Kind.COMPILE else Kind.DATA):
             yield
 
     def seconds(self) -> dict[Kind, float]:
-        """Seconds by kind until now."""
+        """Seconds by kind so far."""
         self._book()
         return dict(self._seconds)
 
     def throughput(self, tokens_per_step: int) -> Throughput:
-        """Speed since the last call. On a device that runs behind the host, wait for it (read the loss) before."""
+        """Speed since the last call. If the device runs behind the host, wait for it before (read the loss)."""
         seconds = self.seconds()
         now = (self._steps, seconds[Kind.TRAINING], seconds[Kind.DATA])
         steps, training, data = (new - old for new, old in zip(now, self._mark, strict=True))
@@ -124,13 +123,13 @@ class TimeLedger:
 
 
 def memory_peak_bytes(device_type: str) -> int:
-    """Most memory that this process has held: of torch's CUDA allocator, or its resident set on a CPU."""
+    """Peak memory of this process: of torch's CUDA allocator, or its resident set on a CPU."""
     if device_type == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status")
-    if status.exists():  # Linux; getrusage would count what the parent held when it forked this process
+    if status.exists():  # Linux; getrusage would include what the parent held when it forked this process
         return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others KiB
@@ -177,7 +176,7 @@ def memory_of(counts: list[int]) -> Memory:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One logged step, as it stands in `metrics.jsonl`."""
+    """One logged step, as written to `metrics.jsonl`."""
 
     step: int
     """Optimizer steps completed since the start of the run."""
@@ -190,13 +189,13 @@ class StepMetrics:
     tokens: int
     """Tokens trained on since the start of the run."""
     tokens_per_second: float | None
-    """Of all ranks; null if every step since the last line was one that compiled."""
+    """Tokens per second of all ranks; null if every step since the last line compiled."""
     step_seconds: float | None
     data_seconds: float | None
     mfu: float | None
     """Model FLOPs utilization, 0 to 1 (trainer/planning/flops.py); null if the device's peak is unknown."""
     tflops: float | None
-    """Model TFLOP/s a device, by the same count as mfu."""
+    """Model TFLOP/s per device, counted as for mfu."""
     memory_peak_bytes: int
     """Of the rank that has most, since this launch began, as all on memory: see `Memory`."""
     memory_reserved_peak_bytes: int | None
@@ -208,22 +207,22 @@ class StepMetrics:
     validation_loss: float | None = None
     validation_bits_per_byte: float | None = None
     tokens_per_expert: dict[int, list[int]] | None = None
-    """Of a mixture of experts: by number of the layer, tokens of the step's global batch sent to each expert."""
+    """For a mixture of experts: tokens of the step's global batch sent to each expert, by layer number."""
     load_imbalance: float | None = None
-    """The busiest expert's tokens over the mean of its layer, of the layer where that is most; 1: even."""
+    """The busiest expert's tokens over the mean of its layer's experts, for the most uneven layer; 1 is even."""
     router_entropy: float | None = None
-    """Mean over tokens and layers of the entropy of the router's scores, in nats."""
+    """Entropy of the router's scores, in nats, averaged over tokens and layers."""
     incidents: list[dict[str, Any]] | None = None
-    """What has befallen the run since the line before (see docs/faults.md)."""
+    """The run's incidents since the previous line (see docs/faults.md)."""
     slowest_rank: int | None = None
-    """Of the last window of steps in which ranks were compared: the one that kept the others waiting for longest."""
+    """The rank that kept the others waiting longest in the last window in which ranks were compared."""
     lag_seconds: float | None = None
-    """A step: for how long."""
+    """How long it kept them waiting, per step."""
     phase_seconds: dict[str, float] | None = None
-    """A step, by phase: of the rank that spent most, without its time in collectives."""
+    """By phase, per step: time outside of collectives on the rank that spent the most."""
 
     def to_json(self) -> str:
-        """One line of JSON; the keys of validation, experts and lag are there only where there is a value."""
+        """Format as one line of JSON; the keys of validation, experts and lag are left out if they have no value."""
         record = asdict(self)
         for key in [key for key in _OPTIONAL if record[key] is None]:
             del record[key]
@@ -248,42 +247,42 @@ _OPTIONAL = (
 
 
 class MetricsLog:
-    """The run folder's `metrics.jsonl` and, if wanted, its `tensorboard/`. Rank 0 alone has one."""
+    """The run folder's `metrics.jsonl` and, if enabled, its `tensorboard/`. Only rank 0 has one."""
 
     def __init__(self, run_folder: Path, tensorboard: bool, outages: Outages, resumed_step: int = 0) -> None:
         """
         Args:
             run_folder: must exist.
-            tensorboard: write event files too.
-            outages: told when the disk refuses a step, which is then kept for the next one.
-            resumed_step: what was recorded of later steps is removed; 0 removes everything.
+            tensorboard: also write event files.
+            outages: told if a record can't be written; the record is then kept for the next time.
+            resumed_step: records of later steps are removed; 0 removes everything.
 
         Raises:
-            OSError: the disk refuses to cut the file back, or `metrics.jsonl` or `tensorboard` is a link.
+            OSError: the file can't be truncated, or `metrics.jsonl` or `tensorboard` is a link.
         """
         path = run_folder / "metrics.jsonl"
         self.unreadable_lines = cut_back(path, resumed_step)
-        """Lines that were no JSON, as after a kill in the middle of one, and are removed."""
+        """Number of lines removed because they were not JSON, as after a kill in the middle of one."""
         self._outages = outages
         self._file = AppendedFile(path)
-        self._file.touch()  # a run that is stopped before its first step has recorded nothing, and says so
+        self._file.touch()  # a run that is stopped before its first step has an empty file, not none
         self._curves = _Curves(run_folder / "tensorboard", resumed_step + 1) if tensorboard else None
         self.flush()
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one logged step."""
+        """Append a logged step."""
         self._file.write(f"{metrics.to_json()}\n".encode())
         if self._curves:
             self._curves.write(metrics)
         self.flush()
 
     def close(self) -> None:
-        """Write what the disk has refused until now, or say that it is missing."""
+        """Write the records still pending, or report that they are missing."""
         for file in self._files:
             self._outages.give_up(file)
 
     def flush(self) -> None:
-        """Write what the disk has refused until now; called before a save, so that no step before it is missing."""
+        """Write pending records; called before a save, so that no earlier step is missing."""
         for file in self._files:
             self._outages.flush(file)
 
@@ -296,12 +295,12 @@ _MAX_RECORD_CHARACTERS = 1 << 20
 
 
 def cut_back(path: Path, step: int) -> int:
-    """Keep of a `metrics.jsonl` only the steps up to `step`; returns how many unreadable lines were removed too.
+    """Keep only the steps up to `step` of a `metrics.jsonl`; returns how many unreadable lines were removed as well.
 
-    The file is replaced as a whole, so a crash in here leaves the old one. A file that needs no cut is not touched.
+    The file is replaced atomically, so a crash in here leaves the old one. A file that needs no change is not touched.
 
     Raises:
-        OSError: the disk refuses, or it is no plain file.
+        OSError: the file can't be written, or is not a plain file.
     """
     require_plain(path)
     if not path.exists():
@@ -314,13 +313,13 @@ def cut_back(path: Path, step: int) -> int:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines of a file with their ends, one by one; of a very long one, which is no record, parts."""
+    """The lines of a file with their line ends; a very long one, which is not a record, comes in parts."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         yield from iter(partial(file.readline, _MAX_RECORD_CHARACTERS), "")
 
 
 def _step_of(line: str) -> int | None:
-    """The step that a line records; None if it is not a whole record."""
+    """The step that a line records; None if the line is not a complete record."""
     try:
         step = parse_json(line)["step"] if line.endswith("\n") else None
     except (ValueError, KeyError, TypeError):
@@ -353,14 +352,14 @@ _TAGS = {
 
 
 class _Curves:
-    """An event file in TensorBoard's format, its records made by TensorBoard's own writer.
+    """An event file in TensorBoard's format, with records made by TensorBoard's record writer.
 
-    Its event writer is left out: that writes in a thread, which an error ends for good, and tells of it at a later
-    call; torch's SummaryWriter wraps it, and costs 0.8 s of imports.
+    TensorBoard's event writer is not used: it writes in a thread that ends for good at the first error, and reports the
+    error only at a later call. Nor is torch's SummaryWriter, which wraps it and costs 0.8 s of imports.
     """
 
     _numbers = itertools.count()
-    """Of the files of this process, for their names."""
+    """Numbers this process's files, for their names."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -374,7 +373,7 @@ class _Curves:
         self.file = AppendedFile(folder / _event_file_name(next(self._numbers)))
         self._records = RecordWriter(self.file)
         self._add(wall_time=time.time(), file_version="brain.Event:2")
-        # Makes TensorBoard drop what earlier files hold of this step and later ones.
+        # Makes TensorBoard drop this step and later ones from earlier files.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(step=first_step, wall_time=time.time(), session_log=start)
 
@@ -407,5 +406,5 @@ class _Curves:
 
 
 def _event_file_name(number: int) -> str:
-    """As TensorBoard finds event files, and reads them in order."""
+    """A name by which TensorBoard finds event files and reads them in order."""
     return f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"

@@ -1,8 +1,8 @@
-"""A trace of a few steps, and what memory was allocated for: `[profile]`.
+"""Profiling: a trace of a few steps and a snapshot of memory allocations (`[profile]`).
 
-Each rank writes into the run folder's `profile/` a Chrome trace (open it in https://ui.perfetto.dev) and, on CUDA and
-if asked, a snapshot of the allocator (open it in https://pytorch.org/memory_viz). Profiling slows its steps down, so
-their speed in the metrics is not that of the run. The first steps compile and warm up: start a trace after them.
+Each rank writes to the run folder's `profile/` a Chrome trace (open it in https://ui.perfetto.dev) and, on CUDA and if
+requested, a snapshot of the allocator (open it in https://pytorch.org/memory_viz). Profiling slows its steps down, so
+their speed in the metrics is not the run's. The first steps compile and warm up; start a trace after them.
 """
 
 import logging
@@ -15,23 +15,23 @@ from configs.errors import ConfigError
 from configs.files import link_refused
 from configs.schema import Config
 
-_SNAPSHOT_EVENTS = 200_000  # allocations and frees kept, with their stacks: some 100 MiB on the host, several steps
+_SNAPSHOT_EVENTS = 200_000  # allocations and frees kept, with stacks: about 100 MiB of host memory, several steps
 
 
 class StepProfiler:
-    """Profiles the steps `start_step` to `start_step + steps - 1`, counted from one; the loop calls it around each."""
+    """Profiles steps `start_step` to `start_step + steps - 1`, counted from 1; the loop calls it around each step."""
 
     def __init__(self, config: Config, run_folder: Path, rank: int, device_type: str, resumed_step: int = 0) -> None:
         """
         Args:
-            config: with `profile.start_step = 0` nothing is ever done.
-            run_folder: its `profile/` is made when the trace is written.
+            config: with `profile.start_step = 0` nothing is ever profiled.
+            run_folder: its `profile/` is created when the trace is written.
             rank: part of the file names.
             device_type: "cpu" or "cuda".
             resumed_step: steps completed before this launch.
 
         Raises:
-            ConfigError: the steps do not come, or a memory snapshot is asked for that cannot be made.
+            ConfigError: the steps are after the end of the run, or a memory snapshot is impossible here.
         """
         self._config, self._rank = config.profile, rank
         self._folder = run_folder / "profile"
@@ -40,12 +40,12 @@ class StepProfiler:
         _check(config, device_type)
         if rank == 0 and 0 < self._config.start_step <= resumed_step:
             logging.getLogger(__name__).warning(
-                f"no trace is made: profile.start_step = {self._config.start_step}, but this run goes on from step "
+                f"no trace is made: profile.start_step = {self._config.start_step}, but this run resumes from step "
                 f"{resumed_step}"
             )
 
     def before_step(self, step: int) -> None:
-        """Start recording if `step` (counted from one) is the first to be profiled."""
+        """Start recording if `step` (counted from 1) is the first to be profiled."""
         if step != self._config.start_step:
             return
         if self._config.memory_snapshot:
@@ -55,12 +55,12 @@ class StepProfiler:
         self._profiler.start()
 
     def after_step(self, step: int) -> Path | None:
-        """Write the trace if `step` was the last to be profiled; returns where it is."""
+        """Write the trace if `step` was the last to be profiled; returns its path."""
         is_last = step == self._config.start_step + self._config.steps - 1
         return self.finish() if is_last else None
 
     def finish(self) -> Path | None:
-        """Write what has been recorded, if anything: also called when a run ends before its last profiled step."""
+        """Write what has been recorded, if anything; also called when a run ends before its last profiled step."""
         if self._profiler is None:
             return None
         if self._cuda:
@@ -70,7 +70,7 @@ class StepProfiler:
         try:
             return self._write(profiler)
         except OSError as error:
-            logging.getLogger(__name__).warning(f"no trace in {self._folder}, it can't be written: {error}")
+            logging.getLogger(__name__).warning(f"no trace in {self._folder}, which can't be written: {error}")
             return None
         finally:
             if self._config.memory_snapshot:

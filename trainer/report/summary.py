@@ -1,4 +1,4 @@
-"""What is said before the first step and after the last: a job in rows of words, for `Console.table`."""
+"""What is shown before the first step and after the last: a job as rows of text, for `Console.table`."""
 
 import os
 import shlex
@@ -30,7 +30,7 @@ from trainer.planning.skeleton import skeleton
 from trainer.report.console import Row, count, duration, size
 from trainer.report.metrics import Kind, Memory
 
-_WIDTH = 85  # of a text that can be broken; with its label it fits a terminal of 100 columns
+_WIDTH = 85  # of text that can be wrapped; with its label it fits a terminal of 100 columns
 
 # --------------------------------------------------------------------------- before
 
@@ -44,13 +44,13 @@ def startup_rows(
     run_folder: Path,
     resumed_step: int = 0,
 ) -> list[Row]:
-    """What will be trained, how it is computed and where it goes.
+    """What will be trained, how it is computed and where it is written.
 
     Args:
         config, sizes: the job and its mesh.
-        device_name: of `torch.cuda.get_device_name()`, or "cpu".
+        device_name: from `torch.cuda.get_device_name()`, or "cpu".
         peak: `flops.peak_flops` of that device.
-        data: a line on each source, such as "python_stdlib: 3.5 M tokens".
+        data: one line per source, such as "python_stdlib: 3.5 M tokens".
         run_folder: where everything is written.
         resumed_step: steps already completed; 0: a new run.
     """
@@ -89,7 +89,7 @@ def _model(config: Config) -> str:
 
 
 def _experts(model: Model) -> str:
-    """A line on the mixtures; empty for a dense model."""
+    """A line about the experts; empty for a dense model."""
     if model.n_experts is None:
         return ""
     shared = f" and {model.n_shared_experts} shared" if model.n_shared_experts else ""
@@ -144,7 +144,7 @@ def _owners(config: Config) -> str:
 
 
 def _pipeline(config: Config) -> str:
-    """The schedule, and how many layers each stage holds; empty without a pipeline."""
+    """The schedule, and the number of layers in each stage; empty without a pipeline."""
     if config.mesh.pp == 1:
         return ""
     layers = " + ".join(str(len(layers)) for layers in layers_of_stages(config))
@@ -165,7 +165,7 @@ def _batch(config: Config, sizes: MeshSizes) -> str:
 def _steps(config: Config, resumed_step: int) -> str:
     steps = config.training.steps
     total = f"{steps:,} = {count(steps * _tokens_per_step(config))} tokens"
-    return f"{total}; going on from step {resumed_step:,}" if resumed_step else total
+    return f"{total}; resuming from step {resumed_step:,}" if resumed_step else total
 
 
 def _flops(config: Config, peak: float | None) -> str:
@@ -198,15 +198,15 @@ def _memory(config: Config, sizes: MeshSizes, device_type: str) -> str:
 
 
 def slow_attention(config: Config, device_type: str) -> Iterator[str]:
-    """What to warn of where attention has no fused kernel for the documents of this job."""
+    """Warn if attention has no fused kernel for the documents of this job."""
     dtype, width = config.training.compute_dtype, head_dim(config.model)
     if not config.data.document_mask or has_kernel(device_type, getattr(torch, dtype), width):
         return
     in_tiles = config.mesh.cp > 1 and config.context.method != "all_to_all"
     pairs = "tile by tile" if in_tiles else f"under a mask of all pairs, {size(config.training.seq_len**2)} a sequence"
     yield (
-        f"no kernel keeps documents apart on CUDA in {dtype} with heads of {width}: scores are written out {pairs}, "
-        'which is slow; with training.compute_dtype = "bfloat16" and heads of a multiple of 8, up to 256, there is one'
+        f"no kernel keeps documents apart on CUDA in {dtype} with heads of {width}: scores are materialized {pairs}, "
+        'which is slow; there is one for training.compute_dtype = "bfloat16" and heads of a multiple of 8, up to 256'
     )
 
 
@@ -222,7 +222,7 @@ def _tokens_per_step(config: Config) -> int:
 
 
 def closing_title(state: State, step: int, reason: str = "") -> str:
-    """The run's last heading."""
+    """The heading of a run's last table."""
     if state == "done":
         return f"Done: step {step:,} reached."
     if state == "preempted":
@@ -238,14 +238,14 @@ def closing_rows(
     memory: Memory,
     checkpoint: Path | None,
 ) -> list[Row]:
-    """How it went, and where everything is.
+    """How the run went, and where everything is.
 
     Args:
         config: the job.
-        run_folder: of this run.
-        seconds: `TimeLedger.seconds()`.
-        losses: the first and the last that this launch has seen; None if it made no step.
-        memory: the most that a rank has held.
+        run_folder: the run's folder.
+        seconds: from `TimeLedger.seconds()`.
+        losses: this launch's first and last loss; None if it made no step.
+        memory: the most memory that any rank has held.
         checkpoint: the newest; None if there is none.
     """
     spent = sorted(((value, kind) for kind, value in seconds.items() if value >= 0.05), reverse=True)
@@ -294,7 +294,7 @@ def next_rows(config: Config, state: State) -> list[Row]:
 
 
 def _this_command(ranks: int | None = None) -> list[str]:
-    """The command line that started this process, as a person would type it; or the same for so many ranks."""
+    """The command line that started this process, as a person would type it, or the same for `ranks` ranks."""
     launched = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return ["python", *sys.argv]
@@ -303,7 +303,7 @@ def _this_command(ranks: int | None = None) -> list[str]:
 
 
 def _would_run_on_two_ranks(config: Config) -> bool:
-    """Whether this run had one rank, and two could share its batch without another change."""
+    """Whether this run had one rank, and two could share its batch with no other change."""
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     divides = config.training.global_batch_size % (2 * config.training.micro_batch_size) == 0
     return alone and divides and config.mesh.dp_shard == -1
