@@ -151,9 +151,8 @@ def _silent_end(before: dict[str, Any], folder: Path) -> str:
 def _say_hello(trainer: Trainer) -> None:
     config, mesh = trainer.config, trainer.mesh
     data = [f"{source.name}: {source.kind} {source.path or ''}".rstrip() for source in config.data.sources]
-    rows = startup_rows(
-        config, mesh.sizes, device_name(mesh.device), trainer.peak, data, trainer.folder, trainer.first_step
-    )
+    held, name = trainer.learner.held(), device_name(mesh.device)
+    rows = startup_rows(config, mesh.sizes, name, trainer.peak, data, trainer.folder, held, trainer.first_step)
     trainer.console.table(f"Keel trains {config.job.name}", rows)
     for complaint in slow_attention(config, mesh.device.type):
         trainer.console.warning(complaint)

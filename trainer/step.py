@@ -7,7 +7,7 @@ loss or gradient norm is not finite on any rank, or whose loss is above a limit,
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from parallelisms.owner_partition import OwnerPartition
 from parallelisms.parallelize import parallelize
 from parallelisms.passes import Call, OneByOne, Passes
 from parallelisms.pipeline import Pipeline
+from parallelisms.ranks import local_part
 from parallelisms.streams import queue_gathers
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.guards.verdict import StepResult, agree, agreed_norm, decide
@@ -43,6 +44,14 @@ from trainer.optimizer import (
     saved_weights,
     set_lr,
 )
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one rank that live from step to step."""
+
+    parameters: int
+    optimizer: int
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,11 @@ class Learner:
         model = {f"model.{name}": weight for name, weight in weights.items()}
         biases = {f"model.{name}": bias for name, bias in self.load_balance.state().items()}
         return model | biases | optimizer_state(self.optimizer, self.parameters)
+
+    def held(self) -> Held:
+        """What this rank holds from step to step."""
+        state = optimizer_state(self.optimizer, self.parameters)
+        return Held(parameters=_n_bytes(self.parameters.values()), optimizer=_n_bytes(state.values()))
 
     def copies(self) -> list[Copy]:
         """What this rank holds of tensors of which other ranks hold the same; as `state`, to be asked for anew."""
@@ -256,6 +270,12 @@ def hidden_matrices(model: nn.Module) -> list[str]:
     """Names of the matrices inside the model's blocks: what Muon updates."""
     in_blocks = tuple(f"{block}." for block in plan_of(model).blocks)
     return [name for name, p in model.named_parameters() if p.ndim == 2 and name.startswith(in_blocks)]
+
+
+def _n_bytes(tensors: Iterable[Tensor]) -> int:
+    """Of this rank's parts."""
+    parts = map(local_part, tensors)
+    return sum(part.numel() * part.itemsize for part in parts)
 
 
 def _valid(batch: MicroBatch) -> Tensor:

@@ -19,6 +19,7 @@ from trainer.report import console as console_module
 from trainer.report.console import Console, count, duration, size
 from trainer.report.metrics import Kind, Memory, StepMetrics, memory_of
 from trainer.report.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
+from trainer.step import Held
 
 ROOT = Path(__file__).parents[2]
 
@@ -264,6 +265,7 @@ def summary(config, **changes):
         "peak": None,
         "data": ["python_stdlib: 3.5 M tokens"],
         "run_folder": Path("runs/toy"),
+        "held": Held(parameters=3 * 2**20, optimizer=6 * 2**20),
     }
     return dict(startup_rows(config, **(values | changes)))
 
@@ -295,6 +297,7 @@ def test_the_summary_names_what_differs():
     assert rows["precision"].startswith("float32 parameters and optimizer, bfloat16 forward")
     assert "989.5 TFLOP/s" in rows["FLOPs"]
     assert "of the host's memory" in rows["memory"]
+    assert "rank 0 holds parameters 3.00 MiB, optimizer 6.00 MiB; gradients will take " in rows["memory"]
     assert rows["steps"].endswith("resuming from step 120")
     assert "tensorboard" not in rows["written to"]
 

@@ -29,6 +29,7 @@ from trainer.planning.memory import estimate_memory, frozen_for_ever
 from trainer.planning.skeleton import skeleton
 from trainer.report.console import Row, count, duration, size
 from trainer.report.metrics import Kind, Memory
+from trainer.step import Held
 
 _WIDTH = 85  # of text that can be wrapped; with its label it fits a terminal of 100 columns
 
@@ -42,6 +43,7 @@ def startup_rows(
     peak: float | None,
     data: Sequence[str],
     run_folder: Path,
+    held: Held,
     resumed_step: int = 0,
 ) -> list[Row]:
     """What will be trained, how it is computed and where it is written.
@@ -52,6 +54,7 @@ def startup_rows(
         peak: `flops.peak_flops` of that device.
         data: one line per source, such as "python_stdlib: 3.5 M tokens".
         run_folder: where everything is written.
+        held: the states that this rank already holds.
         resumed_step: steps already completed; 0: a new run.
     """
     device_type = "cpu" if device_name == "cpu" else "cuda"
@@ -63,7 +66,7 @@ def startup_rows(
         ("batch", _batch(config, sizes)),
         ("steps", _steps(config, resumed_step)),
         ("FLOPs", _flops(config, peak)),
-        ("memory", _memory(config, sizes, device_type)),
+        ("memory", _memory(config, sizes, device_type, held)),
         ("a resume", promise(config.training, device_type)),
         ("data", "\n".join(data)),
         ("written to", f"{run_folder}/: {_files(config)}"),
@@ -175,14 +178,9 @@ def _flops(config: Config, peak: float | None) -> str:
     return f"{count(flops.causal)} a token, {count(flops.full)} with the masked half of attention\n{of_peak}"
 
 
-def _memory(config: Config, sizes: MeshSizes, device_type: str) -> str:
+def _memory(config: Config, sizes: MeshSizes, device_type: str, held: Held) -> str:
     estimate = estimate_memory(config, sizes, device_type)
     peak = estimate.peak
-    states = {
-        "parameters": estimate.parameters,
-        "gradients": estimate.gradients,
-        "optimizer": estimate.optimizer,
-    }
     transient = {
         "gradients": 0 if estimate.offloaded else peak.gradients,
         "gathered": peak.gathered,
@@ -192,7 +190,8 @@ def _memory(config: Config, sizes: MeshSizes, device_type: str) -> str:
     where = f", and {size(estimate.states)} of the host's memory" if estimate.offloaded else ""
     beside = "; CUDA and the allocator's reserve come on top" if device_type == "cuda" else ""
     lines = [f"about {size(estimate.device)} a rank{where} (estimate of what is allocated{beside})"]
-    lines += [", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in states.items())]
+    there = f"rank 0 holds parameters {size(held.parameters)}, optimizer {size(held.optimizer)}"
+    lines += [f"{there}; gradients will take {size(estimate.gradients)}"]
     lines += [f"at the peak, in {peak.name}: " + ", ".join(f"{name} {size(n)}" for name, n in transient.items() if n)]
     return "\n".join(lines)
 
