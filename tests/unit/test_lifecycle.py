@@ -127,11 +127,6 @@ def test_a_process_under_a_terminal_survives_one_interrupt_and_not_two():
         os.close(child_side)
 
 
-def test_what_is_needed_before_torch_does_not_import_it():
-    program = "import sys, trainer.lifecycle, trainer.console; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
-
-
 def test_exit_codes_are_the_contracts():
     assert [exit_code(state) for state in ("done", "preempted", "failed", "running")] == [0, 75, 1, 1]
     assert exit_code("failed", ConfigError("x")) == 78
