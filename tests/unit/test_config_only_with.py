@@ -232,7 +232,7 @@ def values_of(key):
 
 
 BASES = st.sampled_from([tomli.loads(JOB), MIXTURE, DEBUG])
-ANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ANY = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def other_key(name, condition):

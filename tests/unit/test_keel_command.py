@@ -2,18 +2,22 @@
 
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
 import train
 from scripts import checkpoint, keel, plan
+from tests.conftest import ROOT
 
 
 def test_every_script_with_a_command_line_is_a_command(capsys):
+    """But the one that renews a file of this repository."""
+    programs = {file.stem for file in (ROOT / "scripts").glob("*.py") if "__main__" in file.read_text()}
+    assert programs - {"keel", "config_schema"} == {module for module, _ in keel._SCRIPTS.values()}
     assert keel.main(["--help"]) == 0
     told = capsys.readouterr().out
-    for name in ("train", "plan", "tokenizer", "prepare", "checkpoint", "export-hf", "import-hf", "export-optimizer"):
-        assert f"\n  {name} " in told
+    assert all(f"\n  {name} " in told for name in ("train", *keel._SCRIPTS))
     assert keel.main([]) == 0
     assert capsys.readouterr().out == told
 
@@ -87,10 +91,6 @@ def test_a_number_of_ranks_that_is_none_is_a_message(capsys, monkeypatch, ranks,
 
 
 def test_the_version_is_that_of_the_package():
-    import tomllib
-
-    from tests.conftest import ROOT
-
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]["version"] == {
         "attr": "scripts.keel.VERSION"
     }
