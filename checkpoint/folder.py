@@ -49,7 +49,7 @@ def choose(root: Path, load: str | int, go_back: int = 0) -> Choice:
     if own and own != [start] and go_back <= times:
         fallback = [start] if start.is_dir() and start not in own else []
         advice = f"to go back to it, set checkpoint.go_back = {times + 1}"
-        return Choice([*own, *fallback], f"{said}, but this run has later checkpoints; {advice}")
+        return Choice([*own, *fallback], f"{said}, but this run has its own checkpoints from that step on; {advice}")
     if isinstance(load, int) and load not in steps:
         there = ", ".join(map(str, steps)) or "none"
         raise ConfigError(f"checkpoint.load = {load}: no such step in {root}; steps there: {there}")

@@ -358,7 +358,7 @@ def test_a_run_is_not_thrown_back_by_the_command_that_began_it(tmp_path, of):
     save_steps(run, 4, 6, load=load)
     state, saved = make_state(99), resumed(run, load=load, log=log)[0]
     assert saved["step"] == 6
-    assert f"going on from {run}/step-00000006: checkpoint.load is {load}, but this run has later" in "\n".join(log)
+    assert f"going on from {run}/step-00000006: checkpoint.load is {load}, but this run has its own" in "\n".join(log)
     assert "set checkpoint.go_back = 1" in log[-1]
     flip_a_bit(run / "step-00000006" / "trainer.json", 10)
     assert resumed(run, load=load)[0]["step"] == 4

@@ -128,7 +128,7 @@ def test_a_process_under_a_terminal_survives_one_interrupt_and_not_two():
 
 
 def test_what_is_needed_before_torch_does_not_import_it():
-    program = "import sys, trainer.lifecycle, trainer.console; sys.exit('torch' in sys.modules)"
+    program = "import sys, trainer.lifecycle, trainer.report.console; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 
