@@ -5,6 +5,7 @@ goes back to an earlier step, or starts anew, the later steps belong to a line t
 `abandoned-001/` and so on, where nothing picks them up again, counts them or removes them.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,26 +47,33 @@ def choose(root: Path, load: str | int, go_back: int = 0) -> Choice:
     own = [step_folder(root, each) for each in reversed(steps) if step is not None and each >= step]
     times = _times_gone_back(own)
     if own and own != [start] and go_back <= times:
-        fallback = [start] if isinstance(load, str) and start not in own else []
+        fallback = [start] if start.is_dir() and start not in own else []
         advice = f"to go back to it, set checkpoint.go_back = {times + 1}"
-        return Choice([*own, *fallback], f"{said}, but this run has later checkpoints; {advice}")
+        return Choice([*own, *fallback], f"{said}, but this run has its own checkpoints from that step on; {advice}")
     if isinstance(load, int) and load not in steps:
         there = ", ".join(map(str, steps)) or "none"
         raise ConfigError(f"checkpoint.load = {load}: no such step in {root}; steps there: {there}")
+    if isinstance(load, str):
+        if not start.is_dir():
+            raise ConfigError(f'checkpoint.load = "{load}": no such folder (use "latest", "none", a step or a path)')
+        manifests.read_manifest(start)
     return Choice([start], f"{said}, and checkpoint.go_back {go_back}" if go_back else said)
 
 
 def _starting_point(root: Path, load: str | int) -> tuple[Path, int | None]:
-    """The checkpoint that a run begins from, and its step; None: it is an import, which no run can go on from."""
+    """The checkpoint that a run begins from, and its step; None: unknown, or an import, which no run can go on from."""
     if isinstance(load, int):
         return step_folder(root, load), load
     folder = Path(load)
-    if not folder.is_dir():
-        raise ConfigError(f'checkpoint.load = "{load}": no such folder (use "latest", "none", a step or a path)')
-    step = manifests.read_manifest(folder).step
+    try:
+        step = manifests.read_manifest(folder).step
+        is_import = not manifests.read_trainer_state(folder)
+    except UserError:  # it may be gone, or damaged, since the run has begun from it
+        named = re.fullmatch(r"step-(\d{8,})", folder.name)
+        return folder, int(named[1]) if named else None
     if is_own(root, folder, step):
         return step_folder(root, step), step
-    return folder, step if manifests.read_trainer_state(folder) else None
+    return folder, None if is_import else step
 
 
 def _times_gone_back(folders: list[Path]) -> int:

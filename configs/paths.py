@@ -59,8 +59,8 @@ def _texts(key: str, inputs: list[str]) -> Iterator[Missing]:
 
 def _checkpoint(config: Config) -> Iterator[Missing]:
     load, init_from = config.checkpoint.load, config.checkpoint.init_from
-    if isinstance(load, str) and load not in ("latest", "none") and not Path(load).is_dir():
+    has_own = any((config.job.folder / "checkpoints").glob("step-*"))  # then where it began may be gone
+    if isinstance(load, str) and load not in ("latest", "none") and not has_own and not Path(load).is_dir():
         yield "checkpoint.load", f'is "{load}": no such folder (use "latest", "none", a step, a path)'
-    starts_anew = load == "none" or not any((config.job.folder / "checkpoints").glob("step-*"))
-    if init_from is not None and starts_anew and not Path(init_from).is_dir():
+    if init_from is not None and (load == "none" or not has_own) and not Path(init_from).is_dir():
         yield "checkpoint.init_from", f'is "{init_from}": no such folder of a checkpoint'

@@ -272,7 +272,7 @@ class Job(Table):
     """auto: cuda where there is one, else cpu."""
     allow_run_change: bool = False
     """Go on from a checkpoint although run keys have changed since; the change is recorded. Another
-    training.seq_len, seed or mixture is refused even so: the samples would come in another order amid an epoch."""
+    training.seq_len, seed or mixture is refused even so: the samples would come in another order within an epoch."""
     timeout_seconds: PositiveInt = 600
     """How long a rank waits in a collective before the run fails; a hang is reported after half of that."""
     grace_seconds: PositiveInt = 30

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         for line in differences:
             console.warning(f"the job's own settings count: {line}")
-        console.line(f'To go on from it: checkpoint.load = "{options.output}"')
+        console.line(f'To go on from it: checkpoint.load = "{options.output}" and, in the same run, go_back = 1')
 
     return run_command(work, "stopped; nothing was written")
 

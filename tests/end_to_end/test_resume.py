@@ -99,7 +99,7 @@ def test_the_command_that_began_from_a_folder_goes_on_when_it_is_repeated(tmp_pa
     for steps in (8, 11):
         assert launch_here(tmp_path, *began, "--training.steps", str(steps)) == 0
         assert [step for step, *_ in curve(run)] == list(range(6, steps + 1))
-    said = "but this run has later checkpoints; to go back to it, set checkpoint.go_back = 1"
+    said = "but this run has its own checkpoints from that step on; to go back to it, set checkpoint.go_back = 1"
     assert said in " ".join(capsys.readouterr().out.split())
     straight = curve(run)
     for steps in (9, 12):

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -357,7 +358,7 @@ def test_a_run_is_not_thrown_back_by_the_command_that_began_it(tmp_path, of):
     save_steps(run, 4, 6, load=load)
     state, saved = make_state(99), resumed(run, load=load, log=log)[0]
     assert saved["step"] == 6
-    assert f"going on from {run}/step-00000006: checkpoint.load is {load}, but this run has later" in "\n".join(log)
+    assert f"going on from {run}/step-00000006: checkpoint.load is {load}, but this run has its own" in "\n".join(log)
     assert "set checkpoint.go_back = 1" in log[-1]
     flip_a_bit(run / "step-00000006" / "trainer.json", 10)
     assert resumed(run, load=load)[0]["step"] == 4
@@ -365,6 +366,22 @@ def test_a_run_is_not_thrown_back_by_the_command_that_began_it(tmp_path, of):
     (run / "step-00000004" / "trainer.json").unlink()
     make_manager(run, load=load).resume(state)
     assert_equal(state, make_state(2))
+
+
+def test_where_a_run_began_may_be_gone_or_damaged_since(tmp_path):
+    base, run = tmp_path / "base", tmp_path / "run"
+    save_steps(base, 2)
+    load = step_folder(base, 2)
+    save_steps(run, 4, load=str(load))
+    (load / "trainer.json").unlink()
+    assert resumed(run, load=str(load))[0]["step"] == 4
+    with pytest.raises(Damaged, match=r"step-00000002 is damaged: trainer.json is missing"):
+        resumed(run, load=str(load), go_back=1)
+    shutil.rmtree(load)
+    assert resumed(run, load=str(load))[0]["step"] == 4
+    with pytest.raises(ConfigError, match=r"step-00000002.: no such folder"):
+        resumed(run, load=str(load), go_back=1)
+    assert steps_in(run) == [4]
 
 
 def test_going_back_takes_a_word_that_counts_once(tmp_path):

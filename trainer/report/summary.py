@@ -309,13 +309,13 @@ def _would_run_on_two_ranks(config: Config) -> bool:
 
 
 def _new_run(config: Config, suffix: str) -> dict[str, str]:
-    """The keys that give a run a folder of its own, and have it begin at its beginning."""
+    """The keys that give a run a folder of its own, and start it from its first step."""
     load, go_back = config.checkpoint.load, config.checkpoint.go_back
-    anew = {} if load == "latest" else {"checkpoint.load": "latest"}
-    anew |= {"checkpoint.go_back": "0"} if go_back else {}
+    from_start = {} if load == "latest" else {"checkpoint.load": "latest"}
+    from_start |= {"checkpoint.go_back": "0"} if go_back else {}
     if config.job.output_dir:
-        return {"job.output_dir": f"{config.job.output_dir.rstrip('/')}-{suffix}", **anew}
-    return {"job.name": f"{config.job.name}-{suffix}", **anew}
+        return {"job.output_dir": f"{config.job.output_dir.rstrip('/')}-{suffix}", **from_start}
+    return {"job.name": f"{config.job.name}-{suffix}", **from_start}
 
 
 def _with(command: Sequence[str], changes: Mapping[str, str]) -> str:
