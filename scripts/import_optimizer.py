@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the packages are found from any folder
+if not __package__:  # run as a file, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from checkpoint.export.optimizer_import import import_optimizer
 from scripts.command import parser_of, run_command
 from scripts.export_optimizer import described_optimizers
 from trainer.report.console import Console
@@ -23,6 +23,7 @@ from trainer.report.console import Console
 def main(arguments: Sequence[str] | None = None) -> int:
     """Import what the command line says; returns the exit code."""
     options = _parser().parse_args(arguments)
+    from checkpoint.export.optimizer_import import import_optimizer
 
     def work(console: Console) -> None:
         optimizers, _ = described_optimizers(options.checkpoint)

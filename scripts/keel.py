@@ -22,6 +22,7 @@ _SCRIPTS = {
     "export-hf": ("export_hf", "write a checkpoint's model as a Hugging Face folder"),
     "import-hf": ("import_hf", "turn a Hugging Face model into a checkpoint"),
     "export-optimizer": ("export_optimizer", "write a checkpoint's optimizer state for plain torch"),
+    "import-optimizer": ("import_optimizer", "take a plain torch optimizer's state into a checkpoint"),
     "benchmark": ("benchmark", "measure speed"),
     "parity": ("parity", "prove that the mesh does not change the run"),
 }
