@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from scripts.parity import whole
+from scripts.parity_compare import whole
 from scripts.parity_rows import FROZEN, FROZEN_ENDS, freeze_rows, groups_of
 from tests.distributed.test_owner_training import CUT, MUON, ROUNDED, learner_of, manager_of, owners, settings, train
 from tests.distributed.test_parity import assert_parity
