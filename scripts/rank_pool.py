@@ -65,7 +65,7 @@ class RankPool:
         if ranks > self.size:
             raise ValueError(f"{ranks} ranks asked of a pool of {self.size}")
         while len(self._workers) < ranks:
-            self._workers.append(_start_worker())
+            self._workers.append(_start_worker(self.backend))
         workers = self._workers[:ranks]
         with tempfile.TemporaryDirectory() as folder:
             store = os.path.join(folder, "store")
@@ -110,9 +110,12 @@ def _cause(workers: list[_Worker], rank: int, error: str) -> tuple[int, str]:
     return rank, error
 
 
-def _start_worker() -> _Worker:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *PRELOADED])
+def _start_worker(backend: str) -> _Worker:
+    if "nccl" in backend:  # CUDA cannot be used in a fork of a process that has imported what asks for it
+        context: Any = multiprocessing.get_context("spawn")
+    else:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, *PRELOADED])
     here, there = context.Pipe()
     crash = tempfile.NamedTemporaryFile("r")  # noqa: SIM115  it is open for as long as the worker lives
     process = context.Process(target=_work, args=(there, crash.name), daemon=True)

@@ -10,11 +10,27 @@ import pytest
 SLOW = {
     "distributed/test_compile.py": ("*[[]FSDP x TP]", "*[[]HSDP, bfloat16]", "*[[]CP by *]"),
     "distributed/test_expert.py": ("test_experts_apart_do_not_change_the_run*",),
+    "distributed/test_freezing.py": (
+        "*[[]frozen, PP 4*",
+        "*[[]frozen, HSDP 2x2*",
+        "*[[]frozen, owner 2*",
+        "*[[]frozen, tied*",
+        "test_stops*[[]Muon]",
+        "test_stops*[[]owner x TP, masters]",
+        "test_stops*[[]PP]",
+        "test_stops*[[]tied]",
+    ),
     "distributed/test_grace.py": ("*[[]TP 2, eager]", "*[[]experts, EP 2, eager]", "*[[]owner 2, eager]"),
     "distributed/test_moe.py": ("test_balance_and_biases*", "test_other_meshes[[]5 experts*"),
     "distributed/test_moving_run.py": ("*[[]experts]",),
     "distributed/test_not_finite.py": ("test_of_a_moment_before_an_async_save",),
     "distributed/test_optimizer_export.py": ("*all-1.5]", "*[[]PP 2]", "*[[]owner 2, AdamW]"),
+    "distributed/test_optimizer_import.py": (
+        "*[[]FSDP 2 x TP 2]",
+        "*[[]experts, dense]",
+        "*[[]owner 2, Muon]",
+        "*[[]tied, frozen]",
+    ),
     "distributed/test_order_guard.py": ("test_it_sees_collectives_inside_compiled_blocks",),
     "distributed/test_owner_training.py": (
         "test_from_four_ranks*[[]AdamW]",

@@ -30,6 +30,7 @@ from checkpoint.safe_read import read_metadata, require_stored
 from checkpoint.tensor_stream import Counter, Progress, entry_of, read_tensor, write_tensors
 from checkpoint.verify import check_tensors
 from configs.errors import UserError
+from configs.untrusted import shortened
 
 MODEL = "model."
 _NOT_COMPARED = {"params", "param_names", "lr", "initial_lr", "fused", "foreach", "capturable", "differentiable"}
@@ -142,18 +143,38 @@ def _read_state(source: Path, name: str, expected: StateDict, optimizers: Mappin
     if not path.is_file():
         raise UserError(f"{source} has no {path.name}; the job's optimizers need {_files(optimizers)}")
     content = _load(path)
-    try:
-        groups = content["param_groups"]
-        ids = [number for group in groups for number in group["params"]]
-        names = [each for group in groups for each in group.get("param_names", ())]
-        if not isinstance(content["state"], dict) or not _are_states(content["state"].values()):
-            raise ValueError("its state has more than tensors")
-        if not names:
-            names = _names_by_place(path, groups, expected)
-        numbers = dict(zip(names, ids, strict=True))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is not what an optimizer's state_dict returns: {error}") from None
-    return _State(path, content, numbers, [_load(part) for part in parts])
+    if not _is_state_dict(content):
+        raise UserError(f"{path} is not what an optimizer's state_dict returns")
+    groups = content["param_groups"]
+    ids = [number for group in groups for number in group["params"]]
+    names = [each for group in groups for each in group.get("param_names", ())]
+    names = names or _names_by_place(path, groups, expected)
+    if not len(ids) == len(set(ids)) == len(names) == len(set(names)):
+        raise UserError(f"{path} has {len(ids)} parameters and {len(names)} names of them, which are not all distinct")
+    return _State(path, content, dict(zip(names, ids, strict=True)), [_load(part) for part in parts])
+
+
+def _is_state_dict(content: Any) -> bool:
+    """Whether it is of the form of an optimizer's state dict, with nothing but tensors in its state."""
+    if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
+        return False
+    state, groups = content["state"], content["param_groups"]
+    if not isinstance(state, dict) or not _all_are(dict, groups) or not _all_are(dict, list(state.values())):
+        return False
+    lists = ((int, group.get("params")) for group in groups), ((str, group.get("param_names", [])) for group in groups)
+    return all(_all_are(kind, each) for pairs in lists for kind, each in pairs) and _are_tensors(*state.values())
+
+
+def _all_are(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
+
+
+def _are_tensors(*of: Mapping[Any, Any]) -> bool:
+    """Whether all are tensors by name that have a value at each place, or, on the meta device, none."""
+    items = (item for each in of for item in each.items())
+    return all(
+        isinstance(key, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided for key, tensor in items
+    )
 
 
 def _put_in(tensor: Tensor, part: Mapping[str, Any], number: int, key: str) -> None:
@@ -164,10 +185,6 @@ def _put_in(tensor: Tensor, part: Mapping[str, Any], number: int, key: str) -> N
             tensor[tuple(slice(at, at + n) for at, n in zip(start, value.shape, strict=True))] = value
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"a part of {key} of parameter {number} is not as an export writes it: {error}") from None
-
-
-def _are_states(states: Any) -> bool:
-    return all(isinstance(value, Tensor) for state in states for value in state.values())
 
 
 def _names_by_place(path: Path, groups: Any, expected: StateDict) -> list[str]:
@@ -188,7 +205,7 @@ def _files(optimizers: Mapping[str, StateDict]) -> str:
 def _read_weights(path: Path, metadata: Metadata, names: list[str]) -> dict[str, Tensor]:
     """A plain model's state dict, by the names that a checkpoint gives its tensors."""
     content = _load(path)
-    if not isinstance(content, dict) or not _are_states([content]):
+    if not isinstance(content, dict) or not _are_tensors(content):
         raise UserError(f"{path} is not what a model's state_dict returns")
     found = {f"{MODEL}{name}": tensor for name, tensor in content.items()}
     known = {tensor.data_ptr() for name, tensor in found.items() if name in names}
@@ -234,8 +251,8 @@ def _other_settings(state: _State, expected: StateDict) -> list[str]:
     for group in expected["param_groups"]:
         for key, value in group.items():
             for name in group["param_names"] if key not in _NOT_COMPARED else ():
-                other = theirs[name].get(key, value)
+                other = theirs.get(name, {}).get(key, value)
                 if other is not None and json.dumps(other, default=str) != json.dumps(value, default=str):
-                    line = (key, str(value), str(other))
+                    line = (key, repr(value), shortened(repr(other), 100))
                     differing[line] = differing.get(line, 0) + 1
     return [f"{key} of {n} parameters: {ours}, in {state.path} {other}" for (key, ours, other), n in differing.items()]

@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from scripts.parity import whole
+from scripts.parity_compare import whole
 from scripts.parity_rows import FROZEN, FROZEN_ENDS, freeze_rows, groups_of
 from tests.distributed.test_owner_training import CUT, MUON, ROUNDED, learner_of, manager_of, owners, settings, train
 from tests.distributed.test_parity import assert_parity
@@ -25,7 +25,7 @@ TIED = ("--model.tie_embeddings", "true", "--optimizer.groups", groups_of({"embe
 STEPS = 6
 
 
-@pytest.mark.parametrize("name", [CHOSEN[0], *(pytest.param(name, marks=pytest.mark.long) for name in CHOSEN[1:])])
+@pytest.mark.parametrize("name", CHOSEN)
 def test_chosen_rows_in_float64(ranks, name):
     assert_parity(ranks, [ROWS[name]])
 
@@ -60,10 +60,10 @@ def _whole(learner: Learner) -> dict[str, torch.Tensor]:
     ("n", "words"),
     [
         (2, RESTING),
-        pytest.param(2, (*owners(2, *MUON), *RESTING), marks=pytest.mark.long),
-        pytest.param(4, (*owners(2, *CUT, *ROUNDED), *RESTING), marks=pytest.mark.long),
-        pytest.param(2, ("--mesh.pp", "2", *RESTING), marks=pytest.mark.long),
-        pytest.param(2, TIED, marks=pytest.mark.long),
+        (2, (*owners(2, *MUON), *RESTING)),
+        (4, (*owners(2, *CUT, *ROUNDED), *RESTING)),
+        (2, ("--mesh.pp", "2", *RESTING)),
+        (2, TIED),
     ],
     ids=["FSDP", "Muon", "owner x TP, masters", "PP", "tied"],
 )

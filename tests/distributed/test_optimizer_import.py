@@ -28,10 +28,9 @@ CASES = {
     "owner 2, Muon": (2, f"--mesh.dp_replicate 2 --mesh.dp_shard 1 {MUON}", "all"),
     "tied, frozen": (2, TIED_AND_FROZEN, "*.mlp.*=stay"),
 }
-SHORT = "by pattern"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == SHORT else pytest.mark.long) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_export_import_resume(ranks, tmp_path, capsys, name):
     n, words, gather = CASES[name]
     run, again = tmp_path / "run", tmp_path / "again"

@@ -35,7 +35,8 @@ def test_help_of_a_script(tmp_path: Path, script: str):
 
 
 @pytest.mark.parametrize(
-    "command", ["plan", "checkpoint show", "benchmark overlap", "parity", "train", "export-optimizer"]
+    "command",
+    ["plan", "checkpoint show", "benchmark overlap", "parity", "train", "export-optimizer", "import-optimizer"],
 )
 def test_help_of_a_command(tmp_path: Path, command: str):
     answer_quickly(

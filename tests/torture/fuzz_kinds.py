@@ -22,6 +22,7 @@ import torch.distributed as dist
 import xxhash
 
 from checkpoint.export.hf import INDEX_NAME, SINGLE_NAME, TokenizerFiles, export_hf, import_hf
+from checkpoint.export.optimizer_import import import_optimizer
 from checkpoint.lock import LOCK_NAME, lock
 from checkpoint.manifest import MANIFEST_NAME, TRAINER_NAME, read_manifest, read_trainer_state, sealed
 from checkpoint.safe_read import METADATA_NAME, read_metadata
@@ -359,6 +360,55 @@ def _tensor_file(folder: Path) -> Path:
         return write_checkpoint(folder / "checkpoints") / "__0_0.distcp"
 
 
+def _optimizer_state(meta: bool = False) -> dict[str, Any]:
+    """Of AdamW over a model, as its `state_dict` returns it."""
+    model = make_model(TINY["untied"])
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    found = optimizer.state_dict()
+    for entry in found["state"].values() if meta else ():
+        entry.update({key: tensor.to("meta") for key, tensor in entry.items()})
+    return found
+
+
+def _optimizer_file(folder: Path) -> Path:
+    _model_checkpoint(folder, TRAINER_NAME)
+    (folder / "state").mkdir()
+    torch.save(_optimizer_state(), folder / "state" / "adamw.pt")
+    return folder / "state" / "adamw.pt"
+
+
+def _mutated_state(content: bytes, dice: random.Random) -> bytes:
+    """Bytes, numbers and settings, or a tensor that is another, is larger than its memory, or lies over itself."""
+    if dice.random() < 0.4:
+        return mutated_bytes(content, dice)
+    values, forged = torch.load(io.BytesIO(content), weights_only=True), io.BytesIO()
+    if dice.random() < 0.5:
+        values["param_groups"] = mutated_value(values["param_groups"], dice)
+    else:
+        entry = values["state"][dice.choice(list(values["state"]))]
+        key = dice.choice(list(entry))
+        whole = entry[key]
+        others = (torch.zeros(1 << 20), torch.zeros(1).expand(1 << 40), torch.zeros(3, 3).to_sparse(), "text", None)
+        entry[key] = dice.choice((*others, whole.to("meta"), whole * torch.nan, torch.zeros(()).expand(whole.shape)))
+    torch.save(values, forged)
+    return forged.getvalue()
+
+
+def _import_state(path: Path) -> str:
+    output = path.parent.parent / "imported"
+    shutil.rmtree(output, ignore_errors=True)
+    checkpoint = path.parent.parent / "step-00000001"
+    return "\n".join(import_optimizer(checkpoint, path, output, {"adamw": _described_state()}))
+
+
+@cache
+def _described_state() -> dict[str, Any]:
+    return _optimizer_state(meta=True)
+
+
 # --------------------------------------------------------------------------- Hugging Face's folders
 
 
@@ -636,6 +686,7 @@ _ALL = (
     Kind(TRAINER_NAME, partial(_model_checkpoint, name=TRAINER_NAME), mutated_json, _read_state, _reseal),
     Kind(METADATA_NAME, partial(_model_checkpoint, name=METADATA_NAME), _mutated_index, _read_checkpoint, _reseal),
     Kind(".distcp", _tensor_file, _mutated_tensors, _resume, _reseal),
+    Kind("optimizer's state", _optimizer_file, _mutated_state, _import_state),
     Kind(SINGLE_NAME, partial(_hf_file, name=SINGLE_NAME), _mutated_safetensors, _import),
     Kind("safetensors index", partial(_hf_file, name=INDEX_NAME), mutated_json, _import),
     Kind("config.json", partial(_hf_file, name="config.json"), mutated_json, _import),
