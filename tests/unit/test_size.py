@@ -1,0 +1,52 @@
+"""The size of the code a reader has to know, by part: lines with code, without blank lines, comments and docstrings."""
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+PARTS = {
+    # part: (its files and folders, those of them that are other parts, code lines at most)
+    "the training path": (
+        ("train.py", "models", "parallelisms", "trainer", "checkpoint"),
+        ("guards", "planning", "report", "export", "prepare.py", "preparation.py", "text.py", "exports.py")
+        + ("tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py"),
+        6000,
+    ),
+    "what guards a run": (("trainer/guards", "parallelisms/guards"), (), 1600),
+    "job files: schema, reading, checks": (("configs",), (), 2100),
+    "estimates and reports": (("trainer/planning", "trainer/report"), (), 1700),
+}
+NOT_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
+
+
+def code_lines(path: Path) -> int:
+    source = path.read_text()
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docstrings |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {n for t in tokens if t.type not in NOT_CODE for n in range(t.start[0], t.end[0] + 1)}
+    return len(lines - docstrings)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_stays_within_its_size(part):
+    places, others, most = PARTS[part]
+    files = [path for place in places for path in ([ROOT / place] if place.endswith(".py") else (ROOT / place).rglob("*.py"))]
+    sizes = {path: code_lines(path) for path in files if not set(path.relative_to(ROOT).parts[1:]) & set(others)}
+    assert sum(sizes.values()) <= most, {
+        str(path.relative_to(ROOT)): n for path, n in sorted(sizes.items(), key=lambda item: -item[1])[:10]
+    }
