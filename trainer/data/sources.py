@@ -74,7 +74,7 @@ class TokenSource:
         return f"{self.n_windows} windows"
 
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:
-        """The first token of each window; raises as `SampleSource`."""
+        """The first token of each window; implements `SampleSource`."""
         if self._once and ordinals.size and ordinals.max() >= self.n_windows:
             raise UserError(
                 f"{self._folder.path}: validation needs {int(ordinals.max()) + 1} windows, but its "

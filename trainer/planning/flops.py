@@ -13,7 +13,7 @@ The formula counts all of the seq_len x seq_len scores, but a causal model needs
 
     6 * matrix elements +  6 * layers * heads * head_dim * seq_len        [causal]
 
-Keel's `mfu` and `tflops` are the *causal* ones: they never count work that nobody does, and so cannot flatter long
+Keel's `mfu` and `tflops` are the *causal* ones: they count only work that is really done, and so cannot flatter long
 sequences. The figures that PaLM, llm-foundry and torchtitan publish are full ones (early torchtitan's count the
 embedding besides); multiply `mfu` by full / causal, both in the start-up summary, to compare. What
 `data.document_mask` hides is counted in either.
