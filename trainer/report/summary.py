@@ -190,8 +190,8 @@ def _memory(config: Config, sizes: MeshSizes, device_type: str) -> str:
         "loss": peak.loss,
     }
     where = f", and {size(estimate.states)} of the host's memory" if estimate.offloaded else ""
-    beside = "; CUDA and the allocator's reserve come on top" if device_type == "cuda" else ""
-    lines = [f"about {size(estimate.device)} a rank{where} (estimate of what is allocated{beside})"]
+    beside = "; CUDA and the allocator's reserve are extra" if device_type == "cuda" else ""
+    lines = [f"about {size(estimate.device)} per rank{where} (estimate of what is allocated{beside})"]
     lines += [", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in states.items())]
     lines += [f"at the peak, in {peak.name}: " + ", ".join(f"{name} {size(n)}" for name, n in transient.items() if n)]
     return "\n".join(lines)
@@ -270,21 +270,21 @@ def _memory_held(memory: Memory) -> str:
     if not memory.allocator_retries and not memory.allocator_ooms:
         return held
     return (
-        f"{held}\nallocator retries {memory.allocator_retries} (it gave memory back and took it again, which is slow), "
+        f"{held}\nallocator retries {memory.allocator_retries} (it freed memory and tried again, which is slow), "
         f"times it ran out {memory.allocator_ooms}"
     )
 
 
 def next_rows(config: Config, state: State) -> list[Row]:
-    """What to try next: variations of the command that started this process, each right when it is repeated, too."""
+    """What to try next: variations of the command that started this process, each also correct when repeated."""
     go_on = {"checkpoint.load": "latest"} if config.checkpoint.load == "none" else {}
     if state != "done":
-        return [("go on from the newest checkpoint", _with(_this_command(), go_on))]
+        return [("resume from the newest checkpoint", _with(_this_command(), go_on))]
     longer = go_on | {"training.steps": str(2 * config.training.steps)}
     rows = [
-        ("go on to twice the steps", _with(_this_command(), longer)),
+        ("continue to twice the steps", _with(_this_command(), longer)),
         (
-            "another seed, as a run of its own",
+            "another seed, as a separate run",
             _with(_this_command(), _new_run(config, "seed-1") | {"training.seed": "1"}),
         ),
     ]
@@ -310,7 +310,7 @@ def _would_run_on_two_ranks(config: Config) -> bool:
 
 
 def _new_run(config: Config, suffix: str) -> dict[str, str]:
-    """The keys that give a run a folder of its own, and have it begin at its beginning."""
+    """The keys that give a run its own folder and make it start from the beginning."""
     load, go_back = config.checkpoint.load, config.checkpoint.go_back
     anew = {} if load == "latest" else {"checkpoint.load": "latest"}
     anew |= {"checkpoint.go_back": "0"} if go_back else {}
