@@ -272,7 +272,7 @@ def test_the_summary_shows_the_arithmetic():
     rows = summary(config(), sizes=MeshSizes(1, 2, 1))
     assert rows["ranks"] == "2 on cpu: dp_shard 2"
     assert summary(config(), sizes=MeshSizes(1, 2, 1, ep=2))["ranks"].endswith("\nexperts: ep 2 x shard 1")
-    assert rows["batch"] == "8 sequences of 256 = 2,048 tokens a step (4 at once on each of 2 data-parallel ranks)"
+    assert rows["batch"] == "8 sequences of 256 = 2,048 tokens per step (4 at once on each of 2 data-parallel ranks)"
     assert rows["steps"] == "300 = 614 K tokens"
     assert "no MFU" in rows["FLOPs"]
     assert "709,184" in rows["model"]

@@ -234,14 +234,14 @@ def build_loader(
 
 
 def merge_state_dicts(state_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One state dict out of those of all ranks after the same step."""
+    """Merge all ranks' state dicts after the same step into one."""
     names = state_dicts[0]["sources"]
     sources = {name: merge_states([each["sources"][name] for each in state_dicts]) for name in names}
     return {**state_dicts[0], "sources": sources}
 
 
 def _training_samples(config: Config, dp_rank: int, dp_size: int, start_sample: int) -> Iterator[np.ndarray]:
-    """A rank's samples from `start_sample` on, without end: (steps, micro-batches, micro_batch) at a time."""
+    """A rank's samples from `start_sample` on, endlessly: (steps, micro-batches, micro_batch) at a time."""
     size, micro_batch = config.training.global_batch_size, config.training.micro_batch_size
     slots = np.arange(size).reshape(-1, dp_size, micro_batch)[:, dp_rank]
     n_steps = max(1, _SAMPLES_PER_PLAN // slots.size)

@@ -307,7 +307,7 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def _hub_parts(dataset: str) -> tuple[str, str, str]:
-    """Name, config and revision of NAME[:CONFIG][@REVISION]; "" for what is not there."""
+    """Name, config and revision of NAME[:CONFIG][@REVISION]; "" for a missing part."""
     dataset, _, revision = dataset.partition("@")
     name, _, config = dataset.partition(":")
     return name, config, revision

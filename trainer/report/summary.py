@@ -158,7 +158,7 @@ def _batch(config: Config, sizes: MeshSizes) -> str:
     ranks = f" on each of {sizes.dp} data-parallel ranks" if sizes.dp > 1 else ""
     return (
         f"{training.global_batch_size:,} sequences of {training.seq_len:,} = {_tokens_per_step(config):,} tokens "
-        f"a step ({cut}{ranks})"
+        f"per step ({cut}{ranks})"
     )
 
 
@@ -172,7 +172,7 @@ def _flops(config: Config, peak: float | None) -> str:
     frozen = frozen_for_ever(config, skeleton(config.model))
     flops = flops_per_token(config.model, config.training.seq_len, frozen)
     of_peak = "no MFU: Keel's table has no peak of this device" if peak is None else f"MFU of {peak / 1e12:g} TFLOP/s"
-    return f"{count(flops.causal)} a token, {count(flops.full)} with the masked half of attention\n{of_peak}"
+    return f"{count(flops.causal)} per token, {count(flops.full)} with the masked half of attention\n{of_peak}"
 
 
 def _memory(config: Config, sizes: MeshSizes, device_type: str) -> str:
@@ -203,7 +203,9 @@ def slow_attention(config: Config, device_type: str) -> Iterator[str]:
     if not config.data.document_mask or has_kernel(device_type, getattr(torch, dtype), width):
         return
     in_tiles = config.mesh.cp > 1 and config.context.method != "all_to_all"
-    pairs = "tile by tile" if in_tiles else f"under a mask of all pairs, {size(config.training.seq_len**2)} a sequence"
+    pairs = (
+        "tile by tile" if in_tiles else f"under a mask of all pairs, {size(config.training.seq_len**2)} per sequence"
+    )
     yield (
         f"no kernel keeps documents apart on CUDA in {dtype} with heads of {width}: scores are materialized {pairs}, "
         'which is slow; there is one for training.compute_dtype = "bfloat16" and heads of a multiple of 8, up to 256'
