@@ -252,7 +252,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """Read the trainer's state in a checkpoint, as JSON; raises Damaged if it can't be read."""
+    """Read the trainer's state in a checkpoint, as JSON.
+
+    Raises:
+        Damaged: it can't be read.
+    """
     try:
         return parse_json(read_file(folder / TRAINER_NAME, MAX_JSON_BYTES))
     except OSError as error:

@@ -150,15 +150,15 @@ class _Index:
     def _call(self) -> None:
         """Create a shape, a layout or a memory format from a name, a number or a tuple of numbers."""
         arguments, function = self._stack.pop(), self._stack.pop()
-        _require(any(function is known for known in _FUNCTIONS), "it calls what no index does")
+        _require(any(function is known for known in _FUNCTIONS), "it calls a function that no index calls")
         [argument] = arguments
         is_plain = type(argument) in (str, int) or (type(argument) is tuple and all(type(n) is int for n in argument))
-        _require(is_plain, "it makes something of what is neither a name nor numbers")
+        _require(is_plain, "it passes something other than a name or numbers")
         self._stack.append(function(argument))
 
     def _object(self) -> None:
         arguments, cls = self._stack.pop(), self._stack.pop()
-        _require(arguments == () and any(cls is known for known in _OBJECTS), "it makes something that no index has")
+        _require(arguments == () and any(cls is known for known in _OBJECTS), "it creates an object that no index has")
         self._stack.append(object.__new__(cls))
 
     def _fields(self) -> None:
@@ -167,7 +167,7 @@ class _Index:
         if type(made) is TensorProperties:
             made.__setstate__(fields)
         else:
-            _require(type(fields) is dict, "it gives an object no fields")
+            _require(type(fields) is dict, "it gives an object something other than fields")
             made.__dict__.update(fields)  # a dict's keys were checked when it was filled; others raise TypeError
 
     def _append(self) -> None:
@@ -179,7 +179,7 @@ class _Index:
         self._list().extend(items)
 
     def _list(self) -> list[Any]:
-        _require(type(self._stack[-1]) is list, "it adds an item to what is no list")
+        _require(type(self._stack[-1]) is list, "it adds an item to something other than a list")
         return self._stack[-1]
 
     def _set_item(self) -> None:
@@ -191,7 +191,7 @@ class _Index:
 
     def _set(self, items: list[Any]) -> None:
         into = self._stack[-1]
-        _require(type(into) is dict, "it sets an item of what is no dict")
+        _require(type(into) is dict, "it sets an item of something other than a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) is not str:
                 _check_key(key)
@@ -263,7 +263,7 @@ def read_metadata(folder: Path) -> Metadata:
 def _reason(error: Exception) -> str:
     """The reason to show; a KeyError means an opcode that no index has, other errors explain themselves."""
     if isinstance(error, KeyError):
-        return "it is no index of tensors"
+        return "it is not an index of tensors"
     return str(error) or type(error).__name__
 
 
@@ -286,16 +286,16 @@ def _check(metadata: Any, folder: Path) -> None:
     if type(metadata.state_dict_metadata) is not dict or type(metadata.storage_data) is not dict:
         raise ValueError("it lists no tensors")
     if metadata.planner_data is not None:
-        raise ValueError("it was planned in a way that Keel does not plan")
+        raise ValueError("it has planner data, which Keel does not write")
     metadata.storage_meta = StorageMeta()
     _check_places(metadata.storage_data, folder)
     for name, entry in metadata.state_dict_metadata.items():
         if type(entry) is not TensorStorageMetadata:
-            raise ValueError(f"{name} is no tensor")
+            raise ValueError(f"{name} is not a tensor")
         if type(entry.size) is not torch.Size or not isinstance(entry.properties.dtype, torch.dtype):
             raise ValueError(f"{name} has no shape or no type")
         if sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
-            raise ValueError(f"parts of {name} are missing or doubled")
+            raise ValueError(f"parts of {name} are missing or duplicated")
         for chunk in entry.chunks:
             _check_part(name, entry, chunk, metadata.storage_data)
 
@@ -306,21 +306,21 @@ def _check_places(places: dict[Any, Any], folder: Path) -> None:
     for place in places.values():
         if type(place) is not _StorageInfo or not is_plain_name(place.relative_path):
             name = getattr(place, "relative_path", None)
-            raise ValueError(f"{name if type(name) is str else 'a place'} is no file of the checkpoint's folder")
+            raise ValueError(f"{name if type(name) is str else 'a place'} is not a file of the checkpoint's folder")
         if place.transform_descriptors is not None:
             raise ValueError(f"{place.relative_path} is encoded in a way that Keel does not write")
         if type(place.offset) is not int or type(place.length) is not int or place.offset < 0 or place.length <= 0:
-            raise ValueError(f"a place in {place.relative_path} is none")
+            raise ValueError(f"a place in {place.relative_path} is invalid")
         used[place.relative_path] += place.length
     for name, length in used.items():
         if length > (folder / name).lstat().st_size:
-            raise ValueError(f"{name} is shorter than what it is to hold")
+            raise ValueError(f"{name} is shorter than its tensors")
 
 
 def _check_part(name: str, entry: TensorStorageMetadata, chunk: Any, places: dict[Any, Any]) -> None:
     """Raise ValueError unless the part is inside its tensor and fits into its place."""
     if type(chunk) is not ChunkStorageMetadata or not len(chunk.offsets) == len(entry.size) == len(chunk.sizes):
-        raise ValueError(f"a part of {name} is none")
+        raise ValueError(f"a part of {name} is invalid")
     for offset, length, whole in zip(chunk.offsets, chunk.sizes, entry.size, strict=True):
         if not 0 <= offset <= offset + length <= whole:
             raise ValueError(f"a part of {name} is outside of it")
@@ -363,6 +363,6 @@ def require_stored(file: IO[bytes]) -> None:
     while at < start + n_bytes:
         entry = record(_ENTRY, at, b"PK\1\2")
         if entry[4]:
-            raise ValueError("it is compressed, as Keel and torch never write it")
+            raise ValueError("it is compressed, which neither Keel nor torch ever writes")
         at += _ENTRY.size + sum(entry[10:13])
     file.seek(0)

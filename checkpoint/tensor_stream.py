@@ -73,7 +73,11 @@ def entry_of(metadata: Metadata, name: str) -> TensorStorageMetadata:
 
 
 def read_part(folder: Path, metadata: Metadata, name: str, chunk: ChunkStorageMetadata) -> Tensor:
-    """Read one of a tensor's parts in the index; raises UserError as `read_tensor` does."""
+    """Read one of a tensor's parts in the index.
+
+    Raises:
+        UserError: as in `read_tensor`.
+    """
     place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
     dtype = entry_of(metadata, name).properties.dtype
     try:

@@ -39,7 +39,11 @@ def check(folder: Path) -> Manifest:
 
 
 def check_tensors(folder: Path, manifest: Manifest, metadata: Metadata, prefix: str) -> None:
-    """Compare every file that holds a part of a tensor with such a prefix with its hash; raises Damaged."""
+    """Compare every file that holds a part of a tensor whose name starts with `prefix` with its hash.
+
+    Raises:
+        Damaged: a file has changed, or can't be read.
+    """
     places = metadata.storage_data.items()
     files = {place.relative_path for index, place in places if index.fqn.startswith(prefix)}
     for name in sorted(files):

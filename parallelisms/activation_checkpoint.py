@@ -166,7 +166,7 @@ def select(block: nn.Module, config: ActivationCheckpoint, default_ops: Sequence
     if nth > 1 and not (kept and _MATMULS.intersection(ops)):
         raise ConfigError(
             f"activation_checkpoint.save_every_nth_matmul = {nth} keeps no matmul: a block has {len(names)} matrices "
-            f"({', '.join(names)}), and save_ops must name aten.mm; lower it, or list in save_ops what is to be kept"
+            f"({', '.join(names)}), and save_ops must name aten.mm; lower it, or list the ops to keep in save_ops"
         )
     return Selection(ops, tuple(name for name in names if name not in kept))
 

@@ -1,7 +1,7 @@
-"""Parameters that another axis of the mesh has cut, as tensor parallelism does, before they get owners.
+"""Owned parameters that another axis of the mesh, such as tensor parallelism, has already sharded.
 
-A rank holds its part of such a parameter. An optimizer that updates element by element works on the part; one that
-needs whole matrices puts the parts together first, and keeps its own afterwards.
+A rank holds its part of such a parameter. An element-wise optimizer works on the part; an optimizer that needs whole
+matrices gathers the parts first, and afterwards keeps only its own.
 """
 
 from typing import Any
@@ -14,17 +14,17 @@ from parallelisms.ranks import local_part
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The memory behind a parameter or gradient: the whole, or this rank's part of it."""
+    """This rank's part of a parameter or gradient, detached; the whole if it is not sharded."""
     return local_part(tensor).detach()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A parameter or gradient that is cut, put together; all ranks over which it is cut must call it."""
+    """Gather a sharded parameter or gradient; all ranks over which it is sharded must call it."""
     return placed(local(tensor), tensor).full_tensor()
 
 
 def placed(value: Any, parameter: Tensor) -> Any:
-    """An optimizer's tensor for this rank's part of a parameter, with its place in the whole; a count as it is."""
+    """Turn an optimizer's tensor for this rank's part of a parameter into a DTensor; a count stays as it is."""
     cut = cut_of(parameter)
     if cut is None or not isinstance(value, Tensor) or value.shape != local(parameter).shape:
         return value
@@ -32,15 +32,15 @@ def placed(value: Any, parameter: Tensor) -> Any:
 
 
 def own_part(value: Any, parameter: Tensor) -> Any:
-    """The reverse: what this rank keeps of an optimizer's tensor for a whole parameter."""
+    """Take this rank's part of an optimizer's tensor for a whole parameter; the inverse of `placed`."""
     cut = cut_of(parameter)
     if cut is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
-    return distribute_tensor(value, *cut, src_data_rank=None).to_local()  # every rank has the whole: none is sent
+    return distribute_tensor(value, *cut, src_data_rank=None).to_local()  # every rank has the whole, so nothing is sent
 
 
 def cut_of(parameter: Tensor) -> tuple[DeviceMesh, list[Placement]] | None:
-    """Over which ranks a parameter is cut, and how; None if they all hold the whole."""
+    """The ranks over which a parameter is sharded, and how; None if they all hold the whole."""
     if not isinstance(parameter, DTensor):
         return None
     mesh, placements = parameter.device_mesh, parameter.placements

@@ -152,10 +152,12 @@ def prepare_backward(model: nn.Module, config: Fsdp, is_last_micro_batch: bool) 
 
 
 def freeze(models: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter], frozen: Collection[str]) -> None:
-    """Between two steps, let the parameters named in `frozen` rest, and all others train.
+    """Freeze the parameters named in `frozen`, and unfreeze all others; call it between two steps.
 
     Args:
-        parameters: those of the models, by name, as they are between two steps (FSDP's shards).
+        models: the pipeline stages of this rank.
+        parameters: their parameters by name, as they are between two steps (FSDP's shards).
+        frozen: names of the parameters to freeze.
     """
     for name, parameter in parameters.items():
         parameter.requires_grad_(name not in frozen)

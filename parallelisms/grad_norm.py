@@ -37,7 +37,7 @@ def grad_norm(
         by_groups[_sharding_groups(gradient)].append(local_part(gradient))
         device = _exchanged_on(gradient)
     totals = [_total_over(groups, local, norm_type, device) for groups, local in by_groups.items()]
-    if not totals:  # all of this rank's are frozen, those of another stage may not be
+    if not totals:  # all of this rank's parameters are frozen, but another stage's may not be
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         totals = [torch.zeros((), dtype=dtype, device=_exchanged_on(parameters[0]))]
     is_max = math.isinf(norm_type)
@@ -65,7 +65,7 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _exchanged_on(tensor: Tensor) -> torch.device | str:
-    """The device on which ranks exchange what belongs to a tensor, which itself may be kept in the host's memory."""
+    """The device on which ranks exchange a tensor's data, even if the tensor itself is kept in CPU memory."""
     return tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device
 
 

@@ -1,7 +1,7 @@
-"""A parameter as the optimizer of its owner sees it: a plain tensor, with all that lies between the two.
+"""A parameter as its owner's optimizer sees it: a plain tensor, and the conversion between the two.
 
-It is the parameter's own memory, or a master copy in full precision where the parameters are sent rounded. Of one that
-another axis of the mesh cuts it is this rank's part, or, if the update needs whole matrices, all parts put together.
+The tensor is the parameter's own memory, or a master copy in full precision if parameters are sent rounded. If another
+axis of the mesh shards the parameter, it is this rank's part or, if the update needs whole matrices, all parts gathered.
 """
 
 from typing import Any
@@ -14,30 +14,30 @@ from parallelisms.cut_parameters import cut_of, local, own_part, placed, whole
 
 
 class OwnedParameter:
-    """One that this rank owns."""
+    """A parameter that this rank owns."""
 
     def __init__(self, parameter: Parameter, rounds_to: torch.dtype | None, updated_whole: bool) -> None:
         """
         Args:
-            parameter: all ranks over which it is cut must make this of it, if it is `updated_whole`.
-            rounds_to: the type in which it is sent, which leaves a master here; None: as it is.
+            parameter: if `updated_whole`, all ranks over which it is sharded must construct this object for it.
+            rounds_to: the dtype in which it is sent, with a master copy kept here; None: it is sent as it is.
             updated_whole: whether its update needs all parts.
         """
         self._parameter, self._rounds_to = parameter, rounds_to
         self._is_put_together = updated_whole and cut_of(parameter) is not None
         self.plain = Parameter(self._seen(parameter).clone() if rounds_to else self._seen(parameter))
-        """What the optimizer updates."""
+        """The tensor that the optimizer updates."""
         self._known_version = -1
 
     def _seen(self, tensor: Tensor) -> Tensor:
-        """A parameter or gradient as the optimizer sees it."""
+        """A parameter or gradient in the form that the optimizer sees."""
         return whole(tensor) if self._is_put_together else local(tensor)
 
     # ------------------------------------------------------------------ an update
 
     def lend(self) -> None:
-        """Show the optimizer this step's gradient, and the parameter's memory, which FSDP may have moved."""
-        if self._parameter.grad is None:  # frozen: it is not updated
+        """Give the optimizer this step's gradient, and the parameter's memory, which FSDP may have moved."""
+        if self._parameter.grad is None:  # frozen, so it is not updated
             return
         if self._rounds_to is None:
             self.plain.data = self._seen(self._parameter)
@@ -46,7 +46,7 @@ class OwnedParameter:
         self.plain.grad = self._seen(self._parameter.grad)
 
     def take_back(self) -> None:
-        """Let go of the gradient, and of what was put together, after keeping this rank's part of it."""
+        """Release the gradient and what was gathered, after keeping this rank's part of the result."""
         if self._is_put_together and self._rounds_to is None:
             if self.plain.grad is not None:
                 local(self._parameter).copy_(own_part(self.plain.data, self._parameter))
@@ -54,18 +54,18 @@ class OwnedParameter:
         self.plain.grad = None
 
     def to_send(self) -> Tensor:
-        """This rank's part of what the update has made, in full precision."""
+        """This rank's part of the updated parameter, in full precision."""
         return own_part(self.plain.detach(), self._parameter) if self._rounds_to else local(self._parameter)
 
     def arrived(self) -> None:
-        """Note that the parameter is what was sent: what is written to it from now on was not written here."""
+        """Record that the parameter now holds what was sent, so that later writes are recognized as foreign."""
         self._known_version = local(self._parameter)._version
 
     def follow(self) -> None:
-        """Let the master follow its parameter if someone else has written that, as a model's `load_state_dict` does.
+        """Update the master if its parameter was written from elsewhere, for example by a model's `load_state_dict`.
 
-        Where the parameter still is what the master rounds to, the master stays. (One that was put together is taken
-        up only by `load_master`: to compare it, all its ranks would have to gather it at every step.)
+        Where the parameter still equals the rounded master, the master stays. (A gathered parameter is taken over only
+        by `load_master`: to compare it, all its ranks would have to gather it at every step.)
         """
         held, master = local(self._parameter), self.plain.data
         if self._is_put_together or held._version == self._known_version:
@@ -76,22 +76,22 @@ class OwnedParameter:
     # ------------------------------------------------------------------ saving and loading
 
     def saved(self) -> Tensor:
-        """What is saved of it, in full precision; a DTensor where it is cut."""
+        """The tensor to save, in full precision; a DTensor if the parameter is sharded."""
         return placed((self.plain if self._rounds_to else local(self._parameter)).detach(), self._parameter)
 
     def placed(self, value: Any) -> Any:
-        """A value of the optimizer's state with its place in the whole."""
+        """Turn a value of the optimizer's state into a DTensor, with its place in the whole."""
         return placed(value, self._parameter)
 
     def taken_from(self, value: Any) -> Any:
-        """The reverse, of one that is of the whole parameter."""
+        """This rank's part of a value for the whole parameter; the inverse of `placed`."""
         return value if self._is_put_together else own_part(value, self._parameter)
 
     @torch.no_grad()
     def load_master(self, master: Tensor | None) -> None:
-        """Take over the whole parameter in full precision; None: as it is now.
+        """Load the whole parameter in full precision; None: take the parameter's current value.
 
-        Whether it rounds to what the parameter holds is looked at when it is needed.
+        Whether it rounds to the parameter's value is checked when that matters.
         """
         self.plain.data.copy_(self._seen(self._parameter) if master is None else self.taken_from(master))
         self._known_version = -1

@@ -68,7 +68,7 @@ def _param_groups(module: FSDPModule) -> list[FSDPParamGroup]:
 
 
 def find_gradient_types(module: FSDPModule) -> None:
-    """Let a module's group learn again which types its gradients have: FSDP asks only once those that train then."""
+    """Recompute the dtypes of a module's gradients: FSDP determines them once, from the parameters that train then."""
     for group in _param_groups(module):
         group._init_mp_dtypes()
 

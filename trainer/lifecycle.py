@@ -1,9 +1,9 @@
-"""The life of a process: the signals that stop it, the status that it leaves behind, the code that it exits with.
+"""The life of a process: the signals that stop it, the status file that it leaves, and its exit code.
 
-Imported and used before torch: a signal that arrives while torch is being imported (seconds) would otherwise kill the
-process with nothing saved. A handler therefore only records the signal; the training loop asks at every step, agrees
-with the other ranks, saves and ends. torchrun flattens the exit codes of its workers to 1, so the truth about how a
-run ended is `status.json`.
+This file is imported and used before torch: a signal that arrives while torch is being imported (seconds) would
+otherwise kill the process with nothing saved. A handler only records the signal; the training loop checks for it at
+every step, agrees with the other ranks, saves and ends. torchrun flattens the exit codes of its workers to 1, so only
+`status.json` says for certain how a run ended.
 """
 
 import json
@@ -34,11 +34,11 @@ STOP_SIGNALS = (
     signal.SIGINT,
     signal.SIGUSR1,
 )  # SIGUSR1 is SLURM's usual notice ahead of the time limit
-_SECOND_INTERRUPT_SECONDS = 0.5  # two keystrokes of a person are further apart than one Ctrl-C that arrives twice
+_SECOND_INTERRUPT_SECONDS = 0.5  # a person's two keystrokes are further apart than one Ctrl-C that arrives twice
 
 
 def exit_code(state: State, error: BaseException | None = None) -> int:
-    """The exit code that reports how a run ended; an error of the user's brings its own (78: in the config)."""
+    """The exit code that reports how a run ended; a user's mistake has its own code (78: in the config)."""
     if isinstance(error, KeelError):
         return error.exit_code
     if error is not None:
@@ -51,15 +51,15 @@ def exit_code(state: State, error: BaseException | None = None) -> int:
 
 @dataclass
 class StopRequest:
-    """What the signal handlers have recorded; the training loop reads it once a step."""
+    """The record of the signal handlers; the training loop reads it once per step."""
 
     signal_number: int | None = None
     received_at: float = 0.0
     arrivals: int | None = None
-    """File descriptor on which the numbers of signals arrive at once; Python's handlers wait for the main thread."""
+    """File descriptor that receives signal numbers immediately; Python's handlers have to wait for the main thread."""
 
     def __bool__(self) -> bool:
-        """Whether this rank was asked to stop; the others may know nothing of it yet."""
+        """Whether this rank was asked to stop; the other ranks may not know it yet."""
         return self.signal_number is not None
 
     @property
@@ -68,10 +68,10 @@ class StopRequest:
         return "" if self.signal_number is None else signal.Signals(self.signal_number).name
 
     def arrived(self) -> int | None:
-        """The number of a signal that has come; to be asked by one thread, which is not the main one.
+        """The number of a signal that has arrived; call it from a single thread other than the main thread.
 
-        It knows of a signal also while the main thread is in a long call of C++ (a backward pass, a collective), after
-        which `record` will be called.
+        It sees a signal even while the main thread is in a long C++ call (a backward pass, a collective), before
+        `record` can run.
         """
         if self.signal_number is None and self.arrivals is not None:
             with suppress(BlockingIOError):
@@ -80,18 +80,18 @@ class StopRequest:
         return self.signal_number
 
     def wait(self, seconds: float) -> bool:
-        """Sleep until a signal comes, but no longer than that; whether one came."""
+        """Sleep until a signal arrives, at most for `seconds`; returns whether one did."""
         deadline = time.monotonic() + seconds
         while not self and time.monotonic() < deadline:
-            time.sleep(0.05)  # Python goes on sleeping after a handler has returned
+            time.sleep(0.05)  # short, since Python resumes sleeping after a handler has returned
         return bool(self)
 
     def record(self, signal_number: int, _frame: FrameType | None) -> None:
-        """The signal handler. The first signal is remembered; an impatient person's second Ctrl-C raises.
+        """Record the first signal; this is the signal handler.
 
         Raises:
-            KeyboardInterrupt: at a second SIGINT from the terminal. From anywhere else (torchrun forwards each one)
-                it changes nothing: the checkpoint that the first one asked for is being written.
+            KeyboardInterrupt: a second SIGINT came from the terminal, from an impatient person. One from elsewhere
+                (torchrun forwards each) is ignored, since the checkpoint that the first one requested is being written.
         """
         now = time.monotonic()
         if self.signal_number is None:
@@ -101,12 +101,12 @@ class StopRequest:
 
 
 def install_signal_handlers() -> StopRequest:
-    """Record SIGTERM, SIGINT and SIGUSR1 from now on; call it before torch is imported, in the main thread."""
+    """Record SIGTERM, SIGINT and SIGUSR1 from now on; call it in the main thread, before torch is imported."""
     arrivals, wakeup = os.pipe()
     for end in (arrivals, wakeup):
         os.set_blocking(end, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))  # a child's signals are its own
+    os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))  # a child must not report its signals here
     request = StopRequest(arrivals=arrivals)
     for number in STOP_SIGNALS:
         signal.signal(number, request.record)
@@ -121,17 +121,17 @@ def _at_terminal() -> bool:
 
 
 def write_status(run_folder: Path, state: State, step: int, reason: str = "", **details: object) -> None:
-    """Replace `status.json` of the run folder. Rank 0 calls it, or where that has died, one of the others.
+    """Replace `status.json` of the run folder. Rank 0 calls it or, if that has died, another rank.
 
     Args:
         run_folder: must exist.
         state: running, done, preempted (saved after a signal) or failed.
         step: optimizer steps completed since the start of the run.
-        reason: why it ended: a signal's name, an error's message.
+        reason: why it ended: a signal's name, or an error's message.
         details: further JSON values, such as the newest checkpoint.
 
     Raises:
-        OSError: the disk refuses. A full one does not refuse if there is a status already.
+        OSError: the file can't be written. On a full disk it still can, if it exists already.
     """
     status = {
         "state": state,
@@ -147,7 +147,7 @@ def write_status(run_folder: Path, state: State, step: int, reason: str = "", **
 
 
 def read_status(run_folder: Path) -> dict[str, Any]:
-    """What status.json says; empty if there is none, or it is not of the form that `write_status` gives it."""
+    """Read status.json; empty if there is none, or if it is not in the form of `write_status`."""
     try:
         status = parse_json(read_file(run_folder / "status.json", MAX_JSON_BYTES))
     except (OSError, ValueError):
@@ -158,7 +158,7 @@ def read_status(run_folder: Path) -> dict[str, Any]:
 
 
 def refresh_status(run_folder: Path, step: int, reason: str = "") -> None:
-    """Say that this process still runs: `time` is now, `step` where it is; not if it has said already that it ends."""
+    """Record that this process still runs, with the current time and step, unless the status says that it has ended."""
     with _writing_status:
         status = read_status(run_folder)
         is_ours = (status.get("pid"), status.get("host")) == (os.getpid(), socket.gethostname())
@@ -173,10 +173,10 @@ _writing_status = threading.Lock()
 
 
 def tell_torchrun(reason: str) -> None:
-    """Have torchrun's report on its failed ranks, which is the last that a person sees, say why this one ends.
+    """Write the reason to torchrun's error file, so that torchrun's report, the last thing a person sees, shows it.
 
-    The file has the form of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, without a call stack, in
-    place of which torchrun shows the message. Does nothing without torchrun.
+    The file has the form of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, but without a call stack,
+    so that torchrun shows the message instead. Does nothing without torchrun.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:

@@ -110,7 +110,7 @@ def _sweep(
     settings: CrossEntropy,
     gradients: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> Tensor:
-    """The loss; its gradients by hidden (tokens, dim) and by weight (vocab, dim) are left in `gradients`, if wanted."""
+    """Compute the loss and, into `gradients`, the wanted gradients of hidden (tokens, dim) and weight (vocab, dim)."""
     measure, differentiate_ = _kernels(settings.compile)
     dtype = _softmax_dtype(hidden)
     rows = chunk_rows(len(hidden), len(weight) * dtype.itemsize, hidden.device.type)

@@ -71,7 +71,7 @@ class DataState(TypedDict):
 
     next_sample: Count
     order: NotRequired[dict[str, Any]]
-    """What decides which sample has which number; see `DataLoader.state_dict`."""
+    """Everything that decides which sample has which number; see `DataLoader.state_dict`."""
     sources: dict[str, SourceState]
 
 

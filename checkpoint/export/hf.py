@@ -279,7 +279,11 @@ def _draft(config: dict[str, Any], tokenizer_hash: str | None) -> Manifest:
 
 
 def _tensors_in(source: Path) -> dict[str, _SourceTensor]:
-    """The tensors of all safetensors files, by name; raises UserError if there are none, or one can't be read."""
+    """The tensors of all safetensors files, by name.
+
+    Raises:
+        UserError: there are none, or one can't be read.
+    """
     names = _file_names(source)
     tensors: dict[str, _SourceTensor] = {}
     for name in names:

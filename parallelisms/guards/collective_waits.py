@@ -23,7 +23,7 @@ class CollectiveWaits:
     On a CPU, a collective is waited for where it is issued. On a GPU, events before and after it record how long it
     was on its stream. They are read once they have completed, so that the host does not wait. Collectives on a stream
     other than the issuing one, such as tensor parallelism's, are not seen. Point-to-point messages, such as those
-    between pipeline stages, are left out: there, pairs of ranks wait for each other in an order of their own.
+    between pipeline stages, are left out: there, pairs of ranks wait for each other in varying order.
     """
 
     def __init__(self, groups: Collection[dist.ProcessGroup], device: torch.device) -> None:

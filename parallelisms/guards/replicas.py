@@ -71,7 +71,7 @@ class Difference:
 
 
 def copies_on(tensors: Mapping[str, Tensor], mesh: Mesh, owned: Collection[str] = ()) -> list[Copy]:
-    """This rank's tensors of which other ranks hold copies, sorted by name.
+    """This rank's copies of tensors that other ranks also hold, sorted by name.
 
     Args:
         tensors: plain tensors are whole, and the same on all ranks of a pipeline stage.

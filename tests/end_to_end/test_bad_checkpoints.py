@@ -64,7 +64,12 @@ CASES = {
         78,
         "embed_tokens.weight: float32 [256, 32] in the checkpoint, float64 [256, 32] here",
     ),
-    "length, allowed": (None, ("--training.seq_len", "8", *ALLOWED), 78, "training.seq_len: 16 -> 8\nTo go on in it"),
+    "length, allowed": (
+        None,
+        ("--training.seq_len", "8", *ALLOWED),
+        78,
+        "training.seq_len: 16 -> 8\nResuming in the new order",
+    ),
     "tokenizer": (lambda c: rewrite(c, tokenizer_hash="ab"), (), 78, "content of the tokenizer: ab -> None"),
     "data": (of_other_data, (), 1, "source 'noise' has changed since the checkpoint"),
     "newer": (lambda c: rewrite(c, format_version=99), (), 1, "has format 99; this Keel reads up to"),

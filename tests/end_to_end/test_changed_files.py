@@ -115,7 +115,7 @@ def test_what_changes_nothing_for_the_run_does_not_end_it(tmp_path: Path, during
 
     # The next launch finds the other file.
     assert launch_here(tmp_path, *words, "--training.steps", "60") == 1
-    assert "The data of the source 'web' has changed since the checkpoint" in said(tmp_path)
+    assert "the data of the source 'web' has changed since the checkpoint" in said(tmp_path)
     os.rename(tmp_path / "old.tokens", file)
     assert launch_here(tmp_path, *words, "--training.steps", "60") == 0
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "step-00000060" / "MANIFEST.json").read_text())
@@ -135,6 +135,6 @@ def test_text_that_was_replaced_between_two_launches(tmp_path: Path, capsys: pyt
     os.utime(text, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert text.stat().st_size == times.st_size
     assert launch_here(tmp_path, *words, "--training.steps", "5") == 1
-    assert "The data of the source 'notes' has changed since the checkpoint" in capsys.readouterr().err
+    assert "the data of the source 'notes' has changed since the checkpoint" in capsys.readouterr().err
     text.write_text(content)
     assert launch_here(tmp_path, *words, "--training.steps", "5") == 0

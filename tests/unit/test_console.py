@@ -274,7 +274,7 @@ def test_the_summary_shows_the_arithmetic():
     rows = summary(config(), sizes=MeshSizes(1, 2, 1))
     assert rows["ranks"] == "2 on cpu: dp_shard 2"
     assert summary(config(), sizes=MeshSizes(1, 2, 1, ep=2))["ranks"].endswith("\nexperts: ep 2 x shard 1")
-    assert rows["batch"] == "8 sequences of 256 = 2,048 tokens a step (4 at once on each of 2 data-parallel ranks)"
+    assert rows["batch"] == "8 sequences of 256 = 2,048 tokens per step (4 at once on each of 2 data-parallel ranks)"
     assert rows["steps"] == "300 = 614 K tokens"
     assert "no MFU" in rows["FLOPs"]
     assert "709,184" in rows["model"]
@@ -332,7 +332,7 @@ def test_the_closing_says_what_the_device_had_reserved_and_lacked():
     for counts, expected in {
         (60 * 2**30, 70 * 2**30, 0, 0, 80 * 2**30): "60.0 GiB at the peak, 70.0 GiB reserved (87.5% of the device's)",
         (60 * 2**30, 70 * 2**30, 3, 1, 80 * 2**30): "60.0 GiB at the peak, 70.0 GiB reserved (87.5% of the device's)\n"
-        "allocator retries 3 (it gave memory back and took it again, which is slow), times it ran out 1",
+        "allocator retries 3 (it freed memory and tried again, which is slow), times it ran out 1",
     }.items():
         rows = dict(closing_rows(config(), Path("runs/toy"), seconds, None, memory_of(list(counts)), None))
         assert rows["memory"] == expected
@@ -360,19 +360,19 @@ def launched(monkeypatch):
 @pytest.mark.usefixtures("launched")
 def test_what_to_try_next_can_be_pasted():
     rows = dict(next_rows(config(), "done"))
-    assert rows["go on to twice the steps"] == "torchrun train.py --config debug.toml --training.steps 600"
+    assert rows["continue to twice the steps"] == "torchrun train.py --config debug.toml --training.steps 600"
     assert rows["the same curve from two ranks"] == (
         "torchrun --nproc-per-node 2 train.py --config debug.toml --training.steps 300 --job.name toy-2-ranks"
     )
     assert "the same curve from two ranks" not in dict(next_rows(config(training={"micro_batch_size": 8}), "done"))
     own_folder = dict(next_rows(config(job={"output_dir": "out/"}), "done"))
-    assert "--job.output_dir out-seed-1" in own_folder["another seed, as a run of its own"]
+    assert "--job.output_dir out-seed-1" in own_folder["another seed, as a separate run"]
 
 
 @pytest.mark.usefixtures("launched")
 def test_after_a_stop_the_same_command_goes_on():
     assert next_rows(config(), "preempted") == [
-        ("go on from the newest checkpoint", "torchrun train.py --config debug.toml --training.steps 300")
+        ("resume from the newest checkpoint", "torchrun train.py --config debug.toml --training.steps 300")
     ]
 
 
@@ -388,7 +388,7 @@ def test_what_to_try_next_does_not_repeat_how_this_launch_began(monkeypatch):
     [(_, command)] = next_rows(went_back, "preempted")
     assert command == f"torchrun train.py --config debug.toml {' '.join(began)}"
     rows = dict(next_rows(went_back, "done"))
-    assert rows["another seed, as a run of its own"] == (
+    assert rows["another seed, as a separate run"] == (
         "torchrun train.py --config debug.toml --job.name toy-seed-1 --checkpoint.load latest --checkpoint.go_back 0 "
         "--training.seed 1"
     )

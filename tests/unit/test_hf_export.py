@@ -193,7 +193,7 @@ def test_a_flipped_byte(tmp_path, verify, place):
 def test_sizes_that_are_none(text, capsys):
     with pytest.raises(SystemExit):
         script.main(["a", "b", "--max-shard-size", text])
-    assert "no size" in capsys.readouterr().err
+    assert "not a size" in capsys.readouterr().err
 
 
 def test_sizes():

@@ -45,7 +45,9 @@ def code_lines(path: Path) -> int:
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_stays_within_its_size(part):
     places, others, most = PARTS[part]
-    files = [path for place in places for path in ([ROOT / place] if place.endswith(".py") else (ROOT / place).rglob("*.py"))]
+    files = [
+        path for place in places for path in ([ROOT / place] if place.endswith(".py") else (ROOT / place).rglob("*.py"))
+    ]
     sizes = {path: code_lines(path) for path in files if not set(path.relative_to(ROOT).parts[1:]) & set(others)}
     assert sum(sizes.values()) <= most, {
         str(path.relative_to(ROOT)): n for path, n in sorted(sizes.items(), key=lambda item: -item[1])[:10]

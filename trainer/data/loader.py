@@ -134,7 +134,7 @@ def _documents(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class DataLoader:
     """A rank's optimizer steps, each a list of micro-batches.
 
-    In training, iterating goes on where it last stood, without end; in validation, each `iter` begins a new pass.
+    In training, iteration is endless and continues where it was; in validation, each `iter` begins a new pass.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class DataLoader:
         restarts: bool,
         order: dict[str, Any],
     ) -> None:
-        """Hand out the steps of `make_steps(start_sample)`, which `reader` reads; `order` as `_order_of` has it."""
+        """Iterate over `make_steps(start_sample)`, which uses `reader`; `order` is from `_order_of`."""
         self._make_steps, self._reader, self._restarts = make_steps, reader, restarts
         self._order = order
         self._states = reader.states()
@@ -168,10 +168,10 @@ class DataLoader:
         return step.micro_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands in its data after the steps that were handed out, as JSON.
+        """The run's position in its data after the steps returned so far, as JSON.
 
-        `next_sample` alone fixes what comes next, in the order that `order` describes; `sources` makes going on from
-        there fast, and notices a change of the data. The states of several ranks become one by `merge_state_dicts`.
+        `next_sample` alone determines what comes next, in the order that `order` describes. `sources` makes resuming
+        there fast, and reveals a change of the data. `merge_state_dicts` merges the states of several ranks.
         """
         return {"next_sample": self._next_sample, "order": self._order, "sources": self._states}
 
@@ -198,15 +198,15 @@ def build_loader(
     """The loader of rank `dp_rank` of `dp_size` data-parallel ranks.
 
     Args:
-        start_sample: where training goes on; a step's end.
-        validation: read validation.sequences samples of validation.sources instead, each pass the same and in the same
-            number of micro-batches on all ranks (the last may be padded).
-        states, order: `sources` and `order` of the merged state dict of the run that goes on here.
+        start_sample: the first sample; must be at the end of a step.
+        validation: read validation.sequences samples of validation.sources instead. Every pass is the same, and has the
+            same number of micro-batches on all ranks (the last may be padded).
+        states, order: on a resume, `sources` and `order` of the merged state dict.
 
     Raises:
-        ConfigError: weights that lie too far apart, a tokenizer of another size than the model's, another order of the
-            samples than `order`.
-        UserError: data that is missing, damaged, too short, or (unless job.allow_run_change) not that of `states`.
+        ConfigError: the weights differ too much, the tokenizer's size is not the model's, or the samples have another
+            order than `order`.
+        UserError: data is missing, damaged, too short, or (unless job.allow_run_change) differs from that of `states`.
     """
     sources = _build_sources(config, validation, states or {})
     configs = config.validation.sources if validation else config.data.sources
@@ -234,14 +234,14 @@ def build_loader(
 
 
 def merge_state_dicts(state_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One state dict out of those of all ranks after the same step."""
+    """Merge all ranks' state dicts after the same step into one."""
     names = state_dicts[0]["sources"]
     sources = {name: merge_states([each["sources"][name] for each in state_dicts]) for name in names}
     return {**state_dicts[0], "sources": sources}
 
 
 def _training_samples(config: Config, dp_rank: int, dp_size: int, start_sample: int) -> Iterator[np.ndarray]:
-    """A rank's samples from `start_sample` on, without end: (steps, micro-batches, micro_batch) at a time."""
+    """A rank's samples from `start_sample` on, endlessly: (steps, micro-batches, micro_batch) at a time."""
     size, micro_batch = config.training.global_batch_size, config.training.micro_batch_size
     slots = np.arange(size).reshape(-1, dp_size, micro_batch)[:, dp_rank]
     n_steps = max(1, _SAMPLES_PER_PLAN // slots.size)
@@ -288,18 +288,18 @@ def _build_source(
 
 
 def _check_unchanged(sources: dict[str, SampleSource], states: dict[str, dict[str, Any]]) -> None:
-    """Raise UserError if a source does not hold what it did when its state was saved."""
+    """Raise UserError if a source's content has changed since its state was saved."""
     for name, source in sources.items():
         if name in states and states[name]["fingerprint"] != source.state()["fingerprint"]:
             raise UserError(
-                f"The data of the source {name!r} has changed since the checkpoint, so the run would not go on with "
-                "the samples that it has not seen. Put the old data back, or set job.allow_run_change = true (token "
-                "files must be as long as they were)."
+                f"the data of the source {name!r} has changed since the checkpoint, so the run would not continue with "
+                "the samples that it has not seen; restore the old data, or set job.allow_run_change = true (token "
+                "files must have the same length as before)"
             )
 
 
 def _order_of(config: Config, mixture: Mixture, sources: dict[str, SampleSource]) -> dict[str, Any]:
-    """All that decides which sample has which number, but for the content of the data; as JSON."""
+    """Everything that decides which sample has which number, except the content of the data; as JSON."""
     order: dict[str, Any] = {"training.seq_len": config.training.seq_len, "training.seed": config.training.seed}
     for index, (name, source) in enumerate(sources.items()):
         share = f"{mixture.counts[index]} of {mixture.block_length} samples"
@@ -308,7 +308,7 @@ def _order_of(config: Config, mixture: Mixture, sources: dict[str, SampleSource]
 
 
 def _check_same_order(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ConfigError unless the samples have the numbers that they had when `before` was saved."""
+    """Raise ConfigError unless the samples have the same numbers as when `before` was saved."""
     lines = [
         f"\n  {key}: {before.get(key, '(none)')} -> {now.get(key, '(none)')}"
         for key in {**before, **now}
@@ -317,7 +317,7 @@ def _check_same_order(before: dict[str, Any], now: dict[str, Any]) -> None:
     if lines:
         raise ConfigError(
             f"the samples of this run now come in another order than at the checkpoint:{''.join(lines)}\n"
-            "To go on in it would repeat a part of the epoch and leave out another, so job.allow_run_change does not "
-            "cover it. Change it back, or begin a run of its own with these weights: --checkpoint.init_from "
+            "Resuming in the new order would repeat one part of the epoch and skip another, so job.allow_run_change "
+            "does not cover it. Change it back, or start a new run with these weights: --checkpoint.init_from "
             "CHECKPOINT --job.output_dir NEW_FOLDER (its optimizer, schedule and data start at the beginning)"
         )

@@ -71,7 +71,7 @@ def _feistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
 
 
 def _mix(value: np.ndarray) -> np.ndarray:
-    """Hash 64-bit values to 64 bits, of which the upper are the best: splitmix64's finalizer."""
+    """Hash 64-bit values to 64 bits, the upper ones mixed best: splitmix64's finalizer."""
     value = (value ^ (value >> np.uint64(30))) * _MULTIPLIER_1
     value = (value ^ (value >> np.uint64(27))) * _MULTIPLIER_2
     return value ^ (value >> np.uint64(31))

@@ -314,7 +314,11 @@ def _follow_parent() -> None:
 
 
 def _record(settings: Settings, reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sum up the shards; raises UserError if a split has no tokens."""
+    """Sum up the shards.
+
+    Raises:
+        UserError: a split has no tokens.
+    """
     splits = {name: Split() for name in settings.splits}
     for report in reports:
         for name, split in splits.items():
@@ -340,7 +344,11 @@ def _record(settings: Settings, reports: list[dict[str, Any]]) -> dict[str, Any]
 
 
 def _is_finished(output: Path, settings: Settings) -> bool:
-    """Whether OUTPUT was prepared with these settings; raises UserError if it contains anything else."""
+    """Whether OUTPUT was prepared with these settings.
+
+    Raises:
+        UserError: it contains anything else.
+    """
     if (output / RECORD).is_file():
         _check_same(output, _read_json(output / RECORD).get("settings"), settings)
         return True
@@ -350,7 +358,11 @@ def _is_finished(output: Path, settings: Settings) -> bool:
 
 
 def _enter(working: Path, settings: Settings) -> None:
-    """Start or resume in a working folder; raises UserError if it was started with other settings."""
+    """Start or resume in a working folder.
+
+    Raises:
+        UserError: it was started with other settings.
+    """
     state = working / "settings.json"
     if state.exists():
         _check_same(working, _read_json(state), settings)
@@ -410,7 +422,11 @@ def _discard(folder: Path) -> None:
 
 
 def _read_record(output: Path) -> dict[str, Any]:
-    """The record of a finished preparation; raises UserError if it is incomplete."""
+    """The record of a finished preparation.
+
+    Raises:
+        UserError: it is incomplete.
+    """
     record = _read_json(output / RECORD)
     splits = [record.get(name, {}) for name in (TRAIN, VALIDATION)]
     counts = [
@@ -429,7 +445,11 @@ def _is_split(value: Any) -> bool:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read an object that `_write_json` has written; raises UserError if the file is not one."""
+    """Read an object that `_write_json` has written.
+
+    Raises:
+        UserError: the file is not one.
+    """
     try:
         content = parse_json(read_file(path, MAX_JSON_BYTES))
     except OSError as error:

@@ -19,7 +19,7 @@ class SampleSource(Protocol):
 
     @property
     def layout(self) -> str:
-        """Into what its data are cut, for people; with another, the same ordinal is another window."""
+        """How its data are divided, for people; if this changes, the same ordinal means another window."""
 
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:
         """The addresses of the source's `ordinals`-th samples; int64 of the same shape.
@@ -74,7 +74,7 @@ class TokenSource:
         return f"{self.n_windows} windows"
 
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:
-        """The first token of each window; raises as `SampleSource`."""
+        """The first token of each window; implements `SampleSource`."""
         if self._once and ordinals.size and ordinals.max() >= self.n_windows:
             raise UserError(
                 f"{self._folder.path}: validation needs {int(ordinals.max()) + 1} windows, but its "
@@ -114,7 +114,7 @@ class SyntheticSource:
 
     @property
     def layout(self) -> str:
-        """Nothing: every window is drawn."""
+        """Empty, since every window is drawn independently."""
         return ""
 
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:

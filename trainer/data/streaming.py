@@ -237,10 +237,10 @@ class TextSource:
 
 
 def text_fingerprint(layout: Sequence[Piece], tokenizer_hash: str, virtual_shards: int) -> str:
-    """Hash of all that decides which window is which: the text, how it is laid out, and the tokenizer.
+    """Hash of everything that decides which window is which: the text, its division into pieces, and the tokenizer.
 
-    Of more than FULL_CHECK_BYTES of text only so many are read, of each file from its beginning to its end: a file in
-    place of another is noticed, a word in place of another may not be. Of the hub, the commit stands for the text.
+    At most FULL_CHECK_BYTES of text are read, in blocks spread evenly over each file: a replaced file is noticed, a
+    replaced word in a larger corpus may not be. For a hub dataset, the commit identifies the text.
     """
     files = dict.fromkeys(Path(piece.path) for piece in layout if piece.kind != "hub")
     share = min(1.0, FULL_CHECK_BYTES / max(1, sum(piece.n_bytes for piece in layout if piece.kind != "hub")))
@@ -250,17 +250,17 @@ def text_fingerprint(layout: Sequence[Piece], tokenizer_hash: str, virtual_shard
 
 
 def _version(file: Path) -> tuple[int, int, int]:
-    """Size, inode and time of change of a file; zeros for what is none, which its reader will complain of."""
+    """Size, inode and change time of a file; zeros if it is not a file, which its reader will report."""
     if not file.is_file():
         return 0, 0, 0
     status = file.stat()
     return status.st_size, status.st_ino, status.st_ctime_ns
 
 
-@cache  # asked for twice in a launch: before the ranks compare their data, and by the source
+@cache  # needed twice in a launch: when the ranks compare their data, and by the source
 def _content_hash(file: Path, share: float, size: int, _inode: int, _changed: int) -> str:
-    """Hash of the blocks of a file, or of an evenly spread `share` of them, the first and the last included."""
-    if not size:  # perhaps a pipe, which nobody must wait for
+    """Hash of a file's blocks, or of an evenly spread `share` of them, including the first and the last."""
+    if not size:  # may be a pipe, which must not be waited for
         return ""
     digest = xxhash.xxh3_128(str(size).encode())
     n_blocks = -(-size // _BLOCK_BYTES)

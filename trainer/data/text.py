@@ -69,7 +69,11 @@ class BadFiles:
         self.messages: list[str] = []
 
     def add(self, message: str) -> None:
-        """Count one more; raises UserError if it exceeds the limit."""
+        """Count one more.
+
+        Raises:
+            UserError: it exceeds the limit.
+        """
         self.messages.append(message)
         if len(self.messages) > (self.limit or 0):
             shown = "\n".join(f"  {message}" for message in self.messages[-20:])
@@ -78,7 +82,11 @@ class BadFiles:
             raise UserError(f"{len(self.messages)} unreadable input(s){allowed}:\n{shown}\nFix or remove them{choice}")
 
     def extend(self, messages: Iterable[str]) -> None:
-        """Count several more; raises UserError if they exceed the limit."""
+        """Count several more.
+
+        Raises:
+            UserError: they exceed the limit.
+        """
         for message in messages:
             self.add(message)
 
@@ -91,7 +99,11 @@ def documents(input: str, text_key: str = "text", bad: BadFiles | None = None) -
 
 
 def pieces(input: str) -> list[Piece]:
-    """Divide one input into pieces; raises UserError if there is no such file, folder or dataset."""
+    """Divide one input into pieces.
+
+    Raises:
+        UserError: there is no such file, folder or dataset.
+    """
     if input == STDLIB:
         return _stdlib_pieces()
     if input.startswith(HUB):
@@ -105,13 +117,14 @@ def pieces(input: str) -> list[Piece]:
 
 
 def pin(input: str, before: str | None = None) -> str:
-    """An input with the commit at which it is read, for a dataset of the hub can change under its name.
+    """Pin a hub dataset, which can change under its name, to the commit at which it is read.
 
-    `hub:NAME@REVISION` (a branch or tag; without one, the main branch) becomes `hub:NAME@COMMIT`: that of `before`, if
-    it is the same dataset as it was pinned in an earlier launch, or else what the revision stands for now. A commit
-    stays as it is, and so does what is no dataset of the hub.
+    `hub:NAME@REVISION` (a branch or tag; by default the main branch) becomes `hub:NAME@COMMIT`: the commit of `before`,
+    if that is the same dataset, pinned in an earlier launch, and otherwise the revision's current commit. A commit, and
+    an input that is not a hub dataset, stay unchanged.
 
-    Raises UserError if the hub knows no such dataset or revision, or does not answer.
+    Raises:
+        UserError: the hub has no such dataset or revision, or does not answer.
     """
     if not input.startswith(HUB):
         return input
@@ -294,7 +307,7 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def _hub_parts(dataset: str) -> tuple[str, str, str]:
-    """Name, config and revision of NAME[:CONFIG][@REVISION]; "" for what is not there."""
+    """Name, config and revision of NAME[:CONFIG][@REVISION]; "" for a missing part."""
     dataset, _, revision = dataset.partition("@")
     name, _, config = dataset.partition(":")
     return name, config, revision
@@ -316,7 +329,11 @@ def _hub_error(dataset: str, what: str, error: Exception) -> UserError:
 
 
 def _parse(line: bytes) -> object:
-    """Parse the JSON value on a line; raises ValueError if there is none."""
+    """Parse the JSON value on a line.
+
+    Raises:
+        ValueError: there is none.
+    """
     try:
         return parse_json(line.rstrip().decode())
     except json.JSONDecodeError as error:  # its own text would mention a second line number
@@ -324,7 +341,11 @@ def _parse(line: bytes) -> object:
 
 
 def _text_of(record: object, text_key: str) -> str:
-    """The text of a JSON object or row; raises ValueError if it has none."""
+    """The text of a JSON object or row.
+
+    Raises:
+        ValueError: it has none.
+    """
     if not isinstance(record, dict):
         raise ValueError(f"expected an object with the key {text_key!r}, found {type(record).__name__}")
     if not isinstance(text := record.get(text_key), str):
@@ -340,7 +361,11 @@ def _line_number(path: str, offset: int) -> int:
 
 
 def _import(module: str, purpose: str) -> Any:
-    """Import a package that only some inputs need; raises UserError with the install command."""
+    """Import a package that only some inputs need.
+
+    Raises:
+        UserError: it is not installed; the message has the install command.
+    """
     try:
         return importlib.import_module(module)
     except ImportError:

@@ -227,7 +227,11 @@ class TokenFile:
         return found.astype(np.int64)
 
     def verify(self) -> None:
-        """Read and check all tokens; raises UserError if some are damaged."""
+        """Read and check all tokens.
+
+        Raises:
+            UserError: some are damaged.
+        """
         self._verify_blocks(0, self.header.n_blocks)
 
     def check_unchanged(self) -> None:
@@ -295,7 +299,11 @@ class TokenFile:
             raise self._error(at, f"{what} (token {start + index} of the file)")
 
     def _bytes(self, at: int, size: int) -> bytes:
-        """Read bytes [at, at + size) of the file; raises UserError if they cannot be read, or are no longer there."""
+        """Read bytes [at, at + size) of the file.
+
+        Raises:
+            UserError: they cannot be read, or are no longer there.
+        """
         try:
             data = os.pread(self._descriptor, size, at)
             while len(data) < size and (more := os.pread(self._descriptor, size - len(data), at + len(data))):
@@ -412,7 +420,11 @@ class TokenFolder:
 
 
 def folder_fingerprint(path: Path) -> str:
-    """The fingerprint of a TokenFolder at `path`, from its headers alone; raises OSError if one can't be read."""
+    """The fingerprint of a TokenFolder at `path`, from its headers alone.
+
+    Raises:
+        OSError: one can't be read.
+    """
     headers = []
     for file_path in _token_files(path):
         with file_path.open("rb") as file:

@@ -108,7 +108,11 @@ class SentencePieceTokenizer:
     """A SentencePiece model; `decode(encode(text)) == text` for every text if Keel trained it."""
 
     def __init__(self, path: Path, content: bytes) -> None:
-        """Read the model from `content`, the bytes of `path`; raises UserError if they are not a model."""
+        """Read the model from `content`, the bytes of `path`.
+
+        Raises:
+            UserError: they are not a model.
+        """
         try:
             self._model = sentencepiece.SentencePieceProcessor()
             self._model.load_from_serialized_proto(content)
@@ -159,7 +163,11 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: Path, content: bytes) -> None:
-        """Read the tokenizer from `content`, the bytes of `path`; raises UserError if they are not a tokenizer."""
+        """Read the tokenizer from `content`, the bytes of `path`.
+
+        Raises:
+            UserError: they are not a tokenizer.
+        """
         try:
             import tokenizers
         except ImportError:

@@ -77,7 +77,7 @@ class Grace:
         self._key = f"keel/stop/{name[0]}"
         self._store: dist.Store | None = store_of_all_ranks()
         """None once it is gone, as after the death of torchrun."""
-        self._held_up = threading.Lock()  # whoever holds it, the main thread or this one, decides about the update
+        self._held_up = threading.Lock()  # held by the thread that decides whether the update may run
         self._held_up.acquire()
         self._finished = _Finished(0, lambda reason, group: lambda: None, 0.0)
         self._updated = torch.cuda.Event() if device.type == "cuda" else None

@@ -13,13 +13,13 @@ The formula counts all of the seq_len x seq_len scores, but a causal model needs
 
     6 * matrix elements +  6 * layers * heads * head_dim * seq_len        [causal]
 
-Keel's `mfu` and `tflops` are the *causal* ones: they never count work that nobody does, and so cannot flatter long
-sequences. The figures that PaLM, llm-foundry and torchtitan publish are full ones (early torchtitan's count the
-embedding besides); multiply `mfu` by full / causal, both in the start-up summary, to compare. What
-`data.document_mask` hides is counted in either.
+Keel's `mfu` and `tflops` are the *causal* ones: they count only work that is really done, and so cannot flatter long
+sequences. The figures that PaLM, llm-foundry and torchtitan publish are full ones (early torchtitan's also count the
+embedding); to compare, multiply `mfu` by full / causal, which are both in the start-up summary. Both count what
+`data.document_mask` hides.
 
-Where parameters are frozen, the backward pass leaves out the gradients by them, and those by what only they led to:
-neither is counted.
+For frozen parameters, the backward pass skips their gradients, and the gradients of activations that only they led to.
+Neither is counted.
 """
 
 from collections.abc import Collection
@@ -43,10 +43,12 @@ class TokenFlops:
 
 
 def flops_per_token(model: Model, seq_len: int, frozen: Collection[str] = ()) -> TokenFlops:
-    """FLOPs a token of a sequence of `seq_len`, by the formulas at the top of this file.
+    """FLOPs per token of a sequence of `seq_len` tokens, by the formulas in the module docstring.
 
     Args:
-        frozen: names of the parameters that are.
+        model: the model's table.
+        seq_len: tokens per sequence.
+        frozen: names of the frozen parameters.
     """
     head = model.vocab_size * model.dim
     matrices = sum(active_matrices(model, layer) for layer in range(model.n_layers)) + head
@@ -57,10 +59,10 @@ def flops_per_token(model: Model, seq_len: int, frozen: Collection[str] = ()) ->
 
 
 def _left_out(model: Model, parts: Skeleton, frozen: Collection[str]) -> tuple[int, int]:
-    """What a backward pass need not do: gradients, in elements of the matrices, and layers whose attention it skips.
+    """What a backward pass skips: gradients, in elements of the matrices, and layers, for their attention.
 
-    A matrix that is frozen has no gradient, and its input none if nothing before it trains. Matrices with one input
-    (q, k and v; gate and up) are neighbors in one module, cut alike by tensor parallelism.
+    A frozen matrix has no gradient, and its input has none if nothing before it trains. Matrices with the same input
+    (q, k and v; gate and up) are neighbors in one module, and sharded alike by tensor parallelism.
     """
 
     def place(name: str) -> tuple[str, int | None]:
@@ -75,7 +77,7 @@ def _left_out(model: Model, parts: Skeleton, frozen: Collection[str]) -> tuple[i
             gradients = (name in frozen) + (not is_reached)
             elements += 0 if parts.is_before_blocks(name) else gradients * _active(model, parts, name)
         is_reached = is_reached or any(name not in frozen for name in members)
-        through_attention.setdefault(module, is_reached)  # as it is after q, k and v
+        through_attention.setdefault(module, is_reached)  # the value after q, k and v
     if model.tie_embeddings:
         embedding = next(filter(parts.is_before_blocks, parts.shapes))
         elements += ((embedding in frozen) + (not is_reached)) * prod(parts.shapes[embedding])
@@ -83,7 +85,7 @@ def _left_out(model: Model, parts: Skeleton, frozen: Collection[str]) -> tuple[i
 
 
 def _active(model: Model, parts: Skeleton, name: str) -> int:
-    """Elements of a matrix that a token is multiplied with; none of a norm."""
+    """Elements of a matrix by which a token is multiplied; 0 for a norm."""
     shape = parts.shapes[name]
     if len(shape) < 2:
         return 0

@@ -107,7 +107,7 @@ class _Group:
     shard: int
     """Elements of the largest FSDP shard."""
     trained: int
-    """Of `elements`, those that have gradients."""
+    """Elements that have gradients."""
     trained_shard: int
     layer: int | None = None
     """The block's number, if the group is a block."""
@@ -210,7 +210,7 @@ class RankMemory:
 
     @cached_property
     def _idle_layers(self) -> set[int]:
-        """The layers that no gradient reaches, since nothing up to them trains: autograd keeps nothing of them."""
+        """The layers that no gradient reaches, since nothing up to them trains; autograd keeps nothing for them."""
         trained = [self.model.block_of(name) for name in self.model.shapes if name not in self.frozen]
         if any(self.model.is_before_blocks(name) for name in self.model.shapes.keys() - self.frozen):
             return set()
@@ -381,7 +381,7 @@ class RankMemory:
 
     @property
     def _head(self) -> str:
-        """The parameter that makes logits: the last, or the embedding that is tied to it."""
+        """Name of the parameter that produces the logits: the last, or the embedding tied to it."""
         names = list(self.model.shapes)
         return names[0] if self.config.model.tie_embeddings else names[-1]
 
@@ -430,12 +430,16 @@ def frozen_for_ever(config: Config, model: Skeleton) -> set[str]:
 
 
 def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int]) -> list[int]:
-    """Bytes of optimizer state on each rank that holds another part of it, of parameters of so many `elements` each.
+    """Bytes of optimizer state, for each rank that holds a different part of it.
 
-    AdamW keeps two moments and a float32 step count, Muon one momentum, neither anything of what is frozen for ever; an
-    owner that sends rounded parameters keeps them in full, too. Muon's are of whole matrices, also where tensor
-    parallelism cuts the parameters. The buffers of the broadcasts are not counted: they are freed before there are
-    activations.
+    AdamW keeps two moments and a float32 step count, Muon one momentum; neither keeps anything for parameters that
+    never train. An owner that sends rounded parameters also keeps them in full precision. Muon's state is of whole
+    matrices, even if tensor parallelism shards the parameters. Broadcast buffers are not counted, since they are freed
+    before activations appear.
+
+    Args:
+        config, sizes: the job and its mesh.
+        elements: number of elements of each parameter, by name.
     """
     state_bytes = _BYTES[config.training.dtype]
     masters, model = config.fsdp.owner_broadcast_dtype is not None, skeleton(config.model)

@@ -137,34 +137,34 @@ def memory_peak_bytes(device_type: str) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a process has held on its device; the fields are keys of `StepMetrics`."""
+    """Peak memory of a process on its device; the fields are keys of `StepMetrics`."""
 
     memory_peak_bytes: int
-    """Of tensors, on CUDA; else the resident set."""
+    """Peak of allocated tensors on CUDA; otherwise of the resident set."""
     memory_reserved_peak_bytes: int | None = None
-    """What the CUDA allocator has taken of the device for them; null on a CPU, as all that follows."""
+    """Peak that the CUDA allocator has reserved on the device; null on a CPU, like all following fields."""
     memory_percent: float | None = None
-    """The same, of the device's memory: near 100 the allocator has to give back and take again, which is slow."""
+    """The reserved peak in percent of the device's memory; near 100 the allocator frees and retries, which is slow."""
     allocator_retries: int | None = None
-    """How often it had to do so since the process began."""
+    """How often it had to free and retry since the process began."""
     allocator_ooms: int | None = None
-    """How often there was not enough even then."""
+    """How often memory was insufficient even then."""
 
 
 def memory_counts(device_type: str) -> list[int]:
-    """What `memory_of` takes, of this process; of several ranks, the largest of each can be taken."""
+    """This process's counts for `memory_of`; over several ranks, take the largest of each."""
     if device_type != "cuda":
         return [memory_peak_bytes(device_type)]
     import torch
 
-    stats = torch.cuda.memory_stats()  # counters of the host: nothing waits for the device
+    stats = torch.cuda.memory_stats()  # the host's counters, so nothing waits for the device
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     names = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries", "num_ooms")
     return [*(stats[name] for name in names), total]
 
 
 def memory_of(counts: list[int]) -> Memory:
-    """The memory that `memory_counts` (of one rank, or the largest of all) tell of."""
+    """Interpret `memory_counts`, of one rank or the largest over all ranks."""
     if len(counts) == 1:
         return Memory(*counts)
     allocated, reserved, retries, ooms, total = counts
@@ -197,7 +197,7 @@ class StepMetrics:
     tflops: float | None
     """Model TFLOP/s per device, counted as for mfu."""
     memory_peak_bytes: int
-    """Of the rank that has most, since this launch began, as all on memory: see `Memory`."""
+    """The largest over the ranks, since this launch began; see `Memory` for this and the other memory keys."""
     memory_reserved_peak_bytes: int | None
     memory_percent: float | None
     allocator_retries: int | None

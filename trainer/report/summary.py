@@ -161,7 +161,7 @@ def _batch(config: Config, sizes: MeshSizes) -> str:
     ranks = f" on each of {sizes.dp} data-parallel ranks" if sizes.dp > 1 else ""
     return (
         f"{training.global_batch_size:,} sequences of {training.seq_len:,} = {_tokens_per_step(config):,} tokens "
-        f"a step ({cut}{ranks})"
+        f"per step ({cut}{ranks})"
     )
 
 
@@ -175,7 +175,7 @@ def _flops(config: Config, peak: float | None) -> str:
     frozen = frozen_for_ever(config, skeleton(config.model))
     flops = flops_per_token(config.model, config.training.seq_len, frozen)
     of_peak = "no MFU: Keel's table has no peak of this device" if peak is None else f"MFU of {peak / 1e12:g} TFLOP/s"
-    return f"{count(flops.causal)} a token, {count(flops.full)} with the masked half of attention\n{of_peak}"
+    return f"{count(flops.causal)} per token, {count(flops.full)} with the masked half of attention\n{of_peak}"
 
 
 def _memory(config: Config, sizes: MeshSizes, device_type: str, held: Held) -> str:
@@ -188,8 +188,8 @@ def _memory(config: Config, sizes: MeshSizes, device_type: str, held: Held) -> s
         "loss": peak.loss,
     }
     where = f", and {size(estimate.states)} of the host's memory" if estimate.offloaded else ""
-    beside = "; CUDA and the allocator's reserve come on top" if device_type == "cuda" else ""
-    lines = [f"about {size(estimate.device)} a rank{where} (estimate of what is allocated{beside})"]
+    beside = "; CUDA and the allocator's reserve are extra" if device_type == "cuda" else ""
+    lines = [f"about {size(estimate.device)} per rank{where} (estimate of what is allocated{beside})"]
     there = f"rank 0 holds parameters {size(held.parameters)}, optimizer {size(held.optimizer)}"
     lines += [f"{there}; gradients will take {size(estimate.gradients)}"]
     lines += [f"at the peak, in {peak.name}: " + ", ".join(f"{name} {size(n)}" for name, n in transient.items() if n)]
@@ -202,7 +202,9 @@ def slow_attention(config: Config, device_type: str) -> Iterator[str]:
     if not config.data.document_mask or has_kernel(device_type, getattr(torch, dtype), width):
         return
     in_tiles = config.mesh.cp > 1 and config.context.method != "all_to_all"
-    pairs = "tile by tile" if in_tiles else f"under a mask of all pairs, {size(config.training.seq_len**2)} a sequence"
+    pairs = (
+        "tile by tile" if in_tiles else f"under a mask of all pairs, {size(config.training.seq_len**2)} per sequence"
+    )
     yield (
         f"no kernel keeps documents apart on CUDA in {dtype} with heads of {width}: scores are materialized {pairs}, "
         'which is slow; there is one for training.compute_dtype = "bfloat16" and heads of a multiple of 8, up to 256'
@@ -269,21 +271,21 @@ def _memory_held(memory: Memory) -> str:
     if not memory.allocator_retries and not memory.allocator_ooms:
         return held
     return (
-        f"{held}\nallocator retries {memory.allocator_retries} (it gave memory back and took it again, which is slow), "
+        f"{held}\nallocator retries {memory.allocator_retries} (it freed memory and tried again, which is slow), "
         f"times it ran out {memory.allocator_ooms}"
     )
 
 
 def next_rows(config: Config, state: State) -> list[Row]:
-    """What to try next: variations of the command that started this process, each right when it is repeated, too."""
+    """What to try next: variations of the command that started this process, each also correct when repeated."""
     go_on = {"checkpoint.load": "latest"} if config.checkpoint.load == "none" else {}
     if state != "done":
-        return [("go on from the newest checkpoint", _with(_this_command(), go_on))]
+        return [("resume from the newest checkpoint", _with(_this_command(), go_on))]
     longer = go_on | {"training.steps": str(2 * config.training.steps)}
     rows = [
-        ("go on to twice the steps", _with(_this_command(), longer)),
+        ("continue to twice the steps", _with(_this_command(), longer)),
         (
-            "another seed, as a run of its own",
+            "another seed, as a separate run",
             _with(_this_command(), _new_run(config, "seed-1") | {"training.seed": "1"}),
         ),
     ]
@@ -309,7 +311,7 @@ def _would_run_on_two_ranks(config: Config) -> bool:
 
 
 def _new_run(config: Config, suffix: str) -> dict[str, str]:
-    """The keys that give a run a folder of its own, and start it from its first step."""
+    """The keys that give a run its own folder and make it start from the beginning."""
     load, go_back = config.checkpoint.load, config.checkpoint.go_back
     from_start = {} if load == "latest" else {"checkpoint.load": "latest"}
     from_start |= {"checkpoint.go_back": "0"} if go_back else {}
