@@ -1,7 +1,8 @@
 """A parameter as its owner's optimizer sees it: a plain tensor, and the conversion between the two.
 
 The tensor is the parameter's own memory, or a master copy in full precision if parameters are sent rounded. If another
-axis of the mesh shards the parameter, it is this rank's part or, if the update needs whole matrices, all parts gathered.
+axis of the mesh shards the parameter, the tensor is this rank's part or, if the update needs whole matrices, all parts
+gathered.
 """
 
 from typing import Any
