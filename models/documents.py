@@ -45,7 +45,7 @@ class Documents(NamedTuple):
         numbers = _numbers(self.ids)
         slots = torch.arange(self.slots + 1, dtype=torch.int32, device=self.ids.device)
         ends = torch.searchsorted(numbers.flatten(), slots, out_int32=True)
-        torch._dynamo.maybe_mark_dynamic(ends, 0)
+        torch._dynamo.maybe_mark_dynamic(ends, 0)  # `slots` differs between batches: compile once for all sizes
         return NumberedDocuments(numbers, ends, torch.tensor(self.longest))
 
 

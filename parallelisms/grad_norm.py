@@ -86,6 +86,7 @@ def _total_over(
 
     `device` is where `groups` exchange tensors, even if the gradients are kept in CPU memory.
     """
+    # A rank whose shards are all empty contributes zero; it must still take part in the collectives below.
     norms = torch.stack(torch._foreach_norm([t for t in local if t.numel()] or [local[0].new_zeros(1)], norm_type))
     if norms.dtype in (torch.bfloat16, torch.float16):
         norms = norms.float()

@@ -162,6 +162,7 @@ def _differs(copies: Sequence[Copy], digests: Sequence[int], axis: str, group: d
     """Whether the ranks along an axis hold different copies of anything."""
     along = repr([digest for copy, digest in zip(copies, digests, strict=True) if axis in copy.axes])
     number = int.from_bytes(blake2b(along.encode(), digest_size=8).digest(), signed=True)
+    # ~number falls as number rises, so one MAX reduction finds both extremes.
     extremes = torch.tensor([number, ~number], device=copies[0].device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes.tolist()

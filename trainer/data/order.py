@@ -119,6 +119,7 @@ class Mixture:
         ordinal = np.zeros_like(block)
         left = self.block_length  # samples of the block that earlier sources have not taken
         for s, (count, key) in enumerate(zip(self.counts.tolist(), self._keys, strict=True)):
+            # Of the `left` positions, those where (position * count + phase) // left increases are this source's.
             phase = (_mix(block.astype(np.uint64) + key) % np.uint64(left)).astype(np.int64)
             before = (position * count + phase) // left
             chosen = (source < 0) & ((position + 1) * count + phase >= (before + 1) * left)

@@ -51,7 +51,7 @@ class Rows:
         self.min_rows, self.repeat = min_rows, repeat
 
     def from_row(self, row: int) -> Iterator[tuple[int, str]]:
-        """Rows `row`, `row` + 1, ... with their numbers, without end.
+        """Yield rows `row`, `row` + 1, ... with their numbers, endlessly.
 
         Raises:
             UserError: a row can't be read, the text has fewer rows than `min_rows`, or it ended and does not repeat.
@@ -193,7 +193,7 @@ class TextSource:
         }
 
     def check_unchanged(self) -> None:
-        """Nothing: a text is read from start to end, not at random."""
+        """Do nothing: a text is read from start to end, not at random."""
 
     def _open(self, index: int, window: int) -> Shard:
         """Shard `index`, at `window` or before: the current one, or started from its cursor or from the beginning."""

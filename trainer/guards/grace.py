@@ -216,7 +216,7 @@ class Grace:
     def _agree(self, value: float) -> tuple[float, float]:
         """The least and the greatest value over all ranks; a rank whose training ends contributes _ENDED."""
         said = float(_ENDED) if self._closing.is_set() else value
-        both = torch.tensor([-said, said], dtype=torch.float64)
+        both = torch.tensor([-said, said], dtype=torch.float64)  # one MAX reduction finds both extremes
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
         return -both[0].item(), both[1].item()
 
