@@ -100,4 +100,7 @@ def check_saved_state(saved: dict[str, Any]) -> None:
             f"the checkpoint's trainer.json is not in the form that Keel writes: {place}: {first['msg']}"
         ) from None
     if unknown:
-        raise UserError(f"the checkpoint's trainer.json has the key {unknown[0]}, which this Keel does not know")
+        raise UserError(
+            f"the checkpoint's trainer.json has the key {unknown[0]}, which this Keel does not know; "
+            "use the Keel that wrote it"
+        )

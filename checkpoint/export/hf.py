@@ -361,7 +361,8 @@ def _check_tied_head(model: Model, tensors: dict[str, _SourceTensor]) -> None:
         return
     if not torch.equal(*(_read(name, tensors[name], tensors[name].dtype) for name in (head, embedding))):
         raise UserError(
-            f"{tensors[head].path}: {head} is not {embedding}, although tie_word_embeddings is true in {CONFIG_NAME}"
+            f"{tensors[head].path}: {head} is not {embedding}, although tie_word_embeddings is true in {CONFIG_NAME}; "
+            "if the head is right, set that to false"
         )
     del tensors[head]
 

@@ -168,7 +168,7 @@ def prepare(
                 _discard(working)
         record = _read_record(output)
     except OSError as error:
-        raise UserError(f"{error.filename or output}: {error.strerror}, while preparing {output}.") from None
+        raise UserError(f"{error.filename or output}: {error.strerror}, while preparing {output}") from None
     BadFiles(max_bad_files).extend(record["bad_files"])
     return record
 

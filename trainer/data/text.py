@@ -78,7 +78,7 @@ class BadFiles:
         if len(self.messages) > (self.limit or 0):
             shown = "\n".join(f"  {message}" for message in self.messages[-20:])
             allowed = "" if self.limit is None else f", {self.limit} allowed (max_bad_files)"
-            choice = "" if self.limit is None else ", or allow that many to be left out"
+            choice = "" if self.limit is None else ", or allow that many to be skipped"
             raise UserError(f"{len(self.messages)} unreadable input(s){allowed}:\n{shown}\nFix or remove them{choice}")
 
     def extend(self, messages: Iterable[str]) -> None:

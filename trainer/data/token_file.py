@@ -95,7 +95,10 @@ class Header:
             raise UserError(f"{path}: truncated inside the header, at {len(raw)} bytes; {_REMEDY}")
         _, version, itemsize, vocab_size, n_tokens, n_documents, tokenizer_hash, tables = _HEADER.unpack_from(raw)
         if version != VERSION:
-            raise UserError(f"{path}: version {version} of the token file format; this Keel reads version {VERSION}")
+            raise UserError(
+                f"{path}: version {version} of the token file format; this Keel reads version {VERSION}; "
+                "use the Keel that wrote it"
+            )
         if xxhash.xxh3_64_digest(raw[: _HEADER.size]) != raw[_HEADER.size : _HEADER_BYTES]:
             raise UserError(f"{path}: the header is damaged (checksum mismatch); {_REMEDY}")
         header = cls(vocab_size, n_tokens, n_documents, tokenizer_hash.hex(), tables)
