@@ -306,7 +306,7 @@ def test_attention_that_must_write_out_its_scores_is_warned_of():
     documents = config().data.model_copy(update={"document_mask": True})
     in_float32 = config().model_copy(update={"data": documents})
     (warning,) = slow_attention(in_float32, "cuda")
-    assert "under a mask of all pairs, 64.0 KiB a sequence" in warning
+    assert "under a mask of all pairs, 64.0 KiB per sequence" in warning
     cut = in_float32.model_copy(update={"mesh": in_float32.mesh.model_copy(update={"cp": 2})})
     assert "tile by tile" in next(slow_attention(cut, "cuda"))
     assert list(slow_attention(in_float32, "cpu")) == []
