@@ -81,8 +81,8 @@ def test_the_table_is_whole():
     without_zero_bubble, zero_bubble = 17, 3  # the latter neither compiled nor with selective checkpointing
     dense = without_zero_bubble * 3 * 2 * 2 + zero_bubble * 2 * 2
     zero_stages, context, mixed, mixtures, experts = 9, 5 * 3 * 2 * 2, 6 * 2, 7 * 2 * 2, 12 * 2
-    owner, documents = 4 * 2 * 3 + 3 * 2 * 2, 4 * 2 + 1
-    assert len(ROWS) == dense + zero_stages + context + mixed + owner + mixtures + experts + documents
+    owner, documents, frozen = 4 * 2 * 3 + 3 * 2 * 2, 4 * 2 + 1, 27
+    assert len(ROWS) == dense + zero_stages + context + mixed + owner + mixtures + experts + documents + frozen
 
 
 @pytest.mark.parametrize("name", CHOSEN)

@@ -86,7 +86,7 @@ LONG = (  # beginning of a line that is run by `pytest -m long` alone
     "torchrun --nproc-per-node 4 scripts/benchmark.py overlap",
 )
 NO_COMMANDS = {  # first line of an indented block that is neither a command nor TOML: what it is
-    "OUTPUT/prepare.json             settings and counts; the inputs that were left out": "a folder",
+    "OUTPUT/prepare.json             settings and counts; the inputs that were skipped": "a folder",
     "weight * sum over experts i of f_i P_i": "a formula",
 }
 PRINTED = ("error: ", "warning: ", "step ", '{"')  # beginnings of indented blocks that show what Keel prints or writes
