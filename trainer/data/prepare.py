@@ -31,6 +31,7 @@ from typing import IO, Any
 import xxhash
 
 from configs.errors import UserError
+from configs.files import write_atomically
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, shortened
 from trainer.data.text import BadFiles, Piece, pieces, pin, read
 from trainer.data.token_file import SUFFIX, TokenFileWriter
@@ -462,9 +463,4 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_atomically(path, [json.dumps(content, indent=2) + "\n"])
