@@ -1,4 +1,4 @@
-"""The command line of train.py: `--config NAME_OR_PATH`, overrides, and three questions that need no torch.
+"""The command line of train.py: `--config NAME_OR_PATH`, overrides, and three actions that need no torch.
 
 command = parse_command_line(sys.argv[1:])
 if answer(command):
@@ -34,20 +34,20 @@ _TORCHRUN_FLAGS = ("--nproc-per-node", "--nproc_per_node", "--nnodes", "--node-r
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What was asked for."""
+    """A parsed command line."""
 
     config: str
-    """Empty only for help."""
+    """Name or path of the job file; empty only for help."""
     overrides: tuple[str, ...]
     """Words for `load`."""
     action: Action
 
 
 def parse_command_line(words: Sequence[str]) -> CommandLine:
-    """Read the words after `train.py`; the overrides' keys are checked later, by `load`, with the file's.
+    """Parse the words after `train.py`. `load` checks the overrides' keys later, together with the file's.
 
     Raises:
-        ConfigError: all that cannot be understood, one a line.
+        ConfigError: lists everything that cannot be understood, one per line.
     """
     actions: set[Action] = set()
     configs: list[str] = []
@@ -71,16 +71,17 @@ def parse_command_line(words: Sequence[str]) -> CommandLine:
     if len(configs) > 1:
         mistakes.append(f"--config: given {len(configs)} times: {', '.join(configs)}")
     if not configs and not any(mistake.startswith("--config") for mistake in mistakes):
-        mistakes.append("--config NAME_OR_PATH is missing; to begin with, --config debug.toml")
+        mistakes.append("--config NAME_OR_PATH is missing; to try Keel, --config debug.toml")
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     return CommandLine(configs[0], tuple(overrides), next(iter(actions), "run"))
 
 
 def answer(command: CommandLine, environment: Mapping[str, str] = os.environ) -> bool:
-    """Print what `--help`, `--validate` or `--print-config` asks for; False if the job is to be run.
+    """Carry out `--help`, `--validate` or `--print-config`; under torchrun only rank 0 prints.
 
-    Under torchrun only the first rank prints.
+    Returns:
+        False if none of them was given, so that the job is to be run.
 
     Raises:
         ConfigError: the job is not valid.
@@ -94,7 +95,7 @@ def answer(command: CommandLine, environment: Mapping[str, str] = os.environ) ->
 
 
 def load_for_run(command: CommandLine, environment: Mapping[str, str] = os.environ) -> LoadedConfig:
-    """The job, checked for the ranks that torchrun started, one without it.
+    """Load the job and check it for the number of ranks that torchrun started, or for one without torchrun.
 
     Raises:
         ConfigError: the job is not valid.
@@ -103,11 +104,11 @@ def load_for_run(command: CommandLine, environment: Mapping[str, str] = os.envir
 
 
 def _print(text: str) -> None:
-    """Print to a pipe that its reader may close, as in `train.py --help | head`."""
+    """Print, even if the reader closes the pipe, as in `train.py --help | head`."""
     try:
         print(text, end="", flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python reports the error again on exit
 
 
 def _answer(command: CommandLine, environment: Mapping[str, str]) -> str:
@@ -117,7 +118,7 @@ def _answer(command: CommandLine, environment: Mapping[str, str]) -> str:
     loaded = load(command.config, command.overrides, world_size)
     if command.action == "print_config":
         return loaded.to_toml(with_origins=True)
-    missing = "".join(f"warning: {line}; the job needs it where it runs\n" for line in missing_paths(loaded))
+    missing = "".join(f"warning: {line}; the machine that runs the job needs it\n" for line in missing_paths(loaded))
     return f"{summary(loaded, world_size)}\n{missing}"
 
 
@@ -129,7 +130,7 @@ def _world_size(environment: Mapping[str, str]) -> int | None:
 
 
 def _without_actions(words: Sequence[str], actions: set[Action]) -> list[str]:
-    """Take the flags without a value out, so that no other word is taken for theirs."""
+    """Remove the flags that take no value, so that no other word is read as their value."""
     actions.update(_ACTIONS[word] for word in words if word in _ACTIONS)
     return [word for word in words if word not in _ACTIONS]
 
@@ -138,12 +139,12 @@ def _misunderstood(flag: str, value: str | None) -> str:
     if flag == "--config":
         return "--config: needs a value: --config NAME_OR_PATH"
     if not flag.startswith("-"):
-        return f"{flag}: unexpected; is it the value of a flag, as in --config {flag}?"
+        return f"{flag}: unexpected; if it is the job file, write --config {flag}"
     if flag in _TORCHRUN_FLAGS:
-        return f"{flag}: this belongs to torchrun, before train.py: torchrun {flag} {value or 'N'} train.py ..."
+        return f"{flag}: a flag of torchrun; put it before train.py: torchrun {flag} {value or 'N'} train.py ..."
     key = find((flag[2:],))
     if key and key.is_table:
-        return f"{flag}: is a table; its keys are set one by one: {flag}.KEY VALUE"
+        return f"{flag}: is a table; set its keys one by one: {flag}.KEY VALUE"
     known = ["--config", *_ACTIONS]
     near = next(iter(get_close_matches(flag, known, 1, 0.75)), None) or nearest(flag.lstrip("-"))
-    return f"{flag}: unknown flag; " + (f"did you mean --{near.lstrip('-')}?" if near else "--help lists all there are")
+    return f"{flag}: unknown flag; " + (f"did you mean --{near.lstrip('-')}?" if near else "--help lists all flags")

@@ -16,26 +16,26 @@ Keel trains language models from one TOML file.
   torchrun [--nproc-per-node N] train.py --config JOB [--table.key VALUE ...]
   python train.py --config JOB [--table.key VALUE ...]       (one process)
 
-  --config JOB        the job file; a bare name is looked up in configs/, too
-  --table.key VALUE   set a key for this launch; VALUE is TOML, a bare word a
-                      string:
+  --config JOB        the job file; a bare name is also looked up in configs/
+  --table.key VALUE   set a key for this launch; VALUE is TOML, and a bare
+                      word is a string:
                         --training.steps 100 --job.name trial
                         --data.sources '[{name = "a", kind = "synthetic"}]'
                         --data.sources.0.weight 2.0
-  --validate          check the job and end; WORLD_SIZE=8 before the command
-                      checks it for 8 ranks
-  --print-config      print the whole config, with where each value was set
-  --help              print this
+  --validate          check the job and exit; with WORLD_SIZE=8 before the
+                      command, check it for 8 ranks
+  --print-config      print the whole config, and where each value was set
+  --help              print this help
 
-A job file may begin with base = "other.toml": what it does not set is taken
-from there. The keys of the run tables say what is learned; a resume refuses to
-change them. Those of the machine tables say how it is computed, and are free to
-change at any start (as are training.steps and training.micro_batch_size).
+A job file may begin with base = "other.toml" to inherit every key that it does
+not set. Keys of run tables decide what is learned, so a resume refuses to change
+them. Keys of machine tables decide how it is computed; they may change at every
+start (as may training.steps and training.micro_batch_size).
 """
 
 
 def help_text(width: int) -> str:
-    """Every key with its type, default and a sentence, grouped by table, for a terminal of that many columns."""
+    """Describe every key with its type and default, grouped by table, for a terminal `width` columns wide."""
     sections = [_USAGE.rstrip()]
     tables = {name: key for name, key in schema_keys().items() if key.is_table}
     for name, table in tables.items():
@@ -72,7 +72,7 @@ def _default(key: Key) -> str:
 
 
 def summary(loaded: LoadedConfig, world_size: int | None) -> str:
-    """One line on a valid job: parameters, global batch, length, ranks."""
+    """Summarize a valid job in one line: parameters, global batch, length, ranks."""
     config = loaded.config
     batch = config.training.global_batch_size
     tokens = batch * config.training.seq_len
@@ -84,7 +84,7 @@ def summary(loaded: LoadedConfig, world_size: int | None) -> str:
 
 
 def _parameters(model: Model) -> str:
-    """All of them, and of a mixture of experts those that a token meets."""
+    """The number of parameters; of a mixture of experts also the number active for a token."""
     active = "" if model.n_experts is None else f", {_short(active_parameter_count(model))} active"
     return f"{_short(parameter_count(model))} parameters{active}"
 
@@ -94,7 +94,7 @@ def _ranks(config: Config, world_size: int | None) -> str:
         sizes = mesh_sizes(config, world_size)
         steps = accumulation_steps(config, sizes)
         ranks = f"{world_size} rank{'s' * (world_size != 1)}"
-        return f"{ranks}: {sizes}, {steps} micro-batch{'es' * (steps != 1)} a step"
+        return f"{ranks}: {sizes}, {steps} micro-batch{'es' * (steps != 1)} per step"
     smallest = smallest_world_size(config.mesh)
     if config.mesh.dp_shard != -1:
         return f"{smallest} ranks"

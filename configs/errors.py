@@ -1,15 +1,15 @@
-"""Errors that end in one message instead of a traceback, each with the exit code that reports it."""
+"""Errors that end in one message instead of a traceback, each with its exit code."""
 
 from configs.untrusted import printable, shortened
 
 
 class KeelError(Exception):
-    """A mistake that the user can mend; its text says what is wrong, where, and what to do."""
+    """A mistake that the user can fix; its text says what is wrong, where, and what to do."""
 
     exit_code = 1
 
     def __str__(self) -> str:
-        """The message; names and values in it may come from a stranger's file."""
+        """The message, made printable: names and values in it may come from an untrusted file."""
         return printable(shortened(super().__str__()))
 
 

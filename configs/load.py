@@ -1,8 +1,8 @@
-"""From the name of a job file and the words of the command line to a checked `Config`.
+"""Loads a checked `Config` from a job file and the command line.
 
     loaded = load("llama_7b.toml", ["--training.steps", "100"], world_size=8)
 
-Everything that is wrong is said at once, a line for each mistake: `file:line: message`.
+All mistakes are reported at once, one per line: `file:line: message`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ from configs.reading.toml_text import table_text
 from configs.schema import Config, Table
 
 JOB_FILES = Path(__file__).parent
-"""Where a bare name is looked up that is no file in the current folder."""
+"""Folder in which a bare name is looked up if the current folder has no such file."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class LoadedConfig:
     def origins(self) -> dict[str, str]:
         """Where each key was set, by dotted name: "file:line", "--key" or "default".
 
-        Of a default that holds since what was set does nothing, the rest of the words say so.
+        If a default applies because the value that was set does nothing, the entry says so: "default; ...".
         """
         left_out = {path: f"default; {origin.where}" for path, origin in self.layers.left_out.items()}
         set_in = {path: origin.where for path, origin in self.layers.origins.items()}
@@ -53,16 +53,16 @@ class LoadedConfig:
         return {dotted(path): words.get(path, "default") for path in leaves(self.config.model_dump())}
 
     def error(self, key: str, message: str) -> ConfigError:
-        """An error about a key (`"data.sources.0.path"`), which starts with where it was set."""
+        """Make an error about a key (`"data.sources.0.path"`) that starts with where the key was set."""
         return ConfigError(f"{self.layers.where(key_path(key))}: {message}")
 
     def to_toml(self, with_origins: bool = False) -> str:
-        """The whole config, defaults included, as a job file that loads to an equal one.
+        """Write the whole config, including defaults, as a job file that loads to an equal config.
 
-        With origins, each line says where its value was set, and the keys without a value are named.
+        With origins, each line says where its value was set, and keys without a value are listed as comments.
         """
         values = self.config.model_dump()
-        for idle in idle_keys(self.config):  # a default that another key overrules; to set it would be a mistake
+        for idle in idle_keys(self.config):  # a default that another key overrules; setting it would be an error
             table: Any = values
             for part in idle.path[:-1]:
                 table = table[part]
@@ -75,11 +75,11 @@ def load(name_or_path: str, overrides: Sequence[str] = (), world_size: int | Non
 
     Args:
         name_or_path: a file, or the name of one in configs/, with or without ".toml".
-        overrides: words of the command line: `--table.key VALUE` or `--table.key=VALUE`.
-        world_size: number of ranks; None: not known, and what depends on it is checked for the fewest there can be.
+        overrides: command-line words, `--table.key VALUE` or `--table.key=VALUE`.
+        world_size: number of ranks; None if unknown, which checks the job for the fewest ranks possible.
 
     Raises:
-        ConfigError: with every mistake, one a line.
+        ConfigError: lists every mistake, one per line.
     """
     layers = read_layers(find_job_file(name_or_path))
     mistakes = list(_override_all(layers, overrides))
@@ -98,10 +98,10 @@ def load(name_or_path: str, overrides: Sequence[str] = (), world_size: int | Non
 
 
 def find_job_file(name_or_path: str) -> Path:
-    """The file that `--config` means.
+    """Find the file that `--config` names.
 
     Raises:
-        ConfigError: there is none; the message names those there are.
+        ConfigError: there is none; the message lists the job files in configs/.
     """
     path = Path(name_or_path)
     candidates = [path]
@@ -112,13 +112,13 @@ def find_job_file(name_or_path: str) -> Path:
             return candidate
     names = sorted(file.stem for file in JOB_FILES.glob("*.toml"))
     near = get_close_matches(path.stem, names, 1)
-    advice = f"did you mean {near[0]}.toml?" if near else f"in {shown(JOB_FILES)} there are {', '.join(names)}"
-    place = "in the current folder or in configs/" if len(candidates) > 1 else "of that path"
-    raise ConfigError(f"--config {name_or_path}: there is no job file {place}; {advice}")
+    advice = f"did you mean {near[0]}.toml?" if near else f"{shown(JOB_FILES)} has {', '.join(names)}"
+    place = "in the current folder or in configs/" if len(candidates) > 1 else "at that path"
+    raise ConfigError(f"--config {name_or_path}: no job file {place}; {advice}")
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Paths of the keys in nested tables and lists of tables; a plain list is one value, and so is an empty one."""
+    """Yield the paths of the keys in nested tables and lists of tables; plain and empty lists are single values."""
     is_tables = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
     if isinstance(value, dict) or is_tables:
         for part, item in value.items() if isinstance(value, dict) else enumerate(value):
@@ -136,7 +136,7 @@ def _override_all(layers: Layers, words: Sequence[str]) -> Iterator[Mistake]:
 
 
 def _validate(layers: Layers) -> tuple[Config, ValidationError | None]:
-    """The config, or what can be read of it beside its mistakes."""
+    """Return the config, or its valid part and the error."""
     try:
         return Config.model_validate(layers.values), None
     except ValidationError as error:
@@ -144,7 +144,7 @@ def _validate(layers: Layers) -> tuple[Config, ValidationError | None]:
 
 
 def _leave_out_idle(config: Config, layers: Layers) -> bool:
-    """Let go of the keys that do nothing since a layer above their own overruled them; whether there were any."""
+    """Remove keys that do nothing because a higher layer overruled them; returns whether there were any."""
     mistakes = {mistake.path for mistake in _idle_mistakes(config, layers)}
     overruled = {idle.path: idle for idle in idle_keys(config) if idle.is_set and idle.path not in mistakes}
     for path, idle in overruled.items():
@@ -153,7 +153,7 @@ def _leave_out_idle(config: Config, layers: Layers) -> bool:
 
 
 def _idle_mistakes(config: Config, layers: Layers) -> Iterator[Mistake]:
-    """The keys that did nothing already where they were set: that layer, or one below, set the other key as it is."""
+    """Yield the keys that did nothing where they were set: the other key's value is not from a higher layer."""
     found: dict[KeyPath, Idle] = {}
     for idle in idle_keys(config):
         if idle.is_set and layers.layer(idle.other) <= layers.layer(idle.path):
@@ -169,13 +169,13 @@ def _mistake(problem: Problem, layers: Layers) -> Mistake:
 
 
 def _place(mistake: Mistake) -> tuple[bool, str, int]:
-    """Order of the messages: by file and line, what the command line brought last."""
+    """Sort key of messages: by file and line, those about the command line last."""
     file, _, line = mistake.where.rpartition(":")
     return mistake.where.startswith("--"), file or mistake.where, int(line) if line.isdigit() else 0
 
 
 def _construct(table: type[Table], values: dict[str, Any], bad: Iterable[KeyPath], at: KeyPath = ()) -> Any:
-    """A table made without validation that lacks the bad keys altogether: to read one raises MissingKey."""
+    """Construct a table without validation and without the bad keys; reading one of those raises MissingKey."""
     given: dict[str, Any] = {}
     lacking = {str(path[-1]) for path in bad if path[:-1] == at}
     for name, field in table.model_fields.items():
@@ -186,7 +186,7 @@ def _construct(table: type[Table], values: dict[str, Any], bad: Iterable[KeyPath
         elif inner and isinstance(value, list):
             tables = [(index, item) for index, item in enumerate(value) if isinstance(item, dict)]
             given[name] = [_construct(inner, item, bad, (*at, name, index)) for index, item in tables]
-            if len(tables) < len(value):  # the others would stand at the wrong numbers
+            if len(tables) < len(value):  # the remaining items would have wrong indices
                 lacking.add(name)
         elif name in values:
             given[name] = value

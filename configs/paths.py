@@ -1,6 +1,6 @@
-"""The files and folders that a job reads and that must be there when it starts: looked for before anything is built.
+"""Checks that the files and folders that a job reads exist, before anything is built.
 
-`--validate` warns of those that are missing, for the machine that runs the job may have them.
+`--validate` only warns of missing ones, because the machine that runs the job may have them.
 """
 
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from configs.reading.keys import key_path
 from configs.schema import Config, Source
 
 Missing = tuple[str, str]
-"""A key, and what is wrong with the path that it names."""
+"""A key, and what is wrong with its path."""
 
 _NOT_FILES = ("hub:", "python_stdlib")
 
 
 def missing_paths(job: LoadedConfig) -> list[str]:
-    """One line for each path that is not there, with the place where it was set; nothing that the job makes itself."""
+    """Return a line for each missing path, with where it was set; paths that the job creates itself are left out."""
     found = [*_tokenizer(job.config), *_data(job.config), *_checkpoint(job.config)]
     return [f"{job.layers.where(key_path(key))}: {key} {problem}" for key, problem in found]
 
@@ -29,7 +29,7 @@ def _tokenizer(config: Config) -> Iterator[Missing]:
     if train_on:
         yield from _texts("tokenizer.train_on", train_on)
     else:
-        yield "tokenizer.path", f'is "{path}", and there is no such file; scripts/train_tokenizer.py makes one'
+        yield "tokenizer.path", f'is "{path}": no such file; scripts/train_tokenizer.py creates one'
 
 
 def _data(config: Config) -> Iterator[Missing]:
@@ -48,19 +48,20 @@ def _source(key: str, source: Source, path: str) -> Iterator[Missing]:
     if source.kind == "text":
         yield from _texts(key, [path])
     elif source.kind == "tokens" and not Path(path).is_dir():
-        yield key, f'is "{path}": no such folder of token files; scripts/prepare_data.py makes one'
+        yield key, f'is "{path}": no such folder of token files; scripts/prepare_data.py creates one'
 
 
 def _texts(key: str, inputs: list[str]) -> Iterator[Missing]:
     for text in inputs:
         if not text.startswith(_NOT_FILES) and not Path(text).exists():
-            yield key, f'names "{text}", and there is no such file or folder'
+            yield key, f'names "{text}": no such file or folder'
 
 
 def _checkpoint(config: Config) -> Iterator[Missing]:
     load, init_from = config.checkpoint.load, config.checkpoint.init_from
-    has_own = any((config.job.folder / "checkpoints").glob("step-*"))  # then where it began may be gone
+    # A run with checkpoints no longer needs the one that it began from.
+    has_own = any((config.job.folder / "checkpoints").glob("step-*"))
     if isinstance(load, str) and load not in ("latest", "none") and not has_own and not Path(load).is_dir():
-        yield "checkpoint.load", f'is "{load}": no such folder (use "latest", "none", a step, a path)'
+        yield "checkpoint.load", f'is "{load}": no such folder (use "latest", "none", a step or a path)'
     if init_from is not None and (load == "none" or not has_own) and not Path(init_from).is_dir():
-        yield "checkpoint.init_from", f'is "{init_from}": no such folder of a checkpoint'
+        yield "checkpoint.init_from", f'is "{init_from}": no such checkpoint folder'

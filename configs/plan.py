@@ -1,6 +1,6 @@
-"""What a model tells the parallelisms about itself, in names of its modules.
+"""What a model tells the parallelisms about itself, by the names of its modules.
 
-The techniques in `parallelisms/` know no model: each asks for the part of the plan it needs. A new model is a module
+The techniques in `parallelisms/` know no model; each reads the part of the plan that it needs. A new model is a module
 and its plan; no technique changes.
 """
 
@@ -14,52 +14,52 @@ TensorRole = Literal[
 
 @dataclass(frozen=True)
 class Plan:
-    """Names are those of `model.named_modules()`; `*` in a pattern stands for one level (a layer's number)."""
+    """Names are as in `model.named_modules()`; `*` in a pattern matches one level (a layer's number)."""
 
     blocks: tuple[str, ...]
     """The repeated blocks in forward order: the units of activation checkpointing and compilation."""
 
     first_block: int
-    """Number of the first of `blocks` in the whole model; above 0 on a pipeline's later stages."""
+    """Index of the first of `blocks` in the whole model; above 0 on a pipeline's later stages."""
 
     n_blocks: int
-    """Blocks of the whole model. A pipeline may cut it between any two of them."""
+    """Number of blocks in the whole model. A pipeline may split between any two of them."""
 
     before_blocks: tuple[str, ...]
-    """Modules that come before the first block, and so belong to a pipeline's first stage."""
+    """Modules before the first block, which belong to a pipeline's first stage."""
 
     after_blocks: tuple[str, ...]
-    """Modules that come after the last block, and so belong to a pipeline's last stage."""
+    """Modules after the last block, which belong to a pipeline's last stage."""
 
     fsdp_groups: tuple[tuple[str, ...], ...]
-    """Modules gathered together, in forward order; what no group names belongs to the root's."""
+    """Modules that are gathered together, in forward order; the root's group has all other modules."""
 
     attention: tuple[str, ...]
-    """Modules whose `attend(q, k, v, mask)` alone looks at other tokens; the model's `mask` makes its
-    last argument. Where each rank has a part of the sequence, both are replaced."""
+    """Modules whose `attend(q, k, v, mask)` is the only place that reads other tokens; the model's `mask` makes the
+    last argument. Context parallelism replaces both."""
 
     experts: tuple[str, ...]
-    """Modules that hold the weights of a mixture's experts, the expert as the first dimension of each parameter, and
-    are called with (rows sorted by expert (n, dim), rows of each expert (experts,)). Their attribute `local` makes of
-    a parameter what is computed with."""
+    """Modules that hold the weights of the experts, with the expert as the first dimension of each parameter. They are
+    called with the rows sorted by expert (n, dim) and the number of rows of each expert (experts,). Their attribute
+    `local` turns a parameter into the tensor to compute with."""
 
     routers: tuple[str, ...]
     """Modules that choose among experts. They count tokens in `tokens_per_expert` and the sum of `entropy`, may have a
-    `bias` that balances, and take `sum_over_sequence` and `balance_scale` from whoever cuts the batch."""
+    `bias` for load balancing, and take `sum_over_sequence` and `balance_scale` from the code that splits the batch."""
 
     tensor_parallel: dict[str, TensorRole]
     """Pattern -> role. embedding: rows of the vocabulary; norm: works on a shard of the sequence; gather: its input is
-    gathered from the sequence's shards; column, row: the weight is cut by output or input features; head: rows of
-    the vocabulary, and the loss with them.
+    gathered from the sequence's shards; column, row: the weight is split by output or input features; head: rows of
+    the vocabulary, including the loss.
 
-    parts: the module's input is gathered, each rank computes a part of a sum, and the sum is cut by the sequence
-    again. The parameters (not modules) inside: part_column, part_row: cut by output or input features, the last but
-    one and the last dimension; part_whole: whole on each rank, its gradient a part of a sum, too."""
+    parts: the module's input is gathered, each rank computes a partial sum, and the sum is split by sequence again.
+    For parameters (not modules) inside: part_column, part_row: split by output or input features, the second to last
+    and the last dimension; part_whole: whole on each rank, where its gradient is also a partial sum."""
 
     save_ops: tuple[str, ...]
-    """Ops whose outputs selective activation checkpointing keeps unless the config names others: the costly ones."""
+    """Costly ops, whose outputs selective activation checkpointing keeps unless the config names others."""
 
 
 def plan_of(model: Any) -> Plan:
-    """The plan of a model, an `nn.Module` that has one as its attribute `plan`."""
+    """Return the attribute `plan` of a model (an `nn.Module`)."""
     return model.plan

@@ -1,4 +1,4 @@
-"""What changed between two configs in the keys that decide what is learned: a resume refuses it unless allowed."""
+"""Compares the run keys of two configs, which a resume refuses to change unless allowed."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from configs.schema import is_run_key
 
 
 def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Compare the run keys of two resolved configs, given as nested tables.
+    """Compare the run keys of two complete configs, given as nested tables.
 
-    A key that one side does not know (it was saved before the key existed) counts as set to its default.
+    A key that is missing on one side (saved before the key existed) counts as set to its default.
 
     Returns:
-        One line a changed key, `"training.seed: 0 -> 1"`; empty if both learn the same.
+        One line per changed key, `"training.seed: 0 -> 1"`; empty if none changed.
     """
     before, after = _run_values(old), _run_values(new)
     lines = []
@@ -30,7 +30,7 @@ def _run_values(config: dict[str, Any]) -> dict[KeyPath, Any]:
 
 
 def value_at(config: Any, path: KeyPath) -> Any:
-    """The value that nested tables hold at `path`."""
+    """Return the value at `path` in nested tables."""
     for part in path:
         config = config[part]
     return config

@@ -1,7 +1,7 @@
-"""Which layers each pipeline stage holds, and which stages each rank: the arithmetic of `mesh.pp` and `[pipeline]`.
+"""The arithmetic of `mesh.pp` and `[pipeline]`: the layers of each pipeline stage, the stages of each rank.
 
-Without torch, like all arithmetic that the checks and the estimates share with the run. Without a pipeline there is
-one stage, which holds everything.
+It needs no torch, like all arithmetic that the checks and the estimates share with the run. Without a pipeline there is
+one stage with all layers.
 """
 
 from collections.abc import Sequence
@@ -13,31 +13,31 @@ from configs.schema import Config
 
 
 def stages_per_rank(config: Config) -> int:
-    """Stages on each pipeline rank."""
+    """Number of stages on each pipeline rank."""
     if config.mesh.pp == 1 or config.pipeline.schedule in ("gpipe", "1f1b"):
         return 1
     return config.pipeline.stages_per_rank or 2
 
 
 def n_stages(config: Config) -> int:
-    """Stages of the whole pipeline."""
+    """Number of stages in the pipeline."""
     return config.mesh.pp * stages_per_rank(config)
 
 
 def rank_of_stage(config: Config, stage: int) -> int:
-    """Pipeline rank that holds a stage: round by round, or, for `zero_bubble_v`, there and back again."""
+    """The pipeline rank of a stage; stages are dealt in rounds, for `zero_bubble_v` back again in the second."""
     turn, place = divmod(stage, config.mesh.pp)
     is_way_back = config.pipeline.schedule == "zero_bubble_v" and turn == 1
     return config.mesh.pp - 1 - place if is_way_back else place
 
 
 def stages_of_rank(config: Config, rank: int) -> list[int]:
-    """The stages that a pipeline rank holds, ascending."""
+    """The stages of a pipeline rank, ascending."""
     return [stage for stage in range(n_stages(config)) if rank_of_stage(config, stage) == rank]
 
 
 def layers_of_stages(config: Config) -> list[range]:
-    """Numbers of the layers that each stage holds.
+    """The layer numbers of each stage.
 
     Raises:
         ConfigError: there are more stages than layers, or `pipeline.split` does not fit.
@@ -45,7 +45,7 @@ def layers_of_stages(config: Config) -> list[range]:
     stages, n_layers = n_stages(config), config.model.n_layers
     shown = f"pp {config.mesh.pp}" + (f" x {stages_per_rank(config)} stages a rank" if stages > config.mesh.pp else "")
     if stages > n_layers:
-        raise ConfigError(f"{shown} = {stages} stages are more than n_layers {n_layers}: each needs a layer")
+        raise ConfigError(f"{shown} = {stages} stages are more than n_layers {n_layers}; each stage needs a layer")
     split = config.pipeline.split if config.mesh.pp > 1 else None
     counts = _even_split(config) if split is None else split
     if len(counts) != stages:
@@ -58,13 +58,12 @@ def layers_of_stages(config: Config) -> list[range]:
 
 
 def _even_split(config: Config) -> Sequence[int]:
-    """Layers of each stage such that the slowest stage is as fast as can be, and memory is even where time allows.
+    """Split the layers so that the slowest stage is as fast as possible, then so that memory is even.
 
-    The layers are taken as alike (where some have experts, each as their mean), so each goes to the stage that has the
-    least to do so far. Time counts a token's FLOPs, which are as the elements of the matrices that it is multiplied
-    with, and half of the attention scores. The embedding
-    takes memory, but hardly time: its stage comes last among equals. Then come earlier stages, which keep the
-    activations of more micro-batches.
+    All layers are treated as equal (to their mean, where only some have experts), so each goes to the stage with the
+    least time so far. Time is proportional to a token's FLOPs: the elements of the matrices that it is multiplied with,
+    and half of the attention scores. The embedding takes memory but hardly any time, so its stage comes last among
+    equals; earlier stages come later, too, since they keep the activations of more micro-batches.
     """
     model, stages = config.model, n_stages(config)
     layer = sum(layer_matrices(model, layer) for layer in range(model.n_layers)) // model.n_layers
@@ -84,19 +83,23 @@ def _even_split(config: Config) -> Sequence[int]:
 
 
 def fewest_micro_batches(config: Config) -> int:
-    """The fewest micro-batches that the schedule can run in a step."""
+    """The minimum number of micro-batches per step for the schedule."""
     return config.mesh.pp if config.pipeline.schedule == "1f1b" else 1
 
 
 def check_micro_batches(config: Config, micro_batches: int) -> None:
-    """Raise ConfigError if the schedule cannot run that many micro-batches a step."""
+    """Check that the schedule can run this many micro-batches per step.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     ranks = config.mesh.pp
     batches = f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
     if micro_batches < fewest_micro_batches(config):
-        raise ConfigError(f'{batches} are too few for schedule "1f1b": it needs one for each of pp {ranks} stages')
+        raise ConfigError(f'{batches} are too few for schedule "1f1b", which needs one for each of pp {ranks} stages')
     rounds = max(1, micro_batches // ranks)
     if config.pipeline.schedule == "interleaved_1f1b" and micro_batches % rounds:
         raise ConfigError(
-            f'{batches} do not fit schedule "interleaved_1f1b": it computes them in {micro_batches} // pp {ranks} = '
+            f'{batches} do not fit schedule "interleaved_1f1b", which computes them in {micro_batches} // pp {ranks} = '
             f"{rounds} rounds of equal size, and {rounds} does not divide {micro_batches}"
         )

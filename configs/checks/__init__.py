@@ -1,8 +1,8 @@
-"""What must hold between keys, each rule a function that yields the key to blame and the message; a file a subject.
+"""Rules between keys, one file per subject; each rule is a function that yields the key to blame and a message.
 
-Sizes are shown with their arithmetic. An option that would do nothing is an error, since whoever set it expects
-something of it (the schema says which need what, `idle.py` reads it); but an option may stay set when the mesh or the
-devices at hand leave it idle, so that one file runs on any number of ranks.
+Messages show sizes with their arithmetic. An option that would do nothing is an error, because the user who set it
+expects an effect (the schema declares what each key needs, `idle.py` checks it). But an option may stay set where only
+the mesh or the available devices leave it idle, so that one file runs on any number of ranks.
 """
 
 from configs.checks import activation_checkpoint, data, fsdp, job, mesh, model, training
@@ -21,13 +21,13 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(config: Config, world_size: int | None) -> list[Problem]:
-    """All that is wrong between the keys.
+    """Return everything that is wrong between the keys.
 
-    A rule that reads a key which `config` lacks, since the job has a mistake there, is not checked.
+    A rule is skipped if it reads a key that `config` lacks because its value in the job is invalid.
 
     Args:
-        config: complete, or made of the keys that are right.
-        world_size: None if it is not known yet; then the fewest ranks that the mesh allows are checked.
+        config: complete, or with the valid keys only.
+        world_size: None if not known yet; then the fewest ranks that the mesh allows are checked.
     """
     problems: list[Problem] = []
     for rule in RULES:

@@ -1,4 +1,4 @@
-"""What must hold of activation checkpointing."""
+"""Rules for activation checkpointing."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from configs.schema import Config
 def _activation_checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
     table = config.activation_checkpoint
     if table.mode == "budget" and not config.compile.enable:
-        yield "activation_checkpoint.mode", 'mode "budget" is the work of torch.compile: it needs compile.enable = true'
+        yield "activation_checkpoint.mode", 'mode "budget" is done by torch.compile; set compile.enable = true'
 
 
 def _checkpointed_layers(config: Config, _: int | None) -> Iterator[Problem]:
@@ -26,7 +26,7 @@ def _checkpointed_layers(config: Config, _: int | None) -> Iterator[Problem]:
     if table.every_nth_layer > len(layers):
         yield (
             "activation_checkpoint.every_nth_layer",
-            f"every_nth_layer {table.every_nth_layer} selects none of {len(layers)} layers",
+            f"every_nth_layer {table.every_nth_layer} selects none of {len(layers)} layers; set it lower",
         )
 
 

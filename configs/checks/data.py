@@ -1,4 +1,4 @@
-"""What must hold between what is read: tokenizer, sources, preparation, validation."""
+"""Rules for what is read: tokenizer, sources, preparation, validation."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from configs.schema import Config, Source
 def _tokenizer(config: Config, _: int | None) -> Iterator[Problem]:
     path, train_on = config.tokenizer.path, config.tokenizer.train_on
     if train_on and path is None:
-        yield "tokenizer.train_on", "train_on needs path: where the trained tokenizer is to be kept"
+        yield "tokenizer.train_on", "train_on needs path, the file for the trained tokenizer; set tokenizer.path"
     if train_on and path is not None and path.endswith(".json"):
-        yield "tokenizer.train_on", f'train_on makes a SentencePiece model: path "{path}" should end in .model'
+        yield "tokenizer.train_on", f'train_on makes a SentencePiece model, so path "{path}" must end in .model'
     readers = [f'source "{source.name}"' for source in config.data.sources if source.kind != "synthetic"]
     if config.data.prepare:
         readers.append("[data.prepare]")
@@ -28,7 +28,7 @@ def _sources(config: Config, _: int | None) -> Iterator[Problem]:
             key = f"{table}.sources.{index}"
             yield from _source(key, source)
             if names[source.name] > 1 and source.name in [other.name for other in sources[:index]]:
-                yield f"{key}.name", f'a source named "{source.name}" stands above already; names must differ'
+                yield f"{key}.name", f'duplicate source name "{source.name}"; names must differ'
 
 
 def _source(key: str, source: Source) -> Iterator[Problem]:
@@ -42,7 +42,7 @@ def _prepare(config: Config, _: int | None) -> Iterator[Problem]:
     if prepare is None:
         return
     if not prepare.input:
-        yield "data.prepare.input", "input names no text; give files, folders, hub:NAME or python_stdlib"
+        yield "data.prepare.input", "input is empty; give files, folders, hub:NAME or python_stdlib"
     if prepare.validation_fraction == 1:
         yield "data.prepare.validation_fraction", "validation_fraction 1 leaves nothing to train on"
     held_out = PurePath(prepare.output) / "validation"
@@ -50,7 +50,7 @@ def _prepare(config: Config, _: int | None) -> Iterator[Problem]:
         if prepare.validation_fraction == 0 and source.path and PurePath(source.path) == held_out:
             yield (
                 f"validation.sources.{index}.path",
-                f"nothing will be in {held_out}: data.prepare.validation_fraction is 0; set it, 0.02 for example",
+                f"{held_out} will be empty, because data.prepare.validation_fraction is 0; set it, for example to 0.02",
             )
 
 
@@ -58,7 +58,7 @@ def _validation(config: Config, _: int | None) -> Iterator[Problem]:
     if config.validation.interval and not config.validation.sources:
         yield (
             "validation.interval",
-            f"interval {config.validation.interval} needs [[validation.sources]]; 0: no validation",
+            f"interval {config.validation.interval} needs [[validation.sources]]; add one, or set interval = 0",
         )
 
 

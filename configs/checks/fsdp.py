@@ -1,4 +1,4 @@
-"""What must hold between the keys of FSDP and its communication."""
+"""Rules for FSDP and its communication."""
 
 from collections.abc import Iterator
 
@@ -15,11 +15,11 @@ def _owner_partition(config: Config, world_size: int | None) -> Iterator[Problem
     try:
         sizes = mesh_sizes(config, world_size or smallest_world_size(config.mesh))
     except ConfigError:
-        return  # the mesh's own problem
+        return  # reported by the mesh's own rule
     if sizes.dp_shard > 1:
         yield (
             "fsdp.partition",
-            f'partition "owner" needs whole parameters, and dp_shard {sizes.dp_shard} cuts them (on {sizes.world_size} '
+            f'partition "owner" needs whole parameters, but dp_shard {sizes.dp_shard} cuts them (on {sizes.world_size} '
             f"ranks, dp_replicate {sizes.dp_replicate}); set mesh.dp_replicate = {sizes.dp} and mesh.dp_shard = 1",
         )
 
@@ -29,10 +29,10 @@ def _comm(config: Config, _: int | None) -> Iterator[Problem]:
     for index, name in enumerate(names):
         key = f"comm.simulate.groups.{index}.shards_over"
         if name not in FSDP_DIMENSIONS:
-            there = ", ".join(f'"{dimension}"' for dimension in FSDP_DIMENSIONS)
-            yield key, f'no FSDP group is sharded over "{name}", only over {there}'
+            known = ", ".join(f'"{dimension}"' for dimension in FSDP_DIMENSIONS)
+            yield key, f'no FSDP group is sharded over "{name}", only over {known}'
         elif name in names[:index]:
-            yield key, f'delays for "{name}" stand above already; the first count'
+            yield key, f'duplicate delays for "{name}"; give them once'
 
 
 RULES: tuple[Rule, ...] = (_owner_partition, _comm)

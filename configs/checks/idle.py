@@ -1,4 +1,4 @@
-"""Which keys of a job do nothing, by what the schema says of them (`only_with`)."""
+"""The keys of a job that do nothing, as the schema declares (`only_with`)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from configs.schema import Config, MissingKey, Table
 
 @dataclass(frozen=True)
 class Idle:
-    """A key that does nothing, and one reason for it."""
+    """A key that does nothing, with one reason."""
 
     path: KeyPath
     value: Any
     is_set: bool
-    """False: it has this value by default."""
+    """False: the value is the default."""
     condition: Condition
     other: KeyPath
     """The key that the condition is about."""
@@ -25,13 +25,13 @@ class Idle:
 
     @property
     def fault(self) -> str:
-        """Such as: does nothing with mode = "full"."""
+        """A clause such as: does nothing with mode = "full"."""
         if self.other_value is None:
             return f"does nothing without {self._other}"
         return f"does nothing with {self._other} = {value_text(self.other_value)}"
 
     def message(self, where: str) -> str:
-        """The mistake in full.
+        """The error message.
 
         Args:
             where: where the other key was set.
@@ -48,9 +48,9 @@ class Idle:
 
 
 def idle_keys(config: Config) -> Iterator[Idle]:
-    """The keys that do nothing; one that does nothing for several reasons comes as often.
+    """Yield the keys that do nothing, once for each reason.
 
-    Nothing is said of keys that `config` lacks, nor of those for which one that it lacks would have to be read.
+    Keys that `config` lacks are left out, and so are keys whose condition is about a key that it lacks.
     """
     yield from _idle(config, config, (), [])
 

@@ -1,4 +1,4 @@
-"""What must hold between the keys of the launch: its folder, checkpoints and traces."""
+"""Rules for the launch: its folder, checkpoints and traces."""
 
 from collections.abc import Iterator
 
@@ -18,23 +18,23 @@ def _job(config: Config, _: int | None) -> Iterator[Problem]:
 def _checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
     table, load, validated = config.checkpoint, config.checkpoint.load, config.validation.interval
     if isinstance(load, int) and load < 0:
-        yield "checkpoint.load", f"there is no step {load}"
+        yield "checkpoint.load", f"there is no step {load}; give a step of 0 or more"
     if table.go_back and load in ("latest", "none"):
         yield (
             "checkpoint.go_back",
-            f'go_back does nothing with load = "{load}", only with a step or a folder; leave it out',
+            f'go_back does nothing with load = "{load}"; leave it out, or set load to a step or a folder',
         )
     if table.keep_best and (not validated or not table.interval or table.interval % validated):
         yield (
             "checkpoint.keep_best",
             f"keep_best needs a validation at every checkpoint, but validation.interval {validated} does not divide "
-            f"checkpoint.interval {table.interval}",
+            f"checkpoint.interval {table.interval}; change one of them",
         )
     if table.export_every and (not table.interval or table.export_every % table.interval):
         yield (
             "checkpoint.export_every",
-            f"an export is made of a checkpoint, but export_every {table.export_every} is no multiple of interval "
-            f"{table.interval}",
+            f"an export needs a checkpoint, but export_every {table.export_every} is not a multiple of interval "
+            f"{table.interval}; change one of them",
         )
 
 
@@ -42,7 +42,7 @@ def _profile(config: Config, _: int | None) -> Iterator[Problem]:
     profile, steps = config.profile, config.training.steps
     last = profile.start_step + profile.steps - 1
     if profile.start_step and last > steps:
-        yield "profile.start_step", f"the trace would end at step {last}, after training.steps {steps}"
+        yield "profile.start_step", f"the trace would end at step {last}, after training.steps {steps}; start earlier"
 
 
 RULES: tuple[Rule, ...] = (_job, _checkpoint, _profile)

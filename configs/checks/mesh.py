@@ -1,4 +1,4 @@
-"""What must hold between the mesh and what is spread over it: batch, model, sequence, experts, layers."""
+"""Rules for the mesh and what is distributed over it: batch, model, sequence, experts, layers."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
     """The mesh, and the global batch on it."""
     mesh = config.mesh
     if mesh.dp_shard == 0:
-        yield "mesh.dp_shard", "dp_shard must be 1 or more, or -1 for what the other sizes leave, got 0"
+        yield "mesh.dp_shard", "dp_shard must be 1 or more, or -1 for all ranks that the other sizes leave, got 0"
         return
     try:
         sizes = mesh_sizes(config, world_size or smallest_world_size(mesh))
@@ -42,63 +42,65 @@ def _tensor_parallel(config: Config, _: int | None) -> Iterator[Problem]:
     tp = config.mesh.tp
     for key, size in tensor_parallel_sizes(config).items():
         if size % tp:
-            yield "mesh.tp", f"tp {tp} does not divide {key} {size} ({size} / {tp} = {size / tp:.2f})"
+            share = f"{size} / {tp} = {size / tp:.2f}"
+            yield "mesh.tp", f"tp {tp} does not divide {key} {size} ({share}); change one of them"
 
 
 def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Every rank of `ep` holds as many whole experts as any other, and `ep` is a part of the ranks of dp_shard x cp."""
+    """Each rank of `ep` must hold the same number of whole experts; `ep` must divide the ranks of dp_shard x cp."""
     ep, n_experts = config.mesh.ep, config.model.n_experts
     if ep == 1:
         return
     if not n_experts:
-        yield "mesh.ep", f"ep {ep} shares experts out, but model.n_experts is not set; leave ep out"
+        yield "mesh.ep", f"ep {ep} distributes experts, but model.n_experts is not set; leave ep out"
         return
     if config.fsdp.partition == "owner":
         yield (
             "mesh.ep",
-            f'ep {ep} shares experts out to the ranks of dp_shard x cp, and fsdp.partition "owner" keeps parameters '
-            'whole there; set ep = 1, or partition "rows"',
+            f'ep {ep} distributes experts over the ranks of dp_shard x cp, but fsdp.partition "owner" keeps parameters '
+            'whole there; set ep = 1, or partition = "rows"',
         )
         return
     if n_experts % ep:
         yield (
             "mesh.ep",
-            f"ep {ep} does not divide model.n_experts {n_experts} ({n_experts} / {ep} = {n_experts / ep:.2f}): every "
-            "rank holds as many experts",
+            f"ep {ep} does not divide model.n_experts {n_experts} ({n_experts} / {ep} = {n_experts / ep:.2f}), but "
+            "each rank must hold the same number of experts; change one of them",
         )
     try:
         sizes = mesh_sizes(config, world_size or smallest_world_size(config.mesh))
     except ConfigError:
-        return  # the mesh's own problem
+        return  # reported by the mesh's own rule
     if sizes.fsdp_shard % ep:
         shards = sizes.fsdp_shard
         yield (
             "mesh.ep",
             f"ep {ep} does not divide dp_shard {sizes.dp_shard} x cp {sizes.cp} = {shards} ({shards} / {ep} = "
-            f"{shards / ep:.2f}): it shares the experts out to those ranks; set ep to a divisor of {shards}, or change "
-            "dp_shard",
+            f"{shards / ep:.2f}), the ranks that it distributes experts over; set ep to a divisor of {shards}, or "
+            "change dp_shard",
         )
 
 
 def _context_parallel(config: Config, _: int | None) -> Iterator[Problem]:
-    """Every rank needs as many tokens, and with all_to_all as many heads, as any other."""
+    """Each rank must have the same number of tokens, and with all_to_all the same number of heads."""
     cp, tp, method, seq_len = config.mesh.cp, config.mesh.tp, config.context.method, config.training.seq_len
     if cp == 1:
         return
-    chunks = 1 if method == "all_to_all" else 2  # an early and a late one, so that all see as much of the past
+    chunks = 1 if method == "all_to_all" else 2  # an early and a late one: every rank then attends to as many keys
     parts = chunks * cp * tp
     if seq_len % parts and seq_len % tp == 0:
         yield (
             "mesh.cp",
             f"{_times(chunks, cp, tp)} does not divide training.seq_len {seq_len} ({seq_len} / {parts} = "
-            f"{seq_len / parts:.2f}): a rank takes {'two chunks' if chunks == 2 else 'one chunk'} of every sequence",
+            f"{seq_len / parts:.2f}), but a rank takes {'two chunks' if chunks == 2 else 'one chunk'} of every "
+            "sequence; change one of them",
         )
     for key, heads in {"n_heads": config.model.n_heads, "n_kv_heads": n_kv_heads(config.model)}.items():
         if method == "all_to_all" and heads % (cp * tp) and heads % tp == 0:
             yield (
                 "context.method",
                 f'"all_to_all" splits the heads over the ranks, but {_times(1, cp, tp)} does not divide {key} {heads} '
-                f'({heads} / {cp * tp} = {heads / (cp * tp):.2f}); use "gather" or "ring", or another cp',
+                f'({heads} / {cp * tp} = {heads / (cp * tp):.2f}); use "gather" or "ring", or change cp',
             )
 
 
@@ -119,29 +121,29 @@ def _pipeline(config: Config, _: int | None) -> Iterator[Problem]:
     if config.model.tie_embeddings:
         yield (
             "mesh.pp",
-            f"pp {config.mesh.pp} puts the embedding on the first stage and the head on the last, so they cannot be "
-            "one matrix: set model.tie_embeddings = false, or pp = 1",
+            f"pp {config.mesh.pp} puts the embedding on the first stage and the head on the last, so they cannot "
+            "share one matrix; set model.tie_embeddings = false, or pp = 1",
         )
     if table.schedule == "zero_bubble_v":
         yield from _zero_bubble(config)
 
 
 def _zero_bubble(config: Config) -> Iterator[Problem]:
-    """Its backward takes the gradients of a block's inputs and weights apart, so each op must be one of autograd's."""
+    """Backward computes gradients of a block's inputs and weights separately, so each op must be autograd's own."""
     instead = 'use schedule "1f1b" or "interleaved_1f1b"'
-    start = 'schedule "zero_bubble_v" takes the gradients of inputs and of weights in two passes'
+    start = 'schedule "zero_bubble_v" computes gradients of inputs and of weights in two passes'
     if config.compile.enable:
-        yield "pipeline.schedule", f"{start}, and a compiled block has only one; {instead}, or compile.enable = false"
+        yield "pipeline.schedule", f"{start}, but a compiled block has only one; {instead}, or compile.enable = false"
     if config.activation_checkpoint.mode == "selective":
         yield (
             "pipeline.schedule",
-            f'{start}, and what activation checkpointing of mode "selective" keeps lasts for one; {instead}, or mode '
+            f'{start}, but what activation_checkpoint.mode = "selective" keeps lasts for one; {instead}, or mode '
             '"none" or "full"',
         )
     if config.fsdp.reshard_after_forward == "always":
         yield (
             "pipeline.schedule",
-            f"{start}, and parameters that FSDP freed would be missing in the second; {instead}, or "
+            f"{start}, but the second would lack the parameters that FSDP freed; {instead}, or "
             'fsdp.reshard_after_forward = "default"',
         )
 

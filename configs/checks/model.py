@@ -1,4 +1,4 @@
-"""What must hold between the sizes of the model."""
+"""Rules for the sizes of the model."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ def _head_width(config: Config, _: int | None) -> Iterator[Problem]:
         key = "model.head_dim" if model.head_dim else "model.dim"
         yield (
             key,
-            f"head_dim {head_dim(model)}{width} is odd; rotary positions turn pairs of features, so it must be even",
+            f"head_dim {head_dim(model)}{width} is odd; rotary embeddings rotate pairs of features, so it must be even",
         )
 
 
@@ -30,7 +30,7 @@ def _kv_heads(config: Config, _: int | None) -> Iterator[Problem]:
         yield (
             "model.n_kv_heads",
             f"n_heads {model.n_heads} is not divisible by n_kv_heads {model.n_kv_heads} ({model.n_heads} / "
-            f"{model.n_kv_heads} = {model.n_heads / n_kv_heads(model):.2f}): every key head serves as many query heads",
+            f"{model.n_kv_heads} = {model.n_heads / n_kv_heads(model):.2f}); change one of them",
         )
 
 
@@ -41,17 +41,17 @@ def _experts(config: Config, _: int | None) -> Iterator[Problem]:
     if model.experts_per_token > model.n_experts:
         yield (
             "model.experts_per_token",
-            f"experts_per_token {model.experts_per_token} is above n_experts {model.n_experts}: each is chosen once",
+            f"experts_per_token {model.experts_per_token} is above n_experts {model.n_experts}; change one of them",
         )
     if model.n_dense_layers >= model.n_layers:
         yield (
             "model.n_dense_layers",
-            f"n_dense_layers {model.n_dense_layers} of n_layers {model.n_layers} leaves no layer for the experts",
+            f"n_dense_layers {model.n_dense_layers} of n_layers {model.n_layers} leaves no layer with experts",
         )
     if model.n_dense_layers == 0 and expert_dim(model) != model.ffn_dim:
         yield (
             "model.expert_dim",
-            f"with n_dense_layers = 0 no layer has the dense feed-forward of ffn_dim {model.ffn_dim}: set ffn_dim = "
+            f"ffn_dim {model.ffn_dim} applies to no layer, because n_dense_layers is 0; set ffn_dim = "
             f"{model.expert_dim} and leave expert_dim out, or set n_dense_layers",
         )
 
@@ -61,7 +61,7 @@ def _router(config: Config, _: int | None) -> Iterator[Problem]:
     if model.n_experts is not None and model.experts_per_token == 1 and router.renormalize:
         yield (
             "model.router.renormalize",
-            "with experts_per_token = 1 renormalize makes every weight 1, from which the router learns nothing: set "
+            "renormalize makes every weight 1 with experts_per_token = 1, so the router would learn nothing; set "
             "renormalize = false",
         )
 

@@ -1,4 +1,4 @@
-"""What a rule of a job is."""
+"""The type of a rule between keys."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,8 +7,8 @@ from configs.schema import Config
 Problem = tuple[str, str]
 """Dotted key to blame, message."""
 Rule = Callable[[Config, int | None], Iterator[Problem]]
-"""What must hold between keys, of a config, and of the world size where it is known.
+"""Yields what is wrong with a config, given the world size or None where it is not known.
 
-It reads keys as plain attributes. Of a job that has mistakes of their own kinds, keys are missing: to read one raises
-`MissingKey`, by which `check` leaves the rule out.
+A rule reads keys as plain attributes. Keys whose values are invalid are missing from the config; reading one raises
+`MissingKey`, and `check` skips the rule.
 """

@@ -1,4 +1,4 @@
-"""What must hold between the keys of precision, update rule and schedule."""
+"""Rules for precision, optimizer and learning-rate schedule."""
 
 from collections.abc import Iterator
 
@@ -8,14 +8,14 @@ from configs.schema import Config
 
 
 def _dtypes(config: Config, _: int | None) -> Iterator[Problem]:
-    """A float64 run is there to prove something exact; one narrower stage would bring the round-off back unseen."""
+    """A float64 run serves to prove exactness; one narrower stage would silently bring the round-off back."""
     dtypes = {key: getattr(config.training, key) for key in ("dtype", "compute_dtype", "reduce_dtype")}
     wide = [key for key, dtype in dtypes.items() if dtype == "float64"]
     if 0 < len(wide) < len(dtypes):
         narrow = " and ".join(f'{key} is "{dtype}"' for key, dtype in dtypes.items() if key not in wide)
         yield (
             f"training.{wide[0]}",
-            f"float64 is for proofs, so {', '.join(dtypes)} are all float64 or none, but {narrow}",
+            f"{', '.join(dtypes)} must all be float64 or none, but {narrow}",
         )
 
 
@@ -23,7 +23,7 @@ def _optimizer_groups(config: Config, _: int | None) -> Iterator[Problem]:
     patterns = [group.pattern for group in config.optimizer.groups]
     for index, pattern in enumerate(patterns):
         if pattern in patterns[:index]:
-            yield f"optimizer.groups.{index}.pattern", f'the pattern "{pattern}" stands above already; the first counts'
+            yield f"optimizer.groups.{index}.pattern", f'duplicate pattern "{pattern}"; only the first applies'
 
 
 def _muon(config: Config, _: int | None) -> Iterator[Problem]:
@@ -31,13 +31,13 @@ def _muon(config: Config, _: int | None) -> Iterator[Problem]:
     if optimizer.name == "muon" and config.fsdp.partition == "rows":
         yield (
             "optimizer.name",
-            'Muon makes whole matrices orthogonal, and partition "rows" cuts them; set fsdp.partition = "owner" and '
+            'Muon orthogonalizes whole matrices, but partition "rows" cuts them; set fsdp.partition = "owner" and '
             "mesh.dp_shard = 1, with dp_replicate for the ranks",
         )
     if optimizer.name == "muon" and config.model.n_experts is not None:
         yield (
             "optimizer.name",
-            f"Muon makes single matrices orthogonal, and the weights of {config.model.n_experts} experts are stacked "
+            f"Muon orthogonalizes single matrices, but the weights of {config.model.n_experts} experts are stacked "
             'in one tensor; set name = "adamw"',
         )
 
@@ -46,12 +46,13 @@ def _lr_schedule(config: Config, _: int | None) -> Iterator[Problem]:
     schedule = config.lr_schedule
     warmup, total, stable_decay = schedule.warmup_steps, schedule.total_steps, schedule.name == "warmup_stable_decay"
     if warmup > total:
-        yield "lr_schedule.warmup_steps", f"warmup_steps {warmup} is above total_steps {total}"
+        yield "lr_schedule.warmup_steps", f"warmup_steps {warmup} is above total_steps {total}; change one of them"
     elif stable_decay and warmup + decay_steps(schedule) > total:
         decay = decay_steps(schedule)
         yield (
             "lr_schedule.decay_steps",
-            f"warmup_steps {warmup} + decay_steps {decay} = {warmup + decay} is above total_steps {total}",
+            f"warmup_steps {warmup} + decay_steps {decay} = {warmup + decay} is above total_steps {total}; "
+            "change one of them",
         )
 
 

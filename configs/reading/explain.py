@@ -1,4 +1,4 @@
-"""What pydantic found wrong with a job, in words that name the place, what is expected, and the nearest key."""
+"""Turns pydantic's errors into messages that name the place, what is expected, and the nearest key."""
 
 import difflib
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from configs.reading.merge import Layers
 from configs.reading.toml_text import value_text
 
 MAX_EXPLAINED = 200
-"""Mistakes of a job."""
+"""The number of mistakes in a job that are explained."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Mistake:
 
 
 def explain(error: ValidationError, layers: Layers) -> list[Mistake]:
-    """One mistake a key, in the order of the schema.
+    """Return one mistake per key, in the order of the schema.
 
-    A missing key is not reported when an unknown one is most likely that key misspelled. Only the first MAX_EXPLAINED
-    are looked at: to find what a key may mean takes milliseconds.
+    A missing key is not reported if an unknown one is probably that key misspelled. Only the first MAX_EXPLAINED are
+    explained, because finding the nearest key takes milliseconds.
     """
     first = error.errors()[:MAX_EXPLAINED]
     found = {(_known(item["loc"]), item["type"] in ("missing", "extra_forbidden")): item for item in first}
@@ -48,7 +48,7 @@ def explain(error: ValidationError, layers: Layers) -> list[Mistake]:
 
 
 def bad_paths(error: ValidationError) -> Iterator[KeyPath]:
-    """The keys whose values cannot be relied on: the wrong, the missing, and those that unknown ones may stand for."""
+    """Yield the keys without a reliable value: wrong ones, missing ones, and likely meanings of unknown ones."""
     for item in error.errors():
         yield _known(item["loc"])
         suggestion = _suggestion(item["loc"]) if item["type"] == "extra_forbidden" else None
@@ -57,7 +57,7 @@ def bad_paths(error: ValidationError) -> Iterator[KeyPath]:
 
 
 def _known(path: KeyPath) -> KeyPath:
-    """A path without what follows the key: an index into a plain list, or pydantic's tag of a union's branch."""
+    """Cut a path after its key, without an index into a plain list or pydantic's tag of a union's branch."""
     while path[:-1] and find(path) is None and (parent := find(path[:-1])) and not parent.is_table:
         path = path[:-1]
     return path
@@ -127,7 +127,7 @@ def _hint(key: Key, value: Any, where: str) -> str:
 def _is_number(text: str) -> bool:
     try:
         return isinstance(tomli.loads(f"value = {text}")["value"], (int, float))
-    except (ValueError, RecursionError):  # a TOMLDecodeError is a ValueError
+    except (ValueError, RecursionError):  # TOMLDecodeError is a ValueError
         return False
 
 

@@ -1,8 +1,7 @@
 """The schema as a flat list of dotted keys, for the help text, the error messages and the command line.
 
-It is read off pydantic's JSON schema, in which types, bounds, defaults and docstrings stand in one plain form, so that
-a key added to `schema.py` is known everywhere at once. `N` stands for an index into a list of tables:
-`data.sources.N.path`.
+The list is derived from pydantic's JSON schema, which has types, bounds, defaults and docstrings in one plain form, so
+that a key added to `schema.py` is known everywhere. `N` denotes an index into a list of tables: `data.sources.N.path`.
 """
 
 import difflib
@@ -16,25 +15,25 @@ from configs.only_with import Condition, conditions
 from configs.schema import Config, Table
 
 KeyPath = tuple[str | int, ...]
-"""Where a value stands in a job file: table names, key, indices of lists."""
+"""Path of a value in a job file: table names, indices of lists, key."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the schema, or one table of it."""
+    """A key or a table of the schema."""
 
     name: str
     """Dotted name."""
     type: str
-    """What it takes, in words: "integer > 0"; for a table "table"."""
+    """The values that it accepts, in words: "integer > 0"; "table" for a table."""
     required: bool
     default: Any
-    """None: it has no default of its own; the docstring says what follows."""
+    """None: no default value; the docstring says what applies."""
     choices: tuple[str, ...]
-    """The words it takes, if it takes only some."""
+    """The strings that it accepts, if limited to some."""
     doc: str
     conditions: tuple[Condition, ...]
-    """What it needs in order to do something."""
+    """What it needs in order to have an effect."""
 
     @property
     def is_table(self) -> bool:
@@ -43,13 +42,13 @@ class Key:
 
 @cache
 def schema_keys() -> dict[str, Key]:
-    """Every key and table of a job file by its dotted name, in the order of `schema.py`."""
+    """All keys and tables of a job file by dotted name, in the order of `schema.py`."""
     schema = Config.model_json_schema()
     return {key.name: key for key in _walk(Config, schema, schema["$defs"], "")}
 
 
 def find(path: KeyPath) -> Key | None:
-    """The key at a path, None if the schema has none there."""
+    """Return the key at a path, or None if the schema has none."""
     return schema_keys().get(".".join("N" if isinstance(part, int) else part for part in path))
 
 
@@ -59,12 +58,12 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def key_path(name: str) -> KeyPath:
-    """The inverse of `dotted`: a part made of digits is an index."""
+    """Invert `dotted`; a part made of digits is an index."""
     return tuple(int(part) if part.isascii() and part.isdigit() else part for part in name.split("."))
 
 
 def table_in(annotation: Any) -> type[Table] | None:
-    """The table that a field of this type holds: itself, or None, or in a list."""
+    """Return the table class in a field's type: the type itself, or inside `| None` or a list."""
     if isinstance(annotation, type) and issubclass(annotation, Table):
         return annotation
     return next(filter(None, map(table_in, getattr(annotation, "__args__", ()))), None)
@@ -88,7 +87,7 @@ def _walk(of: type[Table], table: dict[str, Any], definitions: dict[str, Any], p
 
 
 def _without_null(field: dict[str, Any]) -> dict[str, Any]:
-    """A field that may be left out is `anyOf: [shape, null]` in the JSON schema; TOML has no null."""
+    """Remove null: an optional field is `anyOf: [shape, null]` in the JSON schema, but TOML has no null."""
     shapes = [shape for shape in field.get("anyOf", [field]) if shape.get("type") != "null"]
     return shapes[0] if len(shapes) == 1 else {"anyOf": shapes}
 
@@ -98,7 +97,7 @@ def _choices(shape: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _words(shape: dict[str, Any]) -> str:
-    """A JSON schema type in words: `{"type": "integer", "exclusiveMinimum": 0}` -> "integer > 0"."""
+    """Describe a JSON schema type in words: `{"type": "integer", "exclusiveMinimum": 0}` -> "integer > 0"."""
     if "anyOf" in shape:
         return " or ".join(map(_words, shape["anyOf"]))
     if choices := _choices(shape):
@@ -118,12 +117,12 @@ def _bounds(shape: dict[str, Any]) -> str:
 
 
 def _number(bound: float) -> str:
-    """A bound without superfluous digits: 1.0 as "1", 2**63 as "2**63"."""
+    """Write a bound without superfluous digits: 1.0 as "1", 2**63 as "2**63"."""
     exponent = int(bound).bit_length() - 1
     return f"2**{exponent}" if bound > 10**6 and bound == 2**exponent else f"{bound:g}"
 
 
-# Names that other frameworks use for keys that we have under another name.
+# Other frameworks' names for Keel's keys.
 _ALIASES = {
     "learning_rate": "optimizer.lr",
     "max_lr": "optimizer.lr",
@@ -155,10 +154,10 @@ _ALIASES = {
 
 
 def nearest(name: str) -> str | None:
-    """The key most likely meant by an unknown dotted name, in whatever table it is; None if none is near.
+    """Return the key, in any table, that an unknown dotted name most likely means; None if none is near.
 
-    In this order: what other frameworks call a key of ours, a near spelling in the same table, the same key in another
-    table, a key of which it is one word ("warmup"), then looser spellings in the same and in other tables.
+    Tried in this order: another framework's name for it, a near spelling in the same table, the same key in another
+    table, a key that contains it as a word ("warmup"), then looser spellings in the same and in other tables.
     """
     table, _, leaf = name.replace("-", "_").rpartition(".")
     leaves: dict[str, str] = {}

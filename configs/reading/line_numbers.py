@@ -1,8 +1,8 @@
-"""The line of every key of a TOML text.
+"""Finds the line of every key in a TOML text.
 
-TOML parsers hand back values without their places, yet an error message needs the line. This scanner walks a text that
-the parser has already accepted, so it need not check anything: it only has to know where keys and values begin and
-end (TOML 1.0, toml.io/en/v1.0.0).
+TOML parsers return values without their positions, but an error message needs the line. This scanner reads a text that
+the parser has already accepted, so it validates nothing: it only has to find where keys and values begin and end
+(TOML 1.0, toml.io/en/v1.0.0).
 """
 
 import re
@@ -28,9 +28,9 @@ def line_numbers(text: str) -> dict[KeyPath, int]:
 class _Scanner:
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
-        self.counted, self.line = 0, 1  # how far lines were counted, and the line there
+        self.counted, self.line = 0, 1  # offset up to which lines were counted, and the line there
         self.lines: dict[KeyPath, int] = {}
-        self.n_tables: dict[KeyPath, int] = {}  # number of [[tables]] seen so far of each list of tables
+        self.n_tables: dict[KeyPath, int] = {}  # number of [[tables]] seen so far in each list
 
     def scan(self) -> dict[KeyPath, int]:
         table: KeyPath = ()
@@ -47,7 +47,7 @@ class _Scanner:
         return self.lines
 
     def _next(self) -> str:
-        """Skip blanks and comments; the character after them, "" at the end."""
+        """Skip blanks and comments; returns the character after them, "" at the end."""
         self._skip(_BLANK)
         return self.text[self.at : self.at + 1]
 
@@ -63,7 +63,7 @@ class _Scanner:
         return self.line
 
     def _note(self, path: KeyPath, line: int) -> None:
-        """A key also stands for the tables that it is the first to name: `a.b.c = 1` makes a and a.b."""
+        """Record a key and the tables that it is the first to name: `a.b.c = 1` creates a and a.b."""
         for end in range(1, len(path) + 1):
             self.lines.setdefault(path[:end], line)
 
@@ -88,7 +88,7 @@ class _Scanner:
         return self._latest(path)
 
     def _latest(self, path: KeyPath) -> KeyPath:
-        """In a header, the name of a list of tables means the latest of them."""
+        """Resolve a list of tables in a header, where its name means the latest item."""
         return (*path, self.n_tables[path] - 1) if path in self.n_tables else path
 
     def _key_and_value(self, table: KeyPath) -> None:

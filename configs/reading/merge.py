@@ -1,6 +1,6 @@
-"""The values of a job: its file over the file's bases, the command line over all, each with where it was set.
+"""Merges the values of a job, each with where it was set: bases, then the job file, then the command line.
 
-A layer on top replaces single keys: tables are merged key by key, anything else (a list, too) as a whole.
+A higher layer replaces single keys: tables are merged key by key, other values (including lists) as a whole.
 """
 
 import os
@@ -18,9 +18,9 @@ from configs.reading.toml_text import value_text
 from configs.untrusted import read_file, require_64_bits, require_shallow
 
 MAX_FILE_BYTES = 256 << 10
-"""Of a job file; the largest of Keel's own has 2 KB."""
+"""Maximum size of a job file; the largest of Keel's own has 2 KB."""
 MAX_BASES = 32
-"""Job files that inherit from one another."""
+"""Maximum length of a chain of bases."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Origin:
     where: str
     """ "file:line", or "--key" for the command line."""
     layer: int
-    """A layer above others has a larger number."""
+    """Higher layers have larger numbers."""
 
 
 _COMMAND_LINE = 1
@@ -40,16 +40,16 @@ _DEFAULTS = -MAX_BASES - 1
 
 @dataclass
 class Layers:
-    """The merged values and, for every table, key and list item in them, where it was set."""
+    """The merged values, and where each table, key and list item was set."""
 
     file: str
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
     left_out: dict[KeyPath, Origin] = field(default_factory=dict)
-    """Keys that one layer sets and another overrules: where they were set and why they do nothing, and that layer."""
+    """Keys that a higher layer overrules: where they were set and why they do nothing, and the number of that layer."""
 
     def add(self, values: Mapping[str, Any], origins: Mapping[KeyPath, Origin]) -> None:
-        """Put a layer on top."""
+        """Add a layer on top."""
         self._merge(self.values, values, (), origins)
 
     def _merge(
@@ -67,10 +67,10 @@ class Layers:
             self.origins |= {inner: origins[inner] for inner in _paths(value, path) if inner in origins}
 
     def override(self, flag: str, path: KeyPath, value: Any) -> None:
-        """Set one key from the command line; numbers in the path count the tables of a list.
+        """Set one key from the command line; numbers in the path are indices into lists of tables.
 
         Raises:
-            ConfigError: the path leads through something that is no table, or beyond the end of a list.
+            ConfigError: the path leads through a value that is not a table, or beyond the end of a list.
         """
         node: Any = self.values
         origin = Origin(flag, _COMMAND_LINE)
@@ -81,12 +81,12 @@ class Layers:
                 self.origins.setdefault(path[: depth + 1], origin)
                 node = node.setdefault(part, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"{dotted(path[:-1])} is no table, so it has no key {path[-1]}")
+            raise ConfigError(f"{dotted(path[:-1])} is not a table, so it has no key {path[-1]}")
         last = str(path[-1])
         self._merge(node, {last: value}, path[:-1], dict.fromkeys(_paths(value, (*path[:-1], last)), origin))
 
     def leave_out(self, path: KeyPath, why: str, layer: int) -> None:
-        """Take a key away that another layer overrules, so that its default holds."""
+        """Remove a key that another layer overrules, so that its default applies."""
         node: Any = self.values
         for part in path[:-1]:
             node = node[part]
@@ -95,14 +95,14 @@ class Layers:
         self.origins = {other: of for other, of in self.origins.items() if other[: len(path)] != path}
 
     def where(self, path: KeyPath) -> str:
-        """Where a key was set; for one that was not, where its table begins; else the file."""
+        """Where a key was set; if it was not, where its table begins; otherwise the file."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.origins:
                 return self.origins[path[:end]].where
         return self.file
 
     def layer(self, path: KeyPath) -> int:
-        """The number of the layer by which a key has its value; for a default below all others."""
+        """The number of the layer that set a key; a default is below all layers."""
         origin = self.origins.get(path) or self.left_out.get(path)
         return origin.layer if origin else _DEFAULTS
 
@@ -110,11 +110,11 @@ class Layers:
 def _item(items: list[Any], path: KeyPath, index: str | int) -> Any:
     if isinstance(index, int) and index < len(items):
         return items[index]
-    raise ConfigError(f"{dotted(path)} is a list of {len(items)}, counted from 0, and has no item {index}")
+    raise ConfigError(f"{dotted(path)} has no item {index}; it is a list of {len(items)}, counted from 0")
 
 
 def _paths(value: Any, path: KeyPath) -> Iterator[KeyPath]:
-    """The paths of a value and all that is in it."""
+    """Yield the paths of a value and everything in it."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for part, item in items:
@@ -125,7 +125,7 @@ def read_layers(file: Path) -> Layers:
     """Read a job file and its bases.
 
     Raises:
-        ConfigError: a file is missing, unreadable or no TOML, or the bases lead back to the file.
+        ConfigError: a file is missing, unreadable or not TOML, or the bases form a circle.
     """
     layers = Layers(shown(file))
     _add_file(layers, file, ())
@@ -147,14 +147,14 @@ def _base(value: Any, file: Path, where: str, chain: tuple[Path, ...]) -> Path:
     if not isinstance(value, str):
         raise ConfigError(f"{where}: base must be the path of another job file, got {value_text(value)}")
     if len(chain) > MAX_BASES:
-        raise ConfigError(f"{where}: more than {MAX_BASES} job files inherit from one another")
+        raise ConfigError(f"{where}: more than {MAX_BASES} job files inherit from one another; merge some of them")
     base = file.parent / value
     if not base.is_file():
-        raise ConfigError(f"{where}: base = {value_text(value)}: there is no file {shown(base)}")
+        raise ConfigError(f"{where}: base = {value_text(value)}: no such file: {shown(base)}")
     resolved = [link.resolve() for link in chain]
     if base.resolve() in resolved:
         circle = chain[resolved.index(base.resolve()) :]
-        raise ConfigError(f"{where}: the bases go in a circle: {' -> '.join(map(shown, (*circle, base)))}")
+        raise ConfigError(f"{where}: the bases form a circle: {' -> '.join(map(shown, (*circle, base)))}")
     return base
 
 
@@ -170,12 +170,12 @@ def _read(file: Path) -> str:
 
 _MAX_LINE = 500
 
-# What tomli's messages most often mean, by their beginnings.
+# What tomli's messages usually mean, by how they begin.
 _HINTS = {
-    "Invalid value": "strings stand in quotes; true, false and numbers do not",
+    "Invalid value": "strings need quotes; true, false and numbers have none",
     "Illegal character '\\n'": "the string is not closed on its line",
-    "Cannot overwrite a value": "the key is set above already",
-    "Cannot declare": "the table stands above already",
+    "Cannot overwrite a value": "the key was already set above",
+    "Cannot declare": "the table was already declared above",
 }
 
 
@@ -183,19 +183,19 @@ def _parse(text: str, file: Path) -> dict[str, Any]:
     try:
         values = tomli.loads(text)
         require_shallow(values)
-        require_64_bits(values)  # as TOML 1.0 has it
+        require_64_bits(values)  # the range of integers in TOML 1.0
     except tomli.TOMLDecodeError as error:
         hint = next((f" ({hint})" for start, hint in _HINTS.items() if error.msg.startswith(start)), "")
         message = f"{shown(file)}:{error.lineno}: not valid TOML: {error.msg}{hint}"
         raise ConfigError(message + _pointed_at(text, error, file)) from None
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists in lists in lists
-        reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, deeply nested lists
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(f"{shown(file)}: cannot be read: {reason}") from None
     return values
 
 
 def _pointed_at(text: str, error: tomli.TOMLDecodeError, file: Path) -> str:
-    """The line with the mistake. Nothing of a file that is no job file by its name: a base may lead anywhere."""
+    """Show the line with the mistake, but not of a file without the suffix .toml: a base may name any file."""
     line = text.replace("\r\n", "\n").split("\n")[error.lineno - 1]
     if file.suffix != ".toml" or len(line) > _MAX_LINE:
         return ""
@@ -203,6 +203,6 @@ def _pointed_at(text: str, error: tomli.TOMLDecodeError, file: Path) -> str:
 
 
 def shown(file: Path) -> str:
-    """A path as a message shows it: relative to the current folder if it lies in it."""
+    """Write a path as messages show it: relative to the current folder if it is inside."""
     absolute = Path(os.path.abspath(file))  # unlike resolve(), it keeps the names of symbolic links
     return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)

@@ -1,6 +1,6 @@
-"""Keys set on the command line: `--table.key VALUE` or `--table.key=VALUE`.
+"""Parses keys set on the command line: `--table.key VALUE` or `--table.key=VALUE`.
 
-Values are written as in a job file; a bare word is a string, since the shell eats the quotes.
+Values are written as in a job file; a bare word is a string, because the shell removes quotes.
 """
 
 import re
@@ -24,12 +24,12 @@ class Override:
 
 
 def parse_overrides(words: Sequence[str]) -> list[Override]:
-    """Read `--table.key VALUE` and `--table.key=VALUE`; values are TOML, a bare word is a string.
+    """Parse `--table.key VALUE` and `--table.key=VALUE`; values are TOML, a bare word is a string.
 
-    Of a key given twice the last one counts, in its place, so that a person can add to the end of an earlier command.
+    If a key is given twice, the last one applies, so that overrides can be appended to an earlier command.
 
     Raises:
-        ConfigError: all the mistakes among the words, one a line.
+        ConfigError: lists all mistakes among the words, one per line.
     """
     given: dict[str, str | None] = {}
     for flag, text in split_flags(words):
@@ -48,7 +48,7 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
 
 
 def split_flags(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Pairs of flag and value, the value None if none follows; a word that belongs to no flag is a flag by itself."""
+    """Yield pairs of flag and value, or None without a value; a word that belongs to no flag counts as a flag."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -63,7 +63,7 @@ def split_flags(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 def _override(flag: str, text: str | None) -> Override:
     if not re.fullmatch(r"--[^.\s]+(\.[^.\s]+)+", flag):
-        raise ConfigError(f"{flag}: unexpected on the command line; keys are set as --table.key VALUE")
+        raise ConfigError(f"{flag}: unexpected on the command line; set keys as --table.key VALUE")
     if text is None:
         raise ConfigError(f"{flag}: needs a value: {flag} VALUE")
     return Override(flag, key_path(flag[2:]), _toml_value(flag, text))
@@ -77,7 +77,7 @@ def _toml_value(flag: str, text: str) -> Any:
             raise ConfigError(f"{flag}: {text} is not valid TOML: {error.msg}") from None
         parsed = {}
     except (ValueError, RecursionError):
-        raise ConfigError(f"{flag}: a number of too many digits, or nested too deep") from None
+        raise ConfigError(f"{flag}: the value has a number with too many digits, or is nested too deeply") from None
     if any(0xD800 <= ord(character) <= 0xDFFF for character in text):
         raise ConfigError(f"{flag}: the value is not UTF-8")
     return parsed["value"] if parsed.keys() == {"value"} else text

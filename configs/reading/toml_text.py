@@ -1,4 +1,4 @@
-"""Values and tables written as TOML, so that what is read back is equal."""
+"""Writes values and tables as TOML that reads back to equal ones."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -7,15 +7,15 @@ from typing import Any
 from configs.reading.keys import KeyPath
 
 Comment = Callable[[KeyPath], str]
-"""What to write behind the key at a path."""
+"""Returns the comment to write after the key at a path."""
 
 
 def value_text(value: Any) -> str:
-    """One value in TOML's notation; in it, JSON's escapes of strings and Python's digits of numbers hold, too."""
+    """Write one value as TOML, in which JSON's string escapes and Python's number formats are also valid."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON lets this one stand
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON does not escape DEL
     if isinstance(value, list):
         return "[" + ", ".join(map(value_text, value)) + "]"
     if isinstance(value, dict):
@@ -24,12 +24,12 @@ def value_text(value: Any) -> str:
 
 
 def table_text(values: dict[str, Any], comment: Comment | None = None) -> str:
-    """A whole document; keys without a value (None) are left out, or named in a comment if there are comments."""
+    """Write a whole document; keys without a value (None) are left out, or listed as comments if there are comments."""
     return "\n".join(_lines(values, (), comment)).lstrip("\n") + "\n"
 
 
 def _lines(table: dict[str, Any], path: KeyPath, comment: Comment | None) -> Iterator[str]:
-    """Plain keys first: behind the header of an inner table they would belong to it."""
+    """Write plain keys first: after the header of an inner table they would belong to that table."""
     inner = {key: value for key, value in table.items() if isinstance(value, dict) or _is_list_of_tables(value)}
     for key, value in table.items():
         if key not in inner:

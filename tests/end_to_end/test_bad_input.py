@@ -111,10 +111,10 @@ def test_what_is_missing_is_said_at_once_by_all_ranks_and_before_anything_is_bui
     before = snapshot(corpus)
     outcome = launch(corpus, words, ranks=2, config=TEXT, expect=1)
     for message in (
-        '--tokenizer.path: tokenizer.path is "no.model", and there is no such file; scripts/train_tokenizer.py makes',
+        '--tokenizer.path: tokenizer.path is "no.model": no such file; scripts/train_tokenizer.py creates',
         '--data.sources.0.path: data.sources.0.path is "nowhere": no such folder of token files; scripts/prepare_data',
-        '--data.prepare.input: data.prepare.input names "no/text", and there is no such file or folder',
-        '--checkpoint.init_from: checkpoint.init_from is "no/step-00000001": no such folder of a checkpoint',
+        '--data.prepare.input: data.prepare.input names "no/text": no such file or folder',
+        '--checkpoint.init_from: checkpoint.init_from is "no/step-00000001": no such checkpoint folder',
     ):
         assert " ".join(outcome.said.split()).count(message) == 1, outcome.err
     assert "SIGKILL" not in outcome.err  # what torchrun does to a rank that waits for ever

@@ -57,11 +57,11 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         (
             "model.dim=12",
             "--model.dim: head_dim 3 = dim 12 / n_heads 4 is odd; "
-            "rotary positions turn pairs of features, so it must be even",
+            "rotary embeddings rotate pairs of features, so it must be even",
         ),
         (
             "model.head_dim=15",
-            "--model.head_dim: head_dim 15 is odd; rotary positions turn pairs of features, so it must be even",
+            "--model.head_dim: head_dim 15 is odd; rotary embeddings rotate pairs of features, so it must be even",
         ),
         ("model.n_kv_heads=3", "--model.n_kv_heads: n_heads 4 is not divisible by n_kv_heads 3 (4 / 3 = 1.33)"),
         (
@@ -77,14 +77,14 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "--model.router.renormalize: model.router.renormalize does nothing without model.n",
         ),
         ("model.n_experts=4 model.experts_per_token=5", "experts_per_token 5 is above n_experts 4"),
-        ("model.n_experts=4 model.n_dense_layers=4", "n_dense_layers 4 of n_layers 4 leaves no layer for the experts"),
+        ("model.n_experts=4 model.n_dense_layers=4", "n_dense_layers 4 of n_layers 4 leaves no layer with experts"),
         (
             "model.n_experts=4 model.expert_dim=64",
-            "with n_dense_layers = 0 no layer has the dense feed-forward of ffn_dim 128: set ffn_dim = 64",
+            "ffn_dim 128 applies to no layer, because n_dense_layers is 0; set ffn_dim = 64",
         ),
         (
             "model.n_experts=4 model.experts_per_token=1",
-            "renormalize makes every weight 1, from which the router learns nothing",
+            "renormalize makes every weight 1 with experts_per_token = 1, so the router would learn nothing",
         ),
         (
             "model.n_experts=4 model.router.bias_update_rate=0.01",
@@ -98,18 +98,24 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "model.n_experts=4 model.n_dense_layers=1 model.expert_dim=66 mesh.tp=4",
             "tp 4 does not divide model.expert_dim 66 (66 / 4 = 16.50)",
         ),
-        ("training.dtype=float64", 'all float64 or none, but compute_dtype is "float32" and reduce_dtype is "float32"'),
-        ("mesh.dp_shard=0", "--mesh.dp_shard: dp_shard must be 1 or more, or -1 for what the other sizes leave, got 0"),
+        (
+            "training.dtype=float64",
+            'must all be float64 or none, but compute_dtype is "float32" and reduce_dtype is "float32"',
+        ),
+        (
+            "mesh.dp_shard=0",
+            "--mesh.dp_shard: dp_shard must be 1 or more, or -1 for all ranks that the other sizes leave, got 0",
+        ),
         ("training.global_batch_size=9 training.micro_batch_size=4", "9 sequences cannot be cut into micro-batches"),
-        ("mesh.ep=2", "--mesh.ep: ep 2 shares experts out, but model.n_experts is not set; leave ep out"),
+        ("mesh.ep=2", "--mesh.ep: ep 2 distributes experts, but model.n_experts is not set; leave ep out"),
         (
             "mesh.ep=3 model.n_experts=8 training.global_batch_size=6",
-            "--mesh.ep: ep 3 does not divide model.n_experts 8 (8 / 3 = 2.67): every rank holds as many experts",
+            "--mesh.ep: ep 3 does not divide model.n_experts 8 (8 / 3 = 2.67), but each rank must hold",
         ),
         (
             "mesh.ep=4 mesh.dp_shard=3 mesh.cp=2 model.n_experts=8 training.global_batch_size=6",
-            "--mesh.ep: ep 4 does not divide dp_shard 3 x cp 2 = 6 (6 / 4 = 1.50): it shares the experts out to those "
-            "ranks; set ep to a divisor of 6, or change dp_shard",
+            "--mesh.ep: ep 4 does not divide dp_shard 3 x cp 2 = 6 (6 / 4 = 1.50), the ranks that it distributes "
+            "experts over; set ep to a divisor of 6, or change dp_shard",
         ),
         ("mesh.tp=8", "--mesh.tp: tp 8 does not divide model.n_heads 4 (4 / 8 = 0.50)"),
         ("mesh.tp=4 model.n_kv_heads=2", "--mesh.tp: tp 4 does not divide model.n_kv_heads 2 (2 / 4 = 0.50)"),
@@ -118,7 +124,7 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ("mesh.tp=4 training.seq_len=30", "--mesh.tp: tp 4 does not divide training.seq_len 30 (30 / 4 = 7.50)"),
         (
             "mesh.cp=4 training.seq_len=36",
-            "--mesh.cp: 2 x cp 4 = 8 does not divide training.seq_len 36 (36 / 8 = 4.50): a rank takes two chunks",
+            "--mesh.cp: 2 x cp 4 = 8 does not divide training.seq_len 36 (36 / 8 = 4.50), but a rank takes two chunks",
         ),
         (
             "mesh.cp=2 mesh.tp=2 training.seq_len=36",
@@ -126,12 +132,12 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ),
         (
             "mesh.cp=8 context.method=all_to_all model.n_heads=8 training.seq_len=36",
-            "--mesh.cp: cp 8 does not divide training.seq_len 36 (36 / 8 = 4.50): a rank takes one chunk",
+            "--mesh.cp: cp 8 does not divide training.seq_len 36 (36 / 8 = 4.50), but a rank takes one chunk",
         ),
         (
             "mesh.cp=4 context.method=all_to_all model.n_kv_heads=2",
             '--context.method: "all_to_all" splits the heads over the ranks, but cp 4 does not divide n_kv_heads 2 '
-            '(2 / 4 = 0.50); use "gather" or "ring", or another cp',
+            '(2 / 4 = 0.50); use "gather" or "ring", or change cp',
         ),
         (
             "mesh.cp=2 mesh.tp=2 context.method=all_to_all model.n_kv_heads=2",
@@ -143,7 +149,7 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ),
         (
             "comm.simulate.groups=[{shards_over='shard'},{shards_over='shard'}]",
-            '--comm.simulate.groups: delays for "shard" stand above already; the first count',
+            '--comm.simulate.groups: duplicate delays for "shard"; give them once',
         ),
         (
             "fsdp.zero_stage=2 fsdp.reshard_after_forward=always",
@@ -191,7 +197,7 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "activation_checkpoint.memory_budget=0.1",
             'does nothing with mode = "none" (the default), only with "budget"',
         ),
-        ("activation_checkpoint.mode=budget", "it needs compile.enable = true"),
+        ("activation_checkpoint.mode=budget", "set compile.enable = true"),
         (
             "activation_checkpoint.mode=full activation_checkpoint.every_nth_layer=5",
             "every_nth_layer 5 selects none of 4 layers",
@@ -206,7 +212,7 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ("activation_checkpoint.mode=full activation_checkpoint.layers=''", "'' is no layer or range of layers"),
         (
             "job.device=cpu fsdp.cpu_offload=true",
-            "(--job.device), where the state is in CPU memory as it is; leave it out",
+            "(--job.device), where the state is in CPU memory anyway; leave it out",
         ),
         (SOURCE % ("tokens", ",path='x'"), 'job.toml: a tokenizer is needed for source "s": set tokenizer.path'),
         ("data.prepare={input=['a'],output='b'}", "a tokenizer is needed for [data.prepare]: set tokenizer.path"),
@@ -224,8 +230,8 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             SOURCE % ("synthetic", ",text_key='x'"),
             'text_key does nothing with kind = "synthetic" (--data.sources), only wi',
         ),
-        (SOURCE % ("synthetic", "},{name='s',kind='synthetic'"), 'a source named "s" stands above already'),
-        ("tokenizer.path=t data.prepare={input=[],output='b'}", "input names no text"),
+        (SOURCE % ("synthetic", "},{name='s',kind='synthetic'"), 'duplicate source name "s"'),
+        ("tokenizer.path=t data.prepare={input=[],output='b'}", "input is empty"),
         (
             "tokenizer.path=t data.prepare={input=['a'],output='b',validation_fraction=1.0}",
             "leaves nothing to train on",
@@ -233,14 +239,14 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         (
             "tokenizer.path=t data.prepare={input=['a'],output='b/'} "
             "validation.sources=[{name='v',kind='tokens',path='b/validation'}]",
-            "nothing will be in b/validation: data.prepare.validation_fraction is 0",
+            "b/validation will be empty, because data.prepare.validation_fraction is 0",
         ),
         (
             "mesh.pp=2 pipeline.split=[3,2]",
             "--pipeline.split: split [3, 2] covers 3 + 2 = 5 layers, but n_layers is 4",
         ),
         ("mesh.pp=2 pipeline.split=[4]", "--pipeline.split: split [4] has 1 stages, but there are pp 2 = 2"),
-        ("mesh.pp=5", "--mesh.pp: pp 5 = 5 stages are more than n_layers 4: each needs a layer"),
+        ("mesh.pp=5", "--mesh.pp: pp 5 = 5 stages are more than n_layers 4; each stage needs a layer"),
         (
             "mesh.pp=3 pipeline.schedule=interleaved_1f1b training.micro_batch_size=8",
             "--mesh.pp: pp 3 x 2 stages a rank = 6 stages are more than n_layers 4",
@@ -248,23 +254,23 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         (
             "mesh.pp=4 training.micro_batch_size=4",
             "--training.micro_batch_size: global_batch_size 8 / (dp 1 x micro_batch_size 4) = 2 micro-batches are too "
-            'few for schedule "1f1b": it needs one for each of pp 4 stages; change one of them',
+            'few for schedule "1f1b", which needs one for each of pp 4 stages; change one of them',
         ),
         (
             "mesh.pp=2 pipeline.schedule=interleaved_1f1b training.global_batch_size=5",
-            '= 5 micro-batches do not fit schedule "interleaved_1f1b": it computes them in 5 // pp 2 = 2 rounds of '
+            '= 5 micro-batches do not fit schedule "interleaved_1f1b", which computes them in 5 // pp 2 = 2 rounds of '
             "equal size, and 2 does not divide 5",
         ),
         ("pipeline.stages_per_rank=2", 'stages_per_rank does nothing with schedule = "1f1b" (the default), only'),
         ("mesh.pp=2 model.tie_embeddings=true", "--mesh.pp: pp 2 puts the embedding on the first stage and the head"),
-        ("mesh.pp=2 pipeline.schedule=zero_bubble_v compile.enable=true", "and a compiled block has only one"),
+        ("mesh.pp=2 pipeline.schedule=zero_bubble_v compile.enable=true", "but a compiled block has only one"),
         (
             "mesh.pp=2 pipeline.schedule=zero_bubble_v activation_checkpoint.mode=selective",
-            'what activation checkpointing of mode "selective" keeps lasts for one',
+            'but what activation_checkpoint.mode = "selective" keeps lasts for one',
         ),
         (
             "mesh.pp=2 pipeline.schedule=zero_bubble_v fsdp.reshard_after_forward=always",
-            "parameters that FSDP freed would be missing in the second",
+            "but the second would lack the parameters that FSDP freed",
         ),
         ("validation.interval=5", "--validation.interval: interval 5 needs [[validation.sources]]"),
         ("lr_schedule.warmup_steps=11", "--lr_schedule.warmup_steps: warmup_steps 11 is above total_steps 10"),
@@ -277,7 +283,7 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "optimizer.groups=[{pattern='a',freeze=true,freeze_until_step=5}]",
             "optimizer.groups.0.freeze_until_step does nothing with freeze = true",
         ),
-        ("optimizer.groups=[{pattern='a'},{pattern='a'}]", 'the pattern "a" stands above already; the first counts'),
+        ("optimizer.groups=[{pattern='a'},{pattern='a'}]", 'duplicate pattern "a"; only the first applies'),
         (
             "fsdp.owner_broadcast_dtype=bfloat16",
             '--fsdp.owner_broadcast_dtype: fsdp.owner_broadcast_dtype does nothing with partition = "rows" (the '
@@ -289,7 +295,7 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ),
         (
             "fsdp.partition=owner mesh.cp=2 mesh.ep=2 model.n_experts=4",
-            '--mesh.ep: ep 2 shares experts out to the ranks of dp_shard x cp, and fsdp.partition "owner" keeps',
+            '--mesh.ep: ep 2 distributes experts over the ranks of dp_shard x cp, but fsdp.partition "owner" keeps',
         ),
         (
             "fsdp.partition=owner fsdp.zero_stage=2",
@@ -297,19 +303,19 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ),
         (
             "fsdp.partition=owner mesh.dp_replicate=2 mesh.dp_shard=2",
-            'partition "owner" needs whole parameters, and dp_shard 2 cuts them (on 4 ranks, dp_replicate 2); '
+            'partition "owner" needs whole parameters, but dp_shard 2 cuts them (on 4 ranks, dp_replicate 2); '
             "set mesh.dp_replicate = 4 and mesh.dp_shard = 1",
         ),
         (
             "optimizer.name=muon",
-            '--optimizer.name: Muon makes whole matrices orthogonal, and partition "rows" cuts them; set fsdp.',
+            '--optimizer.name: Muon orthogonalizes whole matrices, but partition "rows" cuts them; set fsdp.',
         ),
         ("optimizer.momentum=0.9", 'momentum does nothing with name = "adamw" (the default), only with "muon"; leave'),
         ("optimizer.newton_schulz_steps=6", "newton_schulz_steps does nothing"),
         ("optimizer.muon_lr_adjustment=original", "muon_lr_adjustment does nothing"),
         (
             "profile.memory_snapshot=true",
-            "does nothing with start_step = 0 (the default), which leaves no steps to trace",
+            "does nothing with start_step = 0 (the default), which traces no steps",
         ),
         (
             "profile.memory_snapshot=true profile.start_step=1 job.device=cpu",
@@ -322,7 +328,7 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ("checkpoint.go_back=1", '--checkpoint.go_back: go_back does nothing with load = "latest"'),
         (
             "checkpoint.load=5 checkpoint.init_from=x",
-            "init_from does nothing with load = 5 (--checkpoint.load), which the run goes",
+            "init_from does nothing with load = 5 (--checkpoint.load), which the run begins",
         ),
         ("checkpoint.keep_every=5", "keep_every does nothing with keep_last = 0 (the default), which keeps all"),
         (
@@ -331,7 +337,7 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
         ),
         (
             "training.dtype=bfloat16 checkpoint.optimizer_dtype=bfloat16",
-            'checkpoint.optimizer_dtype does nothing with training.dtype = "bfloat16" (--training.dtype), as its ',
+            'checkpoint.optimizer_dtype does nothing with training.dtype = "bfloat16" (--training.dtype), and so ',
         ),
     ],
 )

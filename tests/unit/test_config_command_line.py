@@ -37,19 +37,19 @@ def test_help_needs_nothing(words):
 @pytest.mark.parametrize(
     ("words", "messages"),
     [
-        ([], ["--config NAME_OR_PATH is missing; to begin with, --config debug.toml"]),
+        ([], ["--config NAME_OR_PATH is missing; to try Keel, --config debug.toml"]),
         (["--config"], ["--config: needs a value: --config NAME_OR_PATH"]),
         (["--config", "a", "--config=b"], ["--config: given 2 times: a, b"]),
-        (["--config", "a", "b.toml"], ["b.toml: unexpected; is it the value of a flag, as in --config b.toml?"]),
+        (["--config", "a", "b.toml"], ["b.toml: unexpected; if it is the job file, write --config b.toml"]),
         (["--config", "a", "--steps", "5"], ["--steps: unknown flag; did you mean --training.steps?"]),
         (["--config", "a", "--lr=1"], ["--lr: unknown flag; did you mean --optimizer.lr?"]),
         (["--config", "a", "--valdate"], ["--valdate: unknown flag; did you mean --validate?"]),
-        (["--config", "a", "--qqq"], ["--qqq: unknown flag; --help lists all there are"]),
-        (["--config", "a", "--mesh", "2"], ["--mesh: is a table; its keys are set one by one: --mesh.KEY VALUE"]),
+        (["--config", "a", "--qqq"], ["--qqq: unknown flag; --help lists all flags"]),
+        (["--config", "a", "--mesh", "2"], ["--mesh: is a table; set its keys one by one: --mesh.KEY VALUE"]),
         (["--config", "a", "--validate", "--print-config"], ["--print-config and --validate: choose one"]),
         (
             ["--nproc-per-node", "4", "--config", "a"],
-            ["--nproc-per-node: this belongs to torchrun, before train.py: torchrun --nproc-per-node 4 train.py ..."],
+            ["--nproc-per-node: a flag of torchrun; put it before train.py: torchrun --nproc-per-node 4 train.py ..."],
         ),
         (
             ["--cofig", "a", "--training.steps", "--job.name"],
@@ -57,7 +57,7 @@ def test_help_needs_nothing(words):
                 "--cofig: unknown flag; did you mean --config?",
                 "--training.steps: needs a value: --training.steps VALUE",
                 "--job.name: needs a value: --job.name VALUE",
-                "--config NAME_OR_PATH is missing; to begin with, --config debug.toml",
+                "--config NAME_OR_PATH is missing; to try Keel, --config debug.toml",
             ],
         ),
     ],
@@ -88,8 +88,8 @@ def test_help_lists_every_key_with_type_default_and_sentence(capsys):
     ("environment", "ranks"),
     [
         ({}, "1 to 4 ranks"),
-        ({"WORLD_SIZE": "1"}, "1 rank: dp_replicate 1 x dp_shard 1 x tp 1, 4 micro-batches a step"),
-        ({"WORLD_SIZE": "4"}, "4 ranks: dp_replicate 1 x dp_shard 4 x tp 1, 1 micro-batch a step"),
+        ({"WORLD_SIZE": "1"}, "1 rank: dp_replicate 1 x dp_shard 1 x tp 1, 4 micro-batches per step"),
+        ({"WORLD_SIZE": "4"}, "4 ranks: dp_replicate 1 x dp_shard 4 x tp 1, 1 micro-batch per step"),
     ],
 )
 def test_validate_says_what_the_job_is(tmp_path, monkeypatch, capsys, environment, ranks):
@@ -115,12 +115,12 @@ def test_validate_warns_of_what_is_not_on_this_machine(tmp_path, monkeypatch, ca
     valid, *warnings = capsys.readouterr().out.splitlines()
     assert valid.startswith("job.toml is valid")
     assert [line.split(";")[0] for line in warnings] == [
-        'warning: job.toml:4: tokenizer.train_on names "no.txt", and there is no such file or folder',
+        'warning: job.toml:4: tokenizer.train_on names "no.txt": no such file or folder',
         'warning: job.toml:18: data.sources.2.path is "there.jsonl": no such folder of token files',
-        'warning: job.toml:6: checkpoint.load is "far/step-00000001": no such folder (use "latest", "none", a step, a '
-        "path)",
+        'warning: job.toml:6: checkpoint.load is "far/step-00000001": no such folder (use "latest", "none", a step '
+        "or a path)",
     ]
-    assert all(line.endswith("; the job needs it where it runs") for line in warnings)
+    assert all(line.endswith("; the machine that runs the job needs it") for line in warnings)
 
 
 def test_only_the_first_rank_answers(capsys):

@@ -70,7 +70,7 @@ def test_the_axes_are_measured_beside_one_process(tmp_path):
 def test_a_mesh_that_the_job_does_not_fit_is_a_message_before_anything_runs():
     done = run_script("benchmark.py", "axes", *TINY)
     assert done.returncode == 78
-    assert done.stderr == "--mesh.pp: pp 4 = 4 stages are more than n_layers 2: each needs a layer\n"
+    assert done.stderr == "--mesh.pp: pp 4 = 4 stages are more than n_layers 2; each stage needs a layer\n"
 
 
 def test_the_parity_script_lists_its_rows():

@@ -357,7 +357,7 @@ def test_a_text_in_the_place_of_a_number_may_be_anything(tmp_path):
     for anything in ("[" * 3_000, "9" * 5_000):
         (tmp_path / "job.toml").write_text(f'[model]\ndim = "{anything}"\n')
         with pytest.raises(
-            ConfigError, match=r"model.dim must be an integer > 0, got|too many digits, or nested too deep"
+            ConfigError, match=r"model.dim must be an integer > 0, got|too many digits, or is nested too deep"
         ):
             load(str(tmp_path / "job.toml"), ["--model.n_heads", anything])
 
