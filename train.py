@@ -1,7 +1,7 @@
 """Train a model: `torchrun train.py --config debug.toml`; `python train.py --help` lists every key.
 
-Nothing happens here but the order of things: signals are caught before torch is imported, which takes seconds in which
-one would otherwise be lost; questions about a config are answered without torch; the outcome becomes an exit code.
+This file only sets the order: signal handlers are installed before torch is imported, which takes seconds in which a
+signal would be lost; `--help` and the checks of a config run without torch; the outcome becomes an exit code.
 """
 
 import os
@@ -14,7 +14,11 @@ from trainer.lifecycle import install_signal_handlers, tell_torchrun
 
 
 def main() -> int:
-    """Run the command line; returns the exit code: 0 done, 75 stopped by a signal, 78 config error, 1 anything else."""
+    """Run the command line.
+
+    Returns:
+        The exit code: 0 done, 75 stopped by a signal, 78 config error, 1 any other error.
+    """
     stop = install_signal_handlers()
     try:
         command = parse_command_line(sys.argv[1:])
@@ -26,7 +30,7 @@ def main() -> int:
         rank = os.environ.get("RANK", "0")
         if rank == "0":
             print(error, file=sys.stderr)
-        elif not stop.wait(5.0):  # torchrun ends all ranks with the first: that rank 0 has said it
+        elif not stop.wait(5.0):  # torchrun stops this rank once rank 0 has reported the error
             print(f"[rank {rank}] {error}", file=sys.stderr)
         return error.exit_code
     from trainer.run import run
@@ -35,7 +39,7 @@ def main() -> int:
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit past the interpreter's own end: process groups that an error has left open may abort it, and the code."""
+    """Exit without the interpreter's shutdown, in which process groups left open by an error may abort the process."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,12 +1,12 @@
-"""AdamW over named parameters, sharded or not; or Muon for the hidden matrices, and AdamW for the rest.
+"""AdamW over named parameters, sharded or not; or Muon for the hidden matrices and AdamW for the rest.
 
-One fused kernel walks through parameters, gradients and both moments at once: on a 10M-parameter model and 2 CPU
-threads 6 ms a step where `foreach` takes 24 (with DTensors, as `fully_shard` makes them; without 5 and 21). The state
-is there from the start, so its memory is known before the first step and a checkpoint can be read into it in place.
+One fused kernel processes parameters, gradients and both moments at once: for a 10M-parameter model on 2 CPU threads it
+takes 6 ms per step where `foreach` takes 24 (with the DTensors of `fully_shard`; without them 5 and 21). The state is
+allocated at once, so its memory is known before the first step and a checkpoint can be loaded into it in place.
 
 Muon (Jordan 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982) replaces a matrix's momentum by
-the nearest orthogonal matrix, for which it needs all of it: it runs where whole parameters have owners. Embedding and
-head, whose rows are looked up or compared one by one, and the norms stay with AdamW.
+the nearest orthogonal matrix. This needs the whole matrix, so Muon runs where whole parameters have owners. AdamW
+updates the norms, and also the embedding and the head, whose rows are looked up or compared one by one.
 """
 
 import difflib
@@ -31,27 +31,27 @@ _REST = ParameterGroup(pattern="*")
 
 
 class RowAdamW(AdamW):
-    """AdamW over what this rank holds of every parameter, and saves: an `OwnerPartition` of one who owns it all."""
+    """AdamW over this rank's part of every parameter, with `OwnerPartition`'s interface: it owns all of them."""
 
     def owned(self) -> dict[Parameter, Tensor]:
-        """As `OwnerPartition.owned`: all parameters."""
+        """Like `OwnerPartition.owned`: all parameters."""
         return {parameter: parameter.detach() for parameter, _ in _members(self)}
 
     def owned_state(self, parameter: Parameter) -> dict[str, Any]:
-        """As `OwnerPartition.owned_state`."""
+        """Like `OwnerPartition.owned_state`."""
         return self.state.get(parameter, {})
 
     def owned_were_loaded(self) -> None:
-        """As `OwnerPartition.owned_were_loaded`: every rank has loaded what it needs."""
+        """Like `OwnerPartition.owned_were_loaded`: does nothing, since each rank has loaded what it needs."""
 
     def wait(self) -> None:
-        """As `OwnerPartition.wait`: nothing is on its way."""
+        """Like `OwnerPartition.wait`: does nothing, since no parameter is being sent."""
 
 
 TrainingOptimizer = RowAdamW | OwnerPartition
 
 Partition = Callable[[list[dict[str, Any]]], OwnerPartition]
-"""Shares parameter groups out to owners (see there)."""
+"""Distributes parameter groups over owners (see `OwnerPartition`)."""
 
 
 def build_optimizer(
@@ -61,18 +61,18 @@ def build_optimizer(
     partition: Partition | None = None,
     model_names: Sequence[str] = (),
 ) -> TrainingOptimizer:
-    """The optimizer with its state, all zero: AdamW (Loshchilov and Hutter 2019, algorithm 2), or Muon with it.
+    """Build AdamW (Loshchilov and Hutter 2019, algorithm 2), or Muon and AdamW, with its state, all zero.
 
-    Only matrices decay, vectors (norms) do not, unless a group in `config.groups` says otherwise for them. Parameters
-    that it freezes for ever are in groups without state.
+    Weight decay applies to matrices but not to vectors (norms), unless a group in `config.groups` sets it. Parameters
+    with `freeze` are in groups without state.
 
     Args:
         hidden_matrices: names of the parameters that Muon updates, if `config.name` says so.
-        partition: None updates all that this rank holds of every parameter; Muon needs one.
-        model_names: of the whole model's parameters, where these are only a pipeline stage's.
+        partition: None updates this rank's part of every parameter; Muon needs a partition.
+        model_names: names of the whole model's parameters, if these are only a pipeline stage's.
 
     Raises:
-        ConfigError: a group's pattern gets no parameter.
+        ConfigError: a group's pattern selects no parameter.
     """
     of_muon = set(hidden_matrices) if config.name == "muon" else set()
     named_groups = _groups(config, named_parameters, of_muon, model_names)
@@ -92,7 +92,7 @@ def build_optimizer(
 def plain_optimizers(
     config: Optimizer, named_parameters: Sequence[tuple[str, Parameter]], hidden_matrices: Collection[str]
 ) -> dict[str, TorchOptimizer]:
-    """Torch's own optimizers that together do what `build_optimizer`'s does, by name: "adamw", and "muon" before it."""
+    """Build the plain torch optimizers, by name ("muon", then "adamw"), that equal `build_optimizer`'s together."""
     of_muon = set(hidden_matrices) if config.name == "muon" else set()
     groups = _groups(config, named_parameters, of_muon, model_names=())
     muons, adamws = ([group for is_muon, group in groups if is_muon is wanted] for wanted in (True, False))
@@ -106,7 +106,7 @@ def _groups(
     of_muon: Collection[str],
     model_names: Sequence[str],
 ) -> list[tuple[bool, dict[str, Any]]]:
-    """The parameter groups, each with whether it is Muon's."""
+    """Return the parameter groups, each with whether Muon updates it."""
     settings = _settings_of(config.groups, model_names or [name for name, _ in named_parameters])
     members: dict[tuple[bool, float, float, bool], list[tuple[str, Parameter]]] = {}
     for name, parameter in named_parameters:
@@ -124,7 +124,7 @@ def _groups(
 def _adamw(config: Optimizer, groups: list[dict[str, Any]]) -> RowAdamW:
     optimizer = RowAdamW(groups, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=_can_fuse(groups))
     for parameter, group in _trained(optimizer):
-        # What AdamW would make at its first step (a step with zero gradients would decay the weights).
+        # What AdamW creates in its first step; a step with zero gradients instead would decay the weights.
         optimizer.state[parameter] = {
             # The fused kernel counts on the device; the others read the count on the CPU.
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu"),
@@ -163,17 +163,17 @@ def set_lr(optimizer: TorchOptimizer, lr: float) -> None:
 
 
 def saved_weights(optimizer: TrainingOptimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
-    """What this rank saves of the parameters, by name: its shards of all, or those that it owns."""
+    """The weights that this rank saves, by name: its shards of all parameters, or those that it owns."""
     owned = optimizer.owned()
     return {name: owned[parameter] for name, parameter in parameters.items() if parameter in owned}
 
 
 def optimizer_state(optimizer: TrainingOptimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
-    """The optimizer's own tensors as "optimizer.<parameter>.<key>"; writing into them in place restores a state.
+    """The optimizer's tensors as "optimizer.<parameter>.<key>"; write into them in place to restore a state.
 
-    The keys are AdamW's, `exp_avg` and `exp_avg_sq`, shaped and sharded as the parameter, and the scalar `step`; or
-    Muon's `momentum_buffer`. With a partition they are those of the parameters that this rank owns. A parameter that is
-    frozen for ever has none.
+    The keys are AdamW's `exp_avg` and `exp_avg_sq`, shaped and sharded like the parameter, and the scalar `step`; or
+    Muon's `momentum_buffer`. With a partition, only parameters that this rank owns are included. A parameter with
+    `freeze` has no state.
     """
     return {
         f"optimizer.{name}.{key}": tensor
@@ -186,7 +186,7 @@ def frozen_until(config: Optimizer, model_names: Sequence[str]) -> dict[str, flo
     """The parameters that `config.groups` freezes, by name, with the step after which they train; inf: never.
 
     Args:
-        model_names: of the whole model's parameters.
+        model_names: names of the whole model's parameters.
 
     Raises:
         ConfigError: all are frozen at first.
@@ -195,19 +195,19 @@ def frozen_until(config: Optimizer, model_names: Sequence[str]) -> dict[str, flo
     until = {name: math.inf if group.freeze else group.freeze_until_step for name, group in settings.items()}
     frozen = {name: step for name, step in until.items() if step > 0}
     if len(frozen) == len(settings):
-        raise ConfigError("optimizer.groups: all parameters are frozen, and step 1 would train nothing; let some train")
+        raise ConfigError("optimizer.groups: all parameters are frozen, so step 1 would train nothing; unfreeze some")
     return frozen
 
 
 def _settings_of(groups: Sequence[ParameterGroup], names: Sequence[str]) -> dict[str, ParameterGroup]:
-    """The group of each parameter: the first whose pattern matches its name, else one without settings."""
+    """Map each parameter to its group: the first whose pattern matches its name, or one without settings."""
     chosen = {name: next((group for group in groups if fnmatchcase(name, group.pattern)), _REST) for name in names}
     for index, group in enumerate(groups):
         if any(setting is group for setting in chosen.values()):
             continue
         where = f'optimizer.groups[{index}]: pattern "{group.pattern}"'
         if any(fnmatchcase(name, group.pattern) for name in names):
-            raise ConfigError(f"{where} gets no parameter, since earlier patterns match all of its own; move it up")
+            raise ConfigError(f"{where} selects no parameter, because earlier patterns match them all; move it up")
         nearest = ", ".join(difflib.get_close_matches(group.pattern, names, n=3, cutoff=0))
         raise ConfigError(f"{where} matches no parameter; the nearest names are {nearest}")
     return chosen

@@ -1,4 +1,4 @@
-"""What a job reads: that it is there, and the tokenizer and token files that are made from text when first needed."""
+"""Checks that a job's inputs exist, and creates the tokenizer and token files from text when first needed."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -19,18 +19,18 @@ from trainer.report.console import Console
 
 
 class PreparationStopped(KeelError):
-    """A signal came while data was prepared; what is finished is kept."""
+    """A signal arrived during data preparation; finished parts are kept."""
 
     exit_code = EXIT_PREEMPTED
 
 
 def require_inputs(job: LoadedConfig) -> None:
-    """See that what the job reads is there, before hours go into data and minutes into weights.
+    """Check that the job's inputs exist, before hours go into data and minutes into weights.
 
-    To be called on one rank. Whether the others see the same data, trainer.guards.agreement finds out.
+    Call it on one rank; trainer.guards.agreement checks that the other ranks see the same data.
 
     Raises:
-        ConfigError: there is no such checkpoint as checkpoint.load names.
+        ConfigError: the checkpoint that checkpoint.load names does not exist.
         UserError: a tokenizer, data or checkpoint.init_from is missing, or a checkpoint cannot be read.
     """
     config = job.config
@@ -42,13 +42,13 @@ def require_inputs(job: LoadedConfig) -> None:
 
 
 def prepare_data(config: Config, console: Console, stop: StopRequest) -> None:
-    """Train the tokenizer and write the token files that `[tokenizer]` and `[data.prepare]` ask for, if missing.
+    """Create the tokenizer and the token files of `[tokenizer]` and `[data.prepare]` if missing.
 
-    To be called on one rank.
+    Call it on one rank.
 
     Raises:
-        PreparationStopped: at a signal.
-        UserError: the text, or the folder to write to, does not allow it.
+        PreparationStopped: a signal arrived.
+        UserError: the text cannot be read, or the output cannot be written.
     """
     tokenizer, wanted = config.tokenizer, config.data.prepare
     if tokenizer.path and tokenizer.train_on and not Path(tokenizer.path).exists():
@@ -67,7 +67,7 @@ def prepare_data(config: Config, console: Console, stop: StopRequest) -> None:
             max_bad_files=wanted.max_bad_files,
         )
         if Path(wanted.output).exists():
-            write()  # checks that they were made with the same settings
+            write()  # only checks that the files were made with the same settings
             return
         with console.progress(f"Writing token files to {wanted.output}", in_bytes=True) as report:
 
@@ -77,7 +77,7 @@ def prepare_data(config: Config, console: Console, stop: StopRequest) -> None:
 
             record = write(progress=follow)
         for message in record["bad_files"]:
-            console.warning(f"left out, as data.prepare.max_bad_files allows: {message}")
+            console.warning(f"skipped, as data.prepare.max_bad_files allows: {message}")
 
 
 def _until(stop: StopRequest, texts: Iterable[str]) -> Iterator[str]:
@@ -88,4 +88,4 @@ def _until(stop: StopRequest, texts: Iterable[str]) -> Iterator[str]:
 
 def _check(stop: StopRequest) -> None:
     if stop:
-        raise PreparationStopped(f"stopped by {stop.reason} while preparing data; the same command goes on from there")
+        raise PreparationStopped(f"stopped by {stop.reason} while preparing data; the same command resumes from there")

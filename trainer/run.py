@@ -1,6 +1,6 @@
-"""The life of a job around its training: its folder, what a person sees first and last, and how it ended.
+"""Runs a job around its training: the run folder, the opening and closing output, and how the run ended.
 
-However a run ends, `status.json` says so, and a mistake of the user's ends in one message instead of a traceback.
+However a run ends, `status.json` records it, and a user's mistake ends in one message instead of a traceback.
 """
 
 import os
@@ -44,28 +44,28 @@ from trainer.report.metrics import TimeLedger
 from trainer.report.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
 from trainer.trainer import Trainer
 
-# Where all ranks fail alike, rank 0 says why; where another fails alone, it has to say so itself, a little later.
+# If all ranks fail alike, rank 0 reports the error. Another rank waits this long before it reports its own.
 _PATIENCE_SECONDS = 5.0
 _APPENDED = ("run.log", "metrics.jsonl")
-"""Files of the run's folder that must not be links; the others are replaced, whatever they are."""
+"""Files in the run folder that are appended to, so they must not be links; all others are replaced."""
 
 
 @dataclass
 class _Launch:
-    """This process's part in the job, as its ending needs it."""
+    """What ending the run needs to know about this process."""
 
     rank: int
     folder: Path
     console: Console
     stop: StopRequest
     started: float
-    """Seconds since the epoch: what status.json says from before is about another launch."""
+    """Seconds since the epoch; an older status.json is another launch's."""
     watchdog: Watchdog | None = None
-    """From when the ranks know each other."""
+    """None until the process group exists."""
 
 
 def run(job: LoadedConfig, stop: StopRequest) -> int:
-    """Run a job on this rank, to its end; returns the process's exit code."""
+    """Run a job on this rank to its end; returns the process's exit code."""
     rank, folder, ledger = int(os.environ.get("RANK", "0")), job.config.job.folder, TimeLedger()
     trainer = None
     with Console(rank) as console:
@@ -86,12 +86,12 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
             if folder / "config.toml" in console.outages:
                 _write_config(launch, job)
             _say_goodbye(trainer, state)
-            if state == "preempted":  # to torchrun, unless the signal was its own, any exit code but 0 is a failure
+            if state == "preempted":  # torchrun takes exit codes but 0 as failures unless it sent the signal
                 tell_torchrun(closing_title(state, trainer.run.step, stop.reason or "a signal to another rank"))
             dist.destroy_process_group()
             watchdog.close()
             return exit_code(state)
-        except BaseException as error:  # torch's CheckpointException is no Exception
+        except BaseException as error:  # torch's CheckpointException is not an Exception
             step = trainer.run.step if trainer else None
             explained = out_of_memory(error, job.config, step)
             if explained:
@@ -107,21 +107,21 @@ def _open_folder(folder: Path, console: Console) -> None:
             require_plain(folder / name)
         console.log_to(folder / "run.log")
         for file in (folder / "crashes").glob("rank-*.txt"):
-            if not file.stat().st_size:  # of a rank that was killed
+            if not file.stat().st_size:  # left by a rank that was killed
                 file.unlink()
         before = read_status(folder)
-        if before.get("state") == "running":  # the lock is ours, so nobody is left of it
+        if before.get("state") == "running":  # this launch holds the lock, so that one has ended
             console.warning(_silent_end(before, folder))
         write_status(folder, "running", step=before.get("step", 0), reason="starting")
     except OSError as error:
         raise UserError(
             f"the run folder {folder} can't be written ({error.filename or folder}: {error.strerror}); "
-            "set job.output_dir to another"
+            "set job.output_dir to another folder"
         ) from None
 
 
 def _warn_if_too_large(config: Config, device: torch.device, console: Console) -> None:
-    """Say before anything is built that a GPU has too little memory; no error, for the estimate may be wrong."""
+    """Warn, before anything is built, that a GPU has too little memory; not an error, as this is an estimate."""
     if device.type == "cuda" and dist.get_rank() == 0:
         memory = torch.cuda.get_device_properties(device).total_memory
         if problem := does_not_fit(config, dist.get_world_size(), memory):
@@ -136,15 +136,15 @@ def _write_config(launch: _Launch, job: LoadedConfig) -> None:
 
 
 def _silent_end(before: dict[str, Any], folder: Path) -> str:
-    """What is known of a launch whose ranks have all died before one of them could say why."""
+    """Describe a launch whose ranks all died before one could report why."""
     heard = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(before.get("time", 0)))
     last_sign = before.get("time", 0) - 1
     crashes = [str(file) for file in sorted((folder / "crashes").glob("*")) if file.stat().st_mtime >= last_sign]
     stacks = f"; stacks of its crash are in {', '.join(crashes)}" if crashes else ""
-    reason = f" (it said: {before['reason']})" if before.get("reason") else ""
+    reason = f" (its last status: {before['reason']})" if before.get("reason") else ""
     return (
-        f"the last launch (process {before.get('pid')} on host {before.get('host')}) ended without a word at step "
-        f"{before.get('step')}{reason}, last heard of {heard}: it was killed, or its host went down{stacks}"
+        f"the last launch (process {before.get('pid')} on host {before.get('host')}) ended unexpectedly at step "
+        f"{before.get('step')}{reason}, last seen at {heard}: it was killed, or its host went down{stacks}"
     )
 
 
@@ -175,7 +175,7 @@ def _activation_rows(trainer: Trainer) -> list[Row]:
 
 
 def _say_goodbye(trainer: Trainer, state: State) -> None:
-    """Say how it went and where everything is; all ranks must call it."""
+    """Print how the run went and where its files are; all ranks must call it."""
     config, console, step = trainer.config, trainer.console, trainer.run.step
     memory = trainer.memory()
     if trainer.rank > 0:
@@ -192,9 +192,9 @@ def _say_goodbye(trainer: Trainer, state: State) -> None:
 
 
 def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
-    """Say why, once for all ranks, and leave it in status.json; returns the exit code."""
+    """Report the error once for all ranks and write it to status.json; returns the exit code."""
     code = exit_code("failed", error)
-    if isinstance(error, FolderInUse):  # all ranks know; status.json belongs to the run that has the folder
+    if isinstance(error, FolderInUse):  # on all ranks; status.json belongs to the run that holds the folder
         if launch.rank == 0:
             launch.console.error(str(error))
         tell_torchrun(str(error))
@@ -208,23 +208,23 @@ def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
             return code
         launch.watchdog.close(reason)
     if launch.rank > 0 and _others_end(launch):
-        tell_torchrun(read_status(launch.folder).get("reason") or reason)  # on another node nobody else may say it
+        tell_torchrun(read_status(launch.folder).get("reason") or reason)  # no other rank on this node may report it
         return code
-    said = reason if isinstance(error, KeelError) else "".join(traceback.format_exception(error))
-    launch.console.error(said)
-    tell_torchrun(said)
+    text = reason if isinstance(error, KeelError) else "".join(traceback.format_exception(error))
+    launch.console.error(text)
+    tell_torchrun(text)
     state: State = "preempted" if code == EXIT_PREEMPTED else "failed"
     _write_end(launch, state, step, reason)
     return code
 
 
 def _say_who_is_lost(losses: list[Loss], launch: _Launch, saw: str) -> None:
-    """The end of a run whose other ranks are dead, or do not answer: the first that knows it says so."""
+    """Report that other ranks are dead or do not answer; only the first rank that finds out does."""
     assert launch.watchdog is not None
     tell_torchrun(said_of(losses))
     if _has_ended(launch) or not launch.watchdog.peers.is_first("last word"):
         return
-    text = f"{said_of(losses)}. The same command goes on from the newest checkpoint"
+    text = f"{said_of(losses)}. The same command resumes from the newest checkpoint"
     seen = f"rank {launch.rank} saw: {saw.splitlines()[0]}" if saw else ""
     append_to_log(launch.folder, f"error: {text}. {seen}")
     _write_end(launch, "failed", None, said_of(losses), lost=[loss.as_json() for loss in losses])
@@ -232,7 +232,7 @@ def _say_who_is_lost(losses: list[Loss], launch: _Launch, saw: str) -> None:
 
 
 def _end_from_thread(losses: list[Loss], launch: _Launch) -> NoReturn:
-    """End this process from beside its main thread, which waits where it hears of nothing."""
+    """End this process from another thread, because the main thread is blocked in a collective."""
     _say_who_is_lost(losses, launch, saw="")
     os._exit(EXIT_FAILED)
 
@@ -245,7 +245,7 @@ def _write_end(launch: _Launch, state: State, step: int | None, reason: str, **d
 
 
 def _others_end(launch: _Launch) -> bool:
-    """Whether rank 0 says, in a moment, why the run fails, or has ended, whereupon torchrun stops this rank."""
+    """Wait a moment; returns whether rank 0 reports the failure, or ends and torchrun then stops this rank."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
         if _has_ended(launch) or launch.stop.wait(0.1):

@@ -1,9 +1,8 @@
-"""What learns: the model with its optimizer and loss, and one optimizer step of them.
+"""The learner: the model with its optimizer and loss, and one optimizer step.
 
-The loss is the mean over all valid target tokens of the global batch. Their number is known before the first
-backward pass, so each micro-batch adds its tokens' share and nothing depends on how the batch was cut. A step whose
-loss or gradient norm is not finite on any rank, or whose loss is above a limit, changes nothing on all of them
-(`guards/verdict.py`).
+The loss is the mean over all valid target tokens of the global batch. Their number is known before the first backward
+pass, so each micro-batch adds its tokens' share, and the result does not depend on how the batch was split. If a step's
+loss or gradient norm is not finite on any rank, or its loss is above a limit, no rank updates (`guards/verdict.py`).
 """
 
 import math
@@ -48,7 +47,7 @@ from trainer.optimizer import (
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one rank that live from step to step."""
+    """Bytes that one rank holds from step to step."""
 
     parameters: int
     optimizer: int
@@ -61,25 +60,25 @@ class Learner:
     config: Config
     mesh: Mesh
     stages: dict[int, nn.Module]
-    """This rank's parts of the model, by number; without a pipeline stage 0, the model itself."""
+    """This rank's pipeline stages by number; without a pipeline, stage 0 is the whole model."""
     parameters: dict[str, nn.Parameter]
-    """This rank's, or its shards of them: those of the whole model, or of its pipeline stages."""
+    """Parameters of these stages by name, each the rank's shard or whole."""
     passes: Passes
     optimizer: TrainingOptimizer
     loss: CrossEntropy
     load_balance: LoadBalance
     guard: OrderGuard
     frozen_until: dict[str, float]
-    """As `optimizer.frozen_until`."""
+    """Returned by `optimizer.frozen_until`."""
 
     def freeze(self, step: int) -> None:
-        """Before the step after `step` steps, freeze the parameters that rest in it, and let the others train."""
+        """Freeze the parameters that the next step, after `step` steps, does not train; unfreeze the others."""
         frozen = self.frozen(step)
         if any(parameter.requires_grad == (name in frozen) for name, parameter in self.parameters.items()):
             freeze(self.stages.values(), self.parameters, frozen)
 
     def frozen(self, step: int) -> frozenset[str]:
-        """Names of the whole model's parameters that rest in the step after `step` steps."""
+        """Names of the whole model's parameters that are frozen in the next step after `step` steps."""
         return frozenset(name for name, until in self.frozen_until.items() if step < until)
 
     def step(
@@ -89,16 +88,16 @@ class Learner:
         loss_limit: float = math.inf,
         before_update: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Update the model by this rank's share of a global batch; all ranks must call it.
+        """Update the model with this rank's share of a global batch; all ranks must call it.
 
         Args:
-            micro_batches: the share.
+            micro_batches: this rank's share.
             lr: learning rate.
-            loss_limit: a loss above it is a spike, and changes nothing.
-            before_update: called when all is computed; until then, `state` is what the last step has left.
+            loss_limit: a loss above it is a spike, which updates nothing.
+            before_update: called just before the update; until then, `state` is that of the last step.
 
         Raises:
-            UserError: the ranks did not issue the same collectives in the same order, or came to different results;
+            UserError: the ranks issued different collectives, or in a different order, or got different results;
                 nothing was updated.
         """
         with self.guard.watch():
@@ -120,7 +119,7 @@ class Learner:
         return result
 
     def finish(self, skipped: bool) -> None:
-        """Let go of the gradients, and of what else a step leaves behind."""
+        """Free the gradients and the other leftovers of a step."""
         self.optimizer.zero_grad(set_to_none=True)
         self.load_balance.finish_step(skipped)
 
@@ -133,11 +132,11 @@ class Learner:
         return self.mesh.sum_over_tokens(total) / valid_tokens, norm
 
     def evaluate(self, micro_batches: list[MicroBatch], token_bytes: Tensor | None) -> Tensor:
-        """(sum of the cross-entropy, valid tokens, their bytes of text) over this rank's share, float64, (3,).
+        """Evaluate this rank's share: (sum of cross-entropy, valid tokens, their bytes of text), float64, (3,).
 
         Args:
             micro_batches: as for `step`.
-            token_bytes: (vocab,) bytes of text that each token stands for; None: they are not counted.
+            token_bytes: (vocab,) bytes of text of each token; None: not counted.
         """
         micro_batches = self.own_part(micro_batches)
         cross_entropy = replace(self.loss, z_loss_weight=0.0)
@@ -146,9 +145,9 @@ class Learner:
         return torch.stack((loss_sum, *loss_sum.new_tensor([_count_valid(micro_batches), n_bytes])))
 
     def state(self) -> dict[str, Tensor]:
-        """Everything a checkpoint holds in tensors, by name; loading into them in place, and `was_loaded`, restores it.
+        """All tensors of a checkpoint, by name; to restore, load into them in place and call `was_loaded`.
 
-        To be asked for anew each time: FSDP pads its shards at the first forward pass, which gives them new memory.
+        Call it each time: FSDP pads its shards in the first forward pass, which moves them to new memory.
         """
         weights = saved_weights(self.optimizer, self.parameters)
         model = {f"model.{name}": weight for name, weight in weights.items()}
@@ -156,41 +155,41 @@ class Learner:
         return model | biases | optimizer_state(self.optimizer, self.parameters)
 
     def held(self) -> Held:
-        """What this rank holds from step to step."""
+        """Return what this rank holds from step to step."""
         state = optimizer_state(self.optimizer, self.parameters)
         return Held(parameters=_n_bytes(self.parameters.values()), optimizer=_n_bytes(state.values()))
 
     def copies(self) -> list[Copy]:
-        """What this rank holds of tensors of which other ranks hold the same; as `state`, to be asked for anew."""
+        """This rank's replicas of tensors that other ranks hold as well; call it each time, like `state`."""
         self.finish_update()
         state = self.state()
         if self.config.fsdp.partition == "rows":
             return copies_on(state, self.mesh)
-        # An owner saves its master copy in place of a parameter that it sends rounded.
+        # If parameters are broadcast rounded, `state` has the owner's master copy under their names.
         parameters = {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         masters = {f"master.{name}": state[name] for name in parameters.keys() & state.keys()}
         owned = {*masters, *(name for name in state if name.startswith("optimizer."))}
         return copies_on(state | parameters | masters, self.mesh, owned)
 
     def was_loaded(self) -> None:
-        """Bring what was read into `state` to all ranks that need it; all ranks must call it."""
+        """Send what was loaded into `state` to all ranks that need it; all ranks must call it."""
         self.optimizer.owned_were_loaded()
 
     def finish_update(self) -> None:
-        """Wait for updated parameters that are still on their way; the next forward pass would do so as well."""
+        """Wait for updated parameters still being sent; otherwise the next forward pass waits."""
         self.optimizer.wait()
 
     def own_part(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """What this rank computes of its samples: with context parallelism a part of every sequence."""
+        """The part of its samples that this rank computes: with context parallelism, a part of every sequence."""
         return [shard_batch(batch, self.mesh.cp, self.config.context.method) for batch in micro_batches]
 
     def call(self, batch: MicroBatch, loss: CrossEntropy) -> Call:
         document_ids, batch = batch.document_ids, batch.to(self.mesh.device)
         positions = batch.positions
-        if positions is None:  # a later pipeline stage sees no tokens to count
+        if positions is None:  # a later pipeline stage gets no tokens to count positions from
             positions = torch.arange(batch.tokens.shape[1], device=self.mesh.device)[None]
         arguments = {"positions": positions, "loss": partial(loss, targets=batch.targets)}
-        if document_ids is not None:  # zero-bubble schedules of torch 2.11 take no None
+        if document_ids is not None:  # torch 2.11's zero-bubble schedules do not accept None
             arguments["documents"] = Documents.find(document_ids).to(self.mesh.device)
         return Call(batch.tokens, arguments)
 
@@ -203,13 +202,13 @@ class Learner:
         clip_grads_with_norm(self.parameters.values(), self.config.training.max_norm, norm)
 
     def _valid_tokens(self, micro_batches: list[MicroBatch]) -> Tensor:
-        """Target tokens of the global batch that count; a float64 scalar: exact, and every backend can add it up."""
+        """Number of valid target tokens in the global batch; a float64 scalar: exact, and every backend can sum it."""
         count = torch.tensor(_count_valid(micro_batches), dtype=torch.float64, device=self.mesh.device)
         return self.mesh.sum_over_tokens(count)
 
 
 def build_learner(config: Config, mesh: Mesh) -> Learner:
-    """Build the model without memory, cut it over the mesh, then give each rank its shard's initial weights."""
+    """Build the model on the meta device, parallelize it, then materialize this rank's initial weights."""
     stages, model_names = build_stages(config, mesh)
     for stage in stages.values():
         materialize(stage, mesh.device, config.training.seed, offload=config.fsdp.cpu_offload)
@@ -217,7 +216,7 @@ def build_learner(config: Config, mesh: Mesh) -> Learner:
 
 
 def build_stages(config: Config, mesh: Mesh) -> tuple[dict[int, nn.Module], list[str]]:
-    """This rank's parts of the model on the meta device, parallelized, and the names of all the model's parameters."""
+    """Return this rank's parallelized stages on the meta device, and the names of all parameters of the model."""
     with torch.device("meta"):
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
     names = [name for name, _ in model.named_parameters()]
@@ -225,7 +224,7 @@ def build_stages(config: Config, mesh: Mesh) -> tuple[dict[int, nn.Module], list
 
 
 def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], model_names: Sequence[str]) -> Learner:
-    """The learner of what `build_stages` returned, with parameters in memory."""
+    """Make the learner from stages of `build_stages` whose parameters are in memory."""
     queue_gathers(stages.values(), config.comm, mesh.device)
     learner = Learner(
         config=config,
@@ -250,36 +249,36 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
 def _optimizer(
     config: Config, mesh: Mesh, stages: Sequence[nn.Module], model_names: Sequence[str]
 ) -> TrainingOptimizer:
-    """The optimizer of the parameters in `stages`; `model_names`: of all the model's."""
+    """Build the optimizer for the parameters in `stages`; `model_names` lists all of the model's."""
     named_parameters = [named for stage in stages for named in stage.named_parameters()]
     if config.fsdp.partition == "rows":
         return build_optimizer(config.optimizer, named_parameters, model_names=model_names)
     hidden = [name for stage in stages for name in hidden_matrices(stage)]
     dtype = config.fsdp.owner_broadcast_dtype
 
-    def share_out(groups: list[dict[str, Any]]) -> OwnerPartition:
+    def assign_owners(groups: list[dict[str, Any]]) -> OwnerPartition:
         partition = OwnerPartition(groups, mesh.tokens.get_group(), getattr(torch, dtype) if dtype else None)
         for stage in stages:
             partition.overlap_forward(stage)
         return partition
 
-    return build_optimizer(config.optimizer, named_parameters, hidden, share_out, model_names)
+    return build_optimizer(config.optimizer, named_parameters, hidden, assign_owners, model_names)
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:
-    """Names of the matrices inside the model's blocks: what Muon updates."""
+    """Names of the matrices inside the model's blocks, which Muon updates."""
     in_blocks = tuple(f"{block}." for block in plan_of(model).blocks)
     return [name for name, p in model.named_parameters() if p.ndim == 2 and name.startswith(in_blocks)]
 
 
 def _n_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of this rank's parts."""
+    """Bytes of this rank's parts of the tensors."""
     parts = map(local_part, tensors)
     return sum(part.numel() * part.itemsize for part in parts)
 
 
 def _valid(batch: MicroBatch) -> Tensor:
-    """The targets that count."""
+    """The valid targets."""
     return batch.targets[batch.targets != IGNORED]
 
 

@@ -3,8 +3,8 @@
     trainer = Trainer(job, device, console, stop, ledger, watchdog)
     state = trainer.train()         # "done", or "preempted" after a signal
 
-Each part knows one thing: the loader which samples come next, the learner how to make a step of them, the checkpoint
-manager when and where to save, the console what a person sees. The mesh appears here only to be handed on.
+Each part knows one thing: the loader which samples come next, the learner how to compute a step, the checkpoint manager
+when and where to save, the console what the user sees.
 """
 
 import time
@@ -49,23 +49,23 @@ from trainer.saved_state import RunState, check_saved_state, too_many_skipped
 from trainer.step import build_learner
 from trainer.validation import ValidationResult, validate
 
-# torch.compile works in the first step of a launch, and may once more in the second.
+# torch.compile compiles in the first step of a launch, and may compile again in the second.
 COMPILING_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run between two steps, but for its tensors."""
+    """The state of a run between two steps, without its tensors."""
 
     run: RunState
     data: dict[str, Any]
     """State of this rank's loader."""
     validation_loss: float | None
-    """If it was measured after this step."""
+    """None unless it was measured after this step."""
 
 
 class Trainer:
-    """One rank's part in one job."""
+    """Trains one job on one rank."""
 
     def __init__(
         self,
@@ -76,12 +76,12 @@ class Trainer:
         ledger: TimeLedger,
         watchdog: Watchdog,
     ) -> None:
-        """Build everything on this rank's device, and take up the run where `checkpoint.load` says.
+        """Build everything on this rank's device, and load the state that `checkpoint.load` names.
 
-        The process group exists already, and so does the run folder.
+        The process group and the run folder must exist.
 
         Raises:
-            KeelError: the job, its data or its checkpoint do not allow it; the same on all ranks.
+            KeelError: the job, its data or its checkpoint is at fault; raised on all ranks alike.
         """
         self.config = config = job.config
         self.spikes = config.fault.spikes
@@ -109,7 +109,7 @@ class Trainer:
             environment=environment(device, config.fsdp.cpu_offload),
         )
         saved = self.checkpoints.resume(self.learner.state())
-        self.learner.was_loaded()  # also where only weights were, from checkpoint.init_from
+        self.learner.was_loaded()  # also if only weights were loaded, from checkpoint.init_from
         if saved:
             check_saved_state(saved)
         self.run = RunState(**saved["run"]) if saved else RunState()
@@ -122,20 +122,20 @@ class Trainer:
         waits = CollectiveWaits(groups_of_axes(self.mesh).values(), self.device)
         self.phases = PhaseClock(waits, config.fault.lag_ratio, self.mesh.sizes.pp > 1, COMPILING_STEPS)
         self.lag: Lag | None = None
-        """Of the last window of steps, until it is logged."""
+        """Lag in the last window of steps, until it is logged."""
         self.grace = Grace(stop, config.job.grace_seconds, console, device, config.job.timeout_seconds)
         self.metrics_log: MetricsLog | None = None
         on_rank_zero(None, self._open_metrics_log)
         self.peak = peak_flops(device_name(self.device), config.training.compute_dtype)
         self._save_is_due = False
         self.last_was_finite = True
-        """Loss and gradient norm of the last step."""
+        """Whether the last step had a finite loss and gradient norm."""
         self.losses: list[float] = []
-        """Of the steps of this launch."""
+        """Losses of the steps of this launch."""
         self.validated: tuple[int, float] | None = None
         """Step and loss of the last validation."""
         self.compared_step: int | None = None
-        """After which the copies on several ranks were compared last."""
+        """Step after which replicas were last compared."""
         self.unlogged_incidents: list[dict[str, Any]] = []
 
     def _build_loaders(self, data: dict) -> None:
@@ -167,7 +167,7 @@ class Trainer:
         self.metrics_log = log
 
     def train(self) -> State:
-        """Train up to `training.steps`, or until a signal; save at the end of either."""
+        """Train up to `training.steps` or until a signal, then save."""
         last_step = self.config.training.steps
         on_gpu = self.device.type == "cuda"
         with self.grace, self.console.training(self.run.step, last_step, self.peak is not None, on_gpu):
@@ -195,13 +195,13 @@ class Trainer:
         self._close()
         return "done" if self.run.step >= last_step else "preempted"
 
-    # ----------------------------------------------------------------------- the parts of a step
+    # ----------------------------------------------------------------------- parts of a step
 
     def _agreed_to_stop(self, doing: str = "training") -> bool:
-        """Whether any rank was signalled: all stop after the same step, or in the same validation.
+        """Whether any rank was signaled; all ranks stop after the same step, or in the same validation.
 
-        So a signal is obeyed within one optimizer step (in a launch's first, its compilation included) or one batch of
-        a validation, plus the save.
+        A signal therefore takes effect within one optimizer step (including compilation in a launch's first step) or
+        one validation batch, plus the save.
         """
         self.watchdog.step(self.run.step, doing)
         with self.phases.measure(Phase.OTHER):
@@ -262,18 +262,21 @@ class Trainer:
             self.console.note(f"step {self.run.step + 1}: {trace_nonfinite(self.learner, micro_batches)}")
 
     def _record(self, what: str, **details: Any) -> None:
-        """Add to the incidents, which later checkpoints hold, and the next line of metrics."""
+        """Record an incident, for later checkpoints and the next line of metrics."""
         self.run = self.run.with_incident(what, **details)
         self.unlogged_incidents.append(self.run.incidents[-1])
 
     def _rewind(self, result: StepResult) -> bool:
-        """Go back to a checkpoint from before a spike, but not in the data; whether there was one to go back to.
+        """Go back to a checkpoint from before a spike, but not in the data.
 
-        Where to is decided by the run's own keys: when a checkpoint happens to be saved, as at a stop, must not change
-        what the run learns. If the process is killed before the next checkpoint, the same spike brings it here again.
+        The run keys alone decide which checkpoint: when others happen to be saved, as at a stop, must not change what
+        the run learns. If the process is killed before the next checkpoint, the resumed run meets the same spike again.
+
+        Returns:
+            Whether there was a checkpoint to go back to.
 
         Raises:
-            UserError: the run has gone back there too often.
+            UserError: the run has gone back to that checkpoint too often.
         """
         to_step = rewind_target(self.spikes, self.run.step, self.run.incidents, result.loss)
         if to_step is None:
@@ -282,7 +285,7 @@ class Trainer:
         with self.ledger.measure(Kind.CHECKPOINT), self.phases.measure(Phase.CHECKPOINT):
             if not self.checkpoints.can_rewind(to_step):
                 return False
-            self._finish_exports()  # they may read checkpoints that are moved aside now
+            self._finish_exports()  # they may be reading checkpoints that the rewind moves
             saved = self.checkpoints.rewind(to_step, self.learner.state())
             self.learner.was_loaded()
         spike, limit = self.run.step + 1, loss_limit(self.spikes, self.run.past_losses)
@@ -290,22 +293,22 @@ class Trainer:
         self.run = replace(RunState(**saved["run"]), incidents=self.run.incidents)
         self._record("rewind", spike_step=spike, to_step=to_step, loss=result.loss, limit=limit, samples=samples)
         self.unlogged_incidents = self.run.incidents[len(saved["run"].get("incidents", [])) :]
-        self.console.note(f"back to step {to_step}; samples {samples[0]} to {samples[1]} are passed over")
+        self.console.note(f"back to step {to_step}; samples {samples[0]} to {samples[1]} are skipped")
         self._begin_again()
         return True
 
     def _begin_again(self) -> None:
-        """Make the records of a run that has gone back what they would be if it had been resumed there."""
+        """Reset a rewound run's records to what they would be if it had been resumed there."""
         self.compared_step = None
         self.profiler.finish()
         self.exports = self._build_exports()
         on_rank_zero(None, self._open_metrics_log)
 
     def _compare_copies(self) -> None:
-        """See that what several ranks hold copies of is equal, or made equal again.
+        """Check that replicated tensors are equal on all ranks, or heal them.
 
         Raises:
-            UserError: it differs; nothing may be saved.
+            UserError: they differ; nothing may be saved.
         """
         if self.compared_step == self.run.step:
             return
@@ -315,14 +318,14 @@ class Trainer:
             healed = see_that_copies_are_equal(self.learner.copies(), on_difference, self.run.step, saved_step)
         self.compared_step = self.run.step
         if healed:
-            self.console.warning(f"copies that differed after step {self.run.step} have what most ranks have:{healed}")
+            self.console.warning(f"replaced copies that differed from the majority after step {self.run.step}:{healed}")
             self._record("heal", tensors=[line.strip() for line in healed.strip().split("\n")])
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.run.step % interval == 0
 
     def _validate(self) -> ValidationResult | None:
-        """What a validation finds; None if a signal ends it."""
+        """Validate; returns None if a signal ends it early."""
         assert self.validation_loader is not None
         with self.ledger.measure(Kind.VALIDATION), self.phases.measure(Phase.OTHER):
             result = validate(
@@ -333,16 +336,15 @@ class Trainer:
         return result
 
     def _should_save(self) -> bool:
-        """Whether a save is due; one that is due after a step that was not finite is made after the next that is."""
+        """Whether to save now; a save that is due after a non-finite step waits for the next finite one."""
         self._save_is_due |= self.checkpoints.should_save(self.run.step)
         return self._save_is_due and self.last_was_finite
 
     def _save(self) -> None:
-        """Save all that decides what comes next.
+        """Save everything that determines the following steps.
 
-        There is no random state among it, since no step draws from one: weights and data are keyed by the seed, and
-        there is no dropout. Nor are there running sums of metrics: every logged number is of its own step, or of the
-        wall clock.
+        This includes no random state, because no step uses one: weights and data order are functions of the seed, and
+        there is no dropout. It includes no running metrics either: each logged number is of one step or the wall clock.
         """
         self._compare_copies()
         self.watchdog.step(self.run.step, "checkpoint")
@@ -350,17 +352,17 @@ class Trainer:
             self.metrics_log.flush()
         with self.ledger.measure(Kind.CHECKPOINT), self.phases.measure(Phase.CHECKPOINT):
             self.checkpoints.wait()
-            self._poll_exports()  # so that the export of the last one has begun before this one takes its place
+            self._poll_exports()  # begin the export of the last checkpoint before this one replaces it
             self._save_finished(self._finished())
         self._save_is_due = False
 
     def _finished(self) -> Finished:
-        """Where the run stands now, between two steps."""
+        """Return the current state of the run, between two steps."""
         step, loss = self.validated or (None, None)
         return Finished(self.run, self.loader.state_dict(), loss if step == self.run.step else None)
 
     def _save_finished(self, finished: Finished, group: dist.ProcessGroup | None = None) -> None:
-        """Save what a step has left, as long as tensors are as it has left them; `group`: of all ranks."""
+        """Save the state after a step, while tensors are unchanged since; `group` holds all ranks."""
 
         def own_data() -> dict[str, Any]:
             self.loader.check_unchanged()
@@ -373,15 +375,16 @@ class Trainer:
             {"tokens": run.tokens, "run": asdict(run), "data": data},
             data_fingerprint={name: state["fingerprint"] for name, state in data["sources"].items()},
             validation_loss=finished.validation_loss,
-            prune=not run.skipped_in_a_row,  # the end may come while steps are skipped
+            prune=not run.skipped_in_a_row,  # skipped steps may end the run, which then needs older checkpoints
         )
 
     def _rescue(self, finished: Finished, reason: str, group: dist.ProcessGroup) -> Callable[[], None]:
-        """Save what the last step has left while the next one is computed; threads of all ranks call it together.
+        """Save the state after the last step while the next one is computed; threads of all ranks call it together.
 
-        A launch's first step is spared that: the same command begins where this launch did.
+        During a launch's first step there is nothing to save: the same command starts from the same state.
 
-        Returns: what makes it known, once it is written.
+        Returns:
+            A function that reports the save once it is written.
         """
         step, is_new = finished.run.step, finished.run.step > self.first_step
         if is_new:
@@ -394,7 +397,7 @@ class Trainer:
 
         def make_known() -> None:
             failed = self.checkpoints.latest_step() != step if under_way is None else under_way.exception() is not None
-            if self.rank > 0 or (is_new and failed):  # why it has failed, the main thread says
+            if self.rank > 0 or (is_new and failed):  # the main thread reports why it failed
                 return
             write_status(self.folder, "preempted", step, reason, checkpoint=str(newest) if newest else None)
             if is_new:
@@ -438,11 +441,11 @@ class Trainer:
                     write_status(self.folder, "running", self.run.step)
 
     def memory(self) -> Memory:
-        """The most that any rank has held; all ranks must call it."""
+        """The largest memory use on any rank; all ranks must call it."""
         return memory_of(self.mesh.max_over_all(torch.tensor(memory_counts(self.device.type))).tolist())
 
     def ends(self) -> tuple[float, float] | None:
-        """The first and the last loss of this launch; None if it made no step."""
+        """The first and the last loss of this launch; None if it computed no step."""
         return (self.losses[0], self.losses[-1]) if self.losses else None
 
     def _poll_exports(self) -> None:
@@ -450,7 +453,7 @@ class Trainer:
             self.exports.poll(self.checkpoints.latest_step())
 
     def _finish_exports(self) -> None:
-        """Make those that are due, the last checkpoint's, too; after a signal, leave them to the next launch."""
+        """Finish the exports that are due, including the last checkpoint's; after a signal, the next launch does."""
         exports, stopped = self.exports, self.run.step < self.config.training.steps
         if exports is None:
             return
@@ -468,7 +471,7 @@ class Trainer:
 
     @property
     def newest_checkpoint(self) -> Path | None:
-        """The folder of the last checkpoint that was written or loaded."""
+        """Folder of the last checkpoint that was written or loaded."""
         step = self.checkpoints.latest_step()
         return None if step is None else step_folder(self.folder / "checkpoints", step)
 

@@ -94,7 +94,7 @@ def test_a_launch_that_could_say_nothing_is_mentioned_by_the_next(tmp_path: Path
     finish(process)
     assert status(tmp_path / "run")["state"] == "running"
     assert launch_here(tmp_path, "--training.steps", "3") == 0
-    said = f"the last launch (process {process.pid} on host {HOST}) ended without a word at step "
+    said = f"the last launch (process {process.pid} on host {HOST}) ended unexpectedly at step "
     assert said in capsys.readouterr().err
     assert said in (tmp_path / "run" / "run.log").read_text()
     assert status(tmp_path / "run")["state"] == "done"
