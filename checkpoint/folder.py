@@ -1,8 +1,8 @@
-"""The folder `checkpoints/` of a run: what is in it, which of it a run goes on from, and what is kept.
+"""The folder `checkpoints/` of a run: its content, which checkpoint a run resumes from, and which are kept.
 
-Under their final names lie only the checkpoints of one line, each of which goes on from the one before. When a run
-goes back to an earlier step, or starts anew, the later steps belong to a line that is abandoned: they are moved to
-`abandoned-001/` and so on, where nothing picks them up again, counts them or removes them.
+Only the checkpoints of one line have their final names; each of them continues the one before. When a run goes back to
+an earlier step, or starts from scratch, the later steps belong to an abandoned line: they are moved to `abandoned-001/`
+and so on, where nothing loads, counts or removes them.
 """
 
 import re
@@ -19,56 +19,62 @@ from configs.schema import Checkpoint
 
 @dataclass(frozen=True)
 class Choice:
-    """Which checkpoint a run may go on from."""
+    """The checkpoints that a run may resume from."""
 
     candidates: list[Path]
-    """The one to take, and after it those to fall back to if it is damaged; empty: start anew."""
+    """The chosen checkpoint, then those to fall back to if it is damaged; empty: start from scratch."""
     reason: str
-    """How this was decided, for people."""
+    """Why it was chosen, for the log."""
 
 
 def choose(root: Path, load: str | int, go_back: int = 0) -> Choice:
-    """What `checkpoint.load` means for a run whose checkpoints lie in `root`; changes nothing on the disk.
+    """Choose what `checkpoint.load` means for a run with its checkpoints in `root`; changes nothing on disk.
 
-    load: "latest" (start anew if there is none), "none", a step in `root`, or the path of a checkpoint. A step or path
-        is where the run begins: once `root` has a checkpoint of that step or a later one, the run goes on from that.
-    go_back: a number above `times_gone_back` of the run's newest checkpoint has `load` obeyed all the same.
-    Raises: ConfigError if a step or path isn't there; Damaged if it has to be read and can't be.
+    Args:
+        root: the run's `checkpoints/`.
+        load: "latest" (start from scratch if there is none), "none", a step in `root`, or the path of a checkpoint. A
+            step or path is where the run begins; once `root` has a checkpoint of that step or a later one, the run
+            resumes from that.
+        go_back: a number above `times_gone_back` of the run's newest checkpoint applies `load` nevertheless.
+
+    Raises:
+        ConfigError: the step or path does not exist.
+        Damaged: the checkpoint must be read, but can't be.
     """
     steps = steps_in(root)
-    said = f"checkpoint.load is {load}"
+    setting = f"checkpoint.load is {load}"
     if load == "none":
-        return Choice([], said)
+        return Choice([], setting)
     if load == "latest":
         if not steps:
-            return Choice([], f"{said}, and {root} has no checkpoint")
-        return Choice([step_folder(root, step) for step in reversed(steps)], f"{said}, of {len(steps)} in {root}")
+            return Choice([], f"{setting}, and {root} has no checkpoint")
+        return Choice([step_folder(root, step) for step in reversed(steps)], f"{setting}, of {len(steps)} in {root}")
     start, step = _starting_point(root, load)
     own = [step_folder(root, each) for each in reversed(steps) if step is not None and each >= step]
     times = _times_gone_back(own)
     if own and own != [start] and go_back <= times:
         fallback = [start] if start.is_dir() and start not in own else []
         advice = f"to go back to it, set checkpoint.go_back = {times + 1}"
-        return Choice([*own, *fallback], f"{said}, but this run has its own checkpoints from that step on; {advice}")
+        return Choice([*own, *fallback], f"{setting}, but this run has its own checkpoints from that step on; {advice}")
     if isinstance(load, int) and load not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise ConfigError(f"checkpoint.load = {load}: no such step in {root}; steps there: {there}")
+        known = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(f"checkpoint.load = {load}: no such step in {root}; steps there: {known}")
     if isinstance(load, str):
         if not start.is_dir():
             raise ConfigError(f'checkpoint.load = "{load}": no such folder (use "latest", "none", a step or a path)')
         manifests.read_manifest(start)
-    return Choice([start], f"{said}, and checkpoint.go_back {go_back}" if go_back else said)
+    return Choice([start], f"{setting}, and checkpoint.go_back {go_back}" if go_back else setting)
 
 
 def _starting_point(root: Path, load: str | int) -> tuple[Path, int | None]:
-    """The checkpoint that a run begins from, and its step; None: unknown, or an import, which no run can go on from."""
+    """Return the checkpoint that a run begins from, and its step; None if unknown or an import, which has no run."""
     if isinstance(load, int):
         return step_folder(root, load), load
     folder = Path(load)
     try:
         step = manifests.read_manifest(folder).step
         is_import = not manifests.read_trainer_state(folder)
-    except UserError:  # it may be gone, or damaged, since the run has begun from it
+    except UserError:  # it may have been removed or damaged since the run began from it
         named = re.fullmatch(r"step-(\d{8,})", folder.name)
         return folder, int(named[1]) if named else None
     if is_own(root, folder, step):
@@ -77,7 +83,7 @@ def _starting_point(root: Path, load: str | int) -> tuple[Path, int | None]:
 
 
 def _times_gone_back(folders: list[Path]) -> int:
-    """`Manifest.times_gone_back` of the first checkpoint that can be read; 0 without one."""
+    """Return `Manifest.times_gone_back` of the first readable checkpoint, or 0 without one."""
     for folder in folders:
         try:
             return manifests.read_manifest(folder).times_gone_back
@@ -87,9 +93,10 @@ def _times_gone_back(folders: list[Path]) -> int:
 
 
 def prepare(root: Path, log: Callable[[str], None], warn: Callable[[str], None]) -> None:
-    """Make `root`, see that it can be written to, and remove what unfinished saves left behind.
+    """Create `root`, check that it is writable, and remove the leftovers of unfinished saves.
 
-    Raises: UserError if the disk refuses.
+    Raises:
+        UserError: the disk refuses.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -104,7 +111,7 @@ def prepare(root: Path, log: Callable[[str], None], warn: Callable[[str], None])
 
 
 def is_own(root: Path, found: Path, step: int) -> bool:
-    """Whether the checkpoint of `step` in `found` is the one in `root`, be that a folder or a link to another disk."""
+    """Whether the checkpoint of `step` at `found` is the one in `root`, which may be a link to another disk."""
     own = step_folder(root, step)
     return own.exists() and own.samefile(found)
 
@@ -112,7 +119,8 @@ def is_own(root: Path, found: Path, step: int) -> bool:
 def set_aside(root: Path, newest_kept: int | None) -> Path | None:
     """Move the checkpoints after step `newest_kept` (None: all) to a new `abandoned-001/`; None if there are none.
 
-    Raises: UserError if the disk refuses.
+    Raises:
+        UserError: the disk refuses.
     """
     steps = [step for step in steps_in(root) if newest_kept is None or step > newest_kept]
     if not steps:
@@ -120,7 +128,7 @@ def set_aside(root: Path, newest_kept: int | None) -> Path | None:
     aside = root / f"abandoned-{_last_abandoned(root) + 1:03d}"
     try:
         aside.mkdir()
-        for step in reversed(steps):  # newest first: whenever a crash comes, what is left is the older part of the line
+        for step in reversed(steps):  # newest first: after a crash, the older part of the line remains
             folder = step_folder(root, step)
             folder.rename(aside / folder.name)
     except OSError as error:
@@ -131,11 +139,11 @@ def set_aside(root: Path, newest_kept: int | None) -> Path | None:
 def superfluous(
     losses: Mapping[int, float | None], keep_last: int, keep_every: int, keep_best: int, rewind_interval: int = 0
 ) -> list[int]:
-    """The steps that may go, in order.
+    """Return the steps that may be removed, in order.
 
-    Kept are the `keep_last` newest (0: all), the multiples of `keep_every` (0: none for that reason), the `keep_best`
-    with the lowest validation loss (of equal ones, the newest), and the newest multiple of `rewind_interval` (0: none
-    for that reason). `losses` has the validation loss of every step; None: unknown.
+    All others are kept: the `keep_last` newest (0: all), the multiples of `keep_every` (0: off), the `keep_best` with
+    the lowest validation loss (the newest among equals), and the newest multiple of `rewind_interval` (0: off).
+    `losses` has the validation loss of every step; None: unknown.
     """
     if keep_last == 0:
         return []
@@ -148,7 +156,7 @@ def superfluous(
 
 
 def to_be_pruned(root: Path, settings: Checkpoint, rewind_interval: int = 0) -> list[Path]:
-    """The checkpoints in `root` that the settings, or a rewind, don't need; never one that can't be read."""
+    """Return the checkpoints in `root` that neither the settings nor a rewind need; never an unreadable one."""
     if settings.keep_last == 0:
         return []
     losses: dict[int, float | None] = {}

@@ -1,13 +1,13 @@
-"""When a checkpoint is written, and which one a run goes on from.
+"""Decides when a checkpoint is written and which one a run resumes from.
 
-The manager owns the folder `checkpoints/` of a run. Saving is: snapshot the state (asynchronous: in CPU memory, while
-training goes on), write it under a temporary name, commit, then remove what is not kept any more. Loading is: choose,
-check everything that can be checked, and only then touch the first tensor. All methods are collective: every rank calls
-them, at the same step, and where one rank fails all of them raise the same error, so that none is left waiting.
+The manager owns a run's folder `checkpoints/`. A save takes a snapshot of the state (in CPU memory if asynchronous, so
+that training continues), writes it under a temporary name, commits it, then removes checkpoints that are not kept.
+A load chooses a checkpoint, checks everything that can be checked, and only then changes the first tensor. All methods
+are collective: every rank calls them at the same step, and if one rank fails, all raise the same error, so that none is
+left waiting.
 
-A process group of its own keeps the writer out of training's way: a background thread must not share a group with the
-main thread, since collectives would pair up wrongly. That a write is over the ranks agree on in the main thread, on the
-group of all ranks.
+The writer has a separate process group: a background thread must not share one with the main thread, or collectives
+would be paired up wrongly. The ranks agree that a write is finished in the main thread, on the group of all ranks.
 """
 
 import json
@@ -53,7 +53,7 @@ MODEL, OPTIMIZER = "model.", "optimizer."
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that has passed every check but that of its tensors."""
+    """A checkpoint that has passed every check except that of its tensors."""
 
     folder: Path
     manifest: Manifest
@@ -63,7 +63,7 @@ class Found:
 
 @dataclass(frozen=True)
 class _Save:
-    """A save on its way. Its last fields are what the thread that writes needs, and brings."""
+    """A save in progress; the last fields are the input and the result of the writer thread."""
 
     started: float
     unfinished: Path
@@ -77,28 +77,15 @@ class _Save:
 class _Saved:
     manifest: Manifest
     seconds: float
-    """From the beginning of the save to its commit."""
+    """From the start of the save to its commit."""
     pruned: list[str]
-    """What may be said of the checkpoints that the settings did not keep, a line each."""
+    """One line for each checkpoint that the settings do not keep, for the log."""
 
 
 class CheckpointManager:
-    """The checkpoints of one run.
+    """Saves, loads and prunes the checkpoints of one run.
 
-    folder: the run's `checkpoints/`; made if need be.
-    resolved: the whole config as JSON-able tables; stored in every checkpoint, and compared on a resume.
-    mesh: sizes of the mesh by name; stored for the reader's information.
-    run_key_diff: of an old and a new resolved config, the lines that tell which run keys differ (configs.run_change).
-    allow_run_change: go on although run keys or the tokenizer have changed; later checkpoints record it.
-    log: called on rank 0 with one line for people.
-    warn: the same, for what they must not overlook.
-    tokenizer_hash: of the tokenizer's file; None without a tokenizer.
-    rewind_interval: steps at whose multiples there must be a checkpoint to go back to; 0: none.
-    environment: what decides the bits of the run beside config, mesh and torch, by name; stored, and compared on a
-        resume.
-
-    The order of calls: `resume`, `begin_line`, `check_room`, then for every step `poll` and perhaps `save`, at last
-    `close`.
+    Call `resume`, `begin_line` and `check_room`, then `poll` and perhaps `save` for each step, and `close` at the end.
     """
 
     def __init__(
@@ -115,10 +102,27 @@ class CheckpointManager:
         rewind_interval: int = 0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        """Set up the manager; nothing is read or written yet.
+
+        Args:
+            folder: the run's `checkpoints/`; created if missing.
+            settings: the table `[checkpoint]`.
+            resolved: the complete config as JSON-able tables; stored in each checkpoint and compared on resuming.
+            mesh: sizes of the mesh by name; stored for information.
+            run_key_diff: returns a line for each run key that differs between an old and a new resolved config
+                (configs.run_change).
+            allow_run_change: resume although run keys or the tokenizer have changed; later checkpoints record it.
+            log: called on rank 0 with one line for the user.
+            warn: like `log`, for warnings.
+            tokenizer_hash: hash of the tokenizer's file; None without a tokenizer.
+            rewind_interval: steps between the checkpoints that a rewind needs; 0: none.
+            environment: what else decides the bits of the run, besides config, mesh and torch, by name; stored, and
+                compared on resuming.
+        """
         self._folder = folder
         self._rewind_interval = rewind_interval
         self._settings = settings
-        # As it will come back from a manifest, so that both sides of a comparison are of one kind.
+        # As a manifest returns it, so that both sides of a comparison have the same types.
         self._config: dict[str, Any] = json.loads(json.dumps(resolved))
         self._mesh = dict(mesh)
         self._run_key_diff = run_key_diff
@@ -137,15 +141,15 @@ class CheckpointManager:
         self._run_id = ""
         self._last: Origin | None = None
         self.save_seconds: float | None = None
-        """How long the last save took, its writing in the background included."""
+        """Duration of the last save, including background writing."""
         self._times_gone_back = 0
         self._initialized_from: Origin | None = None
         self._run_changes: list[RunChange] = []
         self._failures: list[SaveFailed] = []
-        """Of the saves since the last that succeeded."""
+        """Failures since the last save that succeeded."""
 
     def should_save(self, step: int) -> bool:
-        """Whether `checkpoint.interval`, `interval_minutes` or a rewind asks for a checkpoint after `step` steps."""
+        """Whether `checkpoint.interval`, `interval_minutes` or a rewind requires a checkpoint after `step` steps."""
         intervals = (self._settings.interval, self._rewind_interval)
         return self._clock.is_due or any(interval > 0 and step % interval == 0 for interval in intervals)
 
@@ -155,18 +159,22 @@ class CheckpointManager:
 
     @property
     def under_way(self) -> "Future[_Saved] | None":
-        """The outcome of the save that is under way; any thread may wait for it."""
+        """The outcome of the save in progress; any thread may wait for it."""
         return self._pending.result if self._pending else None
 
     # ------------------------------------------------------------------ loading
 
     def resume(self, state: State) -> TrainerState | None:
-        """Load what `checkpoint.load` chooses into `state`, in place, and return the trainer state saved with it.
+        """Load the checkpoint that `checkpoint.load` chooses into `state`, in place; changes nothing on disk.
 
-        Returns None if the run starts anew; then `state` is untouched, but for the weights that
-        `checkpoint.init_from` names. Nothing on the disk is changed.
-        Raises: ConfigError if the choice isn't there, or is of another model, tokenizer or other run keys; Damaged if
-        it (and with `on_damage = "fall_back"` each one before it) is damaged; UserError if it is of a newer format.
+        Returns:
+            The trainer state saved with it; None if the run starts from scratch, and then only the weights that
+            `checkpoint.init_from` names are loaded into `state`.
+
+        Raises:
+            ConfigError: the checkpoint does not exist, or is of another model or tokenizer, or has other run keys.
+            Damaged: it is damaged, and with `on_damage = "fall_back"` all earlier ones are, too.
+            UserError: it has a newer format.
         """
         load, go_back = self._settings.load, self._settings.go_back
         choice = on_rank_zero(self._writers, lambda: folders.choose(self._folder, load, go_back))
@@ -178,28 +186,30 @@ class CheckpointManager:
                 problems.append(str(error))
                 if self._settings.on_damage == "stop" or folder is choice.candidates[-1]:
                     raise Damaged("\n".join(problems)) from None
-                self._warn(f"{error}; trying the one before (checkpoint.on_damage)")
+                self._warn(f"{error}; trying the one before it (checkpoint.on_damage)")
                 continue
-            self._log(f"going on from {folder}: {choice.reason}{', all newer ones are damaged' if problems else ''}")
+            self._log(f"resuming from {folder}: {choice.reason}{', all newer ones are damaged' if problems else ''}")
             self._say_other_bits(self._found.manifest)
             return self._found.trainer_state
         self._initialize(state, choice.reason)
         return None
 
     def begin_line(self) -> None:
-        """Make the folder ready for the checkpoints to come. To be called once, when nothing can go wrong any more.
+        """Prepare the folder for new checkpoints. Call it once, after everything that can fail.
 
-        Removes what interrupted saves left behind. Checkpoints that the run does not go on from (later steps; all of
-        them if it starts anew or from another folder) are moved aside; see checkpoint.folder.
-        Raises: UserError if the folder can't be written.
+        Removes the leftovers of interrupted saves. Checkpoints that the run does not resume from (later steps; all of
+        them if it starts from scratch or from another folder) are moved aside; see checkpoint.folder.
+
+        Raises:
+            UserError: the folder can't be written.
         """
         on_rank_zero(self._writers, lambda: folders.prepare(self._folder, self._log, self._warn))
         self._leave_later_ones()
 
     def check_room(self, state: State) -> None:
-        """See whether the checkpoints to come have room, and say what is lacking. To be called once, after begin_line.
+        """Check that disk and memory have room for checkpoints, and warn if not. Call it once, after `begin_line`.
 
-        Where a host has no memory to stage what its ranks hold, this launch saves as `checkpoint.mode = "sync"` does:
+        If a host has too little memory to stage its ranks' state, this launch saves like `checkpoint.mode = "sync"`:
         through a small buffer, while training waits.
         """
         room = measure_room(self._folder, store.shards_of(state), self._saved_dtype, self._writers)
@@ -212,26 +222,34 @@ class CheckpointManager:
             hosts = ", ".join(f"{host} has {free:,} of {staged:,} bytes" for host, (staged, free) in crowded.items())
             self._mode = "sync"
             self._warn(
-                f'checkpoint.mode = "async" copies the state to the memory of its hosts, where there is too little: '
-                f"{hosts}. This launch saves while training waits"
+                f'checkpoint.mode = "async" copies the state to host memory, of which there is too little: '
+                f"{hosts}. Training will wait for each save of this launch"
             )
 
     def can_rewind(self, step: int) -> bool:
-        """Whether the run has a checkpoint of `step`; waits for a save under way. Raises: SaveFailed as `save` does."""
+        """Wait for a save in progress; returns whether the run has a checkpoint of `step`.
+
+        Raises:
+            SaveFailed: as in `save`.
+        """
         self.wait()
         return on_rank_zero(self._writers, lambda: step in manifests.steps_in(self._folder))
 
     def rewind(self, step: int, state: State) -> TrainerState:
-        """Amid a run, after `can_rewind`, load its checkpoint of `step`; returns the trainer state saved with it.
+        """Load the run's checkpoint of `step` during training, after `can_rewind`; later ones are moved aside.
 
-        Those of later steps are moved aside. Raises: as `resume` and `begin_line` do.
+        Returns:
+            The trainer state saved with it.
+
+        Raises:
+            KeelError: as in `resume` and `begin_line`.
         """
         self._found = self._load(manifests.step_folder(self._folder, step), state)
         self._leave_later_ones()
         return self._found.trainer_state
 
     def _leave_later_ones(self) -> None:
-        """Move what the run does not go on from aside, and begin a new line if there was any."""
+        """Move the checkpoints aside that the run does not continue, and begin a new line if there were any."""
         found = self._found
         is_own = found is not None and on_rank_zero(
             self._writers, lambda: folders.is_own(self._folder, found.folder, found.manifest.step)
@@ -239,7 +257,7 @@ class CheckpointManager:
         newest_kept = found.manifest.step if found and is_own else None
         aside = on_rank_zero(self._writers, lambda: folders.set_aside(self._folder, newest_kept))
         if aside:
-            self._log(f"checkpoints that this run does not go on from were moved to {aside}")
+            self._log(f"checkpoints that this run does not continue were moved to {aside}")
         if found and is_own and not aside:
             self._run_id = found.manifest.run_id
         else:
@@ -247,9 +265,9 @@ class CheckpointManager:
 
     def _load(self, folder: Path, state: State) -> Found:
         found = on_rank_zero(self._writers, lambda: _read(folder))
-        if not found.trainer_state:  # scripts/import_hf.py has made it
+        if not found.trainer_state:  # made by scripts/import_hf.py
             raise ConfigError(
-                f"checkpoint.load: {folder} holds a model's weights, but no run to go on from; to start one from them, "
+                f"checkpoint.load: {folder} holds only a model's weights, no run to resume; to start a run from them, "
                 f'set checkpoint.init_from = "{folder}", and checkpoint.load back to "latest"'
             )
         changes = self._changes(found)
@@ -262,17 +280,17 @@ class CheckpointManager:
         return found
 
     def _initialize(self, state: State, reason: str) -> None:
-        """Start anew, from the weights that `checkpoint.init_from` names, or from those that are there."""
+        """Start from scratch: from the weights that `checkpoint.init_from` names, or the initial ones."""
         if self._settings.init_from is None:
-            self._log(f"starting from newly drawn weights: {reason}")
+            self._log(f"starting from random initial weights: {reason}")
             return
         folder = Path(self._settings.init_from)
         found = on_rank_zero(self._writers, lambda: _read(folder))
         theirs = found.manifest.tokenizer_hash
         if theirs and self._tokenizer_hash and theirs != self._tokenizer_hash and not self._allow_run_change:
             raise ConfigError(
-                f"checkpoint.init_from: the weights in {found.folder} were trained with another tokenizer, to whose "
-                "tokens their embedding belongs; set tokenizer.path to it, or --job.allow_run_change true"
+                f"checkpoint.init_from: the weights in {found.folder} were trained with another tokenizer, so their "
+                "embedding does not fit this one; set tokenizer.path to it, or --job.allow_run_change true"
             )
         self._verify(found)
         weights = {name: tensor for name, tensor in state.items() if name.startswith(MODEL)}
@@ -290,10 +308,14 @@ class CheckpointManager:
             if problems := content_damages(found.folder, files, self._writers):
                 raise damaged(found.folder, "; ".join(problems))
             seconds = time.perf_counter() - started
-            self._log(f"{found.folder}: all {len(files)} files are as they were written ({seconds:.1f} s)")
+            self._log(f"{found.folder}: verified {len(files)} files ({seconds:.1f} s)")
 
     def _changes(self, found: Found) -> list[RunChange]:
-        """What of the run has changed since the checkpoint; an error unless that is allowed."""
+        """Return what of the run has changed since the checkpoint.
+
+        Raises:
+            ConfigError: something has, and `job.allow_run_change` is not set.
+        """
         manifest = found.manifest
         changes = list(self._run_key_diff(manifest.config, self._config))
         if manifest.tokenizer_hash != self._tokenizer_hash:
@@ -304,17 +326,17 @@ class CheckpointManager:
         if not self._allow_run_change:
             raise ConfigError(
                 f"what is learned has changed since checkpoint {found.folder}:{lines}\n"
-                "Change it back, or choose another job.output_dir, or go on with --job.allow_run_change true (not with "
-                "another training.seq_len, training.seed or mixture: they order the samples)"
+                "Change it back, choose another job.output_dir, or resume with --job.allow_run_change true (not "
+                "possible for training.seq_len, training.seed or the mixture, which order the samples)"
             )
         self._log(f"run keys have changed since the checkpoint, as job.allow_run_change allows:{lines}")
         return [RunChange(manifest.step, changes)]
 
     def _say_other_bits(self, manifest: Manifest) -> None:
-        """Say it if the run goes on with other bits than it would have had undisturbed.
+        """Report if the resumed run will not be bit-identical to an uninterrupted one.
 
-        A warning where the machine or the software is another, which nobody may have meant; where only the mesh or
-        machine keys are, they were set so.
+        This is a warning if the machine or the software differs, which may be unintended. If only the mesh or machine
+        keys differ, the user has set them, and a log line suffices.
         """
         surroundings = changed_surroundings(manifest, self._environment)
         changes = surroundings | changed_settings(manifest, self._config, self._mesh)
@@ -322,10 +344,10 @@ class CheckpointManager:
             say = self._warn if surroundings else self._log
             verb = "may" if changes.keys() == {CODE} else "will"
             lines = "; ".join(f"{name} {change}" for name, change in changes.items())
-            say(f"from here on, the bits of this run {verb} differ from those of an undisturbed one: {lines}")
+            say(f"from here on, the bits of this run {verb} differ from those of an uninterrupted one: {lines}")
 
     def _fill(self, found: Found, state: State, may_convert: Callable[[str, torch.dtype], bool]) -> None:
-        """Load the tensors, after a comparison of names, shapes and dtypes on all ranks."""
+        """Compare names, shapes and dtypes on all ranks, then load the tensors."""
         shards = store.shards_of(state)
         differences = store.differences(found.metadata, shards, self._writers, may_convert)
         if differences:
@@ -334,7 +356,7 @@ class CheckpointManager:
             raise ConfigError(
                 f"checkpoint {found.folder} is of another model; {len(differences)} tensors differ:{lines}"
                 f"{f'{chr(10)}  and {more} more' if more > 0 else ''}\n"
-                "Set [model] and [optimizer] to what they were, or choose another checkpoint.load or job.output_dir"
+                "Change [model] and [optimizer] back, or choose another checkpoint.load or job.output_dir"
             )
         started = time.perf_counter()
         store.read(found.folder, found.metadata, shards, self._writers)
@@ -351,18 +373,26 @@ class CheckpointManager:
         validation_loss: float | None = None,
         prune: bool = True,
     ) -> float:
-        """Write a checkpoint of the run after `step` steps; returns the seconds that training stood still.
+        """Write a checkpoint of the run after `step` steps.
 
-        trainer_state: JSON-able, with the `tokens` trained on so far. Both states are saved as they are now, also when
-        the writing goes on in the background. Waits for a save that is still under way. A step that this run has saved
-        already, or was loaded from, is skipped.
-        data_fingerprint: what the content of each source of data hashes to.
-        validation_loss: if it was measured at this step.
-        prune: remove the checkpoints that the settings don't keep; not where it is in doubt how good this one is.
-        Raises: NotFinite if a tensor holds a value that is not, whatever max_save_failures says: nothing is written
-        and nothing removed; SaveFailed on all ranks when the disk has refused `max_save_failures` times in a row, this
-        save, or the one that ran in the background until now, included; before that it is a warning, and the run may
-        go on.
+        Both states are saved as they are now, even if they are written in the background. Waits for a save that is
+        still in progress. A step that this run has already saved, or was loaded from, is skipped.
+
+        Args:
+            step: number of steps so far.
+            state: the tensors.
+            trainer_state: JSON-able, with the `tokens` trained on so far.
+            data_fingerprint: hash of the content of each data source.
+            validation_loss: None unless it was measured at this step.
+            prune: remove the checkpoints that the settings don't keep; False while this one may turn out bad.
+
+        Returns:
+            Seconds for which training waited.
+
+        Raises:
+            NotFinite: a tensor has a non-finite value, regardless of max_save_failures; nothing is written or removed.
+            SaveFailed: the disk has refused `max_save_failures` times in a row, including this save or the one in the
+                background before it; raised on all ranks. Earlier failures are warnings, and the run continues.
         """
         started = time.perf_counter()
         self.wait()
@@ -383,11 +413,13 @@ class CheckpointManager:
         return stall
 
     def poll(self) -> None:
-        """See whether the save in the background is over. To be called by all ranks once a step; never waits for long.
+        """Check whether the background save has finished. All ranks call it once per step; it never waits long.
 
-        The ranks vote, and the result of one poll's vote counts at the next, by when it has long arrived: so all ranks
-        learn at the same step that the save has ended, or why it failed, and that `interval_minutes` have passed.
-        Raises: SaveFailed as `save` does.
+        The ranks vote, and each poll reads the result of the previous poll's vote, which has long arrived. So all ranks
+        learn at the same step that the save has finished or why it failed, and that `interval_minutes` have passed.
+
+        Raises:
+            SaveFailed: as in `save`.
         """
         self._clock.poll()
         if self._pending is None:
@@ -398,7 +430,11 @@ class CheckpointManager:
             self._vote = Vote(self._pending.result.done())
 
     def wait(self) -> None:
-        """Wait until no save is under way. Raises: SaveFailed as `save` does."""
+        """Wait until no save is in progress.
+
+        Raises:
+            SaveFailed: as in `save`.
+        """
         if self._pending is None:
             return
         if self._vote is not None:
@@ -410,10 +446,10 @@ class CheckpointManager:
             self._failed(error)
             return
         except TimeoutError:
-            if save.result.done():  # the writer's own error
+            if save.result.done():  # the TimeoutError came from the writer itself
                 raise
             raise UserError(
-                f"the save to {save.unfinished} has not ended for {self._settings.timeout_seconds} s "
+                f"the save to {save.unfinished} has not finished within {self._settings.timeout_seconds} s "
                 f"(checkpoint.timeout_seconds): the disk does not answer on rank {dist.get_rank()}, or is too slow"
             ) from None
         self._failures.clear()
@@ -427,14 +463,15 @@ class CheckpointManager:
             self._log(line)
 
     def _seconds_left(self, save: _Save) -> float:
-        """For how long a save may still be waited for: a little longer than its collectives wait for a rank."""
+        """How long to wait for a save: a little longer than its collectives wait for a rank."""
         return max(0.0, save.started + self._settings.timeout_seconds + GRACE_SECONDS - time.perf_counter())
 
     def close(self) -> None:
-        """Wait for the last save and give the process groups back. Not for a crash: it waits for the other ranks.
+        """Wait for the last save and release the process groups. Don't call it after a crash: it waits for all ranks.
 
-        Raises: SaveFailed if the last save did not succeed, however many failures the settings allow: what was trained
-        since the newest checkpoint would be lost without anybody being told.
+        Raises:
+            SaveFailed: the last save failed, whatever the settings allow, because the training since the newest
+                checkpoint would otherwise be lost silently.
         """
         self.wait()
         self._clock.close()
@@ -483,7 +520,7 @@ class CheckpointManager:
         )
 
     def _write(self, save: _Save, shards: dict[str, Shard], is_staged: bool) -> None:
-        """Write, commit, prune; the outcome, an error too, goes to `save.result` (this may run in a thread)."""
+        """Write, commit and prune; sets `save.result`, also to an error (this may run in a thread)."""
         try:
             staged = store.hashes(shards) if is_staged else {}
             self._check_finite(save, shards)
@@ -501,18 +538,21 @@ class CheckpointManager:
             save.result.set_exception(error)
 
     def _check_finite(self, save: _Save, shards: dict[str, Shard]) -> None:
-        """Raise on all ranks unless all values of all ranks are finite: a checkpoint is what a run can go on from."""
+        """Raise on all ranks unless all values on all ranks are finite: a run must be able to resume from them."""
         if places := self._places(store.not_finite(shards)):
             raise _not_finite(save, places, self._newest())
 
     def _check_staged(self, save: _Save, shards: dict[str, Shard], hashes: dict[str, int]) -> None:
-        """Raise on all ranks unless what was staged is still what it was: the files' own hashes are taken of the bytes
-        as they are written, so a bit that has flipped in memory before is in the file and in its hash alike."""
+        """Raise on all ranks if staged memory has changed.
+
+        The files' hashes are computed from the bytes as they are written, so they cannot reveal a bit that flipped in
+        memory before: it is in the file and in its hash alike.
+        """
         now = store.hashes(shards)
         if places := self._places([name for name, value in hashes.items() if now[name] != value]):
             raise SaveFailed(
-                f"checkpoint {save.unfinished.stem} is not kept: while it was written, memory that nothing writes to "
-                f"has changed, in {_listed(places)}; if that host is named again, leave it out"
+                f"checkpoint {save.unfinished.stem} is not kept: memory that nothing writes to has changed "
+                f"during the save, in {_listed(places)}; if that host is named again, stop using it"
             )
 
     def _places(self, names: list[str]) -> list[str]:
@@ -525,22 +565,22 @@ class CheckpointManager:
         return None if step is None else manifests.step_folder(self._folder, step)
 
     def _check_before_pruning(self, unfinished: Path, files: dict[str, FileEntry]) -> None:
-        """Where older checkpoints may be removed for the new one, read it again before it counts as one."""
+        """Read the new checkpoint back before it is committed, if older ones may then be removed."""
         if self._settings.keep_last and self._settings.verify == "hash":
             problems = content_damages(unfinished, files, self._writers)
             if problems:
                 raise save_failed(unfinished, f"read again, {'; '.join(problems)}")
 
     def _prune(self) -> list[str]:
-        """On rank 0: remove the checkpoints that the settings don't keep; returns what there is to say of it."""
+        """Remove the checkpoints that the settings don't keep, on rank 0; returns lines for the log."""
         try:
             doomed = folders.to_be_pruned(self._folder, self._settings, self._rewind_interval)
             return [_removed(folder) for folder in doomed]
         except OSError as error:
-            return [f"the checkpoints that are not kept any more can't be looked for: {error}"]
+            return [f"can't look for checkpoints to remove: {error}"]
 
     def _failed(self, error: SaveFailed) -> None:
-        """Raise if it has happened too often in a row, else warn."""
+        """Raise if too many saves in a row have failed, otherwise warn."""
         self._failures.append(error)
         count, limit = len(self._failures), self._settings.max_save_failures
         if count >= limit:
@@ -551,11 +591,11 @@ class CheckpointManager:
 
 
 def _not_finite(save: _Save, places: list[str], newest: Path | None) -> NotFinite:
-    go_on = f"the newest checkpoint is {newest}: the same command goes on from it"
+    go_on = f"the newest checkpoint is {newest}: the same command resumes from it"
     return NotFinite(
         f"checkpoint {save.unfinished.stem} is not written: not all values are finite in "
         f"{_listed(places)}; {go_on if newest else 'there is no checkpoint before it'}. If "
-        "it comes again, lower optimizer.lr or training.max_norm; if it comes on one host only, look at its memory"
+        "it recurs, lower optimizer.lr or training.max_norm; if it recurs on one host only, test that host's memory"
     )
 
 
@@ -565,22 +605,29 @@ def _listed(places: list[str]) -> str:
 
 
 def _read(folder: Path) -> Found:
-    """The parts of a checkpoint that describe it. Raises: Damaged; UserError for a newer format."""
+    """Read the parts of a checkpoint that describe it.
+
+    Raises:
+        Damaged: it is damaged.
+        UserError: it has a newer format.
+    """
     return Found(folder, manifests.read_manifest(folder), read_metadata(folder), manifests.read_trainer_state(folder))
 
 
 def _may_resume_from(name: str, saved: torch.dtype) -> bool:
-    """Moments that were saved as bfloat16 (`optimizer_dtype`) may have another type here; nothing else may."""
+    """Whether a tensor may change its type: only moments that were saved as bfloat16 (`optimizer_dtype`) may."""
     return name.startswith(OPTIMIZER) and saved == torch.bfloat16
 
 
 def _begin(folder: Path, is_ours: bool) -> Path | None:
-    """The temporary folder to write to, or None if the checkpoint is there already and `is_ours`."""
+    """Create the temporary folder to write to; returns None if the checkpoint exists and `is_ours`."""
     try:
         if os.path.lexists(folder):
             if is_ours:
                 return None
-            raise UserError(f"{folder} exists, but not by this run: does another one use the same job.output_dir?")
+            raise UserError(
+                f"{folder} exists, but not by this run; make sure no other run uses the same job.output_dir"
+            )
         return manifests.begin(folder)
     except OSError as error:
         raise save_failed(folder, error) from None
@@ -594,11 +641,11 @@ def _commit(save: _Save, files: dict[str, FileEntry]) -> Manifest:
 
 
 def _removed(folder: Path) -> str:
-    """Remove a checkpoint; says how that went."""
+    """Remove a checkpoint; returns a line for the log."""
     try:
         remove(folder)
     except Pinned as error:
         return f"{error}; a later save removes it"
     except OSError as error:
-        return f"checkpoint {folder.name} is not kept any more, but can't be removed: {error}"
-    return f"checkpoint {folder.name}: removed, it is not kept any more"
+        return f"checkpoint {folder.name} is no longer kept, but can't be removed: {error}"
+    return f"checkpoint {folder.name}: removed, it is no longer kept"

@@ -1,24 +1,25 @@
-"""Optimizer state shared out by owner: whole parameters, each updated by one rank (ZeRO-1, Rajbhandari et al. 2020,
-section 5.1; cut as fairscale's OSS cuts it).
+"""Optimizer state partitioned by owner: each whole parameter is updated by one rank (ZeRO-1, Rajbhandari et al. 2020,
+section 5.1; partitioned like fairscale's OSS).
 
-FSDP cuts every parameter by rows, which suits an element-wise update. An update that needs whole matrices, such as
-Muon's, has none there. Here every rank holds all parameters and gradients, as in DDP, but the optimizer's state of
-only those that it owns, and an ordinary torch optimizer updates them. Then the owners broadcast them, in buckets that
-are filled in the order of the forward pass: each module waits for its own parameters only, so what belongs to the last
-layers is still on its way while the first ones compute.
+FSDP shards each parameter by rows, which suits an element-wise update but not one that needs whole matrices, such as
+Muon's. Here each rank holds all parameters and gradients, as in DDP, but optimizer state only for the parameters that
+it owns, which an ordinary torch optimizer updates. The owners then broadcast them, in buckets that are filled in the
+order of the forward pass. Each module waits only for its own parameters, so those of the last layers are still being
+sent while the first layers compute.
 
-The broadcasts may be in a narrower type. Then the owner keeps a master copy in full precision, and every rank, the
-owner included, computes with the rounded values: the replicas stay equal bit for bit, and the result does not depend
-on the number of ranks, as it would if each owner computed with its masters. Where the forward pass computes in that
-type anyway, rounding changes nothing at all.
+The broadcasts may use a narrower type. Then the owner keeps a master copy in full precision, and all ranks, including
+the owner, compute with the rounded values. So the replicas stay bit-identical, and the result does not depend on the
+number of ranks, as it would if each owner computed with its master copies. If the forward pass computes in that type
+anyway, rounding changes nothing.
 
-Tensor parallelism cuts parameters before they have owners. Then the ranks with one part of the model share that part
-out among them, and the optimizer updates parts, which an element-wise one may. For one that needs whole matrices the
-owners of the parts put gradient and parameter together; each computes the whole update, and keeps its part.
+Tensor parallelism splits parameters before they get owners. Then the ranks that hold the same part of the model divide
+that part among themselves, and the optimizer updates the parts, which is correct for an element-wise one. For one that
+needs whole matrices, the owners of the parts gather gradient and parameter; each computes the whole update and keeps
+its part.
 
-A checkpoint takes from each rank what it owns, by the parameters' names and with its place in the whole: nothing is
-gathered to save it, and any number of ranks, or ranks that cut by rows, load it. As a library, with `state_dict` and
-`load_state_dict` in the form of a plain torch optimizer (`owner_state.py`), the partition does what fairscale's does.
+A checkpoint takes from each rank what it owns, with the parameters' names and offsets: saving gathers nothing, and any
+number of ranks, also with row shards, can load it. As a library, with `state_dict` and `load_state_dict` in the form of
+a plain torch optimizer (`owner_state.py`), the partition replaces fairscale's OSS.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,20 +41,20 @@ from parallelisms.owned_parameter import OwnedParameter
 from parallelisms.owner_state import gather_state, numbered, settings_of
 
 BUCKET_BYTES = 32 << 20
-"""Large enough that a broadcast's latency does not count, small enough that the first layers need not wait long."""
+"""Large enough to hide a broadcast's latency, small enough that the first layers do not wait long."""
 
 _MASTER, _MASTERS = "master", "masters"
 
 
 def assign_owners(sizes: Mapping[str, int], loads: Sequence[int]) -> dict[str, int]:
-    """The rank that owns each parameter: the largest first, each to the rank that has least so far.
+    """Assign each parameter to a rank: the largest first, each to the rank with the smallest load so far.
 
-    The largest load is at most 4/3 of the best possible one (Graham 1969, section 5). Equal sizes go by name, equal
-    loads by rank, so that all ranks and all launches agree without a word.
+    The largest load is at most 4/3 of the optimum (Graham 1969, section 5). Ties between sizes are broken by name and
+    between loads by rank, so that all ranks and launches agree without communicating.
 
     Args:
-        sizes: elements of each parameter, by name.
-        loads: elements that each rank owns already.
+        sizes: number of elements of each parameter, by name.
+        loads: number of elements that each rank already owns.
     """
     loads = list(loads)
     owners = {}
@@ -65,17 +66,17 @@ def assign_owners(sizes: Mapping[str, int], loads: Sequence[int]) -> dict[str, i
 
 @dataclass(frozen=True)
 class _Broadcast:
-    """Parameters of one owner on their way to all ranks."""
+    """Parameters that one owner is sending to all ranks."""
 
     work: dist.Work | None
     buffer: Tensor
-    """What is sent: flat, or the only parameter itself."""
+    """What is sent: a flat buffer, or the parameter itself if there is only one."""
     parameters: list[Parameter]
     unpacks: bool
-    """Whether the parameters are to be filled from the buffer."""
+    """Whether the parameters must be copied from the buffer."""
 
     def finish(self) -> None:
-        """Wait (on a GPU: let its stream wait), and fill the parameters."""
+        """Wait (on a GPU: make its stream wait), and copy into the parameters."""
         if self.work is not None:
             self.work.wait()
         if self.unpacks:
@@ -85,12 +86,12 @@ class _Broadcast:
 
 
 class OwnerPartition(Optimizer):
-    """Torch optimizers over what this rank owns, behind the interface of one over all parameters.
+    """Torch optimizers over the parameters that this rank owns, with the interface of one over all parameters.
 
-    `param_groups` hold all parameters, on all ranks alike: what a schedule sets there counts for the owners' updates.
-    `state` holds what this rank owns. Gradients must be reduced, so that they are the same on all ranks, and clipped
-    as if there were no partition. All ranks make the same calls in the same order, and freeze and unfreeze
-    (`requires_grad`) alike; a frozen parameter is neither updated nor sent, and keeps its owner and its state.
+    `param_groups` holds all parameters on all ranks; what a schedule sets there applies to the owners' updates. `state`
+    holds only what this rank owns. Gradients must be reduced, so that they are equal on all ranks, and clipped as
+    without a partition. All ranks must make the same calls in the same order, and freeze and unfreeze (`requires_grad`)
+    the same parameters; a frozen parameter is neither updated nor sent, but keeps its owner and its state.
     """
 
     def __init__(
@@ -101,54 +102,54 @@ class OwnerPartition(Optimizer):
         optim: Callable[..., Optimizer] = SGD,
         **defaults: Any,
     ) -> None:
-        """Share the parameters out. A rank may own none.
+        """Assign the parameters to owners. A rank may own none.
 
         Args:
-            params: parameters, or groups of them, as any torch optimizer takes them, with or without names: replicated
-                tensors, or DTensors that no mesh dimension but one outside of `process_group` cuts. A group may have an
-                optimizer of its own in "optimizer", which is called with a list of one group, and takes nothing from
-                `defaults`; "whole" (default: False) says that it is to see whole parameters where they are cut.
-            process_group: the ranks that hold replicas; None: all.
-            broadcast_dtype: None sends parameters as they are.
-            optim: makes the optimizer of a group without one of its own, as the class `torch.optim.AdamW` does.
-            defaults: its settings, where a group has none.
+            params: parameters or groups, as for any torch optimizer, with or without names: replicated tensors, or
+                DTensors that are sharded only over mesh dimensions outside of `process_group`. A group may have its own
+                optimizer in "optimizer", which is called with a list of one group and does not use `defaults`; "whole"
+                (default: False) makes it see whole parameters where they are split.
+            process_group: the ranks that hold replicas; None: all ranks.
+            broadcast_dtype: type in which parameters are sent; None: their own.
+            optim: creates the optimizer of a group without its own, such as the class `torch.optim.AdamW`.
+            defaults: settings of that optimizer, where a group does not set them.
         """
         ranks = dist.group.WORLD if process_group is None else process_group
-        assert ranks is not None, "the process group comes first"
+        assert ranks is not None, "initialize the process group first"
         self._ranks = ranks
         self._rank = dist.get_rank(self._ranks)
         self._broadcast_dtype = broadcast_dtype
         self._optim = partial(optim, **defaults)
         self._owner: dict[Parameter, int] = {}
         self._mine: dict[Parameter, OwnedParameter] = {}
-        self._inner: list[Optimizer] = []  # one a group
+        self._inner: list[Optimizer] = []  # one per group
         self._forward_order: dict[Parameter, int] = {}
         self._on_their_way: dict[Parameter, _Broadcast] = {}
         super().__init__(params, defaults={})
-        self._share_out(self.param_groups)
+        self._assign(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters in the middle of a run; who owns the earlier ones does not change."""
-        defaults, self.defaults = self.defaults, {}  # its own optimizer fills it
+        """Add parameters during training; the owners of earlier ones do not change."""
+        defaults, self.defaults = self.defaults, {}  # the group's own optimizer adds the defaults
         try:
             super().add_param_group(param_group)
         finally:
             self.defaults = defaults
-        if self._inner:  # else the constructor adds the first groups, to share them out together
-            self._share_out([param_group])
+        if self._inner:  # otherwise the constructor is adding the first groups, which it assigns together
+            self._assign([param_group])
 
     def overlap_forward(self, model: nn.Module) -> None:
-        """Let a step end before its broadcasts do: each group of `model.plan.fsdp_groups`, and the root for the rest,
-        waits at its next forward pass. Without this, `step` waits.
+        """Let `step` return before its broadcasts finish.
 
-        Whoever reads parameters between a step and the next forward pass must call `wait` first.
+        Each group of `model.plan.fsdp_groups`, and the root for all other parameters, then waits in its next forward
+        pass. Call `wait` before reading parameters between a step and the next forward pass.
         """
         groups = [[model.get_submodule(name) for name in names] for names in plan_of(model).fsdp_groups]
         rest = dict.fromkeys(p for p in model.parameters() if p in self._owner)
         for modules in groups:
             parameters = [p for module in modules for p in module.parameters() if p in rest]
             for module in modules:
-                # Ahead of FSDP's own hook, which copies the parameters for the computation.
+                # Before FSDP's own hook, which copies the parameters for the computation.
                 module.register_forward_pre_hook(partial(self._before_forward, parameters), prepend=True)
             for parameter in parameters:
                 rest.pop(parameter)
@@ -160,12 +161,12 @@ class OwnerPartition(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:  # type: ignore[override]
-        """Update what this rank owns and send it.
+        """Update the parameters that this rank owns, and send them.
 
         Args:
-            closure: computes the gradients anew; it is called once, on every rank. An optimizer that calls it again
-                and again (LBFGS) cannot be partitioned.
-            arguments: passed on to the step of each group's optimizer.
+            closure: recomputes the gradients; called once, on every rank. An optimizer that calls it repeatedly (LBFGS)
+                cannot be partitioned.
+            arguments: passed to the `step` of each group's optimizer.
 
         Returns:
             What `closure` returned.
@@ -181,14 +182,14 @@ class OwnerPartition(Optimizer):
             for each in owned:
                 each.lend()
             inner.step(**arguments)
-            group.update(settings_of(inner.param_groups[0]))  # some optimizers keep a state of their own there
+            group.update(settings_of(inner.param_groups[0]))  # some optimizers keep state there
             for each in owned:
                 each.take_back()
         self._send([p for p in self._owner if p.requires_grad])
         return result
 
     def wait(self, parameters: Iterable[Parameter] | None = None) -> None:
-        """Wait for updated parameters, by default all, that are still on their way from their owners."""
+        """Wait for updated parameters (default: all) that owners are still sending."""
         for parameter in list(self._on_their_way if parameters is None else parameters):
             broadcast = self._on_their_way.get(parameter)
             if broadcast is not None:
@@ -202,7 +203,8 @@ class OwnerPartition(Optimizer):
         """Clip the gradients of all parameters in place as if they were one vector; all ranks must call it.
 
         Returns:
-            Their norm before that, as `torch.nn.utils.clip_grad_norm_`, which refuses parameters that are cut unlike.
+            Their norm before clipping, like `torch.nn.utils.clip_grad_norm_`, which rejects differently sharded
+            parameters.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
         norm = grad_norm(parameters, float(norm_type))
@@ -222,7 +224,7 @@ class OwnerPartition(Optimizer):
             self.wait()
 
     def _buckets(self, parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:
-        """Parameters of one owner and type, in the order of the forward pass, up to BUCKET_BYTES together."""
+        """Yield parameters of one owner and type, in the order of the forward pass, up to BUCKET_BYTES in total."""
         filling: dict[tuple[int, torch.dtype], list[Parameter]] = {}
         for parameter in sorted(parameters, key=lambda p: self._forward_order.get(p, 0)):
             key = (self._owner[parameter], parameter.dtype)
@@ -250,11 +252,11 @@ class OwnerPartition(Optimizer):
         work = dist.broadcast(buffer, group=self._ranks, group_src=owner, async_op=True)
         return _Broadcast(work, buffer, bucket, unpacks)
 
-    # ------------------------------------------------------------------ who owns what
+    # ------------------------------------------------------------------ ownership
 
-    def _share_out(self, groups: Sequence[dict[str, Any]]) -> None:
+    def _assign(self, groups: Sequence[dict[str, Any]]) -> None:
         parameters = [p for group in groups for p in group["params"]]
-        # Parameters without names have numbers, which all ranks agree on as well.
+        # Parameters without names go by number, which is also the same on all ranks.
         names = [n for g in groups for n in g.get("param_names", ())] or list(map(str, range(len(parameters))))
         loads = [0] * dist.get_world_size(self._ranks)
         for parameter, rank in self._owner.items():
@@ -269,7 +271,7 @@ class OwnerPartition(Optimizer):
 
     @torch.no_grad()
     def _take_over(self, group: dict[str, Any]) -> None:
-        """Make the inner optimizer of a group, over those of its parameters that this rank owns."""
+        """Create the inner optimizer of a group, over the parameters in it that this rank owns."""
         make, needs_whole = group.pop("optimizer", self._optim), group.pop("whole", False)
         owned = {
             p: OwnedParameter(p, self._broadcast_dtype, needs_whole)
@@ -290,39 +292,39 @@ class OwnerPartition(Optimizer):
         self._show_state(owned, inner)
 
     def _show_state(self, owned: Iterable[Parameter], inner: Optimizer) -> None:
-        # The same dicts: torch's optimizers fill them in place, now or at their first step.
+        # The same dicts: torch optimizers fill them in place, now or in their first step.
         self.state.update({parameter: inner.state[self._mine[parameter].plain] for parameter in owned})
 
     # ------------------------------------------------------------------ saving and loading
 
     def owned(self) -> dict[Parameter, Tensor]:
-        """What this rank saves of the parameters: those it owns, in full precision; DTensors where they are cut.
+        """The parameters that this rank saves: those it owns, in full precision; DTensors where they are split.
 
-        Writing into these and into `owned_state` in place, on all ranks, and calling `owned_were_loaded` restores a
-        state.
+        To restore a state, write into these and into `owned_state` in place, on all ranks, and call
+        `owned_were_loaded`.
         """
         return {parameter: each.saved() for parameter, each in self._mine.items()}
 
     def owned_state(self, parameter: Parameter) -> dict[str, Any]:
-        """The optimizer's state of a parameter, DTensors where it is cut; empty if another rank owns it."""
+        """The optimizer state of a parameter, DTensors where it is split; empty if another rank owns it."""
         if parameter not in self._mine:
             return {}
         return {key: self._mine[parameter].placed(value) for key, value in self.state[parameter].items()}
 
     @torch.no_grad()
     def owned_were_loaded(self) -> None:
-        """Send all parameters, the frozen ones too, after their owners have loaded them."""
+        """Send all parameters, including frozen ones, after their owners have loaded them."""
         self.wait()
         self._send(self._owner)
 
     def state_dict(self, rank: int | None = None) -> dict[str, Any]:  # type: ignore[override]
-        """The state of all ranks, as a plain torch optimizer over the same groups has and loads it, in CPU memory.
+        """Return the state of all ranks in CPU memory, in the form of a plain torch optimizer over the same groups.
 
-        With a `broadcast_dtype` it has the parameters in full precision besides, by number under "masters", which a
-        plain optimizer passes over. To be called by all ranks; tensors travel one by one.
+        With a `broadcast_dtype` it also has the parameters in full precision, by number under "masters", which a plain
+        optimizer ignores. All ranks must call it; tensors are sent one by one.
 
         Args:
-            rank: of the process group, the only one that is to have it (the others return {}); None: all ranks.
+            rank: the only rank of the process group to receive the state (others return {}); None: all ranks.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
         rounds = self._broadcast_dtype is not None
@@ -343,10 +345,10 @@ class OwnerPartition(Optimizer):
         return {**found, _MASTERS: masters} if rounds else found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Take from the state of a plain torch optimizer over the same groups what this rank owns, and the settings.
+        """Load what this rank owns, and the settings, from the state of a plain torch optimizer over the same groups.
 
-        With a `broadcast_dtype`, parameters whose full precision is under "masters" have it again, wherever the model
-        still holds what it rounds to: it may be loaded before or after. The others have the model's own values.
+        With a `broadcast_dtype`, parameters regain the full precision under "masters" if the model's values are what
+        that rounds to; the model may be loaded before or after. Other parameters keep the model's values.
         """
         self.wait()
         for group, inner, saved in zip(self.param_groups, self._inner, state_dict["param_groups"], strict=True):

@@ -1,9 +1,8 @@
-"""The state of an optimizer that is shared out by owner, in the form of a plain torch optimizer: out of it and in.
+"""Converts the state of an optimizer partitioned by owner to and from the form of a plain torch optimizer.
 
-Keel's own checkpoints gather nothing (`OwnerPartition.owned`). This serves the partition as a library: it gathers the
-dictionary that `torch.optim.Optimizer.state_dict` returns, a tensor at a time. Tensors travel on the device of the
-parameters, since the group that exchanges these may know no other: a group of NCCL moves nothing that is in the host's
-memory, where AdamW may count its steps.
+Keel's checkpoints gather nothing (`OwnerPartition.owned`). This is for using the partition as a library: it gathers the
+dictionary that `torch.optim.Optimizer.state_dict` returns, one tensor at a time. Tensors are sent from the parameters'
+device, which the process group supports: NCCL cannot send host memory, where AdamW may count its steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +19,12 @@ from parallelisms.ranks import gather
 _NOT_SETTINGS = ("params", "param_names")
 
 OwnState = Mapping[int, Mapping[str, Any]]
-"""What a rank has of the state: by the parameters' numbers, tensors (DTensors where they are cut) and other values."""
+"""A rank's part of the state, by parameter number: tensors (DTensors where they are split) and other values."""
 
 
 @dataclass(frozen=True)
 class _Description:
-    """A tensor that another rank has."""
+    """Shape and type of a tensor that another rank holds."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -35,13 +34,13 @@ class _Description:
 def gather_state(
     mine: OwnState, ranks: dist.ProcessGroup, device: torch.device, rank: int | None
 ) -> dict[int, dict[str, Any]]:
-    """The state of all ranks in CPU memory; all ranks must call it.
+    """Gather the state of all ranks in CPU memory; all ranks must call it.
 
     Args:
-        mine: what this rank has of it.
-        ranks: the group whose ranks have the rest.
-        device: where they exchange tensors.
-        rank: of the group, the only one that is to have the result (the others return {}); None: all ranks.
+        mine: this rank's part of the state.
+        ranks: the group of ranks that hold the other parts.
+        device: the device on which tensors are sent.
+        rank: the only rank of the group to receive the state (others return {}); None: all ranks.
     """
     described = {i: {key: _described(value) for key, value in state.items()} for i, state in mine.items()}
     tables = gather(described, ranks)
@@ -63,7 +62,7 @@ def _described(value: Any) -> Any:
 def _delivered(
     value: Any, description: Any, ranks: dist.ProcessGroup, device: torch.device, owner: int, rank: int | None
 ) -> Any:
-    """Bring a value from its owner to `rank`, or to all; None elsewhere."""
+    """Send a value from its owner to `rank`, or to all ranks; returns None elsewhere."""
     if not isinstance(description, _Description):
         return description
     if value is None:
@@ -80,12 +79,12 @@ def _delivered(
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group's settings."""
+    """Return the settings of a parameter group."""
     return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
 
 
 def numbered(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups as a state dict has them: numbers in the place of parameters."""
+    """Return parameter groups as in a state dict, with numbers in place of parameters."""
     numbered_groups, first = [], 0
     for group in groups:
         last = first + len(group["params"])
@@ -95,10 +94,10 @@ def numbered(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def select_groups(state_dict: Mapping[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
-    """The part of an optimizer's state dict that an optimizer over some of its groups loads, in their order.
+    """Extract from a state dict what an optimizer over only the chosen groups, in this order, loads.
 
-    For groups of different optimizers: `select_groups(partition.state_dict(), muon_groups)` is one for
-    `torch.optim.Muon`.
+    This separates groups of different optimizers: `torch.optim.Muon` loads
+    `select_groups(partition.state_dict(), muon_groups)`.
     """
     state: dict[int, Any] = {}
     groups, first = [], 0

@@ -1,15 +1,14 @@
-"""The optimizer's state of a checkpoint, as plain torch takes it: for who goes on without Keel, or wants to look at it.
+"""Exports the optimizer state of a checkpoint for plain torch, to continue without Keel or to inspect it.
 
-A file for each of torch's optimizers (`adamw.pt`; with Muon, also `muon.pt`) is what its `load_state_dict` takes: every
-parameter has its number, its group and its entries. Whatever mesh has saved them, the tensors pass through one by one,
-on the CPU: gathered, written, forgotten. What an export holds is the largest of them, and is known before it begins.
+Each torch optimizer gets a file (`adamw.pt`; with Muon, also `muon.pt`) that its `load_state_dict` accepts, in which
+every parameter has its number, its group and its entries. Whatever mesh saved them, the tensors are gathered, written
+and freed one by one, on the CPU. So an export needs memory for the largest one, which is known before it begins.
 
-The experts of a mixture may be more than one machine can hold or wants to. They, or what a pattern names, can stay as
-they lie: a file for each owner (the rank that wrote its part of them), which takes no gathering at all. In the
-optimizer's own file such a parameter then has its entry, of its whole shape and type, but on the meta device, where a
-tensor has no values: the count and the shapes are right (github.com/facebookresearch/fairscale/pull/560), and loading
-it before the parts have been put in fails instead of starting from zeros. `index.json` says where every part of every
-tensor is.
+The experts of a mixture may not fit on one machine. They, or the parameters that a pattern names, can stay sharded:
+each owner (the rank that wrote a part) gets a file, and nothing is gathered. In the optimizer's file, such a parameter
+has an entry of its whole shape and type on the meta device, where a tensor has no values. Number and shapes are
+therefore right (github.com/facebookresearch/fairscale/pull/560), and loading the file before the parts are filled in
+fails instead of starting from zeros. `index.json` says where each part of each tensor is.
 """
 
 from collections import Counter as Count
@@ -34,7 +33,7 @@ from checkpoint.verify import check_tensors
 from configs.errors import UserError
 
 StateDict = Mapping[str, Any]
-"""As an optimizer's `state_dict` returns it."""
+"""What an optimizer's `state_dict` returns."""
 
 PREFIX = "optimizer."
 INDEX_NAME = "index.json"
@@ -49,35 +48,35 @@ class _Entry:
     parameter: str
     shape: tuple[int, ...]
     stays: bool
-    """Whether it is left as it lies."""
+    """Whether it stays sharded."""
 
     @property
     def name(self) -> str:
-        """In the checkpoint."""
+        """The tensor's name in the checkpoint."""
         return f"{PREFIX}{self.parameter}.{self.key}"
 
 
 @dataclass(frozen=True)
 class _Source:
-    """The checkpoint that is exported."""
+    """The checkpoint to export."""
 
     folder: Path
     metadata: Metadata
     count: Counter
 
     def whole(self, entry: _Entry) -> Later:
-        """The tensor, gathered when its turn comes."""
+        """The whole tensor, gathered when it is written."""
         known = entry_of(self.metadata, entry.name)
         make = partial(read_tensor, self.folder, self.metadata, entry.name)
         return Later(tuple(known.size), known.properties.dtype, lambda: self.count(make()))
 
     def on_meta(self, entry: _Entry) -> Tensor:
-        """Its shape and type, without values."""
+        """The tensor's shape and type, without values."""
         known = entry_of(self.metadata, entry.name)
         return torch.empty(tuple(known.size), dtype=known.properties.dtype, device="meta")
 
     def part(self, entry: _Entry, chunk: ChunkStorageMetadata) -> Later:
-        """One owner's part of it."""
+        """One owner's part of the tensor."""
         make = partial(read_part, self.folder, self.metadata, entry.name, chunk)
         dtype = entry_of(self.metadata, entry.name).properties.dtype
         return Later(tuple(chunk.sizes), dtype, lambda: self.count(make()))
@@ -93,18 +92,21 @@ def export_optimizer(
     verify: Literal["size", "hash"] = "hash",
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write the optimizer's state of a checkpoint to a new folder; one process will do, whatever mesh has saved it.
+    """Write the optimizer state of a checkpoint to a new folder, in one process, whatever mesh saved it.
 
     Args:
-        optimizers: by the name of its file, what each optimizer's `state_dict` would be, of meta tensors; the groups
-            have `param_names`.
-        staying: names of the parameters that are left as they lie.
-        gather: what the user calls that: "all" (none are), "dense" (a mixture's experts), or by pattern.
-        max_bytes: of tensors that may be held at a time.
+        checkpoint: folder of the checkpoint.
+        output: folder to create.
+        optimizers: by file name, the `state_dict` of each optimizer with meta tensors; its groups have `param_names`.
+        staying: names of the parameters that stay sharded.
+        gather: the user's choice of these: "all" (none stays), "dense" (the experts stay), or patterns.
+        max_bytes: maximum bytes of tensors in memory at a time.
         verify: hash: first compare the content of the files that are read with their hashes.
+        progress: called with the bytes done and in total.
 
-    Raises: UserError if the checkpoint is damaged or of another optimizer, if it takes more than `max_bytes`, or if the
-        output exists or can't be written.
+    Raises:
+        UserError: the checkpoint is damaged or of another optimizer, the export takes more than `max_bytes`, or the
+            output exists or can't be written.
     """
     with Pin(checkpoint):
         manifest, metadata = read_manifest(checkpoint), read_metadata(checkpoint)
@@ -129,7 +131,7 @@ def export_optimizer(
 
 
 def _entries(state_dict: StateDict, left: Collection[str]) -> list[_Entry]:
-    """Every tensor of an optimizer's state, in its order. Counts of steps are gathered in any case."""
+    """List each tensor of an optimizer's state, in order. Step counts never stay sharded."""
     names = _parameters(state_dict)
     return [
         _Entry(number, key, names[number], tuple(tensor.shape), stays=names[number] in left and tensor.dim() > 0)
@@ -144,10 +146,14 @@ def _parameters(state_dict: StateDict) -> list[str]:
 
 
 def _check_state(checkpoint: Path, metadata: Metadata, entries: Sequence[_Entry]) -> None:
-    """Raise UserError unless the checkpoint holds these tensors and no others."""
+    """Check that the checkpoint holds these tensors and no others.
+
+    Raises:
+        UserError: it does not.
+    """
     found = {name: described(entry_of(metadata, name).size) for name in _saved(metadata)}
     if not found:
-        raise UserError(f"checkpoint {checkpoint} holds weights only, and no state of an optimizer")
+        raise UserError(f"checkpoint {checkpoint} holds only weights and no optimizer state")
     require_same(
         f"checkpoint {checkpoint} does not hold the optimizer that its {MANIFEST_NAME} describes",
         found,
@@ -156,12 +162,16 @@ def _check_state(checkpoint: Path, metadata: Metadata, entries: Sequence[_Entry]
 
 
 def _check_budget(metadata: Metadata, entries: Sequence[_Entry], max_bytes: int) -> None:
-    """Raise UserError if one tensor takes more than `max_bytes` to export."""
+    """Check that no tensor takes more than `max_bytes` to export.
+
+    Raises:
+        UserError: one does.
+    """
     needs = {entry.name: _held(metadata, entry) for entry in entries}
     largest = max(needs, key=lambda name: needs[name])
     if needs[largest] > max_bytes:
         whole = not all(entry.stays for entry in entries if entry.name == largest)
-        hint = '; --gather dense leaves the experts as they lie, "PATTERN=stay" what you name' if whole else ""
+        hint = '; to gather less, use --gather dense or "PATTERN=stay"' if whole else ""
         raise UserError(
             f"{largest} takes {needs[largest]:,} bytes of memory to export, and {max_bytes:,} are allowed or free "
             f"(--max-bytes){hint}"
@@ -169,7 +179,7 @@ def _check_budget(metadata: Metadata, entries: Sequence[_Entry], max_bytes: int)
 
 
 def _held(metadata: Metadata, entry: _Entry) -> int:
-    """Bytes that are held at a time to export a tensor: itself, and a part on its way into it, or just a part."""
+    """Bytes in memory at a time to export a tensor: the whole and the part being added to it, or only a part."""
     known = entry_of(metadata, entry.name)
     part = max(n_bytes(tuple(chunk.sizes), known.properties.dtype) for chunk in known.chunks)
     if entry.stays or len(known.chunks) == 1:
@@ -180,7 +190,7 @@ def _held(metadata: Metadata, entry: _Entry) -> int:
 def _write(
     source: _Source, folder: Path, optimizer: str, state_dict: StateDict, entries: Sequence[_Entry], parts: str
 ) -> dict[str, Any]:
-    """Write the files of one optimizer, with the word `parts` in the names of owners'; returns what the index says."""
+    """Write the files of one optimizer, those of owners with `parts` in their names; returns its index entry."""
     file = f"{optimizer}.pt"
     values = {entry: source.on_meta(entry) if entry.stays else source.whole(entry) for entry in entries}
     write_torch_file(folder / file, {**state_dict, "state": _by_number(values)})
@@ -201,7 +211,7 @@ def _write(
 def _write_owners(
     source: _Source, folder: Path, stem: str, entries: Sequence[_Entry]
 ) -> dict[_Entry, list[dict[str, Any]]]:
-    """Write a file for each owner of parts; returns where those of each entry are."""
+    """Write a file for each owner of parts; returns where the parts of each entry are."""
     owners = _owners(source.metadata, entries)
     places: dict[_Entry, list[dict[str, Any]]] = {entry: [] for entry in entries}
     for number, chunks in enumerate(owners, 1):
@@ -215,13 +225,13 @@ def _write_owners(
 
 
 def _owners(metadata: Metadata, entries: Sequence[_Entry]) -> list[dict[_Entry, ChunkStorageMetadata]]:
-    """What each owner has written, in the order of the ranks. (Keel's ranks write one part of a tensor each.)"""
+    """What each owner wrote, in the order of the ranks. (In Keel, each rank writes one part of a tensor.)"""
     owners: dict[tuple[int, str, int], dict[_Entry, ChunkStorageMetadata]] = {}
     seen: Count[tuple[str, str]] = Count()
     for entry in entries:
         for chunk in entry_of(metadata, entry.name).chunks:
             file = metadata.storage_data[MetadataIndex(entry.name, chunk.offsets)].relative_path
-            owners.setdefault((len(file), file, seen[file, entry.name]), {})[entry] = chunk  # __2_0 before __10_0
+            owners.setdefault((len(file), file, seen[file, entry.name]), {})[entry] = chunk  # sorts __2_0 before __10_0
             seen[file, entry.name] += 1
     return [owners[key] for key in sorted(owners)]
 
@@ -231,7 +241,7 @@ def _place(file: str, offsets: Sequence[int], shape: Sequence[int]) -> dict[str,
 
 
 def _by_number(values: Mapping[_Entry, Any]) -> dict[int, dict[str, Any]]:
-    """As a state dict has it."""
+    """Arrange values as in a state dict."""
     state: dict[int, dict[str, Any]] = {}
     for entry, value in values.items():
         state.setdefault(entry.number, {})[entry.key] = value

@@ -1,12 +1,12 @@
-"""The way back: a plain torch optimizer's state, and a model's weights, into a checkpoint that a run goes on from.
+"""Imports a plain torch optimizer's state, and optionally a model's weights, into a checkpoint to resume from.
 
-What comes in is what `optimizer_export` writes, or what any torch optimizer's `state_dict` returns: a file for each of
-the job's optimizers (`adamw.pt`; with Muon, also `muon.pt`), beside it the parts of tensors that were left as they lay.
-All else, such as the step and the place in the data, is that of a checkpoint of the same run. Tensors pass through one
-by one, on the CPU, from files that are mapped, not read.
+The source is what `optimizer_export` writes, or any torch optimizer's `state_dict`: a file for each of the job's
+optimizers (`adamw.pt`; with Muon, also `muon.pt`), and the parts of tensors that stayed sharded. Everything else, such
+as the step and the position in the data, is copied from a checkpoint of the same run. Tensors are processed one by one,
+on the CPU, from memory-mapped files.
 
-Parameters are told apart by name where the file has names (`torch.optim.AdamW(model.named_parameters())` keeps them,
-and so does an export), else by their place in groups of the same sizes.
+Parameters are identified by name if the file has names (`torch.optim.AdamW(model.named_parameters())` keeps them, and
+so does an export), otherwise by their position in groups of the same sizes.
 """
 
 import json
@@ -34,27 +34,27 @@ from configs.untrusted import shortened
 
 MODEL = "model."
 _NOT_COMPARED = {"params", "param_names", "lr", "initial_lr", "fused", "foreach", "capturable", "differentiable"}
-"""What of a group decides nothing that is learned, or is the job's own: its schedule sets the learning rate."""
+"""Keys of a group that do not affect learning, or that the job sets: its schedule sets the learning rate."""
 
 
 @dataclass(frozen=True)
 class _State:
-    """One optimizer's state, by the names of its parameters."""
+    """One optimizer's state."""
 
     path: Path
     content: Mapping[str, Any]
     numbers: Mapping[str, int]
-    """Of the parameters, in `content`."""
+    """Number of each parameter in `content`, by name."""
     parts: list[Mapping[str, Any]] = field(default_factory=list)
-    """Where owners have parts of tensors that are on the meta device in `content`."""
+    """Owners' files, with the parts of tensors that are on the meta device in `content`."""
 
     def described(self) -> dict[str, str]:
-        """Shapes of its tensors, by their names in a checkpoint."""
+        """Shapes of the tensors, by their names in a checkpoint."""
         entries = ((name, self.content["state"].get(number, {})) for name, number in self.numbers.items())
         return {f"{PREFIX}{name}.{key}": described(t.shape) for name, entry in entries for key, t in entry.items()}
 
     def tensor(self, name: str, key: str, like: Tensor) -> Tensor:
-        """One of them, put together if it is in parts."""
+        """Return one tensor, assembled if it is in parts."""
         number = self.numbers[name]
         tensor = self.content["state"][number][key]
         if tensor.is_meta:
@@ -74,19 +74,23 @@ def import_optimizer(
     verify: Literal["size", "hash"] = "hash",
     progress: Progress = lambda done, total: None,
 ) -> list[str]:
-    """Write a new checkpoint: an existing one with the optimizer's state, and perhaps the weights, of plain torch.
+    """Write a copy of a checkpoint with the optimizer state, and optionally the weights, of plain torch.
 
     Args:
-        checkpoint: whose run goes on.
-        source: a folder with the optimizers' files, as an export is; or the file of the job's only optimizer.
-        optimizers: by the name of its file, what each optimizer's `state_dict` would be, of meta tensors; the groups
-            have `param_names`.
-        weights: a file of `torch.save(model.state_dict(), ...)`; None: those of the checkpoint.
+        checkpoint: folder of a checkpoint of the run to continue.
+        source: a folder with the optimizers' files, such as an export; or the file of the job's only optimizer.
+        output: folder to create.
+        optimizers: by file name, the `state_dict` of each optimizer with meta tensors; its groups have `param_names`.
+        weights: a file of `torch.save(model.state_dict(), ...)`; None: the checkpoint's weights.
         verify: hash: first compare the content of the checkpoint's files with their hashes.
+        progress: called with the bytes done and in total.
 
-    Returns: the settings of the optimizers in which the job, whose own count, differs from the source; a line each.
-    Raises: UserError if a source is of another model or optimizer, or can't be read, if the checkpoint is damaged, or
-        if the output exists or can't be written.
+    Returns:
+        A line for each optimizer setting that differs between the job and the source; the job's applies.
+
+    Raises:
+        UserError: the source is of another model or optimizer or can't be read, the checkpoint is damaged, or the
+            output exists or can't be written.
     """
     with Pin(checkpoint):
         manifest, metadata = manifests.read_manifest(checkpoint), read_metadata(checkpoint)
@@ -125,13 +129,13 @@ def import_optimizer(
 
 
 def _entries(state_dict: StateDict) -> list[tuple[str, str, Tensor]]:
-    """(parameter, key, tensor) of all of an optimizer's state."""
+    """List (parameter, key, tensor) of an optimizer's state."""
     names = [name for group in state_dict["param_groups"] for name in group["param_names"]]
     return [(names[number], key, t) for number, state in state_dict["state"].items() for key, t in state.items()]
 
 
 def _read_state(source: Path, name: str, expected: StateDict, optimizers: Mapping[str, StateDict]) -> _State:
-    """The optimizer's file in the source, with its parts."""
+    """Read the optimizer's file in the source, and its parts."""
     if source.is_dir():
         path, parts = source / f"{name}.pt", sorted(source.glob(f"{name}-*-of-*.pt"))
     elif len(optimizers) == 1:
@@ -144,18 +148,18 @@ def _read_state(source: Path, name: str, expected: StateDict, optimizers: Mappin
         raise UserError(f"{source} has no {path.name}; the job's optimizers need {_files(optimizers)}")
     content = _load(path)
     if not _is_state_dict(content):
-        raise UserError(f"{path} is not what an optimizer's state_dict returns")
+        raise UserError(f"{path} is not an optimizer's state_dict")
     groups = content["param_groups"]
     ids = [number for group in groups for number in group["params"]]
     names = [each for group in groups for each in group.get("param_names", ())]
     names = names or _names_by_place(path, groups, expected)
     if not len(ids) == len(set(ids)) == len(names) == len(set(names)):
-        raise UserError(f"{path} has {len(ids)} parameters and {len(names)} names of them, which are not all distinct")
+        raise UserError(f"{path} has {len(ids)} parameters and {len(names)} names; each must have its own")
     return _State(path, content, dict(zip(names, ids, strict=True)), [_load(part) for part in parts])
 
 
 def _is_state_dict(content: Any) -> bool:
-    """Whether it is of the form of an optimizer's state dict, with nothing but tensors in its state."""
+    """Whether `content` has the form of an optimizer's state dict with only tensors in its state."""
     if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
         return False
     state, groups = content["state"], content["param_groups"]
@@ -170,7 +174,7 @@ def _all_are(kind: type, values: Any) -> bool:
 
 
 def _are_tensors(*of: Mapping[Any, Any]) -> bool:
-    """Whether all are tensors by name that have a value at each place, or, on the meta device, none."""
+    """Whether all items are strided tensors (or on the meta device) by name."""
     items = (item for each in of for item in each.items())
     return all(
         isinstance(key, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided for key, tensor in items
@@ -178,22 +182,22 @@ def _are_tensors(*of: Mapping[Any, Any]) -> bool:
 
 
 def _put_in(tensor: Tensor, part: Mapping[str, Any], number: int, key: str) -> None:
-    """Put an owner's part of a tensor in its place, if it has one."""
+    """Copy an owner's part of a tensor into the tensor, if the owner has one."""
     try:
         if key in part["state"].get(number, {}):
             value, start = part["state"][number][key], part["offsets"][number][key]
             tensor[tuple(slice(at, at + n) for at, n in zip(start, value.shape, strict=True))] = value
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"a part of {key} of parameter {number} is not as an export writes it: {error}") from None
+        raise UserError(f"a part of {key} of parameter {number} is malformed; export it again: {error}") from None
 
 
 def _names_by_place(path: Path, groups: Any, expected: StateDict) -> list[str]:
-    """The names of parameters without any: those of the job's, if these stand in groups of the same sizes."""
+    """Name unnamed parameters after the job's, if the groups have the same sizes."""
     sizes, of_job = ([len(group["params"]) for group in each] for each in (groups, expected["param_groups"]))
     if sizes != of_job:
         raise UserError(
-            f"{path} has no names of parameters, and groups of {sizes} where the job has {of_job}; make the optimizer "
-            "with names, as torch.optim.AdamW(model.named_parameters()) does"
+            f"{path} has no parameter names, and groups of {sizes} where the job has {of_job}; create the optimizer "
+            "with names, as in torch.optim.AdamW(model.named_parameters())"
         )
     return [name for group in expected["param_groups"] for name in group["param_names"]]
 
@@ -203,10 +207,10 @@ def _files(optimizers: Mapping[str, StateDict]) -> str:
 
 
 def _read_weights(path: Path, metadata: Metadata, names: list[str]) -> dict[str, Tensor]:
-    """A plain model's state dict, by the names that a checkpoint gives its tensors."""
+    """Read a plain model's state dict, by the names of its tensors in a checkpoint."""
     content = _load(path)
     if not isinstance(content, dict) or not _are_tensors(content):
-        raise UserError(f"{path} is not what a model's state_dict returns")
+        raise UserError(f"{path} is not a model's state_dict")
     found = {f"{MODEL}{name}": tensor for name, tensor in content.items()}
     known = {tensor.data_ptr() for name, tensor in found.items() if name in names}
     found = {n: t for n, t in found.items() if n in names or t.data_ptr() not in known}  # a tied head has two names
@@ -222,29 +226,33 @@ def _read_weights(path: Path, metadata: Metadata, names: list[str]) -> dict[str,
 
 
 def _check_values(path: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Raise UserError unless a run can go on from a tensor: moments may be bfloat16 (`checkpoint.optimizer_dtype`)."""
+    """Check that a run can resume from a tensor; moments may be bfloat16 (`checkpoint.optimizer_dtype`).
+
+    Raises:
+        UserError: its type differs, or it has non-finite values.
+    """
     if tensor.dtype not in (dtype, torch.bfloat16):
         found, wanted = (str(each).removeprefix("torch.") for each in (tensor.dtype, dtype))
-        raise UserError(f"{path}: {name} is {found}, and the job's is {wanted} (training.dtype)")
+        raise UserError(f"{path}: {name} is {found}, but the job's is {wanted} (training.dtype)")
     if not tensor.isfinite().all():
-        raise UserError(f"{path}: not all values of {name} are finite, or a part of it is missing")
+        raise UserError(f"{path}: {name} has non-finite values, or a part of it is missing")
 
 
 def _load(path: Path) -> Any:
-    """What a file of torch.save holds, mapped into memory; no code in it runs."""
+    """Load a file of torch.save, memory-mapped; no code in it runs."""
     if not path.is_file():  # opening a pipe would wait for a writer
-        raise UserError(f"{path} can't be read: there is no such file")
+        raise UserError(f"{path} can't be read: no such file")
     try:
         with path.open("rb") as file:
             require_stored(file)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    # Damaged bytes fail in whatever way they lead to, so every kind of exception means the same here.
+    # Damaged bytes may raise any exception, and all mean the same here.
     except Exception as error:
         raise UserError(f"{path} can't be read: {(str(error) or type(error).__name__).splitlines()[0]}") from None
 
 
 def _other_settings(state: _State, expected: StateDict) -> list[str]:
-    """The settings that a file and the job have alike for a parameter, with other values; a line each."""
+    """Return a line for each setting that a file and the job both have, with different values."""
     names = {number: name for name, number in state.numbers.items()}
     theirs = {names[number]: group for group in state.content["param_groups"] for number in group["params"]}
     differing: dict[tuple[str, str, str], int] = {}

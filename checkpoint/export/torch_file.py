@@ -1,9 +1,9 @@
-"""What `torch.save` writes, a tensor at a time: a file larger than the memory that there is to make it.
+"""Writes what `torch.save` writes, one tensor at a time, so that a file may be larger than memory.
 
-First torch saves the content with tensors that have a shape and no memory, and leaves room for each; then every tensor
-is made when its turn comes, and written to its room. The file is like any other of torch's: `torch.load` reads it, with
-`weights_only=True`, and with `mmap=True` as sparingly as it was written. (Room is left by `skip_data` and found by
-loading under `FakeTensorMode`, both public but young; only this file knows of them.)
+Torch first saves the content with fake tensors, which have a shape but no memory, and reserves space for each. Then
+each tensor is computed and written to its space in turn. The result is an ordinary torch file: `torch.load` reads it
+with `weights_only=True`, and with `mmap=True` in as little memory. (`skip_data` reserves the space and loading under
+`FakeTensorMode` finds it; both are public but new, and used only in this file.)
 """
 
 import os
@@ -21,19 +21,21 @@ from torch.serialization import skip_data
 
 @dataclass(frozen=True)
 class Later:
-    """In the place of a tensor that does not exist yet."""
+    """A placeholder for a tensor that is computed later."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     make: Callable[[], Tensor]
-    """Called once; the tensor is forgotten before the next is made."""
+    """Called once; the tensor is freed before the next is made."""
 
 
 def write_torch_file(path: Path, content: Any) -> None:
-    """Write `content`, of dicts and lists, with a `Later` in the place of every tensor that has values.
+    """Write `content`, made of dicts and lists, with a `Later` in place of each tensor that has values.
 
-    Tensors on the meta device stay what they are: a shape and a type. The file is on the disk at the end.
-    Raises: OSError if the disk refuses, and whatever a `Later` raises.
+    Tensors on the meta device are written as they are: a shape and a type. The file is synced to disk.
+
+    Raises:
+        OSError: the disk refuses. Anything that a `Later` raises is raised as well.
     """
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Serializing tensors on the meta device")
@@ -48,7 +50,7 @@ def write_torch_file(path: Path, content: Any) -> None:
 
 
 def _without_memory(content: Any) -> Any:
-    """To be called under FakeTensorMode."""
+    """Replace each `Later` with a fake tensor; call it under FakeTensorMode."""
     if isinstance(content, dict):
         return {key: _without_memory(value) for key, value in content.items()}
     if isinstance(content, list):
@@ -57,7 +59,7 @@ def _without_memory(content: Any) -> Any:
 
 
 def _pairs(content: Any, rooms: Any) -> Iterator[tuple[Later, Tensor]]:
-    """Each tensor with its counterpart in the file."""
+    """Yield each `Later` with its fake tensor in the file."""
     if isinstance(content, Later):
         yield content, rooms
     elif isinstance(content, dict):

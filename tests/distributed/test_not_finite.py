@@ -67,7 +67,7 @@ def check(ranks, tmp_path, mode, where):
     assert told[0].startswith(f"{NotFinite.__name__}: checkpoint step-00000006 is not written")
     assert f"{where} of rank 1 on {socket.gethostname()}; " in told[0]
     assert (
-        f"the newest checkpoint is {step_folder(run / 'checkpoints', 5)}: the same command goes on from it" in told[0]
+        f"the newest checkpoint is {step_folder(run / 'checkpoints', 5)}: the same command resumes from it" in told[0]
     )
     assert steps_in(run / "checkpoints") == [4, 5]
     assert [path.name for path in (run / "checkpoints").glob("*.tmp")] == []

@@ -137,11 +137,11 @@ def test_what_cannot_be_imported(ranks, tmp_path, capsys):
     }
     told = {
         "shape": ("embed_tokens.weight.exp_avg: [3], expected: [256, 32]",),
-        "type": ("float32, and the job's is float64",),
+        "type": ("float32, but the job's is float64",),
         "number": ("embed_tokens.weight.exp_avg", "finite"),
         "missing": ("embed_tokens.weight.exp_avg: missing",),
-        "names": ("has no names of parameters", "torch.optim.AdamW(model.named_parameters())"),
-        "form": ("is not what an optimizer's state_dict returns",),
+        "names": ("has no parameter names", "torch.optim.AdamW(model.named_parameters())"),
+        "form": ("is not an optimizer's state_dict",),
     }
     for what, change in changes.items():
         state = loaded(out)

@@ -75,7 +75,7 @@ def wait_for_a_save_that_hangs(folder: str) -> str:
 
 def test_a_save_that_hangs_is_not_waited_for_for_ever(ranks, tmp_path):
     [said] = ranks(1, wait_for_a_save_that_hangs, str(tmp_path))
-    assert f"the save to {tmp_path}/step-00000005.tmp has not ended for 1 s (checkpoint.timeout_seconds)" in said
+    assert f"the save to {tmp_path}/step-00000005.tmp has not finished within 1 s (checkpoint.timeout_seconds)" in said
     assert "on rank 0" in said
 
 

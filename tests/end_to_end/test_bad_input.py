@@ -151,7 +151,7 @@ def test_source_files_that_cannot_be_read_and_a_budget_for_them(tmp_path: Path):
 
     small = "--model.vocab_size 290 --training.steps 2 --validation.sequences 2"
     outcome = launch(tmp_path, f"{small} --data.prepare.max_bad_files 2", config=TEXT)
-    assert outcome.err.count("left out") == 2
+    assert outcome.err.count("skipped, as data.prepare") == 2
     assert "latin.txt: not UTF-8 at byte 3" in outcome.err
     assert len(json.loads((tmp_path / "data" / "tokens" / "prepare.json").read_text())["bad_files"]) == 2
     assert len(curve(tmp_path / "run")) == 2

@@ -219,7 +219,7 @@ def check_debug(clone: Path, _: str) -> None:
 
 def check_two_ranks(clone: Path, told: str) -> None:
     """Resumed at 300; and from the start, past the guarded step that follows an asynchronous save."""
-    assert "going on from runs/debug/checkpoints/step-00000300" in told
+    assert "resuming from runs/debug/checkpoints/step-00000300" in told
     for name, steps, saves in (("debug", 320, (300, 320)), ("debug-2", 130, (100, 130))):
         run = clone / "runs" / name
         assert (status(run)["state"], status(run)["step"]) == ("done", steps)
@@ -231,7 +231,7 @@ def check_two_ranks(clone: Path, told: str) -> None:
 
 def check_four_ranks(clone: Path, told: str) -> None:
     """FSDP 2 x TP 2, from step 300 on."""
-    assert "going on from runs/debug/checkpoints/step-00000300" in told
+    assert "resuming from runs/debug/checkpoints/step-00000300" in told
     assert re.search(r"dp_shard 2.*tp 2|FSDP 2.*TP 2", told), told
     assert (status(clone / "runs" / "debug")["state"], status(clone / "runs" / "debug")["step"]) == ("done", 310)
 

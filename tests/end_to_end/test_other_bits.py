@@ -51,7 +51,7 @@ def test_other_conditions_are_recorded_and_said(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(os.environ, "ONEDNN_MAX_CPU_ISA", "AVX2")
     (line,) = go_to(4, "--training.micro_batch_size", "4", "--fsdp.zero_stage", "2")
     assert line.endswith(
-        "warning: from here on, the bits of this run will differ from those of an undisturbed one: "
+        "warning: from here on, the bits of this run will differ from those of an uninterrupted one: "
         "threads (OMP_NUM_THREADS) 1 -> 2; variable ONEDNN_MAX_CPU_ISA not set -> AVX2; "
         "training.micro_batch_size 2 -> 4"
     )
@@ -87,11 +87,11 @@ def test_a_checkpoint_of_before_and_one_of_another_code_or_mesh(tmp_path: Path):
     rewrite(manifest, environment={**found.environment, "Keel's code": "0" * 16})
     assert launch_here(tmp_path, "--training.steps", "2") == 0
     (line,) = said(tmp_path)
-    assert f"the bits of this run may differ from those of an undisturbed one: Keel's code {'0' * 16} -> " in line
+    assert f"the bits of this run may differ from those of an uninterrupted one: Keel's code {'0' * 16} -> " in line
 
     rewrite(manifest, environment=found.environment, mesh={**found.mesh, "dp_shard": 2}, torch_version="2.12.0")
     assert launch_here(tmp_path, "--training.steps", "2") == 0
     (line,) = said(tmp_path)
     assert line.endswith(
-        f"will differ from those of an undisturbed one: torch 2.12.0 -> {torch.__version__}; mesh.dp_shard 2 -> 1"
+        f"will differ from those of an uninterrupted one: torch 2.12.0 -> {torch.__version__}; mesh.dp_shard 2 -> 1"
     )

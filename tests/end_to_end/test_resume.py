@@ -78,7 +78,7 @@ def test_a_checkpoint_before_the_end_cuts_the_metrics_back(tmp_path: Path):
     outcome = launch(tmp_path, "--checkpoint.interval 5")
     assert [step for step, *_ in curve(run)] == list(range(1, 21))
     assert curve(run)[:14] == before
-    assert "going on from run/checkpoints/step-00000010" in outcome.out
+    assert "resuming from run/checkpoints/step-00000010" in outcome.out
     assert "1 unreadable line" in outcome.err
     launch(tmp_path, "--job.output_dir straight")
     assert curve(run) == curve(tmp_path / "straight")

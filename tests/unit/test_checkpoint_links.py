@@ -49,7 +49,7 @@ def test_an_archived_checkpoint_that_is_not_kept_leaves_only_its_link(tmp_path):
     log = []
     save_steps(root, 15, keep_last=2, log=log)
     assert steps_in(root) == [10, 15]
-    assert "checkpoint step-00000005: removed, it is not kept any more" in log
+    assert "checkpoint step-00000005: removed, it is no longer kept" in log
     assert read_manifest(target).step == 5
     assert sorted(path.name for path in root.iterdir()) == ["step-00000010", "step-00000015"]
     assert resumed(root)[0]["step"] == 15
@@ -87,7 +87,7 @@ def test_a_checkpoint_that_is_a_mount_point_stays_and_that_is_said(tmp_path, mou
     mount(step_folder(root, 5))
     shutil.copytree(copy, step_folder(root, 5), dirs_exist_ok=True)
     save_steps(root, 10, keep_last=1, log=log)
-    assert [line for line in log if "step-00000005 is not kept any more, but can't be removed: [Errno 16]" in line]
+    assert [line for line in log if "step-00000005 is no longer kept, but can't be removed: [Errno 16]" in line]
     assert steps_in(root) == [5, 10]
     assert resumed(root)[0]["step"] == 10
 

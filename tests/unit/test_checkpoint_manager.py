@@ -303,7 +303,7 @@ def test_choices(tmp_path):
     save_steps(tmp_path / "run", 1, 2, 30)
     log = []
     assert resumed(tmp_path / "run", log=log)[0]["step"] == 30
-    assert any("going on from" in line and "latest" in line for line in log)
+    assert any("resuming from" in line and "latest" in line for line in log)
     assert resumed(tmp_path / "other", load=str(step_folder(tmp_path / "run", 2)))[0]["step"] == 2
     with pytest.raises(ConfigError, match=r"= 31: no such step in .*; steps there: 1, 2, 30"):
         resumed(tmp_path / "run", load=31)
@@ -319,7 +319,7 @@ def test_choices(tmp_path):
     state, log = make_state(4), []
     assert make_manager(tmp_path / "run", log=log, load="none").resume(state) is None
     assert_equal(state, make_state(4))
-    assert log == ["starting from newly drawn weights: checkpoint.load is none"]
+    assert log == ["starting from random initial weights: checkpoint.load is none"]
     make_manager(tmp_path / "empty", log=log).resume(state)
     assert f"checkpoint.load is latest, and {tmp_path / 'empty'} has no checkpoint" in log[-1]
 
@@ -358,7 +358,7 @@ def test_a_run_is_not_thrown_back_by_the_command_that_began_it(tmp_path, of):
     save_steps(run, 4, 6, load=load)
     state, saved = make_state(99), resumed(run, load=load, log=log)[0]
     assert saved["step"] == 6
-    assert f"going on from {run}/step-00000006: checkpoint.load is {load}, but this run has its own" in "\n".join(log)
+    assert f"resuming from {run}/step-00000006: checkpoint.load is {load}, but this run has its own" in "\n".join(log)
     assert "set checkpoint.go_back = 1" in log[-1]
     flip_a_bit(run / "step-00000006" / "trainer.json", 10)
     assert resumed(run, load=load)[0]["step"] == 4
@@ -486,7 +486,7 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(tmp_path, name):
     text = "\n".join(log)
     assert f"step-00000003 is damaged: {name} " in text
     assert name in text.split("step-00000002 is")[1]
-    assert "going on from " + str(step_folder(tmp_path, 1)) in text
+    assert "resuming from " + str(step_folder(tmp_path, 1)) in text
     manager.save(2, make_state(20), {"tokens": 2, "step": 20})
     manager.close()
     assert steps_in(tmp_path / "abandoned-001") == [2, 3]
@@ -569,7 +569,7 @@ def test_weights_of_another_run(tmp_path):
 def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
     source = save_model(tmp_path / "imported", make_model(TINY["tied"]))  # as scripts/import_hf.py does
     state = make_state(5)
-    with pytest.raises(ConfigError, match=r'imported holds a model.*no run.*set checkpoint.init_from = ".*imported"'):
+    with pytest.raises(ConfigError, match=r'imported holds only a model.*no run.*set checkpoint.init_from = ".*imported"'):
         make_manager(tmp_path / "run", load=str(source)).resume(state)
     assert_equal(state, make_state(5))
 

@@ -67,7 +67,7 @@ def test_a_small_host_saves_while_training_waits(tmp_path, monkeypatch):
     staged = []
     monkeypatch.setattr(Stager, "stage", lambda *arguments: staged.append(1))
     manager, log = checked(tmp_path, mode="async")
-    assert f"has {NEEDED:,} of {NEEDED:,} bytes. This launch saves while training waits" in log[0]
+    assert f"has {NEEDED:,} of {NEEDED:,} bytes. Training will wait for each save of this launch" in log[0]
     manager.save(1, make_state(1), {"tokens": 1})
     assert steps_in(tmp_path) == [1]
     assert manager.under_way is None
