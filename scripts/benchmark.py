@@ -1,13 +1,13 @@
-"""Measure Keel's speed: beside a plain loop, along each axis of the mesh, with a slow network.
+"""Measure Keel's speed: compared to a plain loop, along each axis of the mesh, with a slow network.
 
     python scripts/benchmark.py [bare] --config benchmark_10m.toml --json speed.json
     python scripts/benchmark.py loader
     python scripts/benchmark.py axes --rounds 3
     torchrun --nproc-per-node 4 scripts/benchmark.py overlap --milliseconds 20 --fsdp.reshard_after_forward always
 
-The cases of a benchmark take turns, a few steps each, so that a machine whose speed drifts is fair to all; quote the
-median over the rounds, of a ratio that of the ratios within a round. What each measures says its file in
-scripts/benchmarks/; `benchmark.py COMMAND --help` lists its options, and further words override the config.
+The cases of a benchmark take turns, a few steps each, so that drifts of the machine's speed affect all alike. Quote the
+median over the rounds; for a ratio, the median of the ratios within each round. Each file in scripts/benchmarks/ says
+what it measures. `benchmark.py COMMAND --help` lists the options of a command; further words override the config.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from configs.errors import KeelError
 VARIANTS = ("bare-eager", "keel-eager", "bare-compiled", "keel-compiled")
 
 Figures = tuple[Any, Iterable[str]]
-"""What --json writes, and the lines that are printed."""
+"""What --json writes, and the lines to print."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and write; returns the exit code."""
+    """Run the benchmark, print and write its figures; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] not in (*_COMMANDS, "-h", "--help"):
         words.insert(0, "bare")
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def bare(options: argparse.Namespace, overrides: list[str]) -> Figures:
-    """Tokens a second beside the plainest loop there is, eager and compiled."""
+    """Tokens per second compared to a minimal training loop, eager and compiled."""
     from scripts.benchmarks.bare import lines, measure
 
     figures = measure(options.config, overrides, options.variants, options.rounds, options.steps)
@@ -56,7 +56,7 @@ def bare(options: argparse.Namespace, overrides: list[str]) -> Figures:
 
 
 def loader(_options: argparse.Namespace, _overrides: list[str]) -> Figures:
-    """Tokens a second that the loader alone reads from token files."""
+    """Tokens per second that the loader alone reads from token files."""
     from scripts.benchmarks.bare import loader_speed
 
     figures = {"loader_tokens_per_second": loader_speed()}
@@ -64,7 +64,7 @@ def loader(_options: argparse.Namespace, _overrides: list[str]) -> Figures:
 
 
 def axes(options: argparse.Namespace, overrides: list[str]) -> Figures:
-    """What each axis of the mesh costs on this machine's CPU: step times beside one process, at equal tokens."""
+    """Cost of each axis of the mesh on this machine's CPU: step times relative to one process, for equal tokens."""
     from scripts.benchmarks.axes import lines, measure
 
     figures = measure(options.config, overrides, options.rounds, options.steps)
@@ -72,7 +72,7 @@ def axes(options: argparse.Namespace, overrides: list[str]) -> Figures:
 
 
 def overlap(options: argparse.Namespace, overrides: list[str]) -> Figures:
-    """How far FSDP's gathers overlap computation, with delays in place of a network."""
+    """How well FSDP's gathers overlap computation, with delays that simulate a network."""
     from scripts.benchmarks.overlap import lines, measure_here, variants
 
     figures = measure_here(options.config, overrides, variants(options.milliseconds, options.depths), options.rounds)
@@ -97,17 +97,19 @@ def _parser() -> argparse.ArgumentParser:
     def of_job(function: Callable[..., Figures], config: str, rounds: int) -> Callable[..., argparse.Action]:
         child = command(function)
         child.add_argument("--config", default=config, help="job file (default: %(default)s)")
-        child.add_argument("--rounds", type=int, default=rounds, help="turns of each case (default: %(default)s)")
+        child.add_argument(
+            "--rounds", type=int, default=rounds, help="number of turns of each case (default: %(default)s)"
+        )
         return child.add_argument
 
     add = of_job(bare, "benchmark_10m.toml", 10)
-    add("--steps", type=int, default=2, help="steps a turn (default: %(default)s)")
-    add("--variants", type=_variants, default=",".join(VARIANTS), help="which to measure (default: %(default)s)")
+    add("--steps", type=int, default=2, help="steps per turn (default: %(default)s)")
+    add("--variants", type=_variants, default=",".join(VARIANTS), help="variants to measure (default: %(default)s)")
     command(loader)
     add = of_job(axes, "benchmark_10m.toml", 3)
-    add("--steps", type=int, default=3, help="steps a turn (default: %(default)s)")
+    add("--steps", type=int, default=3, help="steps per turn (default: %(default)s)")
     add = of_job(overlap, "parity.toml", 10)
-    add("--milliseconds", type=float, default=20.0, help="delay of an all-gather (default: %(default)s)")
+    add("--milliseconds", type=float, default=20.0, help="delay of each all-gather (default: %(default)s)")
     add("--depths", type=_numbers, default="0,1,2,3", help="prefetch depths (default: %(default)s)")
     return parser
 
@@ -118,7 +120,7 @@ def _numbers(text: str) -> list[int]:
 
 def _variants(text: str) -> list[str]:
     if unknown := set(text.split(",")) - set(VARIANTS):
-        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; choose from {', '.join(VARIANTS)}")
     return text.split(",")
 
 

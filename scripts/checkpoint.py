@@ -1,13 +1,13 @@
-"""Look at checkpoints, and tidy them up: scripts/checkpoint.py COMMAND ...
+"""Inspect, verify, compare and prune checkpoints: scripts/checkpoint.py COMMAND ...
 
-  list FOLDER                  all checkpoints of a run, and what is left of abandoned lines and interrupted saves
-  show CHECKPOINT              what one is and how it came to be; --tensors, --config
-  verify PATH                  read and hash all files of a checkpoint, or of all in a folder; exit 1 if one is damaged
-  diff A B                     config and tensors that differ; exit 1 if any does
-  prune FOLDER --keep-last N   remove what is not kept, as [checkpoint] would; --keep-every, --keep-best, --abandoned
+  list FOLDER                  list a run's checkpoints, abandoned lines and interrupted saves
+  show CHECKPOINT              describe a checkpoint and its history; --tensors, --config
+  verify PATH                  read and hash all files of one checkpoint or all in a folder; exit 1 if one is damaged
+  diff A B                     list config keys and tensors that differ; exit 1 if any does
+  prune FOLDER --keep-last N   remove checkpoints as [checkpoint] would; --keep-every, --keep-best, --abandoned
 
-FOLDER is a run folder or its checkpoints/, CHECKPOINT a folder such as checkpoints/step-00000100. No code in a
-checkpoint is run, whoever wrote it.
+FOLDER is a run folder or its checkpoints/, CHECKPOINT a folder such as checkpoints/step-00000100. No command runs code
+from a checkpoint, so checkpoints of unknown origin are safe to inspect.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from trainer.report.console import Console, Row, count, duration, size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit code."""
+    """Run the command line; returns the exit code."""
     options = _parser().parse_args(arguments)
     with Console() as console:
         try:
@@ -44,11 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 130
 
 
-# --------------------------------------------------------------------------- the commands
+# --------------------------------------------------------------------------- commands
 
 
 def list_(options: argparse.Namespace, console: Console) -> int:
-    """A line for every checkpoint; files are looked for, but not read."""
+    """Print a line for each checkpoint, without reading its tensors."""
     root = _root(options.folder)
     console.line("      step      tokens        size  validation loss  line      written")
     for folder in _checkpoints(root):
@@ -57,12 +57,12 @@ def list_(options: argparse.Namespace, console: Console) -> int:
         steps = ", ".join(map(str, steps_in(aside)))
         console.line(f"{aside.name}: an abandoned line; steps {steps or 'none'}")
     for unfinished in sorted(root.glob(f"step-*{manifests.UNFINISHED}")):
-        console.line(f"{unfinished.name}: of an interrupted save or removal; the next start removes it")
+        console.line(f"{unfinished.name}: left by an interrupted save or removal; the next start removes it")
     return 0
 
 
 def show(options: argparse.Namespace, console: Console) -> int:
-    """What one checkpoint is."""
+    """Describe a checkpoint and its history."""
     from checkpoint.safe_read import read_metadata
     from checkpoint.tensor_stream import entry_of
 
@@ -82,13 +82,13 @@ def show(options: argparse.Namespace, console: Console) -> int:
 
 
 def verify(options: argparse.Namespace, console: Console) -> int:
-    """Read every file; 1 if one is not as it was written."""
+    """Read and hash every file; exit code 1 if one is damaged."""
     from checkpoint.verify import check
 
     is_one = (options.path / MANIFEST_NAME).exists()
     folders = [options.path] if is_one else list(_checkpoints(_root(options.path)))
     if not folders:
-        raise UserError(f"{options.path} is no checkpoint, and has none in it")
+        raise UserError(f"{options.path} is not a checkpoint and contains none")
     damaged = 0
     for folder in folders:
         started = time.perf_counter()
@@ -99,12 +99,12 @@ def verify(options: argparse.Namespace, console: Console) -> int:
             console.error(str(error))
             continue
         spent = duration(time.perf_counter() - started)
-        console.line(f"{folder}: {_size(manifest)} in {len(manifest.files)} files are as they were written ({spent})")
+        console.line(f"{folder}: {_size(manifest)} in {len(manifest.files)} files verified ({spent})")
     return 1 if damaged else 0
 
 
 def diff(options: argparse.Namespace, console: Console) -> int:
-    """What differs; 1 if anything does."""
+    """Print what differs; exit code 1 if anything does."""
     from checkpoint.compare import compare
 
     a, b = read_manifest(options.a), read_manifest(options.b)
@@ -125,7 +125,7 @@ def diff(options: argparse.Namespace, console: Console) -> int:
 
 
 def prune(options: argparse.Namespace, console: Console) -> int:
-    """Remove what is not kept, if no run is using the folder and the newest checkpoint is whole."""
+    """Remove checkpoints, if no run is using the folder and the newest checkpoint is undamaged."""
     from checkpoint.verify import check
 
     root = _root(options.folder)
@@ -154,13 +154,14 @@ def prune(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-# --------------------------------------------------------------------------- their parts
+# --------------------------------------------------------------------------- helpers
 
 
 def _root(folder: Path) -> Path:
-    """The folder that holds the checkpoints: `folder` itself, or its checkpoints/.
+    """Find the folder of the checkpoints: `folder` itself, or its checkpoints/.
 
-    Raises: UserError if there is none.
+    Raises:
+        UserError: there is none.
     """
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     if not root.is_dir():
@@ -190,12 +191,12 @@ def _history(manifest: Manifest) -> list[Row]:
         ("tokens", f"{manifest.tokens:,}"),
         ("size", _size(manifest)),
         ("line", manifest.run_id),
-        ("before it", _origin(manifest.parent) or "nothing: the first of its run"),
+        ("previous", _origin(manifest.parent) or "none: the first of its run"),
         ("initial weights", _origin(manifest.initialized_from)),
         ("validation loss", "" if manifest.validation_loss is None else str(manifest.validation_loss)),
         ("run keys changed", "\n".join(changes)),
         ("written by", f"torch {manifest.torch_version} on {manifest.mesh}"),
-        ("in", "\n".join(f"{name}: {value}" for name, value in manifest.environment.items())),
+        ("environment", "\n".join(f"{name}: {value}" for name, value in manifest.environment.items())),
         ("config", f"xxh3 {manifest.config_hash}"),
         ("tokenizer", f"xxh3 {manifest.tokenizer_hash}" if manifest.tokenizer_hash else ""),
         ("data", "\n".join(f"{name}: {value}" for name, value in manifest.data_fingerprint.items())),
@@ -212,7 +213,7 @@ def _size(manifest: Manifest) -> str:
 
 
 def _facts(manifest: Manifest) -> dict[str, object]:
-    """What a difference of is worth telling, by name."""
+    """The properties that `diff` compares, by name."""
     facts = {"step": manifest.step, "tokens": manifest.tokens, "tokenizer's hash": manifest.tokenizer_hash}
     return (
         facts | {f"hash of {name}": value for name, value in manifest.data_fingerprint.items()} | _flat(manifest.config)
@@ -244,16 +245,20 @@ def _parser() -> argparse.ArgumentParser:
 
     command("list", list_, "folder")
     shown = command("show", show, "checkpoint")
-    shown.add_argument("--tensors", action="store_true", help="name, type and shape of each")
-    shown.add_argument("--config", action="store_true", help="the job file it was trained with, resolved")
+    shown.add_argument("--tensors", action="store_true", help="list the name, type and shape of each tensor")
+    shown.add_argument("--config", action="store_true", help="print the complete config of its job")
     command("verify", verify, "path")
     command("diff", diff, "a", "b")
     pruned = command("prune", prune, "folder")
-    pruned.add_argument("--keep-last", type=_positive, required=True, metavar="N", help="the newest N are kept")
-    pruned.add_argument("--keep-every", type=_positive, default=0, metavar="N", help="and the multiples of N steps")
-    pruned.add_argument("--keep-best", type=_positive, default=0, metavar="N", help="and N by validation loss")
-    pruned.add_argument("--abandoned", action="store_true", help="also remove all of the abandoned lines")
-    pruned.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    pruned.add_argument("--keep-last", type=_positive, required=True, metavar="N", help="keep the newest N")
+    pruned.add_argument(
+        "--keep-every", type=_positive, default=0, metavar="N", help="also keep steps that are multiples of N"
+    )
+    pruned.add_argument(
+        "--keep-best", type=_positive, default=0, metavar="N", help="also keep the N with the lowest validation loss"
+    )
+    pruned.add_argument("--abandoned", action="store_true", help="also remove all abandoned lines")
+    pruned.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     return parser
 
 

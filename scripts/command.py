@@ -1,4 +1,4 @@
-"""What the scripts' command lines have in common: help from the module's docstring, and how a command ends."""
+"""What the scripts' command lines share: help from the module's docstring, and how a command ends."""
 
 import argparse
 from collections.abc import Callable
@@ -8,17 +8,17 @@ from trainer.report.console import Console
 
 
 def parser_of(docstring: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is a module's docstring: a summary, a colon and the usage, then the details."""
+    """Make a parser with help from a module's docstring: a summary, a colon and the usage, then the details."""
     summary, _, details = (docstring or "").partition("\n\n")
     return argparse.ArgumentParser(description=summary.partition(":")[0] + ".", epilog=details)
 
 
 def run_command(work: Callable[[Console], None], if_stopped: str) -> int:
-    """Do a script's work with a console, and return the exit code.
+    """Run a script's work with a console; returns the exit code.
 
     Args:
-        work: raises KeelError for what is the user's to mend.
-        if_stopped: what to say after Ctrl-C.
+        work: raises KeelError for what the user can fix.
+        if_stopped: message after Ctrl-C.
     """
     with Console() as console:
         try:

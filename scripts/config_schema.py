@@ -1,8 +1,8 @@
-"""Write configs/schema.json, by which editors complete and check job files: python scripts/config_schema.py
+"""Write configs/schema.json, with which editors complete and check job files: python scripts/config_schema.py
 
-Editors that know TOML schemas (taplo, VS Code's Even Better TOML) find it by the first line of a job file,
-`#:schema ./schema.json`. Required keys are left out of it, since a job may take them from its `base`; what a whole job
-lacks is said by `train.py --validate`.
+Editors that support TOML schemas (taplo, VS Code's Even Better TOML) find it through the first line of a job file,
+`#:schema ./schema.json`. The schema requires no keys, because a job may inherit them from its `base`;
+`train.py --validate` reports missing keys.
 """
 
 import json
@@ -22,12 +22,12 @@ from scripts.command import parser_of
 SCHEMA_FILE = Path(__file__).resolve().parents[1] / "configs" / "schema.json"
 _BASE = {
     "type": "string",
-    "description": "Another job file, relative to this one: what is not set here is taken from it.",
+    "description": "Another job file, relative to this one, whose keys apply where this one does not set them.",
 }
 
 
 def schema_text() -> str:
-    """The JSON schema of a job file."""
+    """Return the JSON schema of a job file."""
     schema = Config.model_json_schema()
     for table in _tables(Config):
         described = schema if table is Config else schema["$defs"][table.__name__]
@@ -48,7 +48,7 @@ def _tables(table: type[Table]) -> Iterator[type[Table]]:
 
 
 def _plain(node: Any) -> Any:
-    """Without what only says again what stands there (titles) or what a base may supply (required)."""
+    """Remove titles, which are redundant, and `required`, because a base may supply those keys."""
     if isinstance(node, list):
         return [_plain(item) for item in node]
     if not isinstance(node, dict):

@@ -1,7 +1,7 @@
-"""Write a checkpoint's model as a Hugging Face folder: scripts/export_hf.py CHECKPOINT OUTPUT
+"""Export a checkpoint's model to Hugging Face format: scripts/export_hf.py CHECKPOINT OUTPUT
 
-CHECKPOINT is a folder such as runs/debug/checkpoints/step-00000150, saved at any mesh. The weights pass through one by
-one, so a small machine will do for a large model. OUTPUT must not exist; it is there when it is whole.
+CHECKPOINT is a folder such as runs/debug/checkpoints/step-00000150, saved on any mesh. Weights are processed one
+by one, so a small machine can export a large model. OUTPUT must not exist; it appears when it is complete.
 """
 
 import argparse
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Export what the command line says; returns the exit code."""
+    """Run the export; returns the exit code."""
     options = _parser().parse_args(arguments)
     from checkpoint.export.hf import export_hf
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tokenizer(checkpoint: Path, wanted: str | None) -> "TokenizerFiles":
-    """The tokenizer of the command line, or that of the job that wrote the checkpoint."""
+    """Find the tokenizer of the command line, or of the job that wrote the checkpoint."""
     from checkpoint.export.hf import TokenizerFiles
     from trainer.data.hf_tokenizer import tokenizer_files
 
@@ -57,19 +57,25 @@ def _tokenizer(checkpoint: Path, wanted: str | None) -> "TokenizerFiles":
         return tokenizer_files(path)
     except UserError as error:
         raise UserError(
-            f"{error}\nName the tokenizer by --tokenizer FILE, or leave it out by --tokenizer none"
+            f"{error}\nName the tokenizer with --tokenizer FILE, or omit it with --tokenizer none"
         ) from None
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint")
-    add("output", type=Path, metavar="OUTPUT", help="folder to make")
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint folder")
+    add("output", type=Path, metavar="OUTPUT", help="folder to create")
     add("--dtype", choices=("float32", "bfloat16"), help="type of the weights (default: as in the checkpoint)")
-    add("--max-shard-size", type=parse_size, default="5GB", metavar="SIZE", help="of a file (default: %(default)s)")
-    add("--verify", choices=("hash", "size"), default="hash", help="how the checkpoint is checked (default: hash)")
-    add("--tokenizer", metavar="FILE", help="instead of the job's tokenizer.path; none: leave it out")
+    add(
+        "--max-shard-size",
+        type=parse_size,
+        default="5GB",
+        metavar="SIZE",
+        help="maximum size of a file (default: %(default)s)",
+    )
+    add("--verify", choices=("hash", "size"), default="hash", help="how to verify the checkpoint (default: hash)")
+    add("--tokenizer", metavar="FILE", help="replaces the job's tokenizer.path; none: no tokenizer")
     return parser
 
 

@@ -1,11 +1,11 @@
-"""Write a checkpoint's optimizer state for plain torch: scripts/export_optimizer.py CHECKPOINT OUTPUT --gather all
+"""Export a checkpoint's optimizer state for plain torch: scripts/export_optimizer.py CHECKPOINT OUTPUT --gather all
 
-CHECKPOINT is a folder such as runs/debug/checkpoints/step-00000150, saved at any mesh. OUTPUT gets adamw.pt (with Muon,
-also muon.pt), which torch.load(..., weights_only=True) reads and the optimizer's load_state_dict takes; the groups and
-their param_names say which parameters it wants, in which order. With --gather dense the experts of a mixture stay as
-they lie, a file for each rank that has written some; with --gather "PATTERN=stay", which may be given several times, so
-do the parameters whose names match; index.json says where each part is. The tensors pass through one by one; OUTPUT
-must not exist, and is there when it is whole. import_optimizer.py is the way back.
+CHECKPOINT is a folder such as runs/debug/checkpoints/step-00000150, saved on any mesh. OUTPUT gets adamw.pt (with Muon,
+also muon.pt), which torch.load(..., weights_only=True) reads and the optimizer's load_state_dict accepts; its groups
+and their param_names list the parameters that it needs, in order. With --gather dense the experts of a mixture stay
+sharded, in a file for each rank that wrote some; with --gather "PATTERN=stay", which may be repeated, so do the
+parameters whose names match; index.json says where each part is. Tensors are processed one by one. OUTPUT must not
+exist; it appears when it is complete. import_optimizer.py is the inverse.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from trainer.report.console import Console, parse_size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Export what the command line says; returns the exit code."""
+    """Run the export; returns the exit code."""
     options = _parser().parse_args(arguments)
     from checkpoint.export.optimizer_export import export_optimizer
     from checkpoint.room import free_memory
@@ -56,10 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def staying(gather: Sequence[str], optimizers: Mapping[str, dict[str, Any]]) -> set[str]:
-    """The parameters that "PATTERN=stay" leaves as they lie; none for "all".
+    """Return the parameters that "PATTERN=stay" leaves sharded; none for "all".
 
     Raises:
-        UserError: a pattern matches no parameter, or "all" or "dense" stands beside another word.
+        UserError: a pattern matches no parameter, or "all" or "dense" is combined with another word.
     """
     if gather == ["all"]:
         return set()
@@ -68,7 +68,7 @@ def staying(gather: Sequence[str], optimizers: Mapping[str, dict[str, Any]]) -> 
     for word in gather:
         pattern, _, what = word.rpartition("=")
         if what != "stay":
-            raise UserError(f'--gather {word}: it is all, dense, or one or more of "PATTERN=stay"')
+            raise UserError(f'--gather {word}: choose all, dense, or one or more of "PATTERN=stay"')
         matches = fnmatch.filter(names, pattern)
         if not matches:
             nearest = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0))
@@ -78,8 +78,15 @@ def staying(gather: Sequence[str], optimizers: Mapping[str, dict[str, Any]]) -> 
 
 
 def described_optimizers(checkpoint: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """What the optimizers of the job that wrote the checkpoint would give as their `state_dict`, without memory, at the
-    learning rate of the next step; and the names of the experts' parameters."""
+    """Describe the optimizers of the job that wrote the checkpoint.
+
+    Returns:
+        The `state_dict` of each optimizer by name, with meta tensors and the learning rate of the next step; and the
+        names of the experts' parameters.
+
+    Raises:
+        UserError: the checkpoint holds only weights, or does not fit its own config.
+    """
     import torch
 
     from checkpoint.safe_read import read_metadata
@@ -91,10 +98,10 @@ def described_optimizers(checkpoint: Path) -> tuple[dict[str, dict[str, Any]], l
     try:
         config = Config.model_validate_json(json.dumps(manifest.config))
     except ValidationError:
-        raise UserError(f"{checkpoint} has no job to go on with: it holds a model's weights only") from None
+        raise UserError(f"{checkpoint} holds only a model's weights, no job to continue") from None
     n_tensors = len(read_metadata(checkpoint).state_dict_metadata)
-    if config.model.n_layers > n_tensors:  # to build them might never end
-        raise UserError(f"{checkpoint} describes {config.model.n_layers} layers, and holds only {n_tensors} tensors")
+    if config.model.n_layers > n_tensors:  # building that many might never end
+        raise UserError(f"{checkpoint} describes {config.model.n_layers} layers, but holds only {n_tensors} tensors")
     with torch.device("meta"):
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
         optimizers = plain_optimizers(config.optimizer, list(model.named_parameters()), hidden_matrices(model))
@@ -108,17 +115,17 @@ def described_optimizers(checkpoint: Path) -> tuple[dict[str, dict[str, Any]], l
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint")
-    add("output", type=Path, metavar="OUTPUT", help="folder to make")
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint folder")
+    add("output", type=Path, metavar="OUTPUT", help="folder to create")
     add(
         "--gather",
         action="append",
         required=True,
         metavar="HOW",
-        help='all; dense: leave the experts as they lie; "PATTERN=stay": leave parameters with such names',
+        help='all; dense: leave the experts sharded; "PATTERN=stay": leave parameters with such names sharded',
     )
-    add("--max-bytes", type=parse_size, metavar="SIZE", help="of tensors held at a time (default: what is free)")
-    add("--verify", choices=("hash", "size"), default="hash", help="how the checkpoint is checked (default: hash)")
+    add("--max-bytes", type=parse_size, metavar="SIZE", help="maximum size of tensors in memory (default: free memory)")
+    add("--verify", choices=("hash", "size"), default="hash", help="how to verify the checkpoint (default: hash)")
     return parser
 
 

@@ -1,7 +1,7 @@
-"""Turn a Hugging Face model into a Keel checkpoint to train on from: scripts/import_hf.py SOURCE OUTPUT
+"""Import a Hugging Face model as a checkpoint to continue training: scripts/import_hf.py SOURCE OUTPUT
 
 SOURCE is a folder with config.json and safetensors files of a Llama 2 or 3.x, or a Mixtral. OUTPUT gets the weights,
-the tokenizer and model.toml, a base for job files. A job goes on from there by `checkpoint.init_from = "OUTPUT"`, at
+the tokenizer and model.toml, a base for job files. A job starts from them with `checkpoint.init_from = "OUTPUT"`, on
 any mesh.
 """
 
@@ -18,7 +18,7 @@ from trainer.report.console import Console
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Import what the command line says; returns the exit code."""
+    """Run the import; returns the exit code."""
     options = _parser().parse_args(arguments)
     from checkpoint.export.hf import MODEL_TOML, import_hf
     from trainer.data.hf_tokenizer import find_tokenizer
@@ -38,8 +38,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help="folder of a Hugging Face model")
-    add("output", type=Path, metavar="OUTPUT", help="folder to make")
-    add("--dtype", choices=("float32", "bfloat16"), help="type of the weights (default: what holds the source exactly)")
+    add("output", type=Path, metavar="OUTPUT", help="folder to create")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="type of the weights (default: one that holds the source exactly)",
+    )
     return parser
 
 

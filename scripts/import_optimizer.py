@@ -1,10 +1,10 @@
-"""Take a plain torch optimizer's state into a checkpoint: scripts/import_optimizer.py CHECKPOINT STATE OUTPUT
+"""Import a plain torch optimizer's state into a checkpoint: scripts/import_optimizer.py CHECKPOINT STATE OUTPUT
 
-The way back of export_optimizer.py. CHECKPOINT is a folder such as runs/debug/checkpoints/step-00000150, whose run goes
-on. STATE is a folder that export_optimizer.py has written, with all parts of tensors that stayed where they lay; or one
-like it, or the one file of the job's only optimizer, with what torch.save makes of an optimizer's state_dict(). OUTPUT
-is a new checkpoint: CHECKPOINT with that state, and with the weights of --weights, if given. The run goes on from it
-with checkpoint.load = "OUTPUT", at any mesh; step, data and learning rate are those of CHECKPOINT.
+The inverse of export_optimizer.py. CHECKPOINT is a folder such as runs/debug/checkpoints/step-00000150, of the run to
+continue. STATE is a folder that export_optimizer.py wrote, with all parts of tensors that stayed sharded; or a similar
+one, or the file of the job's only optimizer, in which torch.save wrote the optimizer's state_dict(). OUTPUT is a new
+checkpoint: CHECKPOINT with that state, and with the weights of --weights, if given. The run resumes from it with
+checkpoint.load = "OUTPUT", on any mesh; step, data and learning rate are those of CHECKPOINT.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from trainer.report.console import Console
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Import what the command line says; returns the exit code."""
+    """Run the import; returns the exit code."""
     options = _parser().parse_args(arguments)
     from checkpoint.export.optimizer_import import import_optimizer
 
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 progress=report,
             )
         for line in differences:
-            console.warning(f"the job's own settings count: {line}")
-        console.line(f'To go on from it: checkpoint.load = "{options.output}" and, in the same run, go_back = 1')
+            console.warning(f"the job's own settings apply: {line}")
+        console.line(f'To resume from it: checkpoint.load = "{options.output}" and, in the same run, go_back = 1')
 
     return run_command(work, "stopped; nothing was written")
 
@@ -47,11 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint, whose run goes on")
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint folder of the run to continue")
     add("state", type=Path, metavar="STATE", help="folder of an export, or a file with an optimizer's state")
-    add("output", type=Path, metavar="OUTPUT", help="folder to make")
-    add("--weights", type=Path, metavar="FILE", help="of torch.save(model.state_dict(), FILE), instead of CHECKPOINT's")
-    add("--verify", choices=("hash", "size"), default="hash", help="how the checkpoint is checked (default: hash)")
+    add("output", type=Path, metavar="OUTPUT", help="folder to create")
+    add(
+        "--weights",
+        type=Path,
+        metavar="FILE",
+        help="file of torch.save(model.state_dict(), FILE); replaces CHECKPOINT's weights",
+    )
+    add("--verify", choices=("hash", "size"), default="hash", help="how to verify the checkpoint (default: hash)")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""The command `keel`: one word chooses what is done; the rest of the line is that command's own."""
+"""The command `keel`: the first word chooses a command, which parses the other words."""
 
 import argparse
 import os
@@ -15,14 +15,14 @@ if not __package__:  # run as a file, from any folder
 VERSION = "0.1.0"
 
 _SCRIPTS = {
-    "plan": ("plan", "see whether a job fits before asking for the machines"),
+    "plan": ("plan", "check whether a job fits before requesting machines"),
     "tokenizer": ("train_tokenizer", "train a SentencePiece tokenizer"),
     "prepare": ("prepare_data", "turn text into token files"),
-    "checkpoint": ("checkpoint", "look at checkpoints, verify, compare and prune them"),
-    "export-hf": ("export_hf", "write a checkpoint's model as a Hugging Face folder"),
-    "import-hf": ("import_hf", "turn a Hugging Face model into a checkpoint"),
-    "export-optimizer": ("export_optimizer", "write a checkpoint's optimizer state for plain torch"),
-    "import-optimizer": ("import_optimizer", "take a plain torch optimizer's state into a checkpoint"),
+    "checkpoint": ("checkpoint", "inspect, verify, compare and prune checkpoints"),
+    "export-hf": ("export_hf", "export a checkpoint's model to Hugging Face format"),
+    "import-hf": ("import_hf", "import a Hugging Face model as a checkpoint"),
+    "export-optimizer": ("export_optimizer", "export a checkpoint's optimizer state for plain torch"),
+    "import-optimizer": ("import_optimizer", "import a plain torch optimizer's state into a checkpoint"),
     "benchmark": ("benchmark", "measure speed"),
     "parity": ("parity", "prove that the mesh does not change the run"),
 }
@@ -32,7 +32,7 @@ _QUESTIONS = {"--help", "-h", "--validate", "--print-config"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit code."""
+    """Run the command line; returns the exit code."""
     name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     if name in ("-h", "--help"):
         print(_help())
@@ -42,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if name != "train" and name not in _SCRIPTS:
         near = get_close_matches(name, ["train", *_SCRIPTS], 1)
-        advice = f"did you mean keel {near[0]}?" if near else "keel --help lists all there are"
-        print(f"keel {name}: there is no such command; {advice}", file=sys.stderr)
+        advice = f"did you mean keel {near[0]}?" if near else "keel --help lists all commands"
+        print(f"keel {name}: no such command; {advice}", file=sys.stderr)
         return 2
     sys.argv = [f"keel {name}", *words]
     if name == "train":
@@ -53,11 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _help() -> str:
-    summaries = {"train": "train a model, in one process or, with --ranks N, in N"}
+    summaries = {"train": "train a model in one process, or in N with --ranks N"}
     summaries |= {name: summary for name, (_, summary) in _SCRIPTS.items()}
     return "\n".join(
         [
-            "usage: keel COMMAND ...   (keel COMMAND --help says more)",
+            "usage: keel COMMAND ...   (keel COMMAND --help describes a command)",
             "",
             *(f"  {name:18s}{summary}" for name, summary in summaries.items()),
             "",
@@ -67,7 +67,7 @@ def _help() -> str:
 
 
 def _train(words: list[str]) -> NoReturn:
-    """Train as train.py does: in this process, or under torchrun with as many ranks as asked for."""
+    """Train like train.py: in this process, or under torchrun with the given number of ranks."""
     import train
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -1,8 +1,8 @@
-"""Prove that the mesh does not change the run: every combination against one process in eager mode.
+"""Prove that the mesh does not change a run: compare each combination with one process in eager mode.
 
     python scripts/parity.py [--config parity.toml] [--rows PATTERN] [--dtype float64|float32|bfloat16] [--list]
 
-A row (`parity_rows.py`) is a number of ranks and a set of overrides of the config. It passes if the loss, the gradient
+A row (`parity_rows.py`) is a number of ranks and a set of config overrides. It passes if the loss, the gradient
 norm, the first step's gradient of every parameter, and the final weights agree with the reference
 (`parity_reference.py`) over all steps. A combination that cannot work is a row as well: the config must refuse it.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def run_rows(
     pool: "RankPool", config_name: str, rows: Iterable[Row], overrides: tuple[str, ...] = ()
 ) -> Iterator[tuple[Row, Difference]]:
-    """Compute the reference once for each run, then each row, and yield its difference."""
+    """Yield the difference of each row from its reference, which is computed once per run."""
     from scripts.parity_compare import compare
     from scripts.parity_reference import reference
 
@@ -45,13 +45,13 @@ def run_rows(
 
 
 def dtype_overrides(dtype: str) -> tuple[str, ...]:
-    """Overrides that set all three types; bfloat16 computes in it and keeps float32 for parameters and reductions."""
+    """Return overrides for the three types; with bfloat16, parameters and reductions stay float32."""
     state = "float32" if dtype == "bfloat16" else dtype
     return words({"training.dtype": state, "training.compute_dtype": dtype, "training.reduce_dtype": state})
 
 
 def refusals(config_name: str, rows: Mapping[str, tuple[int, dict[str, object], str]]) -> Iterator[tuple[str, str]]:
-    """For each combination that cannot work, its name and the reason that the config gives; "" if it gives none."""
+    """Yield the name of each combination that cannot work, and the config's reason, "" if it accepts it."""
     for name, (ranks, overrides, part) in rows.items():
         try:
             load(config_name, words(overrides), world_size=ranks)
@@ -62,14 +62,14 @@ def refusals(config_name: str, rows: Mapping[str, tuple[int, dict[str, object], 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the rows asked for, print a line for each and return the number that failed (at most 1)."""
+    """Run the selected rows and print a line for each; returns 1 if any failed, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
-        "--config", default="parity.toml", help="job file: small, data synthetic (default: %(default)s)"
+        "--config", default="parity.toml", help="small job file with synthetic data (default: %(default)s)"
     )
     parser.add_argument("--rows", default="*", help='shell pattern of row names, e.g. "TP 2*compiled*"')
     parser.add_argument("--dtype", choices=BOUNDS, default="float64", help="type to compute in (default: %(default)s)")
-    parser.add_argument("--list", action="store_true", help="print the rows and what they would take, and exit")
+    parser.add_argument("--list", action="store_true", help="list the rows and their ranks, and exit")
     options = parser.parse_args(arguments)
     rows = [row for row in table() if fnmatchcase(row.name, options.rows)]
     refused = {name: row for name, row in REFUSED.items() if fnmatchcase(name, options.rows)}

@@ -1,4 +1,4 @@
-"""One row of the parity table: train as the trainer does, on this rank of a mesh, and compare with the reference."""
+"""Computes a row of the parity table: trains like the trainer on a mesh, and compares with the reference."""
 
 import logging
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from trainer.step import build_learner
 
 
 def compare(config_name: str, overrides: tuple[str, ...], path: str) -> Difference | None:
-    """Train as the trainer does, on this rank of the mesh; rank 0 returns the difference from the reference."""
+    """Train like the trainer, on this rank of the mesh; rank 0 returns the difference from the reference."""
     with attention_that_compiles():
         found = _train(load(config_name, overrides, world_size=dist.get_world_size()).config)
     if dist.get_rank() > 0:
@@ -40,10 +40,10 @@ def compare(config_name: str, overrides: tuple[str, ...], path: str) -> Differen
 
 @contextmanager
 def attention_that_compiles() -> Iterator[None]:
-    """Attention written out, on torch 2.11: what it compiles of its CPU kernel in float64 fails in backward.
+    """Use the math backend of attention on torch 2.11, whose compiled float64 CPU kernel fails in backward.
 
-    The logsumexp of float64 is float64, and torch 2.11 says float32 of it while it traces. What it has compiled and
-    keeps on the disk does not tell one kernel from the other.
+    The kernel's logsumexp is float64, but torch 2.11 traces it as float32. The autograd cache is disabled, because its
+    entries on disk do not distinguish the two kernels.
     """
     with FakeTensorMode():
         q = torch.empty(1, 1, 8, 8, dtype=torch.float64)
@@ -77,12 +77,12 @@ def _train(config: Config) -> Trajectory:
 
 
 def _of_all_stages(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of all ranks: a pipeline's rank has those of its own stages only."""
+    """Collect the tensors of all ranks, since a pipeline rank has only those of its own stages."""
     return dict(item for of_rank in gather(tensors) for item in of_rank.items())
 
 
 def whole(tensor: Tensor) -> Tensor:
-    # Gathering FSDP x TP shards takes two collectives, of which torch warns; speed does not matter here.
+    # torch warns that gathering FSDP x TP shards takes two collectives; speed does not matter here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 

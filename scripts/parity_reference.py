@@ -1,7 +1,7 @@
 """The reference of the parity table: the same training in plain PyTorch, written independently of the trainer.
 
-One process, eager, whole batches and whole logits, each document of a mask on its own, the balance of experts computed
-once more in plain words, torch's own clipping and AdamW.
+It uses one process in eager mode, whole batches and logits, each masked document separately, a second implementation of
+expert balancing, and torch's own clipping and AdamW.
 """
 
 import fnmatch
@@ -30,9 +30,9 @@ class Trajectory:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Of the first step, after clipping."""
+    """Gradients of the first step, after clipping."""
     weights: dict[str, Tensor] = field(default_factory=dict)
-    """After the last step."""
+    """Weights after the last step."""
 
 
 def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
@@ -69,10 +69,10 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
 
 
 class _Choices:
-    """What each router of a model did with a global batch, computed once more, in plain words."""
+    """A second, plain implementation of what each router does with a global batch."""
 
     def __init__(self, model: torch.nn.Module, config: Config) -> None:
-        """Watch the routers; to be made before the forward pass."""
+        """Observe the routers; create it before the forward pass."""
         self.settings, self.k = config.model.router, config.model.experts_per_token
         self.inputs: dict[Any, Tensor] = {}
         self.tokens: dict[Any, Tensor] = {}
@@ -97,7 +97,7 @@ class _Choices:
         return self.settings.auxiliary_loss_weight * sum(losses) if is_used else 0.0
 
     def move_biases(self) -> None:
-        """After `auxiliary_loss`: up for an expert with fewer tokens than the mean, down for one with more."""
+        """Raise the bias of experts with fewer tokens than the mean, lower the others; call after `auxiliary_loss`."""
         for router, tokens in self.tokens.items():
             if router.bias is not None:
                 fewer, more = tokens < tokens.mean(), tokens > tokens.mean()
@@ -114,7 +114,7 @@ class _Choices:
 
 
 def _plain_optimizers(config: Optimizer, parameters: dict[str, torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """Torch's own: AdamW, after Muon for the matrices between embedding and head where the config names it."""
+    """Build torch's AdamW, preceded by Muon for the matrices between embedding and head if the config names it."""
     ends = ("embed_tokens.weight", "lm_head.weight")
     is_muons = {name: config.name == "muon" and p.ndim == 2 and name not in ends for name, p in parameters.items()}
     groups: list[dict[str, Any]] = [
@@ -138,7 +138,7 @@ def _rests(config: Optimizer, name: str, step: int) -> bool:
 
 
 def _each_document_alone(model: torch.nn.Module, tokens: Tensor, document_ids: Tensor) -> Tensor:
-    """The logits that a document mask must come to, without any mask."""
+    """Compute the logits that a document mask must give, without a mask."""
     rows = []
     for row, ids in zip(tokens, document_ids, strict=True):
         lengths = ids.unique_consecutive(return_counts=True)[1].tolist()

@@ -1,4 +1,4 @@
-"""The rows of the parity table: every way to lay a run out over ranks, as overrides of a job file."""
+"""The rows of the parity table: the ways to distribute a run over ranks, as overrides of a job file."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ class Row:
     ranks: int
     overrides: tuple[str, ...]
     run_overrides: tuple[str, ...] = ()
-    """Those of run keys, which the reference takes as well."""
+    """Overrides of run keys, which the reference uses as well."""
 
 
 BOUNDS = {
@@ -38,7 +38,7 @@ class Difference:
     weight: float
 
     def passes(self, dtype: str) -> bool:
-        """Whether all are within the bounds of the type; a NaN is not."""
+        """Whether all are within the bounds for the type; a NaN is not."""
         values = (self.loss, self.norm, self.gradient, self.weight)
         return all(value <= bound for value, bound in zip(values, BOUNDS[dtype], strict=True))
 
@@ -86,7 +86,7 @@ def table() -> Iterator[Row]:
             "compile.enable": str(compiled).lower(),
             "training.micro_batch_size": micro_batch,
         }
-        # Accumulating rows skip the reduction of all but the last micro-batch, so that both ways are in the table.
+        # Accumulating rows reduce only in the last micro-batch, so that the table has both ways.
         if accumulation > 1:
             overrides["fsdp.accumulate"] = "reduce_last"
         name = f"{mesh}, {mode}, {'compiled' if compiled else 'eager'}, accumulation {accumulation}"
@@ -119,7 +119,7 @@ DOCUMENTS: dict[str, object] = {
 
 
 def _document_rows() -> Iterator[Row]:
-    """Documents kept apart, on each axis; selective checkpointing, accumulating two steps."""
+    """A document mask, on each axis; selective checkpointing, accumulating two steps."""
     meshes: dict[str, tuple[dict[str, int], int]] = {  # sizes of the axes, micro-batch
         "1 process": ({}, 4),
         "FSDP 2": ({"dp_shard": 2}, 2),
@@ -212,7 +212,7 @@ def moe_rows() -> Iterator[Row]:
 
 
 def expert_rows() -> Iterator[Row]:
-    """Experts shared out, alone and beside each other axis; selective checkpointing, accumulating two steps.
+    """Expert parallelism, alone and beside each other axis; selective checkpointing, accumulating two steps.
 
     Of 8 ranks each has a sequence of its own, so that their global batch is twice as large.
     """
@@ -253,14 +253,14 @@ def _selective(sizes: Mapping[str, object], micro_batch: int, compiled: bool) ->
 
 
 def words(overrides: Mapping[str, object]) -> tuple[str, ...]:
-    """Overrides as on a command line."""
+    """Return overrides as command-line words."""
     return tuple(itertools.chain(*((f"--{key}", str(value)) for key, value in overrides.items())))
 
 
 def owner_table() -> Iterator[Row]:
-    """The optimizer shared out by owner: AdamW and Muon, alone at 1, 2 and 4 ranks and beside other axes."""
+    """The optimizer partitioned by owner: AdamW and Muon, alone on 1, 2 and 4 ranks and beside other axes."""
     owner = ("--fsdp.partition", "owner")
-    runs = {"AdamW": (), "Muon": ("--optimizer.name", "muon", *owner)}  # Muon is refused without it
+    runs = {"AdamW": (), "Muon": ("--optimizer.name", "muon", *owner)}  # Muon is refused without an owner partition
 
     def row(what: str, ranks: int, overrides: Mapping[str, object], optimizer: str) -> Row:
         run = runs[optimizer]
@@ -282,16 +282,16 @@ def owner_table() -> Iterator[Row]:
         yield row(f"owner 2 x {axis.upper()} 2, {optimizer}, {how}", 4, beside, optimizer)
 
 
-# The embedding and a block rest for ever, so that nothing flows back to them; other parameters for some steps.
+# The embedding and a block are always frozen, so that no gradient flows back to them; others for some steps.
 FROZEN = {"embed_tokens.*": "freeze = true", "layers.0.*": "freeze = true", "layers.1.*": "freeze_until_step = 3"}
 FROZEN |= {"layers.3.mlp.*_proj*": "freeze_until_step = 2", "*norm.weight": "freeze_until_step = 4"}
-# A tied embedding, whose gradient the head makes as well, and the experts of a mixture with its routers.
+# A tied embedding, whose gradient also comes from the head, and the experts of a mixture with its routers.
 FROZEN_ENDS = {"embed_tokens.*": "freeze_until_step = 3", "*.experts.*": "freeze_until_step = 2"}
 FROZEN_ENDS |= {"*.router.*": "freeze = true"}
 
 
 def freeze_rows() -> Iterator[Row]:
-    """Parameters that rest, for ever or in the first steps, on each axis; accumulating two steps."""
+    """Parameters that are frozen, always or in the first steps, on each axis; accumulating two steps."""
     meshes: dict[str, tuple[dict[str, Any], int]] = {  # sizes of the axes and other settings, micro-batch
         "1 process": ({}, 4),
         "FSDP 2": ({"dp_shard": 2}, 2),
@@ -349,4 +349,4 @@ REFUSED: dict[str, tuple[int, dict[str, object], str]] = {
     "EP 2 without experts": (2, {"mesh.ep": 2}, "n_experts"),
     "EP 4, 6 experts": (4, {"mesh.ep": 4, **MOE, "model.n_experts": 6}, "6"),
 }
-"""What cannot work, and so is refused by the config: ranks, overrides, and a part of the reason it gives."""
+"""Combinations that cannot work, so the config refuses them: ranks, overrides, and a part of the reason."""

@@ -1,11 +1,11 @@
-"""See whether a job fits before asking for the machines: build it for any number of ranks, in this one process.
+"""Check whether a job fits before requesting machines: build it for any number of ranks, in one process.
 
     python scripts/plan.py --config llama_7b.toml --ranks 8 [--memory-gib 80] [--trace]
 
-The model is built on the meta device and parallelized over a fake process group, as on the cluster: the same code,
-every check, no memory for the weights. Prints what rank 0 would hold, counted from its shards, and the estimate of the
-rest; with --memory-gib also whether that fits, or else what would make it fit. With --trace one step of every kind of
-rank runs as well, with tensors that have a shape and no memory: prints what it communicates.
+The model is built on the meta device and parallelized over a fake process group, with the same code and checks as on a
+cluster, but without memory for the weights. The plan shows what rank 0 would hold, counted from its shards, and an
+estimate of the rest; with --memory-gib also whether that fits, or what would make it fit. With --trace, one step of
+each kind of rank is run with fake tensors, to show what it communicates.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from trainer.report.metrics import memory_peak_bytes
 
 
 def shard_bytes(job: LoadedConfig, ranks: int) -> int:
-    """Bytes of the parameters that rank 0 of `ranks` holds, after everything was applied to the model."""
+    """Bytes of the parameters that rank 0 of `ranks` holds, after all parallelisms are applied."""
     import torch
 
     from parallelisms.mesh import build_mesh
@@ -43,7 +43,7 @@ def shard_bytes(job: LoadedConfig, ranks: int) -> int:
 
 
 def rows(job: LoadedConfig, ranks: int, device_bytes: int | None) -> list[Row]:
-    """What the plan says; `device_bytes` is the memory of a GPU, None: not known."""
+    """Return the rows of the plan; `device_bytes` is the memory of a GPU, None if unknown."""
     from trainer.planning.memory import estimate_memory
     from trainer.planning.takes_less import does_not_fit
 
@@ -66,9 +66,10 @@ def rows(job: LoadedConfig, ranks: int, device_bytes: int | None) -> list[Row]:
 
 
 def kinds_of_ranks(config: Config, ranks: int) -> dict[int, str]:
-    """A rank of each kind and what it is: of a pipeline those with other layers or ends, else the largest and last.
+    """Return one rank of each kind, with its description.
 
-    The last rank's shards are the smaller ones where the ranks do not divide the rows.
+    In a pipeline, ranks differ by their layers and by whether they hold the first or last stage. Otherwise these are
+    the first and the last rank, whose shards are smaller where the ranks do not divide the rows.
     """
     a_stage = ranks // config.mesh.pp
     if config.mesh.pp == 1:
@@ -82,7 +83,7 @@ def kinds_of_ranks(config: Config, ranks: int) -> dict[int, str]:
 
 
 def traffic_rows(config: Config, ranks: int, rank: int) -> list[Row]:
-    """What a rank communicates in a step."""
+    """Return the rows of what a rank communicates in a step."""
     from trainer.planning.traffic import trace_step
 
     started = time.perf_counter()
@@ -98,9 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Further words override the config.")
     parser.add_argument("--config", required=True, help="job file, or its name in configs/")
-    parser.add_argument("--ranks", type=int, required=True, help="how many ranks the job is to run on")
-    parser.add_argument("--memory-gib", type=float, help="memory of a GPU, to say whether the job fits (default: not)")
-    parser.add_argument("--trace", action="store_true", help="run one step of every kind of rank without memory")
+    parser.add_argument("--ranks", type=int, required=True, help="number of ranks to run the job on")
+    parser.add_argument("--memory-gib", type=float, help="memory of a GPU, to check whether the job fits")
+    parser.add_argument("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")
     options, overrides = parser.parse_known_args(arguments)
     try:
         device_bytes = int(options.memory_gib * 2**30) if options.memory_gib else None

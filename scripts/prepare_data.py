@@ -1,7 +1,7 @@
 """Turn text into token files: scripts/prepare_data.py INPUT... --output FOLDER --tokenizer FILE
 
 Writes OUTPUT/train and, with --validation-fraction, OUTPUT/validation: the folders that a job file's
-`[[data.sources]]` and `[[validation.sources]]` name. Run the same command again after a stop: it goes on where it was.
+`[[data.sources]]` and `[[validation.sources]]` name. After a stop, the same command resumes where it stopped.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from trainer.report.console import Console
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepare what the command line says; returns the exit code."""
+    """Run the preparation; returns the exit code."""
     options = _parser().parse_args(arguments)
 
     def work(console: Console) -> None:
@@ -37,14 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         _say(console, record, options.output)
 
-    return run_command(work, "stopped; the same command goes on from there")
+    return run_command(work, "stopped; the same command resumes from there")
 
 
 def _say(console: Console, record: dict[str, Any], output: Path) -> None:
     for message in record["bad_files"]:
-        console.warning(f"left out: {message}")
+        console.warning(f"skipped: {message}")
     if record["empty_documents"]:
-        console.line(f"empty documents, left out: {record['empty_documents']:,}")
+        console.line(f"empty documents, skipped: {record['empty_documents']:,}")
     for name in (TRAIN, VALIDATION):
         if name in record:
             split = Split(**record[name])
@@ -56,12 +56,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="file, folder, hub:NAME[:CONFIG], or python_stdlib")
-    add("--output", type=Path, required=True, metavar="FOLDER", help="folder to make, with train/ and validation/")
+    add("--output", type=Path, required=True, metavar="FOLDER", help="folder to create, with train/ and validation/")
     add("--tokenizer", type=Path, required=True, metavar="FILE", help="SentencePiece .model, or a tokenizer.json")
-    add("--processes", type=_positive, default=os.cpu_count() or 1, metavar="N", help="default: %(default)s")
-    add("--validation-fraction", type=_fraction, default=0.0, metavar="F", help="share of the documents held out")
-    add("--max-bad-files", type=int, default=0, metavar="N", help="unreadable inputs that may be left out (default: 0)")
-    add("--text-key", default="text", metavar="K", help="field that holds the text in .jsonl, .parquet and hub rows")
+    add(
+        "--processes",
+        type=_positive,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="number of processes (default: %(default)s)",
+    )
+    add("--validation-fraction", type=_fraction, default=0.0, metavar="F", help="fraction of the documents to hold out")
+    add("--max-bad-files", type=int, default=0, metavar="N", help="unreadable inputs that may be skipped (default: 0)")
+    add("--text-key", default="text", metavar="K", help="field that holds the text in .jsonl, .parquet and Hub rows")
     return parser
 
 

@@ -1,8 +1,8 @@
-"""Ranks as processes of this machine, started once and used for many cases.
+"""A pool of ranks, as processes on this machine that are started once and reused.
 
-Importing torch costs a process seconds, so a test suite or a parity table that starts new processes for every case
-spends its time there. A pool's workers stay (but see MANY_THREADS); each case forms a fresh process group of as many of
-them as it needs.
+Importing torch takes seconds, on which a test suite or a parity table would spend its time if it started new processes
+for each case. The workers of a pool are kept (but see MANY_THREADS); each case forms a new process group of as many as
+it needs.
 """
 
 import faulthandler
@@ -26,11 +26,11 @@ import torch.distributed as dist
 from parallelisms.mesh import end_process_group
 
 MANY_THREADS = 100
-"""A worker with more makes room for a new one: compiled code that takes DTensors keeps its process groups (torch 2.13,
-the guards of its graphs), 24 threads a mesh, and 200 idle threads take a third of a core."""
+"""A worker with more threads is replaced: compiled code with DTensors keeps its process groups alive (torch 2.13, in
+the guards of its graphs), with 24 threads per mesh, and 200 idle threads take a third of a core."""
 
 PRELOADED = ("torch._dynamo", "torch._inductor.compile_fx", "trainer.run")
-"""What workers are forked with, beside this module: importing it takes each of them seconds."""
+"""Modules imported before workers are forked, besides this one, because each import takes seconds."""
 
 
 @dataclass
@@ -38,17 +38,17 @@ class _Worker:
     process: BaseProcess
     connection: Connection
     crash: IO[str]
-    """Where a worker that dies outside of Python says where it was called."""
+    """Receives the stack of a worker that dies outside of Python."""
 
     def end(self) -> str:
-        """How it has ended."""
+        """Describe how the worker ended."""
         self.process.join(timeout=5)
         self.crash.seek(0)
         return f"the process died (exit code {self.process.exitcode})\n{self.crash.read()}"
 
 
 class RankPool:
-    """Up to `size` worker processes; `close()` ends them."""
+    """A pool of up to `size` worker processes; `close()` ends them."""
 
     def __init__(self, size: int, timeout_seconds: int = 120, backend: str = "gloo") -> None:
         self.size, self.timeout_seconds, self.backend = size, timeout_seconds, backend
@@ -63,7 +63,7 @@ class RankPool:
             RuntimeError: a rank raised (its traceback is the message) or died.
         """
         if ranks > self.size:
-            raise ValueError(f"{ranks} ranks asked of a pool of {self.size}")
+            raise ValueError(f"{ranks} ranks requested from a pool of {self.size}")
         while len(self._workers) < ranks:
             self._workers.append(_start_worker(self.backend))
         workers = self._workers[:ranks]
@@ -87,7 +87,7 @@ class RankPool:
                     is_error, results[rank], retires = True, workers[rank].end(), True
                 if retires:
                     retired.append(workers[rank])
-                if is_error:  # the others may wait for it in a collective
+                if is_error:  # the others may be waiting for it in a collective
                     rank, results[rank] = _cause(workers, rank, results[rank])
                     self.close(patience_seconds=0)
                     raise RuntimeError(f"rank {rank} of {len(workers)}: {results[rank]}")
@@ -96,13 +96,13 @@ class RankPool:
         return [results[rank] for rank in range(len(workers))]
 
     def close(self, patience_seconds: float = 5) -> None:
-        """End the workers, those that are busy after `patience_seconds` by force."""
+        """End the workers; those still busy after `patience_seconds` are killed."""
         _end(self._workers, patience_seconds)
         self._workers = []
 
 
 def _cause(workers: list[_Worker], rank: int, error: str) -> tuple[int, str]:
-    """The rank that died, and how, if another one did before `rank` failed with `error`: that may be for its death."""
+    """Return the rank to blame and its error: if another rank has died, `rank` may have failed because of that."""
     dead = wait([worker.process.sentinel for worker in workers], timeout=1)
     for other, worker in enumerate(workers):
         if worker.process.sentinel in dead:
@@ -111,7 +111,7 @@ def _cause(workers: list[_Worker], rank: int, error: str) -> tuple[int, str]:
 
 
 def _start_worker(backend: str) -> _Worker:
-    if "nccl" in backend:  # CUDA cannot be used in a fork of a process that has imported what asks for it
+    if "nccl" in backend:  # CUDA cannot be used after a fork of a process that has queried it
         context: Any = multiprocessing.get_context("spawn")
     else:
         context = multiprocessing.get_context("forkserver")
@@ -141,7 +141,7 @@ def _work(connection: Connection, crash: str) -> None:
     while True:
         if len(sys.modules) > n_modules:
             gc.collect()
-            gc.freeze()  # of what is imported nothing is garbage: looking for that takes a third of a second a case
+            gc.freeze()  # imported objects are never garbage; collecting among them takes a third of a second per case
             n_modules = len(sys.modules)
         try:
             backend, rank, ranks, store, timeout, function, arguments = connection.recv()
@@ -161,20 +161,20 @@ def _work(connection: Connection, crash: str) -> None:
             )
             result = (False, function(*arguments))
             dist.barrier()
-        except BaseException:  # torch's CheckpointException is no Exception; whatever it is, the caller must see it
+        except BaseException:  # torch's CheckpointException is not an Exception; the caller must see all errors
             result = (True, traceback.format_exc())
         if dist.is_initialized():
             end_process_group()
         retires = _threads() > MANY_THREADS
         connection.send((*result, retires))
         if retires:
-            # The caller takes tensors out of this process's memory, by a socket of its own, after it has the message.
+            # The caller fetches tensors from this process, through a separate socket, after it receives the message.
             with suppress(EOFError):
                 connection.recv()
             return
 
 
 def _threads() -> int:
-    """Of this process, those of gloo included, which Python does not know; 0 where the system does not tell."""
+    """Count the threads of this process, including gloo's, which Python does not see; 0 without /proc."""
     tasks = "/proc/self/task"
     return len(os.listdir(tasks)) if os.path.isdir(tasks) else 0

@@ -1,7 +1,7 @@
 """Train a SentencePiece BPE tokenizer: scripts/train_tokenizer.py INPUT... --output FILE --vocab-size N
 
-Decoding gives back exactly what was encoded: nothing is normalized, and every character can be written as bytes. The
-same text gives the same file. All of the text is held in memory: of a large corpus, take a sample of some gigabytes.
+Decoding returns exactly the text that was encoded, because nothing is normalized and any character can be encoded as
+bytes. The same text gives the same file. All text is held in memory: of a large corpus, use a sample of some gigabytes.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from trainer.report.console import Console
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train what the command line says; returns the exit code."""
+    """Run the training; returns the exit code."""
     options = _parser().parse_args(arguments)
     bad = BadFiles(options.max_bad_files)
     texts = (text for name in options.inputs for text in documents(name, options.text_key, bad))
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with console.progress(f"Training a tokenizer of {options.vocab_size:,} pieces"):
             train_sentencepiece(texts, options.output, options.vocab_size)
         for message in bad.messages:
-            console.warning(f"left out: {message}")
+            console.warning(f"skipped: {message}")
         console.line(f"{options.output}: {options.vocab_size:,} pieces")
 
     return run_command(work, "stopped; nothing was written")
@@ -39,9 +39,15 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="file, folder, hub:NAME[:CONFIG], or python_stdlib")
     add("--output", type=Path, required=True, metavar="FILE", help="the .model file to write")
-    add("--vocab-size", type=int, required=True, metavar="N", help="pieces, the marks and bytes (259) included")
-    add("--max-bad-files", type=int, default=0, metavar="N", help="unreadable inputs that may be left out (default: 0)")
-    add("--text-key", default="text", metavar="K", help="field that holds the text in .jsonl, .parquet and hub rows")
+    add(
+        "--vocab-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="number of pieces, including control symbols and bytes (259)",
+    )
+    add("--max-bad-files", type=int, default=0, metavar="N", help="unreadable inputs that may be skipped (default: 0)")
+    add("--text-key", default="text", metavar="K", help="field that holds the text in .jsonl, .parquet and Hub rows")
     return parser
 
 

@@ -1,7 +1,7 @@
-"""What each axis of the mesh costs on this machine: step times beside one process, at equal tokens.
+"""Measures the cost of each axis of the mesh on this machine: step times relative to one process, for equal tokens.
 
-All ranks run on this machine's CPU cores, shared out evenly as threads; so the ratio to one process, which has all
-cores, says what the axis itself takes: its collectives, its idle ranks, its smaller matrices.
+The ranks divide this machine's CPU cores evenly as threads. The ratio to one process, which has all cores, therefore
+shows the cost of the axis itself: its collectives, idle ranks and smaller matrices.
 """
 
 import os
@@ -23,7 +23,7 @@ _WARM_UP_STEPS = 1
 
 
 def measure(config_name: str, words: Sequence[str], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Step times over one process's, by mesh, one a round.
+    """Measure step times relative to one process, by mesh, one per round.
 
     Raises:
         KeelError: the job is not valid.
@@ -44,14 +44,14 @@ def measure(config_name: str, words: Sequence[str], rounds: int, steps: int) -> 
 
 
 def lines(figures: dict[str, list[float]]) -> Iterator[str]:
-    """What is printed of the figures."""
+    """Format the figures for printing."""
     yield "step time over one process's, equal tokens: median (smallest to largest)"
     for name, each in figures.items():
         yield f"{name:14s} {spread(each, '.2f')}"
 
 
 def _cases(words: Sequence[str], global_batch: int) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """Number of ranks and overrides of each mesh."""
+    """The number of ranks and the overrides of each mesh."""
     changes: dict[str, tuple[int, dict[str, object]]] = {_ONE: (1, {"training.micro_batch_size": global_batch})}
     for ranks in _RANKS:
         changes |= {f"{axis} {ranks}": (ranks, keys) for axis, keys in _meshes(ranks, global_batch).items()}
@@ -62,7 +62,7 @@ def _cases(words: Sequence[str], global_batch: int) -> dict[str, tuple[int, tupl
 
 
 def _meshes(ranks: int, global_batch: int) -> dict[str, dict[str, object]]:
-    """Overrides of the config, by the axis that the ranks are arranged along."""
+    """Config overrides, by the axis along which the ranks are arranged."""
     share = max(1, global_batch // ranks)
     data: dict[str, object] = {"training.micro_batch_size": share}
     model: dict[str, object] = {"training.micro_batch_size": global_batch}
@@ -80,7 +80,7 @@ def _meshes(ranks: int, global_batch: int) -> dict[str, dict[str, object]]:
 
 
 def _seconds_a_step(config_name: str, overrides: tuple[str, ...], steps: int) -> float:
-    """Time of a step on this rank's mesh; called on all ranks."""
+    """Measure the time of a step on this rank's mesh; called on all ranks."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     config = load(config_name, overrides, dist.get_world_size()).config
     device = torch.device("cpu")

@@ -1,8 +1,8 @@
-"""Keel beside the plainest loop there is, and its loader alone.
+"""Measures Keel against a minimal training loop, and its loader alone.
 
-A *bare* loop is the same model with its data in memory, cross-entropy of whole logits and AdamW: no loader, clipping,
-sharding, mixed precision or skipping of bad steps. Compiled, its model and loss are one `torch.compile`, the best that
-a plain loop gets.
+A *bare* loop has the same model, data in memory, cross-entropy of whole logits and AdamW: no loader, clipping,
+sharding, mixed precision or skipping of bad steps. Compiled, its model and loss are one `torch.compile`, the best case
+for a plain loop.
 """
 
 import platform
@@ -39,12 +39,12 @@ _WARM_UP_STEPS = 3  # compiling takes two
 def measure(
     config_name: str, overrides: Sequence[str], variants: Sequence[str], rounds: int, steps: int
 ) -> dict[str, Any]:
-    """Tokens a second of each variant ("bare-eager", "keel-compiled", ...), and Keel's over the bare loop's.
+    """Measure tokens per second of each variant ("bare-eager", "keel-compiled", ...), and Keel's ratio to bare.
 
-    Under torchrun, to be called on all ranks.
+    Under torchrun, all ranks must call it.
 
     Raises:
-        KeelError: the job is not valid, or a bare loop is to run on several ranks.
+        KeelError: the job is not valid, or a bare loop is requested on several ranks.
     """
     job = load(config_name, overrides)
     device = start_process_group("cuda" if torch.cuda.is_available() else "cpu", job.config.job.timeout_seconds)
@@ -71,7 +71,7 @@ def _step(job: LoadedConfig, overrides: Sequence[str], mesh: Mesh, variant: str)
 
 
 def _bare_step(config: Config, mesh: Mesh, compiled: bool) -> Step:
-    """A step of the plain loop."""
+    """Make the step function of the bare loop."""
     with torch.device("meta"):
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
     materialize(model, mesh.device, config.training.seed)
@@ -129,14 +129,14 @@ def _figures(config: Config, mesh: Mesh, seconds: dict[str, list[float]]) -> dic
 
 
 def lines(figures: dict[str, Any]) -> Iterator[str]:
-    """What is printed of the figures."""
+    """Format the figures for printing."""
     for name, row in figures["variants"].items():
         yield f"{name:14s} {row['tokens_per_second']:12,.0f} tokens/s   s a step: {spread(row['seconds'], '.3f')}"
     yield from (f"{key}: {value}" for key, value in figures.items() if key != "variants")
 
 
 def loader_speed(seconds: float = 3.0) -> float:
-    """Tokens a second that one process reads from token files: 100 M tokens, windows of 2,048, 8 at once."""
+    """Measure tokens per second that one process reads from token files: 100 M tokens, windows of 2,048, 8 at once."""
     with tempfile.TemporaryDirectory() as folder:
         random = np.random.default_rng(0)
         with TokenFileWriter(Path(folder) / "00000.tokens", vocab_size=32_000, tokenizer_hash="") as writer:

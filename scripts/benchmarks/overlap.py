@@ -1,9 +1,9 @@
-"""How far FSDP's communication overlaps computation, with delays in place of a network.
+"""Measures how well FSDP's communication overlaps computation, with delays that simulate a network.
 
-Every variant is the same job: without a delay, without and with the order guard on every step; and with a delay of
-every all-gather of FSDP, for `comm.streams` "shared" and "per_group" and each prefetch depth (in both directions). On a
-CPU the gathers are counted, too: those that the computation waited for, and of them those that had waited in their
-queue behind another process group's.
+All variants run the same job: without a delay, with the order guard off and on at every step; and with a delay of each
+FSDP all-gather, for `comm.streams` "shared" and "per_group" and each prefetch depth (in both directions). On a CPU the
+gathers are also counted: those that the computation waited for, and among them those that had waited in their queue
+behind another process group's.
 """
 
 import statistics
@@ -26,8 +26,8 @@ _WARM_UP_STEPS = 2
 
 
 def variants(milliseconds: float, depths: Sequence[int]) -> dict[str, list[str]]:
-    """Overrides of each variant, by its name."""
-    # The default guards the first step only, which warms up.
+    """The overrides of each variant, by name."""
+    # By default the guard runs only in the first step, which is part of the warm-up.
     delay = ["--comm.simulate.all_gather_milliseconds", str(milliseconds)]
     found = {"no delay": [], "no delay, guarded": ["--comm.order_guard_interval", "1"]}
     for depth in depths:
@@ -40,7 +40,7 @@ def variants(milliseconds: float, depths: Sequence[int]) -> dict[str, list[str]]
 def measure_here(
     config_name: str, overrides: Sequence[str], chosen: Mapping[str, list[str]], rounds: int
 ) -> list[dict[str, Any]]:
-    """As `measure`, on the ranks that torchrun has started.
+    """Run `measure` on the ranks that torchrun started.
 
     Raises:
         KeelError: the job is not valid.
@@ -55,7 +55,7 @@ def measure_here(
 def measure(
     config_name: str, overrides: Sequence[str], chosen: Mapping[str, list[str]], rounds: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """A row a variant: seconds of each of its steps, and this rank's gathers a step."""
+    """Return a row per variant: the seconds of each step, and this rank's gathers per step."""
     n_ranks = dist.get_world_size()
     mesh = build_mesh(mesh_sizes(load(config_name, overrides, n_ranks).config, n_ranks), device)
     built = {
@@ -74,7 +74,7 @@ def measure(
 
 
 class _Step(KeelStep):
-    """A step after which all ranks are at the same place; on a CPU its gathers are counted."""
+    """A step after which all ranks are synchronized; on a CPU its gathers are counted."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         super().__init__(config, mesh)
@@ -87,7 +87,7 @@ class _Step(KeelStep):
 
 
 def lines(figures: list[dict[str, Any]]) -> Iterator[str]:
-    """What is printed of the figures."""
+    """Format the figures for printing."""
     yield f"{'':22s} {'ms a step':>10s} {'lowest':>8s} {'gathers':>8s} {'waits':>6s} {'behind others':>14s}   (rank 0)"
     for row in figures:
         median, lowest = statistics.median(row["seconds"]) * 1000, min(row["seconds"]) * 1000

@@ -1,4 +1,4 @@
-"""How every benchmark measures: steps are warmed up, the cases take turns, and a figure is a median over the rounds."""
+"""How all benchmarks measure: after a warm-up, the cases take turns, and a figure is a median over the rounds."""
 
 import statistics
 import time
@@ -13,11 +13,11 @@ from trainer.step import Learner, build_learner
 
 Step = Callable[[], None]
 Turn = Callable[[], float]
-"""One turn of a case; returns its seconds a step."""
+"""One turn of a case; returns its seconds per step."""
 
 
 class KeelStep:
-    """A step as the trainer makes it: the loader, and all that `Learner.step` does."""
+    """A step like the trainer's: the loader, and everything in `Learner.step`."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.learner: Learner = build_learner(config, mesh)
@@ -29,13 +29,13 @@ class KeelStep:
 
 
 def warm_up(step: Step, steps: int) -> None:
-    """Make steps that are not measured."""
+    """Run steps that are not measured."""
     for _ in range(steps):
         step()
 
 
 def seconds_a_step(step: Step, steps: int, device: torch.device, finish: Step | None = None) -> float:
-    """Mean time of some steps in a row, and of `finish` at their end."""
+    """Measure the mean time of consecutive steps, including `finish` at their end."""
     started = _now(device)
     for _ in range(steps):
         step()
@@ -51,7 +51,7 @@ def _now(device: torch.device) -> float:
 
 
 def take_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
-    """Seconds a step of each case in each round; in turns, a machine whose speed drifts is fair to all."""
+    """Measure seconds per step of each case in each round; in turns, so that drifts of speed affect all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(rounds):
         for name, turn in turns.items():
@@ -60,11 +60,11 @@ def take_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Of two cases, one a round."""
+    """The ratio of two cases in each round."""
     return [a / b for a, b in zip(over, under, strict=True)]
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """The median, the smallest and the largest, each written in the same form, such as ".2f"."""
+    """Format the median, the smallest and the largest value, each in the given form, such as ".2f"."""
     median, least, most = (format(value, form) for value in (statistics.median(values), min(values), max(values)))
     return f"{median} ({least} to {most})"

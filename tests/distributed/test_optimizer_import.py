@@ -92,7 +92,7 @@ def test_what_torch_has_trained_goes_on_as_in_torch(ranks, tmp_path, capsys, wit
     words = [str(checkpoint), str(tmp_path / "state.pt"), str(imported)]
     assert main([*words, "--weights", str(tmp_path / "weights.pt")]) == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "the job's own settings count: betas of " in said
+    assert "the job's own settings apply: betas of " in said
     assert "[0.9, 0.95], in" in said.replace("(", "[").replace(")", "]")
     newest = train(ranks, 2, again, "", SAVED + 1)
     [(_, found, _)] = curve(again)
@@ -164,8 +164,8 @@ def test_what_stays_by_pattern(ranks, tmp_path, capsys):
     words = [str(checkpoint), str(tmp_path / "other")]
     for gather, reason in (
         (["*.up_porj.*=stay"], "matches no parameter; the nearest names are"),
-        (["all", "*=stay"], "--gather all: it is all, dense, or one or more of"),
-        (["*=leave"], "--gather *=leave: it is all, dense"),
+        (["all", "*=stay"], "--gather all: choose all, dense, or one or more of"),
+        (["*=leave"], "--gather *=leave: choose all, dense"),
     ):
         assert export_optimizer.main([*words, *(word for each in gather for word in ("--gather", each))]) == 1
         assert reason in " ".join(capsys.readouterr().err.split())

@@ -569,7 +569,9 @@ def test_weights_of_another_run(tmp_path):
 def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
     source = save_model(tmp_path / "imported", make_model(TINY["tied"]))  # as scripts/import_hf.py does
     state = make_state(5)
-    with pytest.raises(ConfigError, match=r'imported holds only a model.*no run.*set checkpoint.init_from = ".*imported"'):
+    with pytest.raises(
+        ConfigError, match=r'imported holds only a model.*no run.*set checkpoint.init_from = ".*imported"'
+    ):
         make_manager(tmp_path / "run", load=str(source)).resume(state)
     assert_equal(state, make_state(5))
 

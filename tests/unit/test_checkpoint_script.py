@@ -49,7 +49,7 @@ def test_list(run, capsys):
     assert "step-00000001: checkpoint" in out
     assert "trainer.json is missing" in out
     assert "abandoned-001: an abandoned line; steps 4, 5" in out
-    assert "step-00000009.tmp: of an interrupted save" in out
+    assert "step-00000009.tmp: left by an interrupted save" in out
     [line] = [line for line in out.splitlines() if line.split()[:2] == ["4", "400"]]
     assert "1.5000" in line
     assert read_manifest(of(run, 4)).run_id[:8] in line
@@ -79,7 +79,7 @@ def test_verify(run, capsys):
     told = capsys.readouterr()
     assert "step-00000002 is damaged: __0_0.distcp has changed" in told.err.replace("\n", " ")
     assert "; trainer.json has changed" in told.err.replace("\n", " ")
-    assert told.out.count("are as they were written") == 5
+    assert told.out.count("files verified") == 5
     assert script("verify", run / "nowhere") == 1
 
 

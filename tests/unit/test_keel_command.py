@@ -24,9 +24,9 @@ def test_every_script_with_a_command_line_is_a_command(capsys):
 
 def test_a_word_that_is_no_command_names_the_nearest(capsys):
     assert keel.main(["exprot-hf"]) == 2
-    assert capsys.readouterr().err == "keel exprot-hf: there is no such command; did you mean keel export-hf?\n"
+    assert capsys.readouterr().err == "keel exprot-hf: no such command; did you mean keel export-hf?\n"
     assert keel.main(["qqq"]) == 2
-    assert capsys.readouterr().err == "keel qqq: there is no such command; keel --help lists all there are\n"
+    assert capsys.readouterr().err == "keel qqq: no such command; keel --help lists all commands\n"
 
 
 @pytest.mark.parametrize(("name", "module"), [("plan", plan), ("checkpoint", checkpoint)])
