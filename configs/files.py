@@ -1,11 +1,11 @@
-"""How Keel writes its own files, so that no crash, no full disk and no link in a stranger's folder does harm.
+"""Writes Keel's files safely against crashes, full disks and links in untrusted folders.
 
-A file is replaced as a whole (`replacing`, `write_atomically`) or appended to, record by record (`AppendedFile`). In
-both ways a reader, and the next launch after a crash, finds whole content only.
+A file is replaced as a whole (`replacing`, `write_atomically`) or appended to, record by record (`AppendedFile`).
+Either way a reader, or the next launch after a crash, finds only complete content.
 
-Both write to plain files only. A file that is replaced takes the place of a link of its name and leaves the link's
-target alone. A file that is written in place must not be a symbolic link, a pipe or a device (`open_plain`); one that
-has a second name by a hard link, as after `cp -al`, is first given a copy of its own.
+Both write only to plain files. Replacing a file replaces a link of that name and leaves the link's target unchanged. A
+file that is written in place must not be a symbolic link, a pipe or a device (`open_plain`); one with a second name by
+a hard link, as after `cp -al`, is first copied.
 """
 
 import errno
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 KEPT_BYTES = 16 << 20
-"""What an `AppendedFile` keeps in memory while the disk refuses: some 50,000 lines of metrics."""
+"""Bytes that an `AppendedFile` keeps in memory while the disk refuses: about 50,000 lines of metrics."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own is
 
@@ -28,9 +28,10 @@ _BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own is
 
 
 def require_plain(path: Path) -> None:
-    """See that `path`, if it exists, is a plain file.
+    """Check that `path`, if it exists, is a plain file.
 
-    Raises: OSError that says what it is instead.
+    Raises:
+        OSError: it is not; the error says what it is.
     """
     with suppress(FileNotFoundError):
         mode = path.lstat().st_mode
@@ -38,7 +39,7 @@ def require_plain(path: Path) -> None:
             return
         if stat.S_ISLNK(mode):
             raise link_refused(path)
-        raise OSError(errno.EINVAL, "it is no plain file; remove it", str(path))
+        raise OSError(errno.EINVAL, "it is not a plain file; remove it", str(path))
 
 
 def link_refused(path: Path) -> OSError:
@@ -47,12 +48,13 @@ def link_refused(path: Path) -> OSError:
 
 
 def open_plain(path: Path, flags: int) -> int:
-    """`os.open` of a file that is written in place; the caller closes the descriptor.
+    """Call `os.open` on a file that is written in place; the caller closes the descriptor.
 
-    Raises: OSError as `require_plain` does, and if the disk refuses.
+    Raises:
+        OSError: as in `require_plain`, or the disk refuses.
     """
     require_plain(path)
-    # The flags hold, too, if somebody puts a link or a pipe in its place at this very moment.
+    # The flags protect against a link or a pipe that replaces the file after the check.
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
@@ -61,7 +63,7 @@ def open_plain(path: Path, flags: int) -> int:
 
 @contextmanager
 def synced(path: Path) -> Iterator[IO[bytes]]:
-    """A new file to write to that is on the disk at the end of the block; nothing may have its name."""
+    """Create a file that is synced to disk at the end of the block; the name must be unused."""
     with path.open("xb") as file:
         yield file
         file.flush()
@@ -69,7 +71,7 @@ def synced(path: Path) -> Iterator[IO[bytes]]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the folder's entries outlast a power cut; data files are synced by who wrote them, folders are not."""
+    """Sync the entries of a folder, so that they survive a power cut; syncing a file does not include them."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -79,7 +81,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to that takes the place of `path` at the end of the block, whole and synced, or not at all."""
+    """Open a temporary file that replaces `path` at the end of the block, complete and synced, or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -93,16 +95,18 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_atomically(path: Path, texts: Iterable[str]) -> None:
-    """Write a file so that readers, and the next launch after a crash, see either the old or the new one, whole."""
+    """Write a file so that readers, and the next launch after a crash, see either the complete old or new one."""
     with replacing(path) as file:
         file.writelines(text.encode() for text in texts)
 
 
 def write_even_if_full(path: Path, text: str) -> None:
-    """As `write_atomically`, but a small file that exists is rewritten on a full disk, too.
+    """Like `write_atomically`, but also rewrites a small existing file on a full disk.
 
-    It then is overwritten in place, in the blocks that it has: not atomic, but one write of a few hundred bytes.
-    Raises: OSError if the disk refuses that as well.
+    The file is then overwritten in place, in its existing blocks: not atomic, but one write of a few hundred bytes.
+
+    Raises:
+        OSError: the disk refuses that as well.
     """
     try:
         write_atomically(path, [text])
@@ -112,7 +116,7 @@ def write_even_if_full(path: Path, text: str) -> None:
 
 
 def _overwrite(path: Path, content: bytes) -> bool:
-    """Overwrite a file within its blocks; returns whether it exists and they suffice."""
+    """Overwrite a file within its blocks; returns False if it does not exist or they are too few."""
     try:
         descriptor = open_plain(path, os.O_WRONLY)
     except FileNotFoundError:
@@ -121,7 +125,7 @@ def _overwrite(path: Path, content: bytes) -> bool:
         found = os.fstat(descriptor)
         if found.st_nlink > 1 or len(content) > found.st_blocks * _BLOCK_BYTES:
             return False
-        os.pwrite(descriptor, content.ljust(found.st_size), 0)  # JSON and text end in white space just as well
+        os.pwrite(descriptor, content.ljust(found.st_size), 0)  # trailing white space does no harm in JSON and text
         os.ftruncate(descriptor, len(content))
         os.fsync(descriptor)
         return True
@@ -133,16 +137,15 @@ def _overwrite(path: Path, content: bytes) -> bool:
 
 
 class AppendedFile:
-    """A file that grows by whole records, whatever the disk does.
+    """A file that grows by complete records, whatever the disk does.
 
-    `write` takes a record into memory, `flush` appends what was taken. A record that the disk has taken in part is cut
-    off again and stays in memory with those after it, for the next flush. The file is opened for each flush: so one
-    that was removed, with its folder or alone, is noticed, and errors that a network file system tells when a file is
-    closed are heard.
+    `write` keeps a record in memory, `flush` appends what was kept. A record that the disk accepted only in part is
+    truncated, and stays in memory with those after it for the next flush. The file is opened for each flush, which
+    reveals that it was removed, and errors that a network file system reports only when a file is closed.
     """
 
     def __init__(self, path: Path) -> None:
-        """path: made by `touch` or the first record, unless it exists."""
+        """Set the path; `touch` or the first record creates the file unless it exists."""
         self.path = path
         self._records: deque[bytes] = deque()
         self._n_bytes, self._dropped = 0, 0
@@ -154,7 +157,7 @@ class AppendedFile:
         return len(self._records) + self._dropped
 
     def write(self, record: bytes) -> None:
-        """Take a record for the next `flush`; beyond `KEPT_BYTES` it is dropped, and counted."""
+        """Keep a record for the next `flush`; beyond `KEPT_BYTES` it is dropped and counted."""
         with self._lock:
             if self._n_bytes + len(record) > KEPT_BYTES:
                 self._dropped += 1
@@ -163,13 +166,18 @@ class AppendedFile:
             self._n_bytes += len(record)
 
     def touch(self) -> None:
-        """Make the file if it is not there yet. Raises: OSError if the disk refuses."""
+        """Create the file if it does not exist.
+
+        Raises:
+            OSError: the disk refuses.
+        """
         os.close(self._open())
 
     def flush(self) -> int:
-        """Append all records that were taken; returns how many were dropped since the last flush that succeeded.
+        """Append all kept records; returns how many were dropped since the last successful flush.
 
-        Raises: OSError if the disk refuses; then the records that it did not take are kept.
+        Raises:
+            OSError: the disk refuses; the records that it did not accept are kept.
         """
         with self._lock:
             while self._records:

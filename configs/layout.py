@@ -1,7 +1,7 @@
-"""The arithmetic of a job: how the ranks form the mesh, the global batch its micro-batches, and the model its size.
+"""The arithmetic of a job: the sizes of the mesh, the micro-batches of a global batch, the size of the model.
 
-Plain integers, without torch: the checks of a job file, `--validate` and the planning scripts need them before there
-is a device, and the trainer uses the same functions, so that what was checked is what runs.
+It uses plain integers and no torch: the checks of a job file, `--validate` and the planning scripts need no device, and
+the trainer uses the same functions, so that what was checked is what runs.
 """
 
 import re
@@ -27,9 +27,9 @@ class MeshSizes:
     cp: int = 1
     pp: int = 1
     ep: int = 1
-    """Cuts dp_shard x cp anew, for the experts alone; no axis beside the others."""
+    """Subdivides dp_shard x cp for the experts; not an additional axis."""
     by_owner: bool = False
-    """Whether parameters stay whole where FSDP would cut them (`fsdp.partition`); dp_shard is 1 then."""
+    """Whether parameters stay whole where FSDP would shard them (`fsdp.partition`); dp_shard is then 1."""
 
     @property
     def axes(self) -> dict[str, int]:
@@ -71,24 +71,24 @@ class MeshSizes:
 
 
 def product_of_axes(sizes: MeshSizes | Mesh) -> str:
-    """The mesh as an arithmetic expression, without what is left open (-1) and without the rarer axes of size 1."""
+    """Write the mesh as an arithmetic expression, without an open size (-1) and without cp and pp of size 1."""
     left_out = {"dp_replicate": (), "dp_shard": (-1,), "cp": (1,), "tp": (), "pp": (1,)}
     return " x ".join(f"{name} {n}" for name, out in left_out.items() if (n := getattr(sizes, name)) not in out)
 
 
 def smallest_world_size(mesh: Mesh) -> int:
-    """The fewest ranks that the mesh can be built of; with `dp_shard = -1` any multiple of it will do, too."""
+    """The fewest ranks that can form the mesh; with `dp_shard = -1`, any multiple of it can, too."""
     fewest_shards = lcm(mesh.ep, mesh.cp) // mesh.cp if mesh.dp_shard == -1 else 1  # ep divides dp_shard x cp
     return _product(mesh) * fewest_shards
 
 
 def _product(mesh: Mesh) -> int:
-    """Of the sizes, without a `dp_shard` that is left open."""
+    """The product of the sizes, without an open `dp_shard`."""
     return mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp * mesh.pp
 
 
 def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
-    """The mesh for a number of ranks, with `dp_shard = -1` replaced by what the other sizes leave.
+    """The mesh for a number of ranks; `dp_shard = -1` becomes the ranks that the other sizes leave.
 
     Raises:
         ConfigError: the sizes do not multiply to the world size.
@@ -110,10 +110,10 @@ def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
 
 
 def accumulation_steps(config: Config, sizes: MeshSizes) -> int:
-    """Micro-batches of one optimizer step on every rank: global_batch_size / (dp x micro_batch_size).
+    """Number of micro-batches per optimizer step on each rank: global_batch_size / (dp x micro_batch_size).
 
     Raises:
-        ConfigError: it does not divide; the global batch is never rounded.
+        ConfigError: the division has a remainder; the global batch is never rounded.
     """
     batch, micro = config.training.global_batch_size, config.training.micro_batch_size
     at_once = sizes.dp * micro
@@ -129,20 +129,20 @@ def accumulation_steps(config: Config, sizes: MeshSizes) -> int:
 
 
 def reshard_after_forward(fsdp: Fsdp) -> Literal["default", "always", "never"]:
-    """What becomes of gathered parameters after forward: ZeRO stages 1 and 2 keep them."""
+    """Whether to free gathered parameters after forward; ZeRO stages 1 and 2 keep them."""
     return fsdp.reshard_after_forward if fsdp.zero_stage == 3 else "never"
 
 
 def reduces_once(fsdp: Fsdp) -> bool:
-    """Whether gradients are reduced with a step's last micro-batch only."""
+    """Whether gradients are reduced only with the last micro-batch of a step."""
     return fsdp.zero_stage == 1 or fsdp.accumulate == "reduce_last"
 
 
 def cut_dim(shape: Sequence[int], n_shards: int) -> int:
-    """The dimension by which FSDP cuts a parameter; uneven cuts of the first one are padded, of others impossible.
+    """The dimension along which FSDP shards a parameter; uneven shards of the first are padded, of others impossible.
 
-    Matrices of experts, (experts, out, in), are cut within the experts where those do not divide evenly and `out` does:
-    8 experts on 64 ranks would leave 56 with nothing.
+    Matrices of experts, (experts, out, in), are sharded by `out` if that divides evenly and the experts do not:
+    8 experts on 64 ranks would leave 56 ranks with nothing.
     """
     return int(len(shape) == 3 and shape[0] % n_shards != 0 and shape[1] % n_shards == 0)
 
@@ -168,7 +168,7 @@ def expert_dim(model: Model) -> int:
 
 
 def is_mixture(model: Model, layer: int) -> bool:
-    """Whether a layer has experts in the place of a dense feed-forward."""
+    """Whether a layer has experts instead of a dense feed-forward."""
     return model.n_experts is not None and layer >= model.n_dense_layers
 
 
@@ -178,29 +178,29 @@ def parameter_count(model: Model) -> int:
 
 
 def active_parameter_count(model: Model) -> int:
-    """Parameters that one token makes use of: all but those of the experts that it is not sent to."""
+    """Number of parameters that one token uses: all except those of experts that it is not routed to."""
     return _parameters(model, [active_matrices(model, layer) for layer in range(model.n_layers)])
 
 
 def _parameters(model: Model, layers: Sequence[int]) -> int:
-    """Vocabulary and norms, added to the layers' matrices."""
+    """Add vocabulary and norms to the layers' matrices."""
     vocabulary = (1 if model.tie_embeddings else 2) * model.vocab_size * model.dim
     norms = (2 * model.n_layers + 1) * model.dim
     return vocabulary + sum(layers) + norms
 
 
 def layer_matrices(model: Model, layer: int) -> int:
-    """Elements of a layer's matrices."""
+    """Number of elements in a layer's matrices."""
     return _matrices(model, layer, model.n_experts or 0)
 
 
 def active_matrices(model: Model, layer: int) -> int:
-    """Elements of a layer's matrices that a token is multiplied with."""
+    """Number of elements in the matrices of a layer that a token is multiplied with."""
     return _matrices(model, layer, model.experts_per_token)
 
 
 def _matrices(model: Model, layer: int, experts: int) -> int:
-    """Elements of a layer's matrices if it had so many experts for its router to choose from."""
+    """Number of elements in a layer's matrices if it had this many routed experts."""
     attention = 2 * model.dim * head_dim(model) * (model.n_heads + n_kv_heads(model))  # q and o, k and v
     if not is_mixture(model, layer):
         return attention + 3 * model.dim * model.ffn_dim  # gate, up, down
@@ -212,7 +212,7 @@ def layer_numbers(ranges: str, n_layers: int) -> list[int]:
     """The layers that `activation_checkpoint.layers` names: `"0-2,5"` -> `[0, 1, 2, 5]`.
 
     Raises:
-        ConfigError: not a list of ascending ranges, or beyond the model's layers.
+        ConfigError: `ranges` is not a list of ascending ranges, or exceeds the model's layers.
     """
     layers: list[int] = []
     for part in ranges.split(","):
@@ -229,7 +229,7 @@ def layer_numbers(ranges: str, n_layers: int) -> list[int]:
 
 
 def tensor_parallel_sizes(config: Config) -> Mapping[str, int]:
-    """What tensor parallelism cuts, by key: each must be a multiple of mesh.tp."""
+    """The sizes that tensor parallelism splits, by key; each must be a multiple of mesh.tp."""
     model = config.model
     optional = {"model.n_kv_heads": model.n_kv_heads, "model.expert_dim": model.expert_dim}
     return {

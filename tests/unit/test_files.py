@@ -78,7 +78,7 @@ def test_what_is_no_plain_file_is_neither_opened_nor_waited_for(tmp_path, make):
     file = AppendedFile(path)
     file.write(b"line\n")
     for attempt in (lambda: require_plain(path), lambda: open_plain(path, os.O_RDWR | os.O_CREAT), file.flush):
-        with pytest.raises(OSError, match=r"(symbolic link|no plain file).* remove it.*run\.log"):
+        with pytest.raises(OSError, match=r"(symbolic link|not a plain file).* remove it.*run\.log"):
             attempt()
     assert (tmp_path / "precious").read_text() == "precious"
     assert not (tmp_path / "not there yet").exists()
