@@ -8,9 +8,7 @@ import torch
 
 from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import entry_of, read_tensor
-from configs.errors import UserError
-
-SHOWN_DIFFERENCES = 8
+from configs.errors import UserError, listed
 
 
 @dataclass(frozen=True)
@@ -65,13 +63,12 @@ def require_same(what: str, found: Mapping[str, str], expected: Mapping[str, str
         found, expected: descriptions by tensor name.
     """
     lines = [
-        f"\n  {name}: {found.get(name, 'missing')}, expected: {expected.get(name, 'no such tensor')}"
+        f"{name}: {found.get(name, 'missing')}, expected: {expected.get(name, 'no such tensor')}"
         for name in sorted(found.keys() | expected.keys())
         if found.get(name) != expected.get(name)
     ]
     if lines:
-        more = f"\n  and {len(lines) - SHOWN_DIFFERENCES} more" if len(lines) > SHOWN_DIFFERENCES else ""
-        raise UserError(f"{what}:{''.join(lines[:SHOWN_DIFFERENCES])}{more}")
+        raise UserError(f"{what}:\n  {listed(lines)}")
 
 
 def described(shape: Sequence[int], dtype: torch.dtype | None = None) -> str:

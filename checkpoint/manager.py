@@ -41,12 +41,11 @@ from checkpoint.safe_read import read_metadata
 from checkpoint.store import NotFinite, SaveFailed, Shard, State, save_failed
 from checkpoint.verify import content_damages
 from checkpoint.votes import SaveClock, Vote
-from configs.errors import ConfigError, UserError
+from configs.errors import ConfigError, UserError, listed
 from configs.schema import Checkpoint
 from parallelisms.ranks import gather, on_rank_zero
 
 TrainerState = dict[str, Any]
-SHOWN_DIFFERENCES = 8
 GRACE_SECONDS = 10.0
 MODEL, OPTIMIZER = "model.", "optimizer."
 
@@ -351,11 +350,9 @@ class CheckpointManager:
         shards = store.shards_of(state)
         differences = store.differences(found.metadata, shards, self._writers, may_convert)
         if differences:
-            lines = "".join(f"\n  {line}" for line in differences[:SHOWN_DIFFERENCES])
-            more = len(differences) - SHOWN_DIFFERENCES
             raise ConfigError(
-                f"checkpoint {found.folder} is of another model; {len(differences)} tensors differ:{lines}"
-                f"{f'{chr(10)}  and {more} more' if more > 0 else ''}\n"
+                f"checkpoint {found.folder} is of another model; {len(differences)} tensors differ:\n"
+                f"  {listed(differences)}\n"
                 "Change [model] and [optimizer] back, or choose another checkpoint.load or job.output_dir"
             )
         started = time.perf_counter()
@@ -552,7 +549,7 @@ class CheckpointManager:
         if places := self._places([name for name, value in hashes.items() if now[name] != value]):
             raise SaveFailed(
                 f"checkpoint {save.unfinished.stem} is not kept: memory that nothing writes to has changed "
-                f"during the save, in {_listed(places)}; if that host is named again, stop using it"
+                f"during the save, in {listed(places)}; if that host is named again, stop using it"
             )
 
     def _places(self, names: list[str]) -> list[str]:
@@ -594,14 +591,9 @@ def _not_finite(save: _Save, places: list[str], newest: Path | None) -> NotFinit
     go_on = f"the newest checkpoint is {newest}: the same command resumes from it"
     return NotFinite(
         f"checkpoint {save.unfinished.stem} is not written: not all values are finite in "
-        f"{_listed(places)}; {go_on if newest else 'there is no checkpoint before it'}. If "
+        f"{listed(places, ', ')}; {go_on if newest else 'there is no checkpoint before it'}. If "
         "it recurs, lower optimizer.lr or training.max_norm; if it recurs on one host only, test that host's memory"
     )
-
-
-def _listed(places: list[str]) -> str:
-    more = f" and {len(places) - SHOWN_DIFFERENCES} more" if len(places) > SHOWN_DIFFERENCES else ""
-    return f"{', '.join(places[:SHOWN_DIFFERENCES])}{more}"
 
 
 def _read(folder: Path) -> Found:

@@ -15,15 +15,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Shard
 
 from configs.plan import plan_of
 from parallelisms.ranks import local_part
+from parallelisms.torch_internals import group_named
 
 _c10d = torch.ops._c10d_functional
 
@@ -84,7 +83,7 @@ def _route(counts: Tensor, n: int, group: str) -> tuple[Tensor, Tensor, Tensor, 
         by_expert: (rows that arrive,) int64, the permutation from order of arrival to order by expert.
         as_arrived: the inverse permutation.
     """
-    n_ranks = _group(group).size()
+    n_ranks = group_named(group).size()
     leaving = counts.unflatten(0, (n_ranks, -1))  # (ranks, experts of each)
     arriving = _all_to_all(counts, [leaving.shape[1]] * n_ranks, [leaving.shape[1]] * n_ranks, group).view_as(leaving)
     # The CPU waits for the device here, because it must know a collective's sizes.
@@ -100,7 +99,7 @@ def _route(counts: Tensor, n: int, group: str) -> tuple[Tensor, Tensor, Tensor, 
 
 @_route.register_fake
 def _(counts: Tensor, n: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    n_ranks = _group(group).size()
+    n_ranks = group_named(group).size()
     n_arriving: int | torch.SymInt
     try:
         n_arriving = torch.library.get_ctx().new_dynamic_size()
@@ -156,7 +155,3 @@ _return.register_autograd(_send_gradients, setup_context=_keep_route)
 def _all_to_all(x: Tensor, arriving: list[int], leaving: list[int], group: str) -> Tensor:
     """Send each rank its rows of x; returns the rows received, in rank order."""
     return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), arriving, leaving, group))
-
-
-def _group(name: str) -> dist.ProcessGroup:
-    return _resolve_process_group(name)  # type: ignore[arg-type]  # a distinct type since torch 2.13, str before

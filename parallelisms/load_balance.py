@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from configs.plan import plan_of
 from configs.schema import Config
 from parallelisms.mesh import Mesh
+from parallelisms.torch_internals import group_named
 
 
 def apply_load_balance(model: nn.Module, mesh: Mesh, config: Config) -> None:
@@ -38,7 +38,7 @@ def apply_load_balance(model: nn.Module, mesh: Mesh, config: Config) -> None:
 def _sum_over(counts: Tensor, group: str) -> Tensor:
     """Sum `counts` over the ranks of a group; not differentiable."""
     total = counts.clone()
-    dist.all_reduce(total, group=_resolve_process_group(group))  # type: ignore[arg-type]  # str before torch 2.13
+    dist.all_reduce(total, group=group_named(group))
     return total
 
 

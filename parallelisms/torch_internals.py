@@ -33,6 +33,11 @@ __all__ = ["DefaultAllGather", "DefaultReduceScatter"]
 # --------------------------------------------------------------------------- what all ranks see
 
 
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of that name: custom operators take names, since a group cannot be part of a graph."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # not a str since torch 2.13
+
+
 def store_of_all_ranks() -> dist.Store:
     """The store through which the ranks met; any thread may read and write it, and no rank waits for another."""
     return dist.distributed_c10d._get_default_store()

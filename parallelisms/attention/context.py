@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from configs.plan import plan_of
 from parallelisms.attention.blocked import DocumentPairs, accumulation_dtype, attend, attend_backward, merge_
+from parallelisms.torch_internals import group_named
 
 _c10d = torch.ops._c10d_functional
 
@@ -230,10 +230,6 @@ def _backward(ctx: Any, grad: Tensor, _by_logsumexp: Tensor) -> tuple[Tensor | N
 _context_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def _group(name: str) -> dist.ProcessGroup:
-    return _resolve_process_group(name)  # type: ignore[arg-type]  # a distinct type since torch 2.13, str before
-
-
 class _Ranks:
     """Determines which of this rank's queries see which keys of another rank, in zigzag order."""
 
@@ -248,7 +244,7 @@ class _Ranks:
             numbers, ends, longest: as in `NumberedDocuments`; all None without documents.
             group: name of the process group.
         """
-        self.group = _group(group)
+        self.group = group_named(group)
         self.rank, self.n_ranks = self.group.rank(), self.group.size()
         self._chunk = q.shape[2] // 2
         self._numbers, self._ends, self._longest = numbers, ends, longest
@@ -365,7 +361,7 @@ def _attend_some_heads(
 @torch.library.custom_op("keel::exchange", mutates_args=())
 def _exchange(x: Tensor, split_dim: int, join_dim: int, group: str) -> Tensor:
     """Split `split_dim` over the ranks, and concatenate what the ranks send along `join_dim`, in rank order."""
-    given = torch.stack(x.chunk(_group(group).size(), split_dim))
+    given = torch.stack(x.chunk(group_named(group).size(), split_dim))
     ones = [1] * len(given)
     taken = _c10d.wait_tensor(_c10d.all_to_all_single(given, ones, ones, group))
     return torch.cat(taken.unbind(), join_dim)
@@ -373,7 +369,7 @@ def _exchange(x: Tensor, split_dim: int, join_dim: int, group: str) -> Tensor:
 
 @_exchange.register_fake
 def _(x: Tensor, split_dim: int, join_dim: int, group: str) -> Tensor:
-    n_ranks = _group(group).size()
+    n_ranks = group_named(group).size()
     shape = list(x.shape)
     shape[split_dim] //= n_ranks
     shape[join_dim] *= n_ranks

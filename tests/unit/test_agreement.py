@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from configs.errors import UserError
+from configs.errors import SHOWN, UserError
 from trainer.data.token_file import TokenFileWriter, TokenFolder, folder_fingerprint
 from trainer.guards import agreement
 from trainer.guards.environment import ROOT, code_hashes
@@ -51,7 +51,7 @@ def test_the_message_is_short_at_any_number_of_ranks_and_differences():
         "  key0 is 1e-3 on rank 3000 (node-375), rank 3001 (node-375), rank 3002 (node-375), rank 3003 (node-375) and "
         "996 more, but 3e-4 on rank 0 (node-0), rank 1 (node-0), rank 2 (node-0), rank 3 (node-0) and 2996 more"
     )
-    assert len(lines) == 1 + agreement.SHOWN_DIFFERENCES + 1
+    assert len(lines) == 1 + SHOWN + 1
     assert lines[-1] == "  and 42 more"
 
 

@@ -14,7 +14,6 @@ FLOORS = ("configs", "models", "parallelisms", "checkpoint", "trainer", "scripts
 FAKE_TENSORS = "torch._subclasses.fake_tensor.FakeTensorMode"
 DISPATCH = "torch.utils._python_dispatch.TorchDispatchMode"
 LEAVES = "torch.utils._pytree.tree_leaves"
-GROUP_OF_NAME = "torch.distributed.distributed_c10d._resolve_process_group"
 COLLECTIVES = "torch.ops._c10d_functional"
 ATTENTION_ON_A_CPU = "aten._scaled_dot_product_flash_attention_for_cpu"
 ATTENTION = {
@@ -41,15 +40,13 @@ NAMES = {
     "parallelisms/activation_checkpoint.py": {"torch._C._dispatch_get_all_op_names", "torch._functorch.config"},
     "parallelisms/attention/blocked.py": ATTENTION
     | {"aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_backward"},
-    "parallelisms/attention/context.py": {GROUP_OF_NAME, COLLECTIVES},
+    "parallelisms/attention/context.py": {COLLECTIVES},
     "parallelisms/expert.py": {
-        GROUP_OF_NAME,
         COLLECTIVES,
         "torch._subclasses.fake_tensor.DynamicOutputShapeException",
     },
     "parallelisms/grad_norm.py": {"torch._foreach_mul_", "torch._foreach_norm"},
     "parallelisms/init.py": {"*._non_persistent_buffers_set"},
-    "parallelisms/load_balance.py": {GROUP_OF_NAME},
     "parallelisms/mesh.py": {"*._flatten", "*._unflatten"},
     "parallelisms/owned_parameter.py": {"*._version"},
     "parallelisms/owner_partition.py": {"torch._foreach_copy_"},

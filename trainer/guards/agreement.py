@@ -22,7 +22,7 @@ import torch.distributed as dist
 import xxhash
 
 from checkpoint.bits import CODE
-from configs.errors import ConfigError, KeelError, UserError
+from configs.errors import ConfigError, KeelError, UserError, listed
 from configs.load import LoadedConfig, leaves
 from configs.reading.keys import dotted
 from configs.reading.toml_text import value_text
@@ -36,7 +36,6 @@ from trainer.guards.environment import THREADS, code_hashes, environment, thread
 
 Facts = Mapping[str, str]
 Result = TypeVar("Result")
-SHOWN_DIFFERENCES = 8
 _SHOWN_RANKS = 4
 _ABSENT = "(not set)"
 
@@ -156,14 +155,12 @@ def _ranks_by_value(values: list[str]) -> list[tuple[str, list[int]]]:
 
 def _message(remedy: str, differing: Mapping[str, list[tuple[str, list[str]]]]) -> str:
     lines = [
-        f"\n  {name} is {value} on {_shown(ranks)}, but {usual} on {_shown(usual_ranks)}"
+        f"{name} is {value} on {_shown(ranks)}, but {usual} on {_shown(usual_ranks)}"
         for name, [(usual, usual_ranks), *others] in differing.items()
         for value, ranks in others
     ]
-    more = f"\n  and {len(lines) - SHOWN_DIFFERENCES} more" if len(lines) > SHOWN_DIFFERENCES else ""
-    return f"the ranks of this launch do not agree ({remedy}):{''.join(lines[:SHOWN_DIFFERENCES])}{more}"
+    return f"the ranks of this launch do not agree ({remedy}):\n  {listed(lines)}"
 
 
 def _shown(ranks: list[str]) -> str:
-    more = len(ranks) - _SHOWN_RANKS
-    return ", ".join(ranks[:_SHOWN_RANKS]) + (f" and {more} more" if more > 0 else "")
+    return listed(ranks, ", ", _SHOWN_RANKS)
