@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from parallelisms import expert
+from parallelisms.torch_internals import group_named
 
 
 @functools.cache
@@ -15,7 +16,7 @@ def route_evenly() -> None:
 
 
 def _route(counts: Tensor, n: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ranks = expert._group(group).size()
+    ranks = group_named(group).size()
     each = [len(counts) // ranks] * ranks
     arriving = expert._all_to_all(counts, each, each, group).unflatten(0, (ranks, -1))
     sizes = torch.stack((counts.unflatten(0, (ranks, -1)).sum(1), arriving.sum(1))).cpu()
