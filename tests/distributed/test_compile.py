@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 from configs.layout import mesh_sizes
 from configs.load import load
 from parallelisms.mesh import build_mesh
+from scripts.parity_compare import attention_that_compiles
 from trainer.data.loader import build_loader
 from trainer.step import build_learner
 
@@ -55,9 +56,10 @@ def compile_counts(overrides: tuple[str, ...]) -> tuple[int, int, int]:
     learner = build_learner(config, mesh)
     loader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
     graphs = []
-    for _, micro_batches in zip(range(4), loader, strict=False):
-        learner.step(micro_batches, lr=1e-3)
-        graphs.append(counters["stats"]["unique_graphs"])
+    with attention_that_compiles():
+        for _, micro_batches in zip(range(4), loader, strict=False):
+            learner.step(micro_batches, lr=1e-3)
+            graphs.append(counters["stats"]["unique_graphs"])
     loader.close()
     return sum(counters["graph_break"].values()), graphs[1], graphs[3]
 

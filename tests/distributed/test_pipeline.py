@@ -9,13 +9,14 @@ import torch.distributed as dist
 from configs.layout import accumulation_steps, mesh_sizes
 from configs.load import load
 from parallelisms.mesh import build_mesh
+from parallelisms.torch_internals import has_zero_bubble
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.guards.verdict import StepResult
 from trainer.planning.memory import _stages_in_flight
 from trainer.step import Learner, build_learner
 
 STEPS, BATCH, SEQ_LEN = 3, 8, 32
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_v")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", *(["zero_bubble_v"] if has_zero_bubble() else []))
 
 
 def build(*overrides: str) -> Learner:

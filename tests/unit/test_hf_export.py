@@ -211,5 +211,5 @@ def test_a_shape_that_transformers_refuses(tmp_path):
 def test_exports_during_training_need_a_checkpoint_at_their_step():
     words = ["--checkpoint.interval", "50", "--checkpoint.export_every"]
     assert load_job("debug.toml", [*words, "100"]).config.checkpoint.export_every == 100
-    with pytest.raises(ConfigError, match="export_every 120 is no multiple of interval 50"):
+    with pytest.raises(ConfigError, match="export_every 120 is not a multiple of interval 50"):
         load_job("debug.toml", [*words, "120"])
