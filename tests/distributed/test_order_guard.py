@@ -10,6 +10,7 @@ from configs.errors import UserError
 from configs.layout import mesh_sizes
 from configs.load import load
 from parallelisms.mesh import build_mesh
+from scripts.parity_compare import attention_that_compiles
 from trainer.data.loader import build_loader
 from trainer.step import build_learner
 
@@ -38,7 +39,8 @@ def guarded_step(words: tuple[str, ...], is_swapped: bool = False) -> tuple[str,
     learner.guard.compare = keep_log
     loader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
     try:
-        learner.step(next(loader), lr=1e-3)
+        with attention_that_compiles():
+            learner.step(next(loader), lr=1e-3)
         said = ""
     except UserError as error:
         said = str(error)

@@ -55,5 +55,7 @@ def memory_after_running_out() -> tuple[dict, dict]:
 def test_what_is_reserved_retried_and_refused_is_the_allocators(null_ranks):
     ((said, allocators),) = null_ranks(1, memory_after_running_out)
     assert said == allocators
-    assert (said["memory_peak_bytes"], said["memory_reserved_peak_bytes"]) == (6 << 30, 11 << 30)
+    # The workspaces of what this process has multiplied before are there as well.
+    assert 6 <= said["memory_peak_bytes"] / 2**30 < 6.2
+    assert 11 <= said["memory_reserved_peak_bytes"] / 2**30 < 11.2
     assert 7 < said["memory_percent"] < 9  # of an H200's 141 GB
