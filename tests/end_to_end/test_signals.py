@@ -64,6 +64,6 @@ def test_while_data_is_prepared(tmp_path: Path):
     signal_at_import(process, signal.SIGTERM)
     outcome = finish(process)
     assert outcome.code == 75
-    assert "stopped by SIGTERM while preparing data; the same command goes on" in outcome.err
+    assert "stopped by SIGTERM while preparing data; the same command resumes" in outcome.err
     assert status(tmp_path / "run")["state"] == "preempted"
     assert not (tmp_path / "data").exists()
