@@ -172,14 +172,21 @@ _writing_status = threading.Lock()
 # --------------------------------------------------------------------------- torchrun
 
 
-def tell_torchrun(reason: str) -> None:
+def tell_torchrun(reason: str, is_consequence: bool = False) -> None:
     """Write the reason to torchrun's error file, so that torchrun's report, the last thing a person sees, shows it.
 
     The file has the form of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, but without a call stack,
     so that torchrun shows the message instead. Does nothing without torchrun.
+
+    Args:
+        reason: What torchrun shows.
+        is_consequence: Whether another rank's end is why this rank ends. torchrun reports the failure with the earliest
+            time, in whole seconds, and the lowest rank of those in the same second; a consequence is dated a second
+            later, so that its cause is reported.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        message = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
+        timestamp = int(time.time()) + is_consequence
+        message = {"message": reason, "extraInfo": {"timestamp": str(timestamp)}}
         with suppress(OSError):  # the reason is on the console, too
             Path(file).write_text(json.dumps({"message": message}))

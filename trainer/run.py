@@ -200,19 +200,20 @@ def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
         tell_torchrun(str(error))
         return code
     reason = str(error) or type(error).__name__
+    text = reason if isinstance(error, KeelError) else "".join(traceback.format_exception(error))
     if launch.watchdog:
         losses = launch.watchdog.explain(error)
         if losses:
             _say_who_is_lost(losses, launch, saw=reason)
             launch.watchdog.close()
             return code
+    tell_torchrun(text)  # before the other ranks hear of it
+    if launch.watchdog:
         launch.watchdog.close(reason)
     if launch.rank > 0 and _others_end(launch):
         tell_torchrun(read_status(launch.folder).get("reason") or reason)  # no other rank on this node may report it
         return code
-    text = reason if isinstance(error, KeelError) else "".join(traceback.format_exception(error))
     launch.console.error(text)
-    tell_torchrun(text)
     state: State = "preempted" if code == EXIT_PREEMPTED else "failed"
     _write_end(launch, state, step, reason)
     return code
@@ -221,7 +222,7 @@ def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
 def _say_who_is_lost(losses: list[Loss], launch: _Launch, saw: str) -> None:
     """Report that other ranks are dead or do not answer; only the first rank that finds out does."""
     assert launch.watchdog is not None
-    tell_torchrun(said_of(losses))
+    tell_torchrun(said_of(losses), is_consequence=True)
     if _has_ended(launch) or not launch.watchdog.peers.is_first("last word"):
         return
     text = f"{said_of(losses)}. The same command resumes from the newest checkpoint"

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.end_to_end.launch import ENVIRONMENT, REPORT, ROOT, TIMEOUT_SECONDS, TINY, finish, start
 from tests.end_to_end.signals import ranks_of, signal_at_step
+from trainer.lifecycle import tell_torchrun
 
 PROGRAM = f"""
 import os, sys
@@ -45,6 +47,16 @@ def test_torchrun_ends_in_our_sentence(tmp_path: Path, words: str, sentence: str
     assert re.search(rf"traceback : {sentence}\n=+\s*$", ended.stderr), ended.stderr
     assert "To enable traceback" not in ended.stderr
     assert len(re.findall(sentence, ended.stderr.partition(REPORT)[0])) == 1
+
+
+def test_a_cause_is_dated_before_its_consequence_in_the_same_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    failures = {}
+    for rank, is_consequence in enumerate([True, False]):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}.json"))
+        monkeypatch.setattr("time.time", lambda: 1000.9)
+        tell_torchrun(f"of rank {rank}", is_consequence)
+        failures[rank] = ProcessFailure(rank, pid=1, exitcode=1, error_file=str(tmp_path / f"{rank}.json"))
+    assert ChildFailedError("train.py", failures).get_first_failure()[0] == 1
 
 
 def test_a_rank_that_fails_alone_and_a_rank_that_was_signalled(tmp_path: Path):
