@@ -1,9 +1,11 @@
-"""Draw the README's picture from the folders of two runs of debug.toml; needs matplotlib.
+"""Draw the README's pictures; needs matplotlib.
 
-python docs/pictures/draw.py STRAIGHT_RUN MOVED_RUN
+python docs/pictures/draw.py curve STRAIGHT_RUN MOVED_RUN    # folders of two runs of debug.toml
+python docs/pictures/draw.py proof TABLE                     # the output of scripts/parity.py
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -37,5 +39,31 @@ def draw_curve(straight: str, moved: str) -> None:
     figure.savefig(HERE / "loss_curve.svg", metadata={"Date": None})
 
 
+FIGURE = r"(\d\.\de[+-]\d\d)"
+ROW = re.compile(rf"(.+?)\s+{FIGURE}\s+{FIGURE}\s+{FIGURE}\s+{FIGURE}\s+(ok|FAILS)")
+"""A row's name, and its differences of loss, gradient norm, first step's gradients and final weights."""
+
+FLOOR = 1e-17
+"""Where a difference of 0 is drawn."""
+
+
+def draw_proof(table: str) -> None:
+    """The differences of all rows of the parity table from one process, beside the bound."""
+    rows = [match for line in Path(table).read_text().splitlines() if (match := ROW.fullmatch(line.strip()))]
+    figure, axes = plt.subplots(figsize=(7.5, 3.2), layout="constrained")
+    for column, name in enumerate(("loss", "gradient norm", "first step's gradients", "final weights"), start=2):
+        values = [max(float(row[column]), FLOOR) for row in rows]
+        axes.plot(values, ".", markersize=3.5, label=name)
+    axes.axhline(1e-10, color="tab:red", linewidth=1)
+    axes.annotate("bound of the test", (0, 1.3e-10), fontsize=8, color="tab:red")
+    axes.axhspan(FLOOR / 3, 2.2e-16, color="0.93", zorder=0)
+    axes.annotate("one rounding of float64", (len(rows) - 1, 1.3e-17), fontsize=8, color="0.45", ha="right")
+    axes.set(yscale="log", ylim=(FLOOR / 3, 1e-8), xlabel="row of the table", ylabel="largest relative difference")
+    axes.set_title(f"{len(rows)} meshes and settings beside one process in eager PyTorch, in float64", fontsize=9)
+    axes.legend(frameon=False, loc="upper right", fontsize=8, ncols=4, markerscale=2, handletextpad=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(HERE / "proof.svg", metadata={"Date": None})
+
+
 if __name__ == "__main__":
-    draw_curve(*sys.argv[1:])
+    {"curve": draw_curve, "proof": draw_proof}[sys.argv[1]](*sys.argv[2:])

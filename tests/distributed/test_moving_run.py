@@ -24,8 +24,11 @@ MESHES = [
     (4, ("--mesh.cp", "2", "--context.method", "ring", "--fsdp.zero_stage", "2")),
     (1, STAY),
 ]
-
-
+TWO_RANKS = [
+    (2, ("--mesh.dp_shard", "2", "--training.micro_batch_size", "2")),
+    (2, ("--mesh.tp", "2", "--activation_checkpoint.mode", "selective")),
+    (1, STAY),
+]
 EP_MESHES = [
     (4, ("--mesh.ep", "4", "--training.micro_batch_size", "2")),
     (4, ("--mesh.ep", "2", "--activation_checkpoint.mode", "full")),
@@ -45,7 +48,11 @@ def go_on(folder: str, steps: int, overrides: tuple[str, ...]) -> list[float]:
     return trainer.losses
 
 
-@pytest.mark.parametrize(("meshes", "run"), [(MESHES, {}), (EP_MESHES, MOE_BIAS)], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("meshes", "run"),
+    [(TWO_RANKS, {}), (MESHES, {}), (EP_MESHES, MOE_BIAS)],
+    ids=["two ranks", "dense", "experts"],
+)
 def test_a_run_moved_through_meshes_learns_the_same(ranks, tmp_path, meshes, run):
     of_run = words(run)
     stayed = ranks(1, go_on, str(tmp_path / "stayed"), STEPS * len(meshes), STAY + of_run)[0]
