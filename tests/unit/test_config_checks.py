@@ -4,28 +4,7 @@ import pytest
 
 from configs.errors import ConfigError
 from configs.load import load
-
-JOB = """
-[job]
-name = "trial"
-[model]
-dim = 64
-n_layers = 4
-n_heads = 4
-ffn_dim = 128
-vocab_size = 512
-[[data.sources]]
-name = "random"
-kind = "synthetic"
-[training]
-steps = 10
-seq_len = 32
-global_batch_size = 8
-[optimizer]
-lr = 1e-3
-[lr_schedule]
-total_steps = 10
-"""
+from tests.unit.small_job import JOB
 
 
 @pytest.fixture(autouse=True)

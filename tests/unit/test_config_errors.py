@@ -11,34 +11,13 @@ from hypothesis import strategies as st
 from configs.errors import ConfigError
 from configs.load import load
 from configs.reading.toml_text import table_text
-
-VALID = """
-[job]
-name = "trial"
-[model]
-dim = 64
-n_layers = 4
-n_heads = 4
-ffn_dim = 128
-vocab_size = 512
-[[data.sources]]
-name = "random"
-kind = "synthetic"
-[training]
-steps = 10
-seq_len = 32
-global_batch_size = 8
-[optimizer]
-lr = 1e-3
-[lr_schedule]
-total_steps = 10
-"""
+from tests.unit.small_job import JOB
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "valid.toml").write_text(VALID)
+    (tmp_path / "valid.toml").write_text(JOB)
 
 
 def mistakes(text, *overrides, world_size=None):
@@ -117,7 +96,7 @@ def test_a_value_instead_of_a_table_and_the_reverse():
 def test_missing_keys_name_table_and_file():
     with open("short.toml", "w", encoding="utf-8") as file:
         file.write(
-            VALID.replace("seq_len = 32\n", "").replace("[optimizer]\nlr = 1e-3\n", "").replace('name = "random"', "")
+            JOB.replace("seq_len = 32\n", "").replace("[optimizer]\nlr = 1e-3\n", "").replace('name = "random"', "")
         )
     with pytest.raises(ConfigError) as caught:
         load("short.toml")
@@ -131,7 +110,7 @@ def test_missing_keys_name_table_and_file():
 
 def test_a_misspelled_required_key_is_one_mistake():
     with open("short.toml", "w", encoding="utf-8") as file:
-        file.write(VALID.replace("seq_len", "seqlen"))
+        file.write(JOB.replace("seq_len", "seqlen"))
     with pytest.raises(ConfigError, match=r"did you mean training\.seq_len") as caught:
         load("short.toml")
     assert len(str(caught.value).split("\n")) == 1
@@ -232,7 +211,7 @@ def test_overrides(words, message):
 NONSENSE = st.sampled_from(
     [0, -1, 3, 1.5, float("nan"), True, "", "x", [], {}, [3], [[]], [{}], {"x": 1}, [{"x": 1}, {"name": "a"}], "0-2"]
 )
-JOB_FILES = [tomli.loads(VALID), tomli.loads((Path(__file__).parents[2] / "configs" / "debug.toml").read_text())]
+JOB_FILES = [tomli.loads(JOB), tomli.loads((Path(__file__).parents[2] / "configs" / "debug.toml").read_text())]
 
 
 def _tables(value):

@@ -20,28 +20,7 @@ from configs.reading.toml_text import table_text
 from configs.run_change import run_key_diff
 from configs.schema import Config, MissingKey
 from tests.conftest import ROOT
-
-JOB = """
-[job]
-name = "trial"
-[model]
-dim = 64
-n_layers = 4
-n_heads = 4
-ffn_dim = 128
-vocab_size = 512
-[[data.sources]]
-name = "random"
-kind = "synthetic"
-[training]
-steps = 10
-seq_len = 32
-global_batch_size = 8
-[optimizer]
-lr = 1e-3
-[lr_schedule]
-total_steps = 10
-"""
+from tests.unit.small_job import JOB
 
 
 @pytest.fixture(autouse=True)
