@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator
+from glob import has_magic, iglob
 from pathlib import Path
 
 from configs.load import LoadedConfig
@@ -53,8 +54,13 @@ def _source(key: str, source: Source, path: str) -> Iterator[Missing]:
 
 def _texts(key: str, inputs: list[str]) -> Iterator[Missing]:
     for text in inputs:
-        if not text.startswith(_NOT_FILES) and not Path(text).exists():
+        if not text.startswith(_NOT_FILES) and not Path(text).exists() and not _matches(text):
             yield key, f'names "{text}": no such file or folder'
+
+
+def _matches(pattern: str) -> bool:
+    """Whether a glob pattern matches anything."""
+    return has_magic(pattern) and next(iglob(pattern, recursive=True), None) is not None
 
 
 def _checkpoint(config: Config) -> Iterator[Missing]:

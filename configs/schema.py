@@ -129,12 +129,12 @@ class Source(Table):
     kind: Literal["tokens", "text", "synthetic"]
     """tokens: a folder of token files; text: tokenized during training; synthetic: reproducible random tokens."""
     path: Annotated[str | None, only_with("kind", "tokens", "text", reason="whose tokens are read from nowhere")] = None
-    """tokens: the folder; text: a file, a folder, or hub:NAME[:CONFIG][@REVISION], a dataset on the Hugging Face Hub,
-    whose revision is resolved to a commit when the run begins and then kept."""
+    """tokens: the folder; text: a file, a folder, a glob pattern, or hub:NAME[:CONFIG][@REVISION][#SPLIT], a dataset on
+    the Hugging Face Hub, whose revision is resolved to a commit when the run begins and then kept."""
     weight: PositiveFloat = 1.0
     """Share of the samples drawn from this source, relative to the other sources."""
     text_key: Annotated[str, only_with("kind", "text")] = "text"
-    """Field that holds the text in .jsonl, .parquet and Hub rows."""
+    """Field or column that holds the text in files of records and hub rows."""
     document_length: Annotated[PositiveInt | None, only_with("kind", "synthetic")] = None
     """Mean length of the documents in tokens; default: each window is one document."""
     virtual_shards: Annotated[PositiveInt, only_with("kind", "text")] = 64
@@ -145,13 +145,22 @@ class Prepare(Table):
     """Token files that are created from text when a run first needs them."""
 
     input: list[str]
-    """Files, folders, hub:NAME, or python_stdlib (the standard library's source on this machine)."""
+    """Files, folders, glob patterns, hub:NAME[:CONFIG][@REVISION][#SPLIT], or python_stdlib (the standard library's
+    source on this machine)."""
     output: str
     """Folder for the token files: OUTPUT/train and OUTPUT/validation; created if it does not exist."""
     validation_fraction: Fraction = 0.0
     """Fraction of the documents, chosen by a hash of their content, that goes to OUTPUT/validation."""
     max_bad_files: NonNegativeInt = 0
-    """Number of unreadable or non-UTF-8 files that may be skipped (each is named); more are an error."""
+    """Number of unreadable files and lines that may be skipped (each is named); more are an error."""
+    text_key: str = "text"
+    """Field or column that holds the text in files of records and hub rows; also for tokenizer.train_on."""
+    separator: str = ""
+    """Cut .txt files into documents at each of these; also for tokenizer.train_on."""
+    drop_duplicates: bool = False
+    """Use only the first of documents with exactly the same text."""
+    pack: bool = False
+    """Pack whole documents into windows of training.seq_len by best fit, instead of cutting one stream into windows."""
 
 
 class Data(Table):

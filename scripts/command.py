@@ -6,6 +6,14 @@ from collections.abc import Callable
 from configs.errors import KeelError
 from trainer.report.console import Console
 
+INPUT_HELP = "file, folder, glob pattern, hub:NAME[:CONFIG][@REVISION][#SPLIT], or python_stdlib"
+TEXT_KEY_HELP = "field or column that holds the text in files of records (default: %(default)s)"
+
+
+def separator(text: str) -> str:
+    """Parse a separator of documents from a command line, where line ends and tabs are hard to type."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
 
 def parser_of(docstring: str | None) -> argparse.ArgumentParser:
     """Make a parser with help from a module's docstring: a summary, a colon and the usage, then the details."""

@@ -8,14 +8,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.command import parser_of, run_command
-from trainer.data.prepare import TRAIN, VALIDATION, Split, prepare
+from scripts.command import INPUT_HELP, TEXT_KEY_HELP, parser_of, run_command, separator
+from trainer.data.prepare import RECORD, described, prepare
 from trainer.report.console import Console
 
 
@@ -24,38 +24,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
 
     def work(console: Console) -> None:
-        with console.progress(f"Writing token files to {options.output}") as progress:
-            record = prepare(
-                options.inputs,
-                options.output,
-                options.tokenizer,
-                processes=options.processes,
-                validation_fraction=options.validation_fraction,
-                max_bad_files=options.max_bad_files,
-                progress=progress,
-                text_key=options.text_key,
-            )
-        _say(console, record, options.output)
+        make = partial(
+            prepare,
+            options.inputs,
+            options.output,
+            options.tokenizer,
+            processes=options.processes,
+            validation_fraction=options.validation_fraction,
+            max_bad_files=options.max_bad_files,
+            text_key=options.text_key,
+            separator=options.separator,
+            drop_duplicates=options.drop_duplicates,
+            pack=options.pack,
+            say=console.line,
+        )
+        if (options.output / RECORD).exists():
+            record = make()  # only checks that it would be the same
+            console.line(f"{options.output}: already there, from the same files and settings; nothing was written")
+        else:
+            with console.progress("Tokenizing", in_bytes=True) as progress:
+                record = make(progress=progress)
+        for message in record["bad_files"]:
+            console.warning(f"skipped: {message}")
+        for line in described(record, options.output):
+            console.line(line)
 
     return run_command(work, "stopped; the same command resumes from there")
-
-
-def _say(console: Console, record: dict[str, Any], output: Path) -> None:
-    for message in record["bad_files"]:
-        console.warning(f"skipped: {message}")
-    if record["empty_documents"]:
-        console.line(f"empty documents, skipped: {record['empty_documents']:,}")
-    for name in (TRAIN, VALIDATION):
-        if name in record:
-            split = Split(**record[name])
-            counts = f"{split.documents:,} documents, {split.tokens:,} tokens, {split.text_bytes:,} bytes of text"
-            console.line(f"{output / name}: {counts}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("inputs", nargs="+", metavar="INPUT", help="file, folder, hub:NAME[:CONFIG], or python_stdlib")
+    add("inputs", nargs="+", metavar="INPUT", help=INPUT_HELP)
     add("--output", type=Path, required=True, metavar="FOLDER", help="folder to create, with train/ and validation/")
     add("--tokenizer", type=Path, required=True, metavar="FILE", help="SentencePiece .model, or a tokenizer.json")
     add(
@@ -66,8 +66,28 @@ def _parser() -> argparse.ArgumentParser:
         help="number of processes (default: %(default)s)",
     )
     add("--validation-fraction", type=_fraction, default=0.0, metavar="F", help="fraction of the documents to hold out")
-    add("--max-bad-files", type=int, default=0, metavar="N", help="unreadable inputs that may be skipped (default: 0)")
-    add("--text-key", default="text", metavar="K", help="field that holds the text in .jsonl, .parquet and Hub rows")
+    add(
+        "--max-bad-files",
+        type=int,
+        default=0,
+        metavar="N",
+        help="unreadable files and lines to allow (default: 0)",
+    )
+    add("--text-key", default="text", metavar="K", help=TEXT_KEY_HELP)
+    add(
+        "--separator",
+        type=separator,
+        default="",
+        metavar="S",
+        help=r"cut .txt files into documents at each S; \n is a line end, \t a tab",
+    )
+    add("--drop-duplicates", action="store_true", help="use only the first of documents with exactly the same text")
+    add(
+        "--pack",
+        type=_positive,
+        metavar="SEQ_LEN",
+        help="pack whole documents into windows of this training.seq_len; the default is one stream, cut into windows",
+    )
     return parser
 
 

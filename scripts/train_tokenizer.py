@@ -12,8 +12,9 @@ from pathlib import Path
 if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.command import parser_of, run_command
-from trainer.data.text import BadFiles, documents
+from scripts.command import INPUT_HELP, TEXT_KEY_HELP, parser_of, run_command, separator
+from trainer.data.bad_files import PATIENCE, BadFiles
+from trainer.data.text import documents
 from trainer.data.tokenizer import train_sentencepiece
 from trainer.report.console import Console
 
@@ -21,14 +22,16 @@ from trainer.report.console import Console
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the training; returns the exit code."""
     options = _parser().parse_args(arguments)
-    bad = BadFiles(options.max_bad_files)
-    texts = (text for name in options.inputs for text in documents(name, options.text_key, bad))
+    bad = BadFiles(options.max_bad_files, PATIENCE)
+    texts = (text for name in options.inputs for text in documents(name, options.text_key, bad, options.separator))
 
     def work(console: Console) -> None:
         with console.progress(f"Training a tokenizer of {options.vocab_size:,} pieces"):
-            train_sentencepiece(texts, options.output, options.vocab_size)
+            train_sentencepiece(texts, options.output, options.vocab_size, bad.check)
         for message in bad.messages:
             console.warning(f"skipped: {message}")
+        for reason, n_files in bad.skipped.items():
+            console.line(f"skipped: {n_files:,} {reason}")
         console.line(f"{options.output}: {options.vocab_size:,} pieces")
 
     return run_command(work, "stopped; nothing was written")
@@ -37,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("inputs", nargs="+", metavar="INPUT", help="file, folder, hub:NAME[:CONFIG], or python_stdlib")
+    add("inputs", nargs="+", metavar="INPUT", help=INPUT_HELP)
     add("--output", type=Path, required=True, metavar="FILE", help="the .model file to write")
     add(
         "--vocab-size",
@@ -46,8 +49,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of pieces, including control symbols and bytes (259)",
     )
-    add("--max-bad-files", type=int, default=0, metavar="N", help="unreadable inputs that may be skipped (default: 0)")
-    add("--text-key", default="text", metavar="K", help="field that holds the text in .jsonl, .parquet and Hub rows")
+    add(
+        "--max-bad-files",
+        type=int,
+        default=0,
+        metavar="N",
+        help="unreadable files and lines to allow (default: 0)",
+    )
+    add("--text-key", default="text", metavar="K", help=TEXT_KEY_HELP)
+    add("--separator", type=separator, default="", metavar="S", help=r"cut .txt files into documents at each S")
     return parser
 
 

@@ -11,8 +11,9 @@ from configs.errors import KeelError, UserError
 from configs.load import LoadedConfig
 from configs.paths import missing_paths
 from configs.schema import Config
-from trainer.data.prepare import prepare
-from trainer.data.text import BadFiles, documents
+from trainer.data.bad_files import PATIENCE, BadFiles
+from trainer.data.prepare import described, prepare
+from trainer.data.text import documents
 from trainer.data.tokenizer import train_sentencepiece
 from trainer.lifecycle import EXIT_PREEMPTED, StopRequest
 from trainer.report.console import Console
@@ -53,9 +54,10 @@ def prepare_data(config: Config, console: Console, stop: StopRequest) -> None:
     tokenizer, wanted = config.tokenizer, config.data.prepare
     if tokenizer.path and tokenizer.train_on and not Path(tokenizer.path).exists():
         with console.progress(f"Training a tokenizer of {config.model.vocab_size:,} pieces"):
-            bad = BadFiles(wanted.max_bad_files if wanted else None)
-            texts = (text for source in tokenizer.train_on for text in documents(source, bad=bad))
-            train_sentencepiece(_until(stop, texts), Path(tokenizer.path), config.model.vocab_size)
+            bad = BadFiles(wanted.max_bad_files if wanted else None, PATIENCE)
+            key, separator = (wanted.text_key, wanted.separator) if wanted else ("text", "")
+            texts = (text for name in tokenizer.train_on for text in documents(name, key, bad, separator))
+            train_sentencepiece(_until(stop, texts), Path(tokenizer.path), config.model.vocab_size, bad.check)
     if wanted and tokenizer.path:
         write = partial(
             prepare,
@@ -65,11 +67,16 @@ def prepare_data(config: Config, console: Console, stop: StopRequest) -> None:
             processes=os.cpu_count() or 1,
             validation_fraction=wanted.validation_fraction,
             max_bad_files=wanted.max_bad_files,
+            text_key=wanted.text_key,
+            separator=wanted.separator,
+            drop_duplicates=wanted.drop_duplicates,
+            pack=config.training.seq_len if wanted.pack else None,
+            say=console.line,
         )
         if Path(wanted.output).exists():
-            write()  # only checks that the files were made with the same settings
+            write()  # only checks that the files were made from the same text with the same settings
             return
-        with console.progress(f"Writing token files to {wanted.output}", in_bytes=True) as report:
+        with console.progress("Tokenizing", in_bytes=True) as report:
 
             def follow(done: int, total: int | None, message: str) -> None:
                 _check(stop)
@@ -78,6 +85,8 @@ def prepare_data(config: Config, console: Console, stop: StopRequest) -> None:
             record = write(progress=follow)
         for message in record["bad_files"]:
             console.warning(f"skipped, as data.prepare.max_bad_files allows: {message}")
+        for line in described(record, Path(wanted.output)):
+            console.line(line)
 
 
 def _until(stop: StopRequest, texts: Iterable[str]) -> Iterator[str]:

@@ -34,13 +34,13 @@ from configs.reading.toml_text import table_text
 from configs.run_change import run_key_diff
 from scripts import checkpoint as script
 from scripts.export_hf import _tokenizer
-from scripts.prepare_data import _say
 from tests.torture.damage import make_manager, process_group, state, write_checkpoint
 from tests.torture.mutations import hostile, mutated_bytes, mutated_json, mutated_value
 from tests.unit.hf_support import TINY, make_model, save
+from trainer.data.bad_files import BadFiles
 from trainer.data.hf_tokenizer import tokenizer_files
-from trainer.data.prepare import RECORD, Settings, _is_finished, _read_record
-from trainer.data.text import BadFiles, documents
+from trainer.data.prepare import RECORD, Settings, _is_finished, _read_record, described
+from trainer.data.text import documents
 from trainer.data.token_file import SUFFIX, TokenFileWriter, TokenFolder
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
 from trainer.lifecycle import read_status
@@ -620,9 +620,7 @@ def _read_prepared(path: Path) -> str:
     if not _is_finished(path.parent, _SETTINGS):
         raise UserError("it would be made anew")
     record = _read_record(path.parent)
-    shown = io.StringIO()
-    _say(Console(out=shown, err=shown), record, path.parent)
-    return shown.getvalue()
+    return "\n".join([*record["bad_files"], *described(record, path.parent)])
 
 
 # --------------------------------------------------------------------------- the run folder

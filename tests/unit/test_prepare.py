@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from configs.errors import UserError
 from scripts.prepare_data import main as prepare_data
@@ -100,12 +103,10 @@ from pathlib import Path
 from trainer.data import prepare
 
 def progress(done, total, message):
-    progress.calls += 1
-    if progress.calls == 5:  # listing, start, three shards
+    if len(list(Path(output).with_name(".out.partial").glob("reports/*.json"))) >= 3:
         os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
-    progress.calls = 0
     prepare.MIN_SHARD_BYTES = 4000
     text, output, model, processes = sys.argv[1:]
     prepare.prepare([text], Path(output), Path(model), int(processes), 0.2, progress=progress)
@@ -179,8 +180,146 @@ def test_launches_at_the_same_time_do_not_break_each_other(corpus, tmp_path, und
 
 def test_a_second_call_does_nothing(corpus, tmp_path, monkeypatch):
     record = run(corpus, tmp_path / "out")
-    monkeypatch.setattr(module, "pieces", None)  # it does not even look at the inputs
+    monkeypatch.setattr(module, "pieces", None)  # it does not read the inputs
     assert run(corpus, tmp_path / "out") == record
+
+
+def copy_of(corpus, folder):
+    """The corpus in a folder of its own, to change it."""
+    shutil.copytree(corpus / "text", folder / "text")
+    shutil.copy(corpus / "t.model", folder)
+    return folder
+
+
+def add(text):
+    (text / "new.py").write_text("print(1)\n")
+
+
+def change(text):
+    (text / "01.py").write_text(text_of(1).replace("x", "y"))
+
+
+def change_unseen(text):
+    """Other text of the same size."""
+    times = (text / "01.py").stat()
+    change(text)
+    os.utime(text / "01.py", ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+
+
+def remove(text):
+    (text / "01.py").unlink()
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [(add, "added: .*new.py"), (change, "changed: .*01.py"), (change_unseen, "changed"), (remove, "removed: .*01.py")],
+)
+def test_other_text_than_what_a_folder_was_made_from_is_noticed(corpus, tmp_path, act, words):
+    copy = copy_of(corpus, tmp_path)
+    record = run(copy, tmp_path / "out")
+    n_bytes = sum(path.stat().st_size for path in (copy / "text").iterdir())
+    assert (record["inputs"]["files"], record["inputs"]["bytes"]) == (N_FILES, n_bytes)
+    act(copy / "text")
+    with pytest.raises(UserError, match=rf"out: was made from other files:\n  {words}(.|\n)*delete this one"):
+        run(copy, tmp_path / "out")
+
+
+def test_text_that_is_only_touched_or_gone_is_no_change(corpus, tmp_path):
+    copy = copy_of(corpus, tmp_path)
+    record = run(copy, tmp_path / "out")
+    os.utime(copy / "text" / "01.py", (1, 1))
+    said = []
+    assert run(copy, tmp_path / "out", say=said.append) == record
+    assert said == []
+    shutil.rmtree(copy / "text")
+    assert run(copy, tmp_path / "out", say=said.append) == record
+    assert "is gone" in said[0]
+
+
+def test_a_folder_of_an_earlier_keel_is_accepted_and_its_inputs_recorded(corpus, tmp_path):
+    copy = copy_of(corpus, tmp_path)
+    run(copy, tmp_path / "out")
+    (tmp_path / "out" / "inputs.jsonl").unlink()
+    path = tmp_path / "out" / "prepare.json"
+    record = json.loads(path.read_text())
+    old = ("settings", "train", "validation", "empty_documents", "bad_files", "read_from")
+    record = {key: record[key] for key in old}
+    for key in ("separator", "drop_duplicates", "pack"):
+        del record["settings"][key]
+    path.write_text(json.dumps(record))
+    said = []
+    for _ in range(2):
+        assert run(copy, tmp_path / "out", say=said.append) == record
+    assert len(said) == 1
+    assert "prepared by an earlier Keel" in said[0]
+    with pytest.raises(UserError, match="separator: '' then, 'x' now"):
+        run(copy, tmp_path / "out", separator="x")
+    add(copy / "text")
+    with pytest.raises(UserError, match="added"):
+        run(copy, tmp_path / "out")
+
+
+def test_after_a_failure_the_corrected_command_starts_again(corpus, tmp_path, capsys):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"content": "some text"}\n' * 9)
+    command = [*(str(tmp_path / f"{name}.jsonl") for name in "ab"), "--output", str(tmp_path / "out")]
+    command += ["--tokenizer", str(corpus / "t.model"), "--processes", "1"]
+    assert prepare_data(command) == 1
+    said = capsys.readouterr().err
+    for name in "ab":
+        assert f"{name}.jsonl:1: no text under the key 'text'; the keys are ['content']; --text-key" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
+    assert prepare_data([*command, "--text-key", "content"]) == 0
+    assert prepare_data([*command, "--text-key", "content"]) == 0
+    assert "already there, from the same files and settings; nothing was written" in capsys.readouterr().out
+
+
+def test_files_that_are_not_text_are_counted(corpus, tmp_path, capsys):
+    copy = copy_of(corpus, tmp_path)
+    (copy / "text" / "logo.png").write_bytes(b"\0\xff")
+    (copy / "text" / ".git").mkdir()
+    (copy / "text" / "loop").symlink_to(".")
+    command = [str(copy / "text"), "--output", str(tmp_path / "out"), "--tokenizer", str(copy / "t.model")]
+    assert prepare_data([*command, "--processes", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "skipped: 1 binary files (they contain a NUL byte): " in said
+    assert "skipped: 1 hidden files" in said
+    assert "skipped: 1 folders that a link leads to a second time: " in said
+    assert "skipped: 1 empty documents" in said
+    assert f"read {N_FILES + 1} files of" in said
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_duplicates_are_dropped_on_request(corpus, tmp_path, processes):
+    copy = copy_of(corpus, tmp_path)
+    for i in (3, 30):
+        (copy / "text" / f"copy of {i}.py").write_text(text_of(i))
+    kept = run(copy, tmp_path / "kept")
+    record = run(copy, tmp_path / "out", drop_duplicates=True, processes=processes)
+    without = run(corpus, tmp_path / "without")
+    assert record["duplicates"] == 2
+    assert "duplicates" not in kept
+    for split in ("train", "validation"):
+        assert record[split] == without[split]
+        one, other = (TokenFolder(tmp_path / name / split, VOCAB) for name in ("out", "without"))
+        assert one.read(0, one.n_tokens).tolist() == other.read(0, other.n_tokens).tolist()
+    assert kept["train"]["documents"] + kept["validation"]["documents"] == N_FILES + 1
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=5), min_size=1, max_size=5))
+def test_copies_are_found_by_their_first_occurrence(shards):
+    seen, expected = set(), []
+    for shard in shards:
+        expected.append(tuple(i for i, n in enumerate(shard) if n in seen or n in shard[:i]))
+        seen |= set(shard)
+    assert module.find_duplicates([b"".join(n.to_bytes(16, "big") for n in shard) for shard in shards]) == expected
+
+
+def test_a_separator_gives_documents(corpus, tmp_path):
+    (tmp_path / "x.txt").write_text("one\n<|end|>two\n<|end|>three")
+    options = {"inputs": (tmp_path / "x.txt",), "validation_fraction": 0.0}
+    assert run(corpus, tmp_path / "whole", **options)["train"]["documents"] == 1
+    assert run(corpus, tmp_path / "cut", separator="<|end|>", **options)["train"]["documents"] == 3
 
 
 @pytest.mark.parametrize(
@@ -274,7 +413,7 @@ def test_a_killed_process_is_reported(corpus, tmp_path, monkeypatch):
 
 def test_without_a_fraction_there_is_no_validation_folder(corpus, tmp_path):
     run(corpus, tmp_path / "out", validation_fraction=0.0)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["prepare.json", "train"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["inputs.jsonl", "prepare.json", "train"]
 
 
 def test_progress_goes_up_to_all_bytes(corpus, tmp_path):

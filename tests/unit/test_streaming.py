@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.errors import UserError
+from trainer.data import hub as inputs
 from trainer.data import streaming
-from trainer.data import text as inputs
 from trainer.data.streaming import Rows, TextSource, merge_states
 
 SEQ_LEN = 7
@@ -167,8 +167,23 @@ def test_cursors_of_another_text_are_not_used(folder, tmp_path):
 
 
 def test_fewer_documents_than_shards_are_an_error(folder):
-    with pytest.raises(UserError, match="13 documents are too few for 14 virtual shards"):
+    with pytest.raises(UserError, match="only 13 documents for 14 virtual shards; set virtual_shards = 13"):
         window(source(folder, n_shards=14), 13)
+
+
+def test_a_text_without_tokens_is_an_error(tmp_path):
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match="none: no text, so there would be no token to train on"):
+        source(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    for name in "ab":
+        (tmp_path / "empty" / f"{name}.txt").write_text("")
+        with pytest.raises(UserError, match="empty: no text, so there would be no token to train on"):
+            window(source(tmp_path / "empty", n_shards=1), 0)
+    (tmp_path / "rows.jsonl").write_text("")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"rows\.jsonl: no text"):
+            window(source(tmp_path / "rows.jsonl", n_shards=1), 0)
 
 
 def test_validation_reads_in_order_and_never_twice(folder):
@@ -176,7 +191,7 @@ def test_validation_reads_in_order_and_never_twice(folder):
     expected = reference(5, n_shards=1)
     for _ in range(2):
         assert [window(text, i) for i in range(5)] == expected
-    with pytest.raises(UserError, match="its 13 documents are used up"):
+    with pytest.raises(UserError, match="validation needs more text: it has only 13 documents"):
         text.addresses(np.arange(100))
 
 

@@ -1,5 +1,10 @@
 """Text sources: every document once and in order, however it is laid out; what cannot be read is named."""
 
+import bz2
+import codecs
+import csv
+import gzip
+import io
 import json
 import os
 import sys
@@ -12,7 +17,8 @@ from hypothesis import strategies as st
 
 from configs.errors import UserError
 from trainer.data import text as module
-from trainer.data.text import BadFiles, documents, pieces, read
+from trainer.data.bad_files import BINARY, HIDDEN, LINKED, BadFiles
+from trainer.data.text import documents, pieces, read
 
 
 def read_all(path, text_key="text", limit=0):
@@ -51,7 +57,7 @@ def test_jsonl_lines_are_read_once_wherever_it_is_cut(tmp_path_factory, texts, p
     if last_line_is_open:
         path.write_bytes(path.read_bytes().rstrip())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "JSONL_PIECE_BYTES", piece_bytes)
+        patch.setattr(module, "PIECE_BYTES", piece_bytes)
         parts = pieces(str(path))
         assert sum(part.n_bytes for part in parts) == path.stat().st_size
         assert [text for part in parts for text in read(part, "text", BadFiles())] == texts
@@ -62,7 +68,8 @@ def test_jsonl_lines_are_read_once_wherever_it_is_cut(tmp_path_factory, texts, p
     [
         (b'{"text": "cut off', "no JSON at column 10 .Unterminated string"),
         (b'{"words": "x"}', r"no text under the key 'text'.*words"),
-        (b'{"text": 5}', "no text under the key 'text'"),
+        (b'{"text": 5}', "'text' is int, not a text"),
+        (b'{"text": null}', "'text' is null, not a text"),
         (b'["text"]', "expected an object.*list"),
         (b'{"text": "\xff"}', "utf-8"),
         (b'{"text": "\\ud800"}', "surrogates"),
@@ -70,7 +77,7 @@ def test_jsonl_lines_are_read_once_wherever_it_is_cut(tmp_path_factory, texts, p
 )
 @pytest.mark.parametrize("piece_bytes", [10, 1000])
 def test_a_bad_json_line_is_named_and_the_others_are_kept(tmp_path, monkeypatch, line, words, piece_bytes):
-    monkeypatch.setattr(module, "JSONL_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(module, "PIECE_BYTES", piece_bytes)
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "one"}\n\n' + line + b'\n{"text": "four"}\n')
     with pytest.raises(UserError, match=rf"x\.jsonl:3: .*{words}"):
@@ -182,3 +189,168 @@ def test_a_missing_package_comes_with_the_install_command(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=rf"pip install {package.partition('.')[0]}"):
         read_all(name)
+
+
+# --------------------------------------------------------------------------- formats and what is skipped
+
+
+RECORDS = ["one", 'zwei\nlines, "quoted"', "NA", "123", ""]
+
+
+def as_json_lines(texts):
+    return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def as_csv(texts, delimiter=","):
+    file = io.StringIO(newline="")
+    rows = csv.writer(file, delimiter=delimiter)
+    rows.writerows([["id", "text"], *enumerate(texts)])
+    return file.getvalue().encode()
+
+
+def as_json_list(texts):
+    return json.dumps([{"text": text, "id": str(i) if i % 2 else i} for i, text in enumerate(texts)], indent=1).encode()
+
+
+def zstd(content):
+    return pyarrow.Codec("zstd").compress(content, asbytes=True)
+
+
+CONTENT = {
+    "x.jsonl": as_json_lines(RECORDS),
+    "x.JSONL": as_json_lines(RECORDS),
+    "x.ndjson": as_json_lines(RECORDS),
+    "x.json": as_json_lines(RECORDS),
+    "list.json": as_json_list(RECORDS),
+    "x.csv": as_csv(RECORDS),
+    "x.tsv": as_csv(RECORDS, "\t"),
+}
+PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zstd}
+
+
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8], ids=["", "BOM"])
+@pytest.mark.parametrize("packing", ["", *PACKED])
+@pytest.mark.parametrize("name", CONTENT)
+def test_records_are_read_by_what_they_are(tmp_path, name, packing, mark):
+    content = mark + CONTENT[name]
+    (tmp_path / (name + packing)).write_bytes(PACKED[packing](content) if packing else content)
+    assert read_all(tmp_path / (name + packing)) == (RECORDS, [])
+
+
+@pytest.mark.parametrize("packing", ["", *PACKED])
+def test_a_text_loses_its_byte_order_mark_and_nothing_else(tmp_path, packing):
+    content = codecs.BOM_UTF8 + "ü\ufeff\r\n".encode()
+    (tmp_path / f"x.txt{packing}").write_bytes(PACKED[packing](content) if packing else content)
+    assert read_all(tmp_path / f"x.txt{packing}") == (["ü\ufeff\r\n"], [])
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ('{"text": "only"}', ["only"]),
+        ('{\n "name": "a package"\n}\n', ['{\n "name": "a package"\n}\n']),
+        ("// a comment\n[1, 2]\n", ["// a comment\n[1, 2]\n"]),
+        ("[1, 2]", ["[1, 2]"]),
+    ],
+)
+def test_a_json_file_without_records_is_a_text(tmp_path, content, found):
+    (tmp_path / "x.json").write_text(content)
+    assert read_all(tmp_path / "x.json") == (found, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("x.json", b'[{"text": "a"}, {"body": "b"}]', r"x\.json, record 1: no text under the key 'text'.*--text-key"),
+        ("x.json", b'[{"text": "a"}, {"text"', r"x\.json: Expecting"),
+        ("x.csv", b"id,body\n1,a\n", r"x\.csv: no column 'text'; there are \['id', 'body'\]; --text-key"),
+        ("x.csv", b"id,text\n1,a,b\n", r"x\.csv:2: more fields"),
+        ("x.csv", b"id,text\n1\n", r"x\.csv:2: 'text' is null"),
+        ("x.csv", b'id,text\n1,"a\n', r"x\.csv: unexpected end"),
+        ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n{"text"\n'), r"x\.jsonl\.gz:2: no JSON"),
+        ("x.jsonl.gz", gzip.compress(as_json_lines(map(str, range(9999))))[:-99], r"x\.jsonl\.gz: Truncated"),
+        ("x.txt.zst", b"nothing", r"x\.txt\.zst: "),
+        ("x.txt.gz", gzip.compress(bytes([65]) * (70 << 20)), r"x\.txt\.gz: unpacks to more than 67,108,864 bytes"),
+        ("x.arrow", b"nothing", r"x\.arrow: datasets can't read it"),
+    ],
+)
+def test_damaged_records_are_named(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        read_all(tmp_path / name)
+
+
+def test_folders_of_save_to_disk_and_their_files(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    texts = [f"row {i} é" for i in range(2500)]
+    saved = datasets.Dataset.from_dict({"id": list(range(2500)), "text": texts})
+    datasets.DatasetDict({"train": saved, "test": saved.select(range(3))}).save_to_disk(tmp_path / "both")
+    datasets.DatasetDict({"train": saved}).save_to_disk(tmp_path / "all" / "one")
+    monkeypatch.setattr(module, "PIECE_BYTES", 10_000)
+    assert len(pieces(str(tmp_path / "both" / "train"))) > 2
+    for path in ("both/train", "both/train/data-00000-of-00001.arrow", "all/one", "all"):
+        assert read_all(tmp_path / path) == (texts, []), path
+    assert read_all(tmp_path / "both/test")[0] == texts[:3]
+    with pytest.raises(UserError, match=r"both: a dataset with several splits \(test, train\).*both/test"):
+        read_all(tmp_path / "both")
+    with pytest.raises(UserError, match="no column 'body'"):
+        read_all(tmp_path / "both" / "test", text_key="body")
+
+
+def test_a_feather_file_is_read(tmp_path):
+    with pyarrow.ipc.new_file(tmp_path / "x.arrow", pyarrow.schema({"text": pyarrow.string()})) as file:
+        file.write(pyarrow.table({"text": RECORDS}))
+    assert read_all(tmp_path / "x.arrow") == (RECORDS, [])
+
+
+def test_glob_patterns(tmp_path):
+    for name in ("a.txt", "b.txt", "c.md", "sub/d.txt", "[x].txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert read_all(tmp_path / "*.txt")[0] == ["[x].txt", "a.txt", "b.txt"]
+    assert read_all(tmp_path / "**/*.txt")[0] == ["[x].txt", "a.txt", "b.txt", "sub/d.txt"]
+    assert read_all(tmp_path / "[x].txt")[0] == ["[x].txt"]  # a file of that name comes before a pattern
+    with pytest.raises(UserError, match="no file matches this pattern"):
+        read_all(tmp_path / "*.rst")
+
+
+def test_links_are_followed_once(tmp_path):
+    (tmp_path / "outside/deep").mkdir(parents=True)
+    (tmp_path / "outside/deep/x.txt").write_text("linked")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").write_text("own")
+    (tmp_path / "in/link").symlink_to("../outside")
+    (tmp_path / "in/loop").symlink_to(".")
+    (tmp_path / "outside/deep/up").symlink_to("../../in")
+    bad = BadFiles()
+    assert list(documents(str(tmp_path / "in"), bad=bad)) == ["own", "linked"]
+    assert bad.skipped == {LINKED: 2}
+    assert bad.examples == {LINKED: [f"{tmp_path}/in/loop", f"{tmp_path}/in/link/deep/up"]}
+
+
+def test_binary_and_hidden_files_are_counted(tmp_path):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "logo.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\xff")
+    (tmp_path / "a.py").write_text("text")
+    bad = BadFiles()
+    assert list(documents(str(tmp_path), bad=bad)) == ["text"]
+    assert (bad.messages, bad.skipped) == ([], {HIDDEN: 1, BINARY: 1})
+    assert bad.examples == {BINARY: [f"{tmp_path}/logo.png"]}
+
+
+def test_a_separator_cuts_txt_files(tmp_path):
+    (tmp_path / "a.txt").write_text("one<|end|>two\n<|end|>")
+    (tmp_path / "b.md").write_text("three<|end|>")
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"four<|end|>five"))
+    found = list(documents(str(tmp_path), separator="<|end|>"))
+    assert found == ["one", "two\n", "", "three<|end|>", "four", "five"]
+
+
+def test_bad_lines_are_collected_up_to_a_limit():
+    bad = BadFiles(limit=2, patience=3)
+    for i in range(5):
+        bad.add(f"line {i}")
+    with pytest.raises(UserError, match=r"5 unreadable file\(s\) or line\(s\), 2 allowed(.|\n)*line 0(.|\n)*line 4"):
+        bad.check()
+    with pytest.raises(UserError, match="6 unreadable"):
+        bad.add("line 5")

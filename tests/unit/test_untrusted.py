@@ -428,7 +428,7 @@ def test_errors_and_lines_are_cleaned_and_bounded():
 
 def test_a_document_in_jsonl_has_a_bound(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "MAX_LINE_BYTES", 1 << 20)
-    monkeypatch.setattr(text, "JSONL_PIECE_BYTES", 1 << 19)
+    monkeypatch.setattr(text, "PIECE_BYTES", 1 << 19)
     lines = [json.dumps({"text": letter * n}) for letter, n in (("a", 9), ("b", 3 << 20), ("c", 600_000), ("d", 9))]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     bad = BadFiles(1)

@@ -5,6 +5,9 @@ inputs alone, and a process works on one shard at a time and writes its token fi
 bit, at any number of processes. Each document goes to OUTPUT/train or OUTPUT/validation by a hash of its content, so
 the same text is never in both.
 
+Before that, all files are read once (`listing.examine`): what can't be read is named before hours go into tokenizing,
+and the sizes and hashes of the inputs are recorded, so that text that is added or changed later is noticed.
+
 All work is done in a hidden folder beside OUTPUT that is renamed when it is complete: OUTPUT is either finished or does
 not exist. A finished shard leaves a report in the hidden folder. After a kill, the next call does the shards that have
 none, and those whose input files have changed since. A lock separates concurrent launches: the first prepares, the
@@ -19,30 +22,44 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
+import numpy as np
 import xxhash
 
 from configs.errors import UserError
 from configs.files import write_atomically
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, shortened
-from trainer.data.text import BadFiles, Piece, pieces, pin, read
+from trainer.data.bad_files import PATIENCE, BadFiles
+from trainer.data.hub import pin
+from trainer.data.listing import InputFile, changes, examine, list_files, read_list, summary, write_list
+from trainer.data.packing import PackingWriter, write_mark
+from trainer.data.text import Piece, pieces, read
 from trainer.data.token_file import SUFFIX, TokenFileWriter
 from trainer.data.tokenizer import Tokenizer, encode_document, load_tokenizer
 
 MIN_SHARD_BYTES = 1 << 20
+_EXAMPLES = 20
 MAX_SHARDS = 256
 """Shards grow with the corpus, so that a folder never has more files than a process may open."""
 RECORD = "prepare.json"
 TRAIN, VALIDATION = "train", "validation"
 
+_PROGRESS_SECONDS = 1.0
+_KILLED = (
+    "a process that prepared text was killed (out of memory?). "
+    "Run the same command again: finished shards are kept. Fewer processes need less memory"
+)
+_Result = TypeVar("_Result")
 Progress = Callable[[int, int | None, str], None]
 """Called with the bytes of text done, the total bytes (None: not known yet), and a message."""
 
@@ -56,6 +73,10 @@ class Settings:
     tokenizer_hash: str
     vocab_size: int
     validation_fraction: float
+    separator: str = ""
+    drop_duplicates: bool = False
+    pack: int | None = None
+    """The seq_len that the documents are packed for; None: a stream."""
 
     @property
     def splits(self) -> list[str]:
@@ -91,6 +112,8 @@ class Shard:
     tokenizer_path: Path
     settings: Settings
     max_bad_files: int
+    duplicates: tuple[int, ...] = ()
+    """Documents that are copies of earlier ones, by their number in the shard."""
 
     @property
     def name(self) -> str:
@@ -114,9 +137,10 @@ class Shard:
 
     @cached_property
     def inputs_hash(self) -> str:
-        """Hash of the shard's inputs: files, their portions, sizes and modification times."""
+        """Hash of the shard's inputs: files, their portions, sizes and modification times, and what is left out."""
         times = [os.stat(piece.path).st_mtime_ns if os.path.exists(piece.path) else 0 for piece in self.pieces]
-        return xxhash.xxh3_128_hexdigest(json.dumps([[asdict(piece) for piece in self.pieces], times]).encode())
+        facts = [[asdict(piece) for piece in self.pieces], times, self.duplicates]
+        return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
 
     def report(self) -> dict[str, Any] | None:
         """The counts of the finished shard; None if it is unfinished, or its input has changed since."""
@@ -135,11 +159,21 @@ def prepare(
     max_bad_files: int = 0,
     progress: Progress = lambda done, total, message: None,
     text_key: str = "text",
+    separator: str = "",
+    drop_duplicates: bool = False,
+    pack: int | None = None,
+    say: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """Tokenize the documents of `inputs` into OUTPUT/train and, with a validation fraction, OUTPUT/validation.
 
-    Does nothing if OUTPUT was already prepared with the same settings. An exception raised by `progress` ends the work;
-    finished shards are kept.
+    Does nothing if OUTPUT was already prepared from the same files with the same settings. An exception raised by
+    `progress` ends the work; finished shards are kept.
+
+    Args:
+        separator: cuts .txt files into documents.
+        drop_duplicates: use only the first of documents with the same text.
+        pack: pack whole documents into windows of this seq_len (see `packing`).
+        say: called with remarks on an OUTPUT that exists.
 
     Returns:
         The record kept as OUTPUT/prepare.json: settings, inputs (of the hub with the commit), documents, tokens and
@@ -148,23 +182,21 @@ def prepare(
 
     Raises:
         UserError: an input or the tokenizer cannot be read, more than `max_bad_files` inputs are unreadable, OUTPUT was
-            made with other settings or cannot be written, or a split would have no tokens.
+            made with other settings or from other files, or cannot be written, or a split would have no tokens.
     """
     output, tokenizer_path = Path(output), Path(tokenizer_path)
     tokenizer = load_tokenizer(tokenizer_path)
-    settings = Settings(list(inputs), text_key, tokenizer.hash, tokenizer.vocab_size, validation_fraction)
+    choices = (validation_fraction, separator, drop_duplicates, pack)
+    settings = Settings(list(inputs), text_key, tokenizer.hash, tokenizer.vocab_size, *choices)
     working = output.absolute().with_name(f".{output.name}.partial")
     try:
-        if not _is_finished(output, settings):
-            progress(0, None, f"listing the files of {', '.join(inputs)}")
-            portions = divide([piece for name in inputs for piece in pieces(name)])
-            shards = [
-                Shard(i, portion, working, os.getpid(), tokenizer_path, settings, max_bad_files)
-                for i, portion in enumerate(portions)
-            ]
+        if _is_finished(output, settings):
+            _check_inputs(output, settings, say)
+        else:
+            job = _Job(settings, working, tokenizer_path, processes, BadFiles(max_bad_files), progress)
             with _lock(working, progress):
                 if not _is_finished(output, settings):  # another launch may have finished it while this one waited
-                    _prepare_all(shards, settings, working, processes, BadFiles(max_bad_files), progress)
+                    job.run()
                     os.rename(working / "output", output)
                 _discard(working)
         record = _read_record(output)
@@ -193,6 +225,31 @@ def is_validation(text: bytes, fraction: float) -> bool:
     return xxhash.xxh3_64_intdigest(text) < fraction * 2**64
 
 
+def described(record: dict[str, Any], output: Path) -> list[str]:
+    """What a record says, in lines for people."""
+    lines = []
+    if "inputs" in record:
+        lines.append(f"read {record['inputs']['files']:,} files of {record['inputs']['bytes']:,} bytes")
+    for reason, found in record.get("skipped", {}).items():
+        first = ", ".join(found["first"][:3])
+        lines.append(f"skipped: {found['count']:,} {reason}" + (f": {first}" if first else ""))
+    if record["empty_documents"]:
+        lines.append(f"skipped: {record['empty_documents']:,} empty documents")
+    if "duplicates" in record:
+        lines.append(f"dropped: {record['duplicates']:,} documents with the same text as an earlier one")
+    for name in (TRAIN, VALIDATION):
+        if name in record:
+            split = Split(*(record[name][key] for key in _SPLIT))
+            counts = f"{split.documents:,} documents, {split.tokens:,} tokens, {split.text_bytes:,} bytes of text"
+            lines.append(f"{output / name}: {counts}")
+        if packed := record.get("packed", {}).get(name):
+            lines.append(
+                f"{output / name}: {packed['windows']:,} windows for training.seq_len = {packed['seq_len']}, "
+                f"{packed['waste']:.2%} of them padding; {packed['cut_documents']:,} documents are longer than a window"
+            )
+    return lines
+
+
 # ------------------------------------------------------------------------------------------- one shard
 
 
@@ -200,22 +257,72 @@ def write_shard(shard: Shard) -> dict[str, Any]:
     """Write a shard's token files into the folder for unfinished work; returns its report."""
     tokenizer = _load_once(shard.tokenizer_path)
     settings = shard.settings
-    bad = BadFiles(shard.max_bad_files)
+    bad = BadFiles(shard.max_bad_files, PATIENCE)
     splits = {name: Split() for name in settings.splits}
-    empty = 0
+    copies = set(shard.duplicates)
+    empty = duplicates = 0
     with ExitStack() as stack:
-        writers = {name: stack.enter_context(_writer(shard, name)) for name in splits}
-        for text in (text for piece in shard.pieces for text in read(piece, settings.text_key, bad)):
+        writers = {name: _writer(shard, name) for name in splits}
+        for writer in writers.values():
+            stack.enter_context(writer)
+        for number, text in enumerate(_texts(shard, bad)):
             if not text:
                 empty += 1
+                continue
+            if number in copies:
+                duplicates += 1
                 continue
             raw = text.encode()
             name = VALIDATION if is_validation(raw, settings.validation_fraction) else TRAIN
             tokens = encode_document(tokenizer, text)
             writers[name].append(tokens)
             splits[name].add(1, len(tokens), len(raw))
-    counts = {name: asdict(split) for name, split in splits.items()}
-    return {**counts, "empty_documents": empty, "bad_files": bad.messages, "inputs_hash": shard.inputs_hash}
+    packed = {
+        name: {"windows": writer.n_windows, "cut_documents": writer.n_cut}
+        for name, writer in writers.items()
+        if isinstance(writer, PackingWriter)
+    }
+    return {
+        **{name: asdict(split) for name, split in splits.items()},
+        "empty_documents": empty,
+        "duplicates": duplicates,
+        "packed": packed,
+        "bad_files": bad.messages,
+        "skipped": dict(bad.skipped),
+        "examples": bad.examples,
+        "inputs_hash": shard.inputs_hash,
+    }
+
+
+def hash_shard(shard: Shard) -> bytes:
+    """xxh3_128 of each of a shard's documents, 16 bytes each."""
+    bad = BadFiles(shard.max_bad_files, PATIENCE)
+    return b"".join(xxhash.xxh3_128_digest(text.encode()) for text in _texts(shard, bad))
+
+
+def _texts(shard: Shard, bad: BadFiles) -> Iterator[str]:
+    for piece in shard.pieces:
+        yield from read(piece, shard.settings.text_key, bad, shard.settings.separator)
+        _read_bytes.add(piece.n_bytes)
+
+
+class _ReadBytes:
+    """Counts the bytes of the pieces that this process has read, for whoever shows the progress."""
+
+    def __init__(self) -> None:
+        self.add: Callable[[int], None] = lambda n_bytes: None
+
+    def add_to(self, counter: "Synchronized[int]") -> None:
+        """From now on, add to a counter that processes share."""
+
+        def add(n_bytes: int) -> None:
+            with counter.get_lock():
+                counter.value += n_bytes
+
+        self.add = add
+
+
+_read_bytes = _ReadBytes()
 
 
 @cache
@@ -223,40 +330,154 @@ def _load_once(path: Path) -> Tokenizer:
     return load_tokenizer(path)
 
 
-def _writer(shard: Shard, split: str) -> TokenFileWriter:
+def _writer(shard: Shard, split: str) -> TokenFileWriter | PackingWriter:
     path = shard.unfinished / split / (shard.name + SUFFIX)
-    return TokenFileWriter(path, shard.settings.vocab_size, shard.settings.tokenizer_hash)
+    writer = TokenFileWriter(path, shard.settings.vocab_size, shard.settings.tokenizer_hash)
+    return PackingWriter(writer, shard.settings.pack) if shard.settings.pack else writer
 
 
 # ------------------------------------------------------------------------------------------- all shards
 
 
-def _prepare_all(
-    shards: list[Shard], settings: Settings, working: Path, processes: int, bad: BadFiles, progress: Progress
-) -> None:
-    """Do the remaining work in the working folder, including the final record."""
-    _enter(working, settings)
-    reports = {shard.index: report for shard in shards if (report := shard.report())}
-    _remove_leftovers(working, {shard.name for shard in shards if shard.index in reports})
-    for report in reports.values():
-        bad.extend(report["bad_files"])
-    total = sum(shard.n_bytes for shard in shards)
-    done = sum(shard.n_bytes for shard in shards if shard.index in reports)
-    progress(done, total, f"tokenizing in {processes} process(es), {len(reports)} of {len(shards)} shards done before")
-    with _written([shard for shard in shards if shard.index not in reports], processes) as results:
-        for shard, report in results:
-            _keep(shard, report)
-            bad.extend(report["bad_files"])
-            reports[shard.index] = report
-            done += shard.n_bytes
-            progress(done, total, "tokenizing")
-    try:
-        record = _record(settings, [reports[shard.index] for shard in shards])
-        record["read_from"] = [pin(name) for name in settings.inputs]
-    except UserError:
-        _discard(working)  # the same inputs would end in the same error
-        raise
-    _write_json(working / "output" / RECORD, record)
+@dataclass
+class _Job:
+    """One preparation, from its inputs to the finished working folder."""
+
+    settings: Settings
+    working: Path
+    tokenizer_path: Path
+    processes: int
+    bad: BadFiles
+    progress: Progress
+
+    def run(self) -> None:
+        """Do the remaining work in the working folder, including the final record."""
+        try:
+            files, shards = self._shards()
+            self._write(files, self._without_duplicates(shards))
+        except BaseException:
+            if not any((self.working / "reports").glob("*.json")):  # there is nothing in it to resume from
+                _discard(self.working)
+            raise
+
+    def _shards(self) -> tuple[list[InputFile], list[Shard]]:
+        """Look at all inputs, and divide them.
+
+        Raises:
+            UserError: more of them than allowed are unreadable.
+        """
+        inputs, text_key = self.settings.inputs, self.settings.text_key
+        self.progress(0, None, f"listing the files of {', '.join(inputs)}")
+        listed = list_files(inputs, self.bad)
+        files, problems = examine(listed, text_key, self.processes, self._examined)
+        BadFiles(self.bad.limit).extend(problems)
+        portions = divide([piece for name in inputs for piece in pieces(name)])
+        limit = self.bad.limit or 0
+        return files, [
+            Shard(i, portion, self.working, os.getpid(), self.tokenizer_path, self.settings, limit)
+            for i, portion in enumerate(portions)
+        ]
+
+    def _examined(self, n_bytes: int) -> None:
+        self.progress(0, None, f"checking the inputs, {n_bytes / 1e6:,.0f} MB read")
+
+    def _without_duplicates(self, shards: list[Shard]) -> list[Shard]:
+        """Tell each shard which of its documents are copies of earlier ones."""
+        if not self.settings.drop_duplicates:
+            return shards
+        hashes = dict.fromkeys((shard.index for shard in shards), b"")
+        with closing(self._on_all(hash_shard, shards, 0, "looking for duplicates")) as results:
+            for shard, found in results:
+                hashes[shard.index] = found
+        return [
+            replace(shard, duplicates=copies)
+            for shard, copies in zip(shards, find_duplicates(list(hashes.values())), strict=True)
+        ]
+
+    def _write(self, files: list[InputFile], shards: list[Shard]) -> None:
+        settings, working = self.settings, self.working
+        _enter(working, settings)
+        reports = {shard.index: report for shard in shards if (report := shard.report())}
+        _remove_leftovers(working, {shard.name for shard in shards if shard.index in reports})
+        for report in reports.values():
+            self.bad.extend(report["bad_files"])
+        done = sum(shard.n_bytes for shard in shards if shard.index in reports)
+        remaining = [shard for shard in shards if shard.index not in reports]
+        with closing(self._on_all(write_shard, remaining, done, "tokenizing")) as results:
+            for shard, report in results:
+                self.bad.extend(report["bad_files"])
+                _keep(shard, report)
+                reports[shard.index] = report
+        if changed := [file.path for file in files if not file.is_untouched()]:
+            raise UserError(f"{', '.join(changed[:5])}: changed while being read; run the same command again")
+        try:
+            record = _record(settings, [reports[shard.index] for shard in shards], self.bad)
+            record["read_from"] = [pin(name) for name in settings.inputs]
+        except UserError:
+            _discard(working)  # the same inputs would end in the same error
+            raise
+        record["inputs"] = summary(files)
+        write_list(working / "output", files)
+        if settings.pack:
+            for split in settings.splits:
+                write_mark(working / "output" / split, settings.pack)
+        _write_json(working / "output" / RECORD, record)
+
+    def _on_all(
+        self, work: Callable[[Shard], _Result], shards: list[Shard], done: int, message: str
+    ) -> Generator[tuple[Shard, _Result], None, None]:
+        """Apply a function to shards in several processes; yields each result as it is finished, and shows progress."""
+        total = done + sum(shard.n_bytes for shard in shards)
+        self.progress(done, total, message)
+        if self.processes == 1:
+            yield from self._on_all_here(work, shards, done, total, message)
+        elif shards:
+            counter = multiprocessing.get_context("spawn").Value("q", done)
+            with _pool(min(self.processes, len(shards)), counter) as pool:
+                futures = {pool.submit(work, shard): shard for shard in shards}
+                left = set(futures)
+                while left:
+                    finished, left = wait(left, _PROGRESS_SECONDS, FIRST_COMPLETED)
+                    for future in finished:
+                        try:
+                            yield futures[future], future.result()
+                        except BrokenProcessPool:
+                            raise UserError(_KILLED) from None
+                    self.progress(counter.value, total, message)
+
+    def _on_all_here(
+        self, work: Callable[[Shard], _Result], shards: list[Shard], done: int, total: int, message: str
+    ) -> Generator[tuple[Shard, _Result], None, None]:
+        shown_at = time.monotonic()
+
+        def add(n_bytes: int) -> None:
+            nonlocal done, shown_at
+            done += n_bytes
+            if time.monotonic() - shown_at > _PROGRESS_SECONDS:
+                shown_at = time.monotonic()
+                self.progress(done, total, message)
+
+        _read_bytes.add = add
+        for shard in shards:
+            yield shard, work(shard)
+            self.progress(done, total, message)
+
+
+def find_duplicates(hashes: Sequence[bytes]) -> list[tuple[int, ...]]:
+    """Find the documents that are copies of earlier ones.
+
+    Args:
+        hashes: for each shard, 16 bytes per document.
+
+    Returns:
+        For each shard, the numbers of its copies, ascending.
+    """
+    keys = np.frombuffer(b"".join(hashes), dtype="<u8").reshape(-1, 2)
+    order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: of equal documents, the first comes first
+    is_copy = np.zeros(len(keys), dtype=bool)
+    is_copy[order[1:]] = (keys[order[1:]] == keys[order[:-1]]).all(axis=1)
+    ends = np.cumsum([len(each) // 16 for each in hashes])
+    return [tuple(np.flatnonzero(part).tolist()) for part in np.split(is_copy, ends[:-1])]
 
 
 def _keep(shard: Shard, report: dict[str, Any]) -> None:
@@ -268,28 +489,11 @@ def _keep(shard: Shard, report: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _written(shards: list[Shard], processes: int) -> Iterator[Iterator[tuple[Shard, dict[str, Any]]]]:
-    """Write the shards; yields each with its report as it is finished."""
-    if processes == 1 or not shards:
-        yield ((shard, write_shard(shard)) for shard in shards)
-        return
-    with _pool(min(processes, len(shards))) as pool:
-        futures = {pool.submit(write_shard, shard): shard for shard in shards}
-        try:
-            yield ((futures[future], future.result()) for future in as_completed(futures))
-        except BrokenProcessPool:
-            raise UserError(
-                "a process that prepared text was killed (out of memory?). "
-                "Run the same command again: finished shards are kept. Fewer processes need less memory"
-            ) from None
-
-
-@contextmanager
-def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+def _pool(processes: int, counter: "Synchronized[int]") -> Iterator[ProcessPoolExecutor]:
     """Worker processes that end with this one, and at once if it leaves this context with an exception."""
     before = set(multiprocessing.active_children())
     spawn = multiprocessing.get_context("spawn")  # forking after torch's threads have started may hang
-    pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_follow_parent)
+    pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_start_worker, initargs=(counter,))
     try:
         yield pool
     except BaseException:
@@ -300,8 +504,9 @@ def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
     pool.shutdown()
 
 
-def _follow_parent() -> None:
-    """In a worker, leave Ctrl-C to the parent, and exit if the parent is killed (nothing else would end the worker)."""
+def _start_worker(counter: "Synchronized[int]") -> None:
+    """In a worker: count what it reads, leave Ctrl-C to the parent, and exit if the parent is killed."""
+    _read_bytes.add_to(counter)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
@@ -314,7 +519,7 @@ def _follow_parent() -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _record(settings: Settings, reports: list[dict[str, Any]]) -> dict[str, Any]:
+def _record(settings: Settings, reports: list[dict[str, Any]], bad: BadFiles) -> dict[str, Any]:
     """Sum up the shards.
 
     Raises:
@@ -333,12 +538,32 @@ def _record(settings: Settings, reports: list[dict[str, Any]]) -> dict[str, Any]
                 f"validation_fraction {settings.validation_fraction} of {documents} document(s) leaves none for {name};"
                 " give more documents (a text file is one, a .jsonl has one per line) or another fraction"
             )
-    return {
+    for report in reports:
+        bad.skipped.update(report["skipped"])
+        for reason, paths in report["examples"].items():
+            bad.examples.setdefault(reason, []).extend(paths)
+    record = {
         "settings": asdict(settings),
         **{name: asdict(split) for name, split in splits.items()},
         "empty_documents": sum(report["empty_documents"] for report in reports),
         "bad_files": [message for report in reports for message in report["bad_files"]],
+        "skipped": {
+            reason: {"count": count, "first": bad.examples.get(reason, [])[:_EXAMPLES]}
+            for reason, count in bad.skipped.items()
+        },
     }
+    if settings.drop_duplicates:
+        record["duplicates"] = sum(report["duplicates"] for report in reports)
+    if settings.pack:
+        record["packed"] = {name: _packed(settings.pack, split, name, reports) for name, split in splits.items()}
+    return record
+
+
+def _packed(seq_len: int, split: Split, name: str, reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """How a split was packed; `waste` is the fraction of its windows that is padding."""
+    windows, cut = (sum(report["packed"][name][key] for report in reports) for key in ("windows", "cut_documents"))
+    waste = 1 - split.tokens / (windows * (seq_len + 1))
+    return {"seq_len": seq_len, "windows": windows, "cut_documents": cut, "waste": round(waste, 6)}
 
 
 # ------------------------------------------------------------------------------------------- folders
@@ -358,15 +583,46 @@ def _is_finished(output: Path, settings: Settings) -> bool:
     return False
 
 
+def _check_inputs(output: Path, settings: Settings, say: Callable[[str], None]) -> None:
+    """Compare the inputs with those of a finished folder, as far as they still exist.
+
+    Raises:
+        UserError: text was added, removed or changed since.
+    """
+    before = read_list(output)
+    if before is None:
+        _adopt_inputs(output, settings, say)
+        return
+    changed, gone = changes(before, settings.inputs)
+    if changed:
+        raise UserError(
+            f"{output}: was made from other files:\n" + "\n".join(changed) + "\n"
+            "Choose another output folder, or delete this one to have it made again"
+        )
+    if gone:
+        say(f"{output}: the text that it was made from is gone ({', '.join(gone)}), so it was not compared")
+
+
+def _adopt_inputs(output: Path, settings: Settings, say: Callable[[str], None]) -> None:
+    """Record the inputs of a folder that was prepared before Keel recorded them."""
+    try:
+        write_list(output, examine(list_files(settings.inputs, BadFiles()), settings.text_key, 1, lambda done: None)[0])
+        further = "they are recorded as they are now, so that later changes are noticed"
+    except (UserError, OSError) as error:
+        further = f"they can't be recorded now ({error})"
+    say(f"{output}: prepared by an earlier Keel, so whether its inputs have changed since is unknown; {further}")
+
+
 def _enter(working: Path, settings: Settings) -> None:
     """Start or resume in a working folder.
 
     Raises:
-        UserError: it was started with other settings.
+        UserError: shards in it were finished with other settings.
     """
     state = working / "settings.json"
-    if state.exists():
-        _check_same(working, _read_json(state), settings)
+    if state.exists() and (n_finished := len(list(working.glob("reports/*.json")))):
+        advice = f"It holds {n_finished} finished part(s) of an interrupted preparation; to begin again, delete it"
+        _check_same(working, _read_json(state), settings, advice)
     for left in working.glob("unfinished.*"):
         _discard(left)
     (working / "reports").mkdir(exist_ok=True)
@@ -383,16 +639,22 @@ def _remove_leftovers(working: Path, finished: set[str]) -> None:
             path.unlink()
 
 
-def _check_same(folder: Path, before: Any, settings: Settings) -> None:
+def _check_same(
+    folder: Path,
+    before: Any,
+    settings: Settings,
+    advice: str = "Choose another output folder, or delete this one to have it made again",
+) -> None:
     now = asdict(settings)
-    then = before if isinstance(before, dict) else {}
+    then = _DEFAULTS | (before if isinstance(before, dict) else {})
     values = {key: shortened(repr(then.get(key)), 400) for key in now}
     changed = [f"  {key}: {values[key]} then, {now[key]!r} now" for key in now if then.get(key) != now[key]]
     if changed:
-        raise UserError(
-            f"{folder}: was made with other settings:\n" + "\n".join(changed) + "\n"
-            "Choose another output folder, or delete this one to have it made again"
-        )
+        raise UserError(f"{folder}: was made with other settings:\n" + "\n".join(changed) + f"\n{advice}")
+
+
+_DEFAULTS = {"separator": "", "drop_duplicates": False, "pack": None}
+"""Settings that folders of an earlier Keel lack."""
 
 
 def _lock(working: Path, progress: Progress) -> IO[bytes]:
@@ -429,20 +691,39 @@ def _read_record(output: Path) -> dict[str, Any]:
         UserError: it is incomplete.
     """
     record = _read_json(output / RECORD)
-    splits = [record.get(name, {}) for name in (TRAIN, VALIDATION)]
-    counts = [
-        record.get("empty_documents"),
-        *(count for split in splits if _is_split(split) for count in split.values()),
-    ]
-    bad_files = record.get("bad_files")
-    is_whole = isinstance(bad_files, list) and all(isinstance(message, str) for message in bad_files)
-    if not is_whole or not all(map(_is_split, splits)) or not all(type(count) is int for count in counts):
+    if not _fits(record, _FORM):
         raise UserError(f"{output / RECORD}: not in the form that Keel writes; delete its folder to have it made again")
     return record
 
 
-def _is_split(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() <= asdict(Split()).keys()
+_SPLIT = dict.fromkeys(asdict(Split()), int)
+_PACKED = {"seq_len": int, "windows": int, "cut_documents": int, "waste": float}
+_FORM = {
+    "bad_files": [str],
+    "empty_documents": int,
+    TRAIN: _SPLIT,
+    f"{VALIDATION}?": _SPLIT,
+    "inputs?": {"files": int, "bytes": int, "xxh3_128": str},
+    "skipped?": {"*": {"count": int, "first": [str]}},
+    "duplicates?": int,
+    "packed?": {"*": _PACKED},
+}
+"""What a record has: types, lists of them, and objects; "?" marks what may be missing, "*" stands for any key."""
+
+
+def _fits(value: Any, form: Any) -> bool:
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_fits(item, form[0]) for item in value)
+    if not isinstance(form, dict):
+        return type(value) is form
+    if not isinstance(value, dict):
+        return False
+    if "*" in form:
+        return all(_fits(item, form["*"]) for item in value.values())
+    needed = {key for key in form if not key.endswith("?")}
+    return needed <= value.keys() and all(
+        _fits(value[name], part) for key, part in form.items() if (name := key.rstrip("?")) in value
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

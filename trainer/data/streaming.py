@@ -32,7 +32,10 @@ import numpy as np
 import xxhash
 
 from configs.errors import UserError
-from trainer.data.text import BadFiles, Piece, pieces, pin, read
+from trainer.data.bad_files import BadFiles
+from trainer.data.hub import pin
+from trainer.data.inputs import content_files
+from trainer.data.text import Piece, pieces, read
 from trainer.data.tokenizer import Tokenizer, encode_document
 
 FULL_CHECK_BYTES = 1 << 30
@@ -57,12 +60,14 @@ class Rows:
             UserError: a row can't be read, the text has fewer rows than `min_rows`, or it ended and does not repeat.
         """
         epoch_start = 0
-        if len(self.sizes) == len(self.pieces):
+        if len(self.sizes) == len(self.pieces) and any(self.sizes):
             epoch_start = row // sum(self.sizes) * sum(self.sizes)
         while True:
+            has_text = row > epoch_start  # what was before is not known
             for number, text in self._epoch_from(max(0, row - epoch_start)):
+                has_text = has_text or bool(text)
                 yield epoch_start + number, text
-            self._check_end()
+            self._check_end(has_text)
             epoch_start += sum(self.sizes)
 
     def _epoch_from(self, row: int) -> Iterator[tuple[int, str]]:
@@ -79,17 +84,20 @@ class Rows:
             if index == len(self.sizes):
                 self.sizes.append(number - start)
 
-    def _check_end(self) -> None:
+    def _check_end(self, has_text: bool) -> None:
         n_rows = sum(self.sizes)
+        documents = f"only {n_rows} document{'s' * (n_rows != 1)}"
+        if not has_text:
+            raise UserError(f"{self.path}: no text, so there would be no token to train on")
         if n_rows < self.min_rows:
             raise UserError(
-                f"{self.path}: {n_rows} documents are too few for {self.min_rows} virtual shards; "
-                "lower virtual_shards of this source, or make token files of it with scripts/prepare_data.py"
+                f"{self.path}: {documents} for {self.min_rows} virtual shards; set virtual_shards = {n_rows} in this "
+                "source, or make token files of it with scripts/prepare_data.py"
             )
         if not self.repeat:
             raise UserError(
-                f"{self.path}: its {n_rows} documents are used up, and validation reads no text twice; "
-                "lower validation.sequences, or give it more text"
+                f"{self.path}: validation needs more text: it has {documents}, and reads none twice; "
+                "lower validation.sequences, or give it more"
             )
 
 
@@ -147,11 +155,13 @@ class TextSource:
         """Stream the text `path`, once or in epochs, from the cursors in `state` if it has any.
 
         Raises:
-            UserError: there is no such text.
+            UserError: there is no such text, or no file in its folder.
         """
         self._tokenizer, self._seq_len, self._n_shards = tokenizer, seq_len, virtual_shards
         self._path = path = pin(path, state.get("path") if state else None)
         layout = pieces(path)
+        if not layout:
+            raise UserError(f"{path}: no text, so there would be no token to train on")
         self._fingerprint = text_fingerprint(layout, tokenizer.hash, virtual_shards)
         if state is None or state["fingerprint"] != self._fingerprint:  # cursors into another text are meaningless
             state = {"sizes": [], "cursors": {}}
@@ -242,7 +252,8 @@ def text_fingerprint(layout: Sequence[Piece], tokenizer_hash: str, virtual_shard
     At most FULL_CHECK_BYTES of text are read, in blocks spread evenly over each file: a replaced file is noticed, a
     replaced word in a larger corpus may not be. For a hub dataset, the commit identifies the text.
     """
-    files = dict.fromkeys(Path(piece.path) for piece in layout if piece.kind != "hub")
+    paths = dict.fromkeys(Path(piece.path) for piece in layout if piece.kind != "hub")
+    files = [file for path in paths for file in content_files(path)]
     share = min(1.0, FULL_CHECK_BYTES / max(1, sum(piece.n_bytes for piece in layout if piece.kind != "hub")))
     contents = [_content_hash(file, share, *_version(file)) for file in files]
     parts = [(piece.path, piece.start, piece.stop) for piece in layout]

@@ -10,7 +10,7 @@ Text is always text here: "<s>" in a source file becomes the pieces of three cha
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
@@ -273,18 +273,23 @@ def _id_or_none(i: int) -> int | None:
     return i if i >= 0 else None
 
 
-def train_sentencepiece(texts: Iterator[str], output: Path, vocab_size: int) -> None:
+def train_sentencepiece(
+    texts: Iterator[str], output: Path, vocab_size: int, at_end: Callable[[], None] = lambda: None
+) -> None:
     """Train a BPE tokenizer of `vocab_size` pieces on `texts` and write it to `output` atomically.
 
     Text is not normalized, and every character can be encoded (byte fallback), so that decoding restores exactly what
     was encoded. Pieces of spaces and newlines are allowed: without them, source code takes 1.7 times the tokens. The
     same texts give the same file. Ids: 0 unknown, 1 BOS, 2 EOS, 3-258 bytes, then pieces.
 
+    Args:
+        at_end: called once all texts are read, before the training.
+
     Raises:
         UserError: the texts are too few for the vocabulary, or `output` cannot be written. Anything that `texts` raises
             is raised as well.
     """
-    reader = _Reader(texts)
+    reader = _Reader(texts, at_end)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -327,8 +332,8 @@ def _write_whole(output: Path, content: bytes) -> None:
 class _Reader:
     """Passes texts to SentencePiece and keeps their source's error, which SentencePiece would replace by its own."""
 
-    def __init__(self, texts: Iterator[str]) -> None:
-        self._texts = texts
+    def __init__(self, texts: Iterator[str], at_end: Callable[[], None]) -> None:
+        self._texts, self._at_end = texts, at_end
         self.error: Exception | None = None
         self.n_bytes = 0
 
@@ -337,6 +342,7 @@ class _Reader:
             for text in filter(None, self._texts):
                 self.n_bytes += len(text.encode())
                 yield text
+            self._at_end()
         except Exception as error:
             self.error = error
             raise
@@ -344,6 +350,7 @@ class _Reader:
 
 def _training_error(error: RuntimeError, reader: _Reader, output: Path, vocab_size: int) -> UserError:
     reason = str(error).rpartition("] ")[2].strip()  # SentencePiece's message, without its source position
+    reason = reason.partition(" or decrease character_coverage")[0]  # an option of SentencePiece's own command
     return UserError(
         f"cannot train a tokenizer of {vocab_size} pieces on {reader.n_bytes} bytes of text for {output}: {reason}\n"
         "Give it more text, or another vocabulary size (at least 259 plus the characters of the text)"

@@ -1,0 +1,128 @@
+"""The files that an input stands for, and what they contained when they were read.
+
+An input is a file, a folder, a glob pattern, `hub:NAME` or `python_stdlib`. A folder stands for its files, recursively,
+ordered by path; links are followed. Hidden files and folders (`.git`) and `__pycache__` are skipped and counted, and so
+is a link to a folder that is read under another name. A folder that `datasets` wrote by `save_to_disk` counts as one
+file.
+"""
+
+import importlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from glob import glob, has_magic
+from pathlib import Path
+from typing import Any
+
+from configs.errors import UserError
+from trainer.data.bad_files import HIDDEN, LINKED, BadFiles
+
+STDLIB = "python_stdlib"
+HUB = "hub:"
+NO_STDLIB_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+"""Folders excluded from the standard library: tests (some contain broken text on purpose), installed packages."""
+
+
+def files_of(input: str, bad: BadFiles) -> list[Path]:
+    """The files of an input that is not of the hub, in order; what is skipped is added to `bad`.
+
+    Raises:
+        UserError: there is no such file or folder, or it cannot be listed.
+    """
+    if input == STDLIB:
+        return _stdlib_files(bad)
+    path = Path(input)
+    if path.exists() or path.is_symlink():
+        return _below(path, bad)
+    if has_magic(input):
+        if found := sorted(glob(input, recursive=True)):
+            return [file for name in found for file in _below(Path(name), bad)]
+        raise UserError(f"{input}: no file matches this pattern")
+    raise UserError(f"{input}: no such file or folder; inputs are files, folders, patterns, {HUB}NAME, or {STDLIB}")
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether a folder was written by `Dataset.save_to_disk`."""
+    return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+
+
+def content_files(path: Path) -> list[Path]:
+    """The files whose content an entry of `files_of` has: itself, or all files of a saved dataset."""
+    return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+
+
+def import_package(module: str, purpose: str) -> Any:
+    """Import a package that only some inputs need.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise UserError(f"{purpose} need the package {package}; install it: pip install {package}") from None
+
+
+def _stdlib_files(bad: BadFiles) -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    found = [path for path in _below(root, bad) if path.suffix == ".py"]
+    found = [path for path in found if not NO_STDLIB_TEXT.intersection(path.relative_to(root).parts)]
+    if not found:
+        raise UserError(f"{STDLIB}: no source files in {root}; name a folder of text instead")
+    return found
+
+
+def _below(path: Path, bad: BadFiles) -> list[Path]:
+    """The path itself, or a folder's files, ordered by their path in it."""
+    if not path.is_dir() or is_saved_dataset(path):
+        return [path]
+    if (path / "dataset_dict.json").is_file():
+        return [_only_split(path)]
+    return sorted(_walk(path, bad), key=lambda file: file.relative_to(path).as_posix())
+
+
+def _walk(folder: Path, bad: BadFiles) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{error.filename}: cannot read this folder ({error.strerror})")
+
+    seen = {_identity(folder)}
+    for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        kept = []
+        for name in sorted(folders):
+            path = Path(parent, name)
+            if name.startswith(".") or name == "__pycache__":
+                bad.skip(HIDDEN, str(path))
+            elif _identity(path) in seen:
+                bad.skip(LINKED, str(path))
+            elif is_saved_dataset(path):
+                yield path
+            elif (path / "dataset_dict.json").is_file():
+                yield _only_split(path)
+            else:
+                seen.add(_identity(path))
+                kept.append(name)
+        folders[:] = kept
+        for name in files:
+            if name.startswith("."):
+                bad.skip(HIDDEN, str(Path(parent, name)))
+            else:
+                yield Path(parent, name)
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
+
+
+def _only_split(folder: Path) -> Path:
+    """The only split of a saved DatasetDict.
+
+    Raises:
+        UserError: it has several, or none.
+    """
+    splits = sorted(split.name for split in folder.iterdir() if is_saved_dataset(split))
+    if len(splits) == 1:
+        return folder / splits[0]
+    names = f"several splits ({', '.join(splits)}); name one of them: {folder}/{splits[0]}" if splits else "no split"
+    raise UserError(f"{folder}: a dataset with {names}")

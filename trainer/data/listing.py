@@ -1,0 +1,181 @@
+"""What the inputs of a preparation contained: each file's size and hash, so that a later change is noticed.
+
+The list is kept as OUTPUT/inputs.jsonl, one file per line. A file whose size and modification time are the
+recorded ones counts as unchanged; otherwise its content is compared. Datasets of the hub are not listed, since their
+commit is recorded.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass
+from functools import partial
+from pathlib import Path
+
+import xxhash
+
+from configs.errors import UserError
+from configs.files import write_atomically
+from configs.untrusted import shortened
+from trainer.data.bad_files import BadFiles
+from trainer.data.inputs import HUB, content_files, files_of
+from trainer.data.text import file_pieces, read
+
+NAME = "inputs.jsonl"
+_BLOCK_BYTES = 1 << 20
+_SHOWN = 5
+_REPORT_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file as it was when it was read."""
+
+    input: str
+    """The input that it belongs to."""
+    path: str
+    n_bytes: int
+    modified_ns: int
+    hash: str
+    """xxh3_128 of its content, in hex."""
+
+    def is_untouched(self) -> bool:
+        """Whether the file still has this size and modification time."""
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return False
+        return (status.st_size, status.st_mtime_ns) == (self.n_bytes, self.modified_ns)
+
+
+def list_files(inputs: Sequence[str], bad: BadFiles) -> list[tuple[str, Path]]:
+    """All files and saved datasets of the inputs, each with its input.
+
+    Raises:
+        UserError: an input does not exist or cannot be listed.
+    """
+    return [(name, file) for name in inputs if not name.startswith(HUB) for file in files_of(name, bad)]
+
+
+def examine(
+    files: Sequence[tuple[str, Path]], text_key: str, threads: int, report: Callable[[int], None]
+) -> tuple[list[InputFile], list[str]]:
+    """Read all files once, before hours go into tokenizing them.
+
+    Args:
+        report: called now and then with the bytes read so far.
+
+    Returns:
+        The files, and what can't be read in them. Text is read to its end; of files with records, the first is tried.
+    """
+    found: list[InputFile] = []
+    problems: list[str] = []
+    done, told_at = 0, time.monotonic()
+    with ThreadPoolExecutor(threads) as pool:  # reading and hashing do not hold Python's lock
+        for entries, messages in pool.map(partial(_examine, text_key), files):
+            found += entries
+            problems += messages
+            done += sum(entry.n_bytes for entry in entries)
+            if time.monotonic() - told_at > _REPORT_SECONDS:
+                told_at = time.monotonic()
+                report(done)
+    return found, problems
+
+
+def _examine(text_key: str, file: tuple[str, Path]) -> tuple[list[InputFile], list[str]]:
+    name, path = file
+    entries = [_entry(name, each) for each in _plain_files(path)]
+    bad = BadFiles()
+    try:
+        next(read(file_pieces(path)[0], text_key, bad), None)
+    except UserError:
+        if not bad.messages:  # such as a missing package
+            raise
+    return entries, bad.messages
+
+
+def _plain_files(path: Path) -> list[Path]:
+    """The files with an entry's content; a pipe must not be waited for."""
+    return [file for file in content_files(path) if file.is_file()]
+
+
+def _entry(name: str, path: Path) -> InputFile:
+    digest = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+    except OSError:  # its reader says why
+        return InputFile(name, str(path), 0, 0, "")
+    return InputFile(name, str(path), status.st_size, status.st_mtime_ns, digest.hexdigest())
+
+
+def summary(files: Sequence[InputFile]) -> dict[str, int | str]:
+    """The list in short, for the record: its files, their bytes, and a hash of paths and contents."""
+    content = json.dumps([[file.path, file.n_bytes, file.hash] for file in files])
+    return {
+        "files": len(files),
+        "bytes": sum(file.n_bytes for file in files),
+        "xxh3_128": xxhash.xxh3_128_hexdigest(content.encode()),
+    }
+
+
+def write_list(folder: Path, files: Sequence[InputFile]) -> None:
+    """Write the list into a folder.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    write_atomically(folder / NAME, [json.dumps(astuple(file)) + "\n" for file in files])
+
+
+def read_list(folder: Path) -> list[InputFile] | None:
+    """The list in a folder; None if there is none, because an earlier Keel made the folder.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    path = folder / NAME
+    try:
+        with path.open(encoding="utf-8") as file:
+            return [InputFile(*json.loads(line)) for line in file]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        what = shortened(str(error), 400)
+        raise UserError(f"{path}: cannot be read ({what}); delete its folder to have it made again") from None
+
+
+def changes(before: Sequence[InputFile], inputs: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Compare the inputs with a list of them.
+
+    Returns:
+        A line for each kind of change, and the inputs that no longer exist, which cannot be compared.
+    """
+    now: dict[str, Path] = {}
+    gone = []
+    for name in inputs:
+        try:
+            now |= {str(file): file for _, path in list_files([name], BadFiles()) for file in _plain_files(path)}
+        except UserError:
+            gone.append(name)
+    known = {file.path: file for file in before if file.input not in gone}
+    changed = [path for path in known.keys() & now.keys() if not _is_same(known[path])]
+    found = {
+        "added": sorted(now.keys() - known.keys()),
+        "removed": sorted(known.keys() - now.keys()),
+        "changed": sorted(changed),
+    }
+    return [f"  {what}: {_named(paths)}" for what, paths in found.items() if paths], gone
+
+
+def _is_same(file: InputFile) -> bool:
+    return file.is_untouched() or _entry(file.input, Path(file.path)).hash == file.hash
+
+
+def _named(paths: list[str]) -> str:
+    more = f" and {len(paths) - _SHOWN:,} more" if len(paths) > _SHOWN else ""
+    return ", ".join(paths[:_SHOWN]) + more

@@ -1,0 +1,129 @@
+"""Packing whole documents into windows by best fit, so that hardly any is cut (Ding et al., "Fewer Truncations Improve
+Language Modeling", 2024, section 3).
+
+A window holds seq_len + 1 tokens: the inputs, and the targets one position further. Documents longer than that are cut
+into windows' lengths first. Then each part, from the longest to the shortest, goes into the window with the least room
+that is enough, or opens a new one. What remains of a window's room is padding, which counts in no loss.
+
+A packed file is a token file like any other, without padding: its documents in the order of the windows. The windows
+follow from the documents' lengths, because each opens with a part that did not fit in any earlier window: a window ends
+where the next document would not fit (`window_bounds`).
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from configs.errors import UserError
+from configs.files import write_atomically
+from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
+from trainer.data.token_file import TokenFileWriter
+
+NAME = "packed.json"
+"""Marks a folder of packed token files, and says for which seq_len."""
+
+
+class PackingWriter:
+    """Collects the documents of a token file, and writes them packed when it is left without an exception."""
+
+    def __init__(self, writer: TokenFileWriter, seq_len: int) -> None:
+        """Pack into windows of seq_len + 1 tokens."""
+        self._writer, self._room = writer, seq_len + 1
+        self._parts: list[np.ndarray] = []
+        self.n_windows = 0
+        self.n_cut = 0
+        """Documents that are longer than a window."""
+
+    def __enter__(self) -> Self:
+        self._writer.__enter__()
+        return self
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Add a document."""
+        ids = np.asarray(tokens, dtype=np.uint32)
+        self.n_cut += len(ids) > self._room
+        self._parts += [ids[start : start + self._room] for start in range(0, len(ids), self._room)]
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if kind is None:
+                windows = best_fit([len(part) for part in self._parts], self._room)
+                self.n_windows = len(windows)
+                for window in windows:
+                    for index in window:
+                        self._writer.append(self._parts[index])
+        except BaseException as error:
+            self._writer.__exit__(type(error), error)
+            raise
+        self._writer.__exit__(kind, *rest)
+
+
+def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Pack parts of these `lengths` (1 to `room`) by best fit, the longest first.
+
+    Returns:
+        For each window, in the order in which they were opened, the indices of its parts.
+    """
+    windows: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}  # the windows with exactly this much room left
+    sizes = 0  # a bit for each key of `by_room`
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
+        enough = sizes >> length
+        if enough:
+            left = length + (enough & -enough).bit_length() - 1
+            window = by_room[left].pop()
+            if not by_room[left]:
+                del by_room[left]
+                sizes ^= 1 << left
+        else:
+            left, window = room, len(windows)
+            windows.append([])
+        windows[window].append(index)
+        if left > length:
+            by_room.setdefault(left - length, []).append(window)
+            sizes |= 1 << (left - length)
+    return windows
+
+
+def window_bounds(document_starts: np.ndarray, n_tokens: int, room: int) -> np.ndarray:
+    """Where the windows of a packed file begin, and the end of the last: int64, ascending.
+
+    Raises:
+        ValueError: a document is longer than a window.
+    """
+    bounds = np.append(document_starts, n_tokens).astype(np.int64)
+    if (np.diff(bounds) > room).any():
+        raise ValueError(f"a document is longer than {room} tokens")
+    following = (np.searchsorted(bounds, bounds + room, side="right") - 1).tolist()
+    document, found = 0, [0]
+    while document < len(bounds) - 1:
+        document = following[document]
+        found.append(document)
+    return bounds[found]
+
+
+def write_mark(folder: Path, seq_len: int) -> None:
+    """Mark a folder of token files as packed for `seq_len`."""
+    write_atomically(folder / NAME, [json.dumps({"seq_len": seq_len}) + "\n"])
+
+
+def packed_for(folder: Path) -> int | None:
+    """The seq_len that a folder of token files is packed for; None if it is a stream.
+
+    Raises:
+        UserError: its mark is damaged.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return None
+    try:
+        seq_len = parse_json(read_file(path, MAX_JSON_BYTES))["seq_len"]
+        if type(seq_len) is not int or seq_len < 1:
+            raise ValueError("seq_len is not a positive integer")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); prepare the folder again") from None
+    return seq_len
