@@ -213,6 +213,18 @@ def test_progress_in_bytes(streams, monkeypatch):
     assert "Encoding: 25%, 3.00 MiB of 12.0 MiB\n" in streams[0].getvalue()
 
 
+def test_progress_in_bytes_has_its_speed_and_time_left(streams, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: now[0])
+    with Console(0, *streams).progress("Tokenizing", in_bytes=True) as report:
+        report(0, None, "checking the inputs")
+        now[0] += 60
+        report(10 * 2**20, 100 * 2**20)  # done by an earlier launch
+        now[0] += 20
+        report(30 * 2**20, 100 * 2**20)
+    assert "Tokenizing: 30%, 30.0 MiB of 100 MiB, 1.00 MiB/s, 1 min 10 s left\n" in streams[0].getvalue()
+
+
 def test_failed_work_is_not_said_to_be_done(streams):
     with pytest.raises(OSError, match="gone"), Console(0, *streams).progress("Reading"):
         raise OSError("gone")

@@ -14,8 +14,18 @@ PARTS = {
     "the training path": (
         ("train.py", "models", "parallelisms", "trainer", "checkpoint"),
         ("guards", "planning", "report", "export", "prepare.py", "preparation.py", "text.py", "exports.py")
-        + ("tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py"),
+        + ("tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py")
+        + ("bad_files.py", "hub.py", "inputs.py", "listing.py", "packing.py"),
         6000,
+    ),
+    "text to token files": (
+        (
+            *(f"trainer/data/{name}.py" for name in ("bad_files", "hub", "inputs", "listing", "packing")),
+            *(f"trainer/data/{name}.py" for name in ("text", "prepare")),
+            "trainer/preparation.py",
+        ),
+        (),
+        1400,
     ),
     "what guards a run": (("trainer/guards", "parallelisms/guards"), (), 1600),
     "job files: schema, reading, checks": (("configs",), (), 2100),

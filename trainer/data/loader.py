@@ -18,8 +18,9 @@ from configs.errors import ConfigError, UserError
 from configs.schema import Config
 from configs.schema import Source as SourceConfig
 from trainer.data.order import Mixture
+from trainer.data.packing import packed_for
 from trainer.data.prefetch import Prefetcher
-from trainer.data.sources import SampleSource, SyntheticSource, TokenSource
+from trainer.data.sources import PADDING, PackedSource, SampleSource, SyntheticSource, TokenSource
 from trainer.data.streaming import TextSource, merge_states
 from trainer.data.token_file import TokenFolder
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
@@ -111,7 +112,8 @@ class BatchReader:
             if index >= 0:
                 by_index[index].read(address, windows[row], None if starts is None else starts[row])
         targets = self._tensor(windows[:, 1:])
-        targets[torch.from_numpy(sources < 0)] = IGNORED
+        targets[torch.from_numpy((sources < 0)[:, None] | (windows[:, 1:] == PADDING))] = IGNORED
+        windows[windows == PADDING] = 0  # any token: nothing before it sees it
         positions = document_ids = None
         if starts is not None:
             targets[torch.from_numpy(starts[:, 1:])] = IGNORED
@@ -281,7 +283,8 @@ def _build_source(
     assert source.path is not None  # configs.checks ensures it, and text's tokenizer
     if source.kind == "tokens":
         folder = TokenFolder(source.path, vocab_size, tokenizer.hash if tokenizer else None)
-        return TokenSource(source.name, folder, seq_len, seed, once=validation)
+        kind = TokenSource if packed_for(folder.path) is None else PackedSource
+        return kind(source.name, folder, seq_len, seed, once=validation)
     assert tokenizer is not None
     n_shards = 1 if validation else source.virtual_shards  # validation reads from the start, in order
     return TextSource(source.path, source.text_key, tokenizer, seq_len, n_shards, repeat=not validation, state=state)

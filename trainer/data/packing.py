@@ -89,21 +89,23 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     return windows
 
 
-def window_bounds(document_starts: np.ndarray, n_tokens: int, room: int) -> np.ndarray:
+def window_bounds(document_bounds: np.ndarray, room: int) -> np.ndarray:
     """Where the windows of a packed file begin, and the end of the last: int64, ascending.
+
+    Args:
+        document_bounds: the same of its documents.
 
     Raises:
         ValueError: a document is longer than a window.
     """
-    bounds = np.append(document_starts, n_tokens).astype(np.int64)
-    if (np.diff(bounds) > room).any():
-        raise ValueError(f"a document is longer than {room} tokens")
-    following = (np.searchsorted(bounds, bounds + room, side="right") - 1).tolist()
+    if (np.diff(document_bounds) > room).any():
+        raise ValueError(f"a document has more than {room} tokens")
+    following = (np.searchsorted(document_bounds, document_bounds + room, side="right") - 1).tolist()
     document, found = 0, [0]
-    while document < len(bounds) - 1:
+    while document < len(document_bounds) - 1:
         document = following[document]
         found.append(document)
-    return bounds[found]
+    return document_bounds[found]
 
 
 def write_mark(folder: Path, seq_len: int) -> None:

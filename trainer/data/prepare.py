@@ -403,7 +403,7 @@ class _Job:
             self.bad.extend(report["bad_files"])
         done = sum(shard.n_bytes for shard in shards if shard.index in reports)
         remaining = [shard for shard in shards if shard.index not in reports]
-        with closing(self._on_all(write_shard, remaining, done, "tokenizing")) as results:
+        with closing(self._on_all(write_shard, remaining, done, "")) as results:
             for shard, report in results:
                 self.bad.extend(report["bad_files"])
                 _keep(shard, report)

@@ -371,7 +371,9 @@ class TokenFolder:
         self.n_tokens = ends[-1] if ends else 0
         """Tokens in all files."""
         if not self.n_tokens:
-            raise UserError(f"{path}: no tokens in this folder (*{SUFFIX}); make them with scripts/prepare_data.py")
+            others = [str(file.parent) for file in sorted(self.path.glob("*/*" + SUFFIX))]
+            hint = f"there are some in {others[0]}" if others else "make them with scripts/prepare_data.py"
+            raise UserError(f"{path}: no tokens in this folder (*{SUFFIX}); {hint}")
         self._starts = [0, *ends[:-1]]
         self.fingerprint = _fingerprint(file.header.pack() for file in self._files)
         """Hash of the content, computed from the checksums in the headers."""
@@ -402,6 +404,11 @@ class TokenFolder:
             found.append(file.document_starts(first, count) - (first - position))
             position += count
         return np.concatenate(found)
+
+    def documents_by_file(self) -> Iterator[tuple[int, np.ndarray]]:
+        """For each file, its first token's index in the folder, and where its documents begin and the last one ends."""
+        for start, file in zip(self._starts, self._files, strict=True):
+            yield start, np.append(file.document_starts(0, file.n_tokens), file.n_tokens)
 
     def check_unchanged(self) -> None:
         """Raise UserError if a file's content has changed since the folder was opened."""
