@@ -47,6 +47,8 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "python scripts/prepare_data.py my_text/ --output runs/data/mine --tokenizer runs/data/mine.model"
     " --validation-fraction 0.01": "python scripts/prepare_data.py my_text/ --output runs/data/mine"
     " --tokenizer runs/data/mine.model --validation-fraction 0.1",
+    "python train.py --config my_text.toml": f"python train.py --config my_text.toml {BATCH} --training.steps 2"
+    " --model.vocab_size 1000",
     'python scripts/parity.py --rows "FSDP 2 x TP 2*"': 'python scripts/parity.py --rows "FSDP 2 x TP 2, none, eager*"',
     'python scripts/parity.py --rows "CP*"': 'python scripts/parity.py --rows "CP 2, gather, eager"',
     'python scripts/parity.py --rows "MoE*"': "python scripts/parity.py --list",  # rows are tests of their own

@@ -41,7 +41,8 @@ from trainer.data.bad_files import BadFiles
 from trainer.data.hf_tokenizer import tokenizer_files
 from trainer.data.prepare import RECORD, Settings, _is_finished, _read_record, described
 from trainer.data.text import documents
-from trainer.data.token_file import SUFFIX, TokenFileWriter, TokenFolder
+from trainer.data.token_file import SUFFIX, TokenFolder
+from trainer.data.token_writer import TokenFileWriter
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
 from trainer.lifecycle import read_status
 from trainer.report.console import Console

@@ -27,7 +27,7 @@ PUBLISHED = {
 }
 ACTIVE = {"mixtral_8x7b": 12.9, "deepseek_moe_16b": 2.8}  # billions, as their papers say
 HARDWARE = {"debug": 1, "llama_1b": 1, "llama_3b": 8, "llama_7b": 8, "llama_8b": 8, "llama_70b": 256, "llama_405b": 512}
-HARDWARE |= {"moe_debug": 1, "mixtral_8x7b": 64, "deepseek_moe_16b": 32}
+HARDWARE |= {"my_text": 1, "moe_debug": 1, "mixtral_8x7b": 64, "deepseek_moe_16b": 32}
 
 
 @pytest.mark.parametrize("file", sorted(JOB_FILES.glob("*.toml")), ids=lambda file: file.stem)

@@ -13,10 +13,11 @@ from scripts.prepare_data import main as prepare_data
 from tests.unit.test_loader import SEED, VOCAB_SIZE, config
 from trainer.data import prepare as preparing
 from trainer.data.loader import IGNORED, build_loader, merge_state_dicts
-from trainer.data.packing import PackingWriter, best_fit, window_bounds
+from trainer.data.packing import PackedSource, PackingWriter, best_fit, window_bounds
 from trainer.data.prepare import prepare
-from trainer.data.sources import PADDING, PackedSource
-from trainer.data.token_file import TokenFileWriter, TokenFolder
+from trainer.data.sources import PADDING
+from trainer.data.token_file import TokenFolder
+from trainer.data.token_writer import TokenFileWriter
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
 
 SEQ_LEN = 16

@@ -15,13 +15,13 @@ PARTS = {
         ("train.py", "models", "parallelisms", "trainer", "checkpoint"),
         ("guards", "planning", "report", "export", "prepare.py", "preparation.py", "text.py", "exports.py")
         + ("tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py")
-        + ("bad_files.py", "hub.py", "inputs.py", "listing.py", "packing.py"),
+        + ("bad_files.py", "hub.py", "inputs.py", "listing.py", "packing.py", "token_writer.py"),
         6000,
     ),
     "text to token files": (
         (
             *(f"trainer/data/{name}.py" for name in ("bad_files", "hub", "inputs", "listing", "packing")),
-            *(f"trainer/data/{name}.py" for name in ("text", "prepare")),
+            *(f"trainer/data/{name}.py" for name in ("text", "token_writer", "prepare")),
             "trainer/preparation.py",
         ),
         (),

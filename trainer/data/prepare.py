@@ -44,7 +44,8 @@ from trainer.data.hub import pin
 from trainer.data.listing import InputFile, changes, examine, list_files, read_list, summary, write_list
 from trainer.data.packing import PackingWriter, write_mark
 from trainer.data.text import Piece, pieces, read
-from trainer.data.token_file import SUFFIX, TokenFileWriter
+from trainer.data.token_file import SUFFIX
+from trainer.data.token_writer import TokenFileWriter
 from trainer.data.tokenizer import Tokenizer, encode_document, load_tokenizer
 
 MIN_SHARD_BYTES = 1 << 20

@@ -11,11 +11,9 @@ import numpy as np
 
 from configs.errors import UserError
 from trainer.data.order import Epochs, derive_key
-from trainer.data.packing import packed_for, window_bounds
 from trainer.data.token_file import TokenFolder
 
-PADDING = -1
-"""In place of the tokens that a packed window lacks."""
+PADDING = -1  # in place of the tokens that a window lacks
 
 
 class SampleSource(Protocol):
@@ -109,54 +107,6 @@ class TokenSource:
     def check_unchanged(self) -> None:
         """Check the size and modification time of every file; also done at the start of each epoch."""
         self._folder.check_unchanged()
-
-
-class PackedSource(TokenSource):
-    """The windows of a packed folder (see `packing`); the address of a window is its number.
-
-    A window that is not full ends with PADDING, which is no token: its inputs do not matter, and it counts in no loss.
-    """
-
-    @property
-    def layout(self) -> str:
-        """The number of windows, which an epoch permutes."""
-        return f"{self.n_windows} packed windows"
-
-    def addresses(self, ordinals: np.ndarray) -> np.ndarray:
-        """The number of each window; implements `SampleSource`."""
-        return super().addresses(ordinals) // self._seq_len
-
-    def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
-        """Fetch window number `address`; padding is marked as the start of a document."""
-        start, length = int(self._starts[address]), int(self._lengths[address])
-        tokens[:length] = self._folder.read(start, length)
-        tokens[length:] = PADDING
-        if starts is not None:
-            starts[self._folder.document_starts(start, length)] = True
-            starts[length : length + 1] = True
-
-    def _count_windows(self, folder: TokenFolder, seq_len: int) -> int:
-        """Find the windows.
-
-        Raises:
-            UserError: the folder is packed for another seq_len, or not packed.
-        """
-        packed = packed_for(folder.path)
-        if packed != seq_len:
-            raise UserError(
-                f"{folder.path}: packed for training.seq_len = {packed}, but the job has {seq_len}; its documents fit "
-                f"windows of that length only: set training.seq_len = {packed}, or prepare the text again"
-            )
-        starts, lengths = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-        for first, documents in folder.documents_by_file():
-            try:
-                bounds = window_bounds(documents, seq_len + 1)
-            except ValueError as error:
-                raise UserError(f"{folder.path}: not packed for {packed}: {error}; prepare the text again") from None
-            starts.append(first + bounds[:-1])
-            lengths.append(np.diff(bounds))
-        self._starts, self._lengths = np.concatenate(starts), np.concatenate(lengths)
-        return len(self._starts)
 
 
 class SyntheticSource:

@@ -16,11 +16,10 @@ import struct
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import xxhash
@@ -36,7 +35,7 @@ FULL_CHECK_BYTES = 1 << 30
 """A folder with no more token bytes than this is fully verified when it is opened (at most 0.2 s)."""
 
 _HEADER = struct.Struct("<8sIIQQQ16s16s")
-_HEADER_BYTES = _HEADER.size + 8  # its own xxh3_64 follows
+HEADER_BYTES = _HEADER.size + 8  # its own xxh3_64 follows
 _CHUNK_BYTES = 16 * BLOCK_BYTES
 """How much is read at once when a whole file is read."""
 _MARK_STRIDE = 512
@@ -69,7 +68,7 @@ class Header:
     @property
     def tables_start(self) -> int:
         """Where the tables start in the file: after the tokens, at a multiple of 8."""
-        return _HEADER_BYTES + _padded(self.n_tokens * self.dtype.itemsize)
+        return HEADER_BYTES + padded(self.n_tokens * self.dtype.itemsize)
 
     @property
     def file_bytes(self) -> int:
@@ -91,7 +90,7 @@ class Header:
         """
         if not raw.startswith(MAGIC):
             raise UserError(f"{path}: not a token file of Keel (it does not begin with {MAGIC.decode()})")
-        if len(raw) < _HEADER_BYTES:
+        if len(raw) < HEADER_BYTES:
             raise UserError(f"{path}: truncated inside the header, at {len(raw)} bytes; {_REMEDY}")
         _, version, itemsize, vocab_size, n_tokens, n_documents, tokenizer_hash, tables = _HEADER.unpack_from(raw)
         if version != VERSION:
@@ -99,79 +98,12 @@ class Header:
                 f"{path}: version {version} of the token file format; this Keel reads version {VERSION}; "
                 "use the Keel that wrote it"
             )
-        if xxhash.xxh3_64_digest(raw[: _HEADER.size]) != raw[_HEADER.size : _HEADER_BYTES]:
+        if xxhash.xxh3_64_digest(raw[: _HEADER.size]) != raw[_HEADER.size : HEADER_BYTES]:
             raise UserError(f"{path}: the header is damaged (checksum mismatch); {_REMEDY}")
         header = cls(vocab_size, n_tokens, n_documents, tokenizer_hash.hex(), tables)
         if itemsize != header.dtype.itemsize:
             raise UserError(f"{path}: {itemsize} bytes per token do not fit a vocabulary of {vocab_size}; {_REMEDY}")
         return header
-
-
-class TokenFileWriter:
-    """Writes one token file, document by document; the file gets its name only once it is complete.
-
-    Use it as a context manager: leaving it commits the file; leaving it by an exception deletes what was written.
-    """
-
-    def __init__(self, path: Path, vocab_size: int, tokenizer_hash: str) -> None:
-        """Start the file `path` for ids below `vocab_size`, from the tokenizer with this hash."""
-        self.path = path
-        self.n_tokens = 0
-        self._empty = Header(vocab_size, 0, 0, tokenizer_hash, bytes(16))
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        self._offsets: list[int] = []
-        self._block_sums: list[int] = []
-        self._pending = bytearray()
-
-    def __enter__(self) -> Self:
-        self._file = self._temporary.open("wb")
-        self._file.write(bytes(_HEADER_BYTES))
-        return self
-
-    def append(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Add a document.
-
-        Raises:
-            ValueError: the document is empty, or contains an id outside the vocabulary.
-        """
-        ids = np.asarray(tokens, dtype=np.int64)
-        if not len(ids):
-            raise ValueError("a document without tokens")
-        if ids.min() < 0 or ids.max() >= self._empty.vocab_size:
-            raise ValueError(f"token id outside [0, {self._empty.vocab_size}): {ids.min()} or {ids.max()}")
-        self._offsets.append(self.n_tokens)
-        self.n_tokens += len(ids)
-        self._pending += ids.astype(self._empty.dtype).tobytes()
-        whole = len(self._pending) // BLOCK_BYTES * BLOCK_BYTES
-        self._write_blocks(self._pending[:whole])
-        del self._pending[:whole]
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            with self._file:
-                if kind is None:
-                    self._finish()
-        finally:
-            self._temporary.unlink(missing_ok=True)
-
-    def _write_blocks(self, data: bytearray) -> None:
-        self._block_sums += [xxhash.xxh3_64_intdigest(block) for block in _blocks(memoryview(data))]
-        self._file.write(data)
-
-    def _finish(self) -> None:
-        self._write_blocks(self._pending)
-        tables = np.array(self._block_sums + self._offsets, dtype="<u8").tobytes()
-        size = self.n_tokens * self._empty.dtype.itemsize
-        self._file.write(bytes(_padded(size) - size) + tables)
-        tables_hash = xxhash.xxh3_128_digest(tables)
-        header = Header(
-            self._empty.vocab_size, self.n_tokens, len(self._offsets), self._empty.tokenizer_hash, tables_hash
-        )
-        self._file.seek(0)
-        self._file.write(header.pack())
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        os.replace(self._temporary, self.path)
 
 
 class TokenFile:
@@ -192,7 +124,7 @@ class TokenFile:
             self._descriptor = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._descriptor)
             self._stamp = self._stamp_now()
-            self.header = Header.unpack(os.pread(self._descriptor, _HEADER_BYTES, 0), path)
+            self.header = Header.unpack(os.pread(self._descriptor, HEADER_BYTES, 0), path)
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from None
         self._check_length(self._stamp.size)
@@ -211,7 +143,7 @@ class TokenFile:
         for block in range(start // tokens_per_block, -(-(start + length) // tokens_per_block)):
             if not self._verified[block]:
                 self._verify_blocks(block, block + 1)
-        at = _HEADER_BYTES + start * itemsize
+        at = HEADER_BYTES + start * itemsize
         tokens = np.frombuffer(self._bytes(at, length * itemsize), self.header.dtype)
         self._check_ids(tokens, start)  # again, since the file may have changed since the block was verified
         return tokens
@@ -247,7 +179,7 @@ class TokenFile:
         stamp = self._stamp_now()
         if stamp == self._stamp:
             return
-        if self._bytes(0, _HEADER_BYTES) != self.header.pack():
+        if self._bytes(0, HEADER_BYTES) != self.header.pack():
             raise self._error(0, "it is another file")
         self._verify_tables()
         self.verify()
@@ -277,16 +209,14 @@ class TokenFile:
 
     def _verify_blocks(self, begin: int, end: int) -> None:
         """Compare blocks [begin, end) of the tokens with their checksums, and their ids with the vocabulary."""
-        tokens_end = _HEADER_BYTES + self.n_tokens * self.header.dtype.itemsize
-        for at, size in _chunks(
-            _HEADER_BYTES + begin * BLOCK_BYTES, min(_HEADER_BYTES + end * BLOCK_BYTES, tokens_end)
-        ):
-            first = (at - _HEADER_BYTES) // BLOCK_BYTES
-            blocks = _blocks(memoryview(self._bytes(at, size)))
+        tokens_end = HEADER_BYTES + self.n_tokens * self.header.dtype.itemsize
+        for at, size in _chunks(HEADER_BYTES + begin * BLOCK_BYTES, min(HEADER_BYTES + end * BLOCK_BYTES, tokens_end)):
+            first = (at - HEADER_BYTES) // BLOCK_BYTES
+            blocks = blocks_of(memoryview(self._bytes(at, size)))
             sums = np.frombuffer(self._bytes(self.header.tables_start + 8 * first, 8 * len(blocks)), "<u8").tolist()
             for block, data, expected in zip(range(first, first + len(blocks)), blocks, sums, strict=True):
                 if xxhash.xxh3_64_intdigest(data) != expected:
-                    at = _HEADER_BYTES + block * BLOCK_BYTES
+                    at = HEADER_BYTES + block * BLOCK_BYTES
                     raise self._error(at, "the tokens are damaged (checksum mismatch)")
                 tokens = np.frombuffer(data, self.header.dtype)
                 self._check_ids(tokens, block * BLOCK_BYTES // self.header.dtype.itemsize)
@@ -297,7 +227,7 @@ class TokenFile:
         vocab_size = self.header.vocab_size
         if len(tokens) and tokens.max() >= vocab_size:
             index = int(np.argmax(tokens >= vocab_size))
-            at = _HEADER_BYTES + (start + index) * self.header.dtype.itemsize
+            at = HEADER_BYTES + (start + index) * self.header.dtype.itemsize
             what = f"token id {tokens[index]} is beyond the vocabulary of {vocab_size}"
             raise self._error(at, f"{what} (token {start + index} of the file)")
 
@@ -438,7 +368,7 @@ def folder_fingerprint(path: Path) -> str:
     headers = []
     for file_path in _token_files(path):
         with file_path.open("rb") as file:
-            headers.append(file.read(_HEADER_BYTES))
+            headers.append(file.read(HEADER_BYTES))
     return _fingerprint(headers)
 
 
@@ -464,7 +394,7 @@ def _check_tokenizer(file: TokenFile, vocab_size: int, tokenizer_hash: str) -> N
         )
 
 
-def _blocks(data: memoryview) -> list[memoryview]:
+def blocks_of(data: memoryview) -> list[memoryview]:
     return [data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES)]
 
 
@@ -473,6 +403,6 @@ def _chunks(start: int, end: int) -> Iterator[tuple[int, int]]:
     return ((at, min(_CHUNK_BYTES, end - at)) for at in range(start, end, _CHUNK_BYTES))
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
     """`size` rounded up to a multiple of 8, so that the tables are aligned 8-byte integers."""
     return -(-size // 8) * 8
