@@ -135,18 +135,17 @@ def _kind_of(path: Path) -> tuple[Kind, bool]:
     """How a file is read, and whether it is compressed."""
     if path.is_dir():
         return "arrow", False
-    kind = cast(Kind, _KINDS.get(_suffix(path), "file"))
-    return "jsonl" if kind == "json" and _has_json_lines(path) else kind, _is_compressed(path)
+    kind = cast(Kind, _KINDS.get(_suffix(str(path)), "file"))
+    return "jsonl" if kind == "json" and _has_json_lines(path) else kind, _is_compressed(str(path))
 
 
-def _is_compressed(path: str | Path) -> bool:
-    return Path(path).suffix.lower() in COMPRESSION
+def _is_compressed(path: str) -> bool:
+    return os.path.splitext(path)[1].lower() in COMPRESSION
 
 
-def _suffix(path: str | Path) -> str:
+def _suffix(path: str) -> str:
     """The suffix of the name, in lower case, without that of a compression."""
-    name = Path(path).stem if _is_compressed(path) else Path(path).name
-    return Path(name).suffix.lower()
+    return os.path.splitext(os.path.splitext(path)[0] if _is_compressed(path) else path)[1].lower()
 
 
 def _has_json_lines(path: Path) -> bool:
@@ -229,7 +228,7 @@ def _decoded(raw: bytes, path: str, bad: BadFiles) -> str | None:
 
 def _open(path: str | Path) -> IO[bytes]:
     """Open a file for reading, unpacked if its name says that it is compressed."""
-    compression = COMPRESSION.get(Path(path).suffix.lower())
+    compression = COMPRESSION.get(os.path.splitext(path)[1].lower())
     if compression is None:
         return open(path, "rb")
     pyarrow = import_package("pyarrow", f"{path}: compressed files")

@@ -92,6 +92,8 @@ def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
     """
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    if len(text) <= RUN_CHARACTERS:
+        return [*begin, *tokenizer.encode(text), *end]
     return [*begin, *chain.from_iterable(tokenizer.encode(run) for run in _runs(text)), *end]
 
 
