@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             train_sentencepiece(texts, options.output, options.vocab_size, bad.check)
         for message in bad.messages:
             console.warning(f"skipped: {message}")
-        for reason, n_files in bad.skipped.items():
-            console.line(f"skipped: {n_files:,} {reason}")
+        for line in bad.described():
+            console.line(line)
         console.line(f"{options.output}: {options.vocab_size:,} pieces")
 
     return run_command(work, "stopped; nothing was written")

@@ -10,8 +10,9 @@ from checkpoint.manifest import read_manifest
 from configs.errors import KeelError, UserError
 from configs.load import LoadedConfig
 from configs.paths import missing_paths
-from configs.schema import Config
+from configs.schema import Config, Prepare
 from trainer.data.bad_files import PATIENCE, BadFiles
+from trainer.data.listing import examine, list_files
 from trainer.data.prepare import described, prepare
 from trainer.data.text import documents
 from trainer.data.tokenizer import train_sentencepiece
@@ -51,42 +52,71 @@ def prepare_data(config: Config, console: Console, stop: StopRequest) -> None:
         PreparationStopped: a signal arrived.
         UserError: the text cannot be read, or the output cannot be written.
     """
+    _train_tokenizer(config, console, stop)
+    if config.data.prepare and config.tokenizer.path:
+        _write_token_files(config, config.data.prepare, config.tokenizer.path, console, stop)
+    _look_at_text(config, console, stop)
+
+
+def _train_tokenizer(config: Config, console: Console, stop: StopRequest) -> None:
     tokenizer, wanted = config.tokenizer, config.data.prepare
-    if tokenizer.path and tokenizer.train_on and not Path(tokenizer.path).exists():
-        with console.progress(f"Training a tokenizer of {config.model.vocab_size:,} pieces"):
-            bad = BadFiles(wanted.max_bad_files if wanted else None, PATIENCE)
-            key, separator = (wanted.text_key, wanted.separator) if wanted else ("text", "")
-            texts = (text for name in tokenizer.train_on for text in documents(name, key, bad, separator))
-            train_sentencepiece(_until(stop, texts), Path(tokenizer.path), config.model.vocab_size, bad.check)
-    if wanted and tokenizer.path:
-        write = partial(
-            prepare,
-            wanted.input,
-            Path(wanted.output),
-            Path(tokenizer.path),
-            processes=os.cpu_count() or 1,
-            validation_fraction=wanted.validation_fraction,
-            max_bad_files=wanted.max_bad_files,
-            text_key=wanted.text_key,
-            separator=wanted.separator,
-            drop_duplicates=wanted.drop_duplicates,
-            pack=config.training.seq_len if wanted.pack else None,
-            say=console.line,
-        )
-        if Path(wanted.output).exists():
-            write()  # only checks that the files were made from the same text with the same settings
-            return
-        with console.progress("Tokenizing", in_bytes=True) as report:
+    if not tokenizer.path or not tokenizer.train_on or Path(tokenizer.path).exists():
+        return
+    bad = BadFiles(wanted.max_bad_files if wanted else None, PATIENCE)
+    key, separator = (wanted.text_key, wanted.separator) if wanted else ("text", "")
+    with console.progress(f"Training a tokenizer of {config.model.vocab_size:,} pieces"):
+        texts = (text for name in tokenizer.train_on for text in documents(name, key, bad, separator))
+        train_sentencepiece(_until(stop, texts), Path(tokenizer.path), config.model.vocab_size, bad.check)
+    for line in bad.described():
+        console.line(line)
 
-            def follow(done: int, total: int | None, message: str) -> None:
-                _check(stop)
-                report(done, total, message)
 
-            record = write(progress=follow)
-        for message in record["bad_files"]:
-            console.warning(f"skipped, as data.prepare.max_bad_files allows: {message}")
-        for line in described(record, Path(wanted.output)):
-            console.line(line)
+def _write_token_files(config: Config, wanted: Prepare, tokenizer: str, console: Console, stop: StopRequest) -> None:
+    output = Path(wanted.output)
+    write = partial(
+        prepare,
+        wanted.input,
+        output,
+        Path(tokenizer),
+        processes=os.cpu_count() or 1,
+        validation_fraction=wanted.validation_fraction,
+        max_bad_files=wanted.max_bad_files,
+        text_key=wanted.text_key,
+        separator=wanted.separator,
+        drop_duplicates=wanted.drop_duplicates,
+        pack=config.training.seq_len if wanted.pack else None,
+        say=console.line,
+    )
+    if output.exists():
+        write()  # only checks that the files were made from the same text with the same settings
+        return
+    with console.progress("Tokenizing", in_bytes=True) as report:
+
+        def follow(done: int, total: int | None, message: str) -> None:
+            _check(stop)
+            report(done, total, message)
+
+        record = write(progress=follow)
+    for message in record["bad_files"]:
+        console.warning(f"skipped, as data.prepare.max_bad_files allows: {message}")
+    for line in described(record, output):
+        console.line(line)
+
+
+def _look_at_text(config: Config, console: Console, stop: StopRequest) -> None:
+    """Say which files of sources of text are not read.
+
+    Raises:
+        UserError: some are unreadable; the error names them all.
+    """
+    validation = config.validation.sources if config.validation.interval else []
+    for source in [*config.data.sources, *validation]:
+        if source.kind == "text" and source.path:
+            bad = BadFiles()
+            examine(list_files([source.path], bad), source.text_key, bad, report=lambda n_bytes: _check(stop))
+            bad.check()
+            for line in bad.described():
+                console.line(f"{source.path}: {line}")
 
 
 def _until(stop: StopRequest, texts: Iterable[str]) -> Iterator[str]:

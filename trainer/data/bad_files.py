@@ -55,6 +55,22 @@ class BadFiles:
         if reason != HIDDEN and len(examples := self.examples.setdefault(reason, [])) < _SHOWN:
             examples.append(path)
 
+    def merge(self, other: "BadFiles") -> None:
+        """Take over what another one has collected, without checking the limit."""
+        self.messages += other.messages
+        self.skipped.update(other.skipped)
+        for reason, paths in other.examples.items():
+            examples = self.examples.setdefault(reason, [])
+            examples += paths[: _SHOWN - len(examples)]
+
+    def described(self) -> list[str]:
+        """A line for each reason for which files were skipped."""
+        examples = {reason: ", ".join(paths[:3]) for reason, paths in self.examples.items()}
+        return [
+            f"skipped: {count:,} {reason}" + (f": {examples[reason]}" if reason in examples else "")
+            for reason, count in self.skipped.items()
+        ]
+
     def check(self) -> None:
         """Raise UserError, which names them, if there are more than the limit."""
         if len(self.messages) <= (self.limit or 0):

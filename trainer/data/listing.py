@@ -60,31 +60,33 @@ def list_files(inputs: Sequence[str], bad: BadFiles) -> list[tuple[str, Path]]:
 
 
 def examine(
-    files: Sequence[tuple[str, Path]], text_key: str, threads: int, report: Callable[[int], None]
-) -> tuple[list[InputFile], list[str]]:
+    files: Sequence[tuple[str, Path]],
+    text_key: str,
+    bad: BadFiles,
+    threads: int = 1,
+    report: Callable[[int], None] = lambda n_bytes: None,
+) -> list[InputFile]:
     """Read all files once, before hours go into tokenizing them.
 
     Args:
+        bad: receives all that cannot be read and is skipped, unchecked. Text is read to its end; of files with records,
+            the first is tried.
         report: called now and then with the bytes read so far.
-
-    Returns:
-        The files, and what can't be read in them. Text is read to its end; of files with records, the first is tried.
     """
     found: list[InputFile] = []
-    problems: list[str] = []
     done, told_at = 0, time.monotonic()
     with ThreadPoolExecutor(threads) as pool:  # reading and hashing do not hold Python's lock
-        for entries, messages in pool.map(partial(_examine, text_key), files):
+        for entries, own in pool.map(partial(_examine, text_key), files):
             found += entries
-            problems += messages
+            bad.merge(own)
             done += sum(entry.n_bytes for entry in entries)
             if time.monotonic() - told_at > _REPORT_SECONDS:
                 told_at = time.monotonic()
                 report(done)
-    return found, problems
+    return found
 
 
-def _examine(text_key: str, file: tuple[str, Path]) -> tuple[list[InputFile], list[str]]:
+def _examine(text_key: str, file: tuple[str, Path]) -> tuple[list[InputFile], BadFiles]:
     name, path = file
     entries = [_entry(name, each) for each in _plain_files(path)]
     bad = BadFiles()
@@ -93,7 +95,7 @@ def _examine(text_key: str, file: tuple[str, Path]) -> tuple[list[InputFile], li
     except UserError:
         if not bad.messages:  # such as a missing package
             raise
-    return entries, bad.messages
+    return entries, bad
 
 
 def _plain_files(path: Path) -> list[Path]:

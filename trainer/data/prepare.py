@@ -49,7 +49,6 @@ from trainer.data.token_writer import TokenFileWriter
 from trainer.data.tokenizer import Tokenizer, encode_document, load_tokenizer
 
 MIN_SHARD_BYTES = 1 << 20
-_EXAMPLES = 20
 MAX_SHARDS = 256
 """Shards grow with the corpus, so that a folder never has more files than a process may open."""
 RECORD = "prepare.json"
@@ -370,8 +369,9 @@ class _Job:
         inputs, text_key = self.settings.inputs, self.settings.text_key
         self.progress(0, None, f"listing the files of {', '.join(inputs)}")
         listed = list_files(inputs, self.bad)
-        files, problems = examine(listed, text_key, self.processes, self._examined)
-        BadFiles(self.bad.limit).extend(problems)
+        looked_at = BadFiles(self.bad.limit)
+        files = examine(listed, text_key, looked_at, self.processes, self._examined)
+        looked_at.check()
         portions = divide([piece for name in inputs for piece in pieces(name)])
         limit = self.bad.limit or 0
         return files, [
@@ -540,17 +540,17 @@ def _record(settings: Settings, reports: list[dict[str, Any]], bad: BadFiles) ->
                 " give more documents (a text file is one, a .jsonl has one per line) or another fraction"
             )
     for report in reports:
-        bad.skipped.update(report["skipped"])
-        for reason, paths in report["examples"].items():
-            bad.examples.setdefault(reason, []).extend(paths)
+        skipped = BadFiles()
+        skipped.skipped.update(report["skipped"])
+        skipped.examples = report["examples"]
+        bad.merge(skipped)
     record = {
         "settings": asdict(settings),
         **{name: asdict(split) for name, split in splits.items()},
         "empty_documents": sum(report["empty_documents"] for report in reports),
         "bad_files": [message for report in reports for message in report["bad_files"]],
         "skipped": {
-            reason: {"count": count, "first": bad.examples.get(reason, [])[:_EXAMPLES]}
-            for reason, count in bad.skipped.items()
+            reason: {"count": count, "first": bad.examples.get(reason, [])} for reason, count in bad.skipped.items()
         },
     }
     if settings.drop_duplicates:
@@ -607,7 +607,7 @@ def _check_inputs(output: Path, settings: Settings, say: Callable[[str], None]) 
 def _adopt_inputs(output: Path, settings: Settings, say: Callable[[str], None]) -> None:
     """Record the inputs of a folder that was prepared before Keel recorded them."""
     try:
-        write_list(output, examine(list_files(settings.inputs, BadFiles()), settings.text_key, 1, lambda done: None)[0])
+        write_list(output, examine(list_files(settings.inputs, BadFiles()), settings.text_key, BadFiles()))
         further = "they are recorded as they are now, so that later changes are noticed"
     except (UserError, OSError) as error:
         further = f"they can't be recorded now ({error})"
