@@ -1,6 +1,8 @@
 """The kinds of files that Keel reads: a real one of each, how to forge it, and how a run or a script reads it."""
 
+import csv
 import fcntl
+import gzip
 import io
 import json
 import os
@@ -39,6 +41,8 @@ from tests.torture.mutations import hostile, mutated_bytes, mutated_json, mutate
 from tests.unit.hf_support import TINY, make_model, save
 from trainer.data.bad_files import BadFiles
 from trainer.data.hf_tokenizer import tokenizer_files
+from trainer.data.listing import NAME as LIST_NAME
+from trainer.data.listing import InputFile, changes, read_list, write_list
 from trainer.data.prepare import RECORD, Settings, _is_finished, _read_record, described
 from trainer.data.text import documents
 from trainer.data.token_file import SUFFIX, TokenFolder
@@ -570,6 +574,34 @@ def _text(folder: Path) -> Path:
     return folder / "a.txt"
 
 
+def _jsonl_gz(folder: Path) -> Path:
+    content = _jsonl(folder).read_bytes()
+    (folder / "a.jsonl").rename(folder / "a.jsonl.gz")
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    return folder / "a.jsonl.gz"
+
+
+def _json(folder: Path) -> Path:
+    (folder / "a.json").write_text(json.dumps([{"text": text} for text in TEXT.split("\n\n")[:60]]))
+    return folder / "a.json"
+
+
+def _csv(folder: Path) -> Path:
+    with (folder / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["id", "text"], *enumerate(TEXT.split("\n\n")[:60])])
+    return folder / "a.csv"
+
+
+def _inputs(folder: Path) -> Path:
+    write_list(folder, [InputFile("text", f"text/{i}.txt", i, 2**60, "0" * 32) for i in range(20)])
+    return folder / LIST_NAME
+
+
+def _read_inputs(path: Path) -> str:
+    changed, gone = changes(read_list(path.parent) or [], ["text"])
+    return "\n".join([*changed, *gone])
+
+
 def _parquet(folder: Path) -> Path:
     import pyarrow
     from pyarrow import parquet
@@ -694,6 +726,10 @@ _ALL = (
     Kind("token file", _token_file, mutated_bytes, _read_tokens, _rehash_tokens),
     Kind(".txt", _text, mutated_bytes, _read_text),
     Kind(".jsonl", _jsonl, mutated_bytes, _read_text),
+    Kind(".jsonl.gz", _jsonl_gz, mutated_bytes, _read_text),
+    Kind(".json", _json, mutated_bytes, _read_text),
+    Kind(".csv", _csv, mutated_bytes, _read_text),
+    Kind(LIST_NAME, _inputs, mutated_bytes, _read_inputs),
     Kind(".parquet", _parquet, _mutated_parquet, _read_text),
     Kind(RECORD, _prepared, mutated_json, _read_prepared),
     Kind("metrics.jsonl", _metrics, mutated_bytes, _read_metrics),

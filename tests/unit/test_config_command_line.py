@@ -105,7 +105,8 @@ def test_validate_warns_of_what_is_not_on_this_machine(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.jsonl").touch()
     (tmp_path / "job.toml").write_text(
-        f'base = "{ROOT}/configs/debug.toml"\n[tokenizer]\npath = "t.model"\ntrain_on = ["python_stdlib", "no.txt"]\n'
+        f'base = "{ROOT}/configs/debug.toml"\n[tokenizer]\npath = "t.model"\n'
+        'train_on = ["python_stdlib", "no.txt", "*.jsonl", "*.no"]\n'
         '[checkpoint]\nload = "far/step-00000001"\n[[data.sources]]\nname = "a"\nkind = "text"\npath = "hub:x"\n'
         '[[data.sources]]\nname = "b"\nkind = "text"\npath = "there.jsonl"\n'
         '[[data.sources]]\nname = "c"\nkind = "tokens"\npath = "there.jsonl"\n'
@@ -116,6 +117,7 @@ def test_validate_warns_of_what_is_not_on_this_machine(tmp_path, monkeypatch, ca
     assert valid.startswith("job.toml is valid")
     assert [line.split(";")[0] for line in warnings] == [
         'warning: job.toml:4: tokenizer.train_on names "no.txt": no such file or folder',
+        'warning: job.toml:4: tokenizer.train_on names "*.no": no such file or folder',
         'warning: job.toml:18: data.sources.2.path is "there.jsonl": no such folder of token files',
         'warning: job.toml:6: checkpoint.load is "far/step-00000001": no such folder (use "latest", "none", a step '
         "or a path)",

@@ -453,6 +453,14 @@ def test_the_two_commands(corpus, tmp_path, capsys):
     assert "Traceback" not in said.err
 
 
+def test_too_few_pieces_are_refused_without_an_option_that_does_not_exist(corpus, tmp_path, capsys):
+    words = [str(corpus / "text"), "--output", str(tmp_path / "t.model"), "--vocab-size", "100"]
+    assert train_tokenizer(words) == 1
+    said = capsys.readouterr().err
+    assert "at least 259" in said
+    assert "character_coverage" not in said
+
+
 @pytest.mark.parametrize("script", ["prepare_data.py", "train_tokenizer.py"])
 def test_the_scripts_run_from_any_folder(tmp_path, script):
     done = subprocess.run([sys.executable, ROOT / "scripts" / script, "--help"], cwd=tmp_path, capture_output=True)

@@ -256,7 +256,7 @@ class Hub:
         return SimpleNamespace(sha=self.commits[revision])
 
     def load_dataset(self, name, config, split, streaming, revision):
-        self.opened.append((name, config, revision))
+        self.opened.append((name, config, revision) if split == "train" else (name, config, revision, split))
         rows = [{"text": f"{revision[0]}{i}" * 9} for i in range(8)]
         return SimpleNamespace(num_shards=1, shard=lambda num_shards, index: rows)
 
@@ -289,6 +289,18 @@ def test_a_dataset_of_the_hub_is_read_at_the_commit_where_the_run_began(hub):
     assert source("hub:us/text@v1").state()["path"] == f"hub:us/text@{'b' * 40}"
     with pytest.raises(UserError, match="hub:us/text: cannot open the dataset"):
         source("hub:us/text@v2")
+
+
+def test_a_split_of_a_dataset(hub):
+    first = source("hub:us/text:en#validation")
+    assert first.state()["path"] == f"hub:us/text:en@{'a' * 40}#validation"
+    window(first, 5)
+    assert set(hub.opened) == {("us/text", "en", "a" * 40, "validation")}
+    for other in ("hub:us/text:en", "hub:us/text:en#test", "hub:us/text#validation"):
+        assert source(other, first.state()).state()["fingerprint"] != first.state()["fingerprint"]
+    hub.commits[None] = "c" * 40
+    inputs._commit.cache_clear()
+    assert source("hub:us/text:en#validation", first.state()).state()["path"] == first.state()["path"]
 
 
 def test_a_checkpoint_cannot_name_another_dataset(hub):

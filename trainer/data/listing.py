@@ -18,12 +18,13 @@ import xxhash
 
 from configs.errors import UserError
 from configs.files import write_atomically
-from configs.untrusted import shortened
+from configs.untrusted import parse_json, read_file, shortened
 from trainer.data.bad_files import BadFiles
 from trainer.data.inputs import HUB, content_files, files_of
 from trainer.data.text import file_pieces, read
 
 NAME = "inputs.jsonl"
+MAX_LIST_BYTES = 1 << 30
 _BLOCK_BYTES = 1 << 20
 _SHOWN = 5
 _REPORT_SECONDS = 1.0
@@ -142,11 +143,13 @@ def read_list(folder: Path) -> list[InputFile] | None:
     """
     path = folder / NAME
     try:
-        with path.open(encoding="utf-8") as file:
-            return [InputFile(*json.loads(line)) for line in file]
+        rows = [parse_json(line) for line in read_file(path, MAX_LIST_BYTES).splitlines()]
+        if not all(isinstance(row, list) and list(map(type, row)) == [str, str, int, int, str] for row in rows):
+            raise ValueError("not in the form that Keel writes")
+        return [InputFile(*row) for row in rows]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         what = shortened(str(error), 400)
         raise UserError(f"{path}: cannot be read ({what}); delete its folder to have it made again") from None
 
