@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -10,7 +10,9 @@ from typing_extensions import TypedDict
 from configs.errors import UserError
 from configs.schema import Config, Spikes
 from trainer.guards.spikes import remembered
-from trainer.guards.verdict import StepResult
+
+if TYPE_CHECKING:
+    from trainer.guards.verdict import StepResult
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class RunState:
     incidents: list[dict[str, Any]] = field(default_factory=list)
     """All spikes and repaired copies of the run so far: each with its `step`, `what` was done, and details."""
 
-    def after(self, result: StepResult, tokens: int, spikes: Spikes) -> "RunState":
+    def after(self, result: "StepResult", tokens: int, spikes: Spikes) -> "RunState":
         """The state after one more step, which trained on `tokens` tokens."""
         losses = self.past_losses if result.skipped else remembered(spikes, self.past_losses, result.loss)
         return replace(

@@ -15,10 +15,10 @@ import xxhash
 
 from configs.errors import ConfigError
 
-_ROUNDS = 8
+ROUNDS = 8
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)  # the two of splitmix64's finalizer (Steele et al., 2014)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 _MIN_BLOCK_LENGTH = 1024
 _MAX_BLOCK_LENGTH = 1 << 30
@@ -62,15 +62,15 @@ def _feistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
     low_bits = bits // 2
     high_bits = bits - low_bits
     low, high = value & np.uint64((1 << low_bits) - 1), value >> np.uint64(low_bits)
-    for _ in range(_ROUNDS // 2):
-        key = key + _GOLDEN
-        low = low ^ (_mix(high ^ key) >> np.uint64(64 - low_bits))
-        key = key + _GOLDEN
-        high = high ^ (_mix(low ^ key) >> np.uint64(64 - high_bits))
+    for _ in range(ROUNDS // 2):
+        key = key + GOLDEN
+        low = low ^ (mix(high ^ key) >> np.uint64(64 - low_bits))
+        key = key + GOLDEN
+        high = high ^ (mix(low ^ key) >> np.uint64(64 - high_bits))
     return high << np.uint64(low_bits) | low
 
 
-def _mix(value: np.ndarray) -> np.ndarray:
+def mix(value: np.ndarray) -> np.ndarray:
     """Hash 64-bit values to 64 bits, the upper ones mixed best: splitmix64's finalizer."""
     value = (value ^ (value >> np.uint64(30))) * _MULTIPLIER_1
     value = (value ^ (value >> np.uint64(27))) * _MULTIPLIER_2
@@ -110,7 +110,7 @@ class Mixture:
         shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
         self.counts = _block_counts(shares)
         self.block_length = int(self.counts.sum())
-        self._keys = [np.uint64(derive_key("mixture", seed, name)) for name in names]
+        self.keys = [np.uint64(derive_key("mixture", seed, name)) for name in names]
 
     def locate(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For samples of the run, the source's index and the ordinal within that source; int64 of the same shape."""
@@ -118,9 +118,9 @@ class Mixture:
         source = np.full(sample.shape, -1)
         ordinal = np.zeros_like(block)
         left = self.block_length  # samples of the block that earlier sources have not taken
-        for s, (count, key) in enumerate(zip(self.counts.tolist(), self._keys, strict=True)):
+        for s, (count, key) in enumerate(zip(self.counts.tolist(), self.keys, strict=True)):
             # Of the `left` positions, those where (position * count + phase) // left increases are this source's.
-            phase = (_mix(block.astype(np.uint64) + key) % np.uint64(left)).astype(np.int64)
+            phase = (mix(block.astype(np.uint64) + key) % np.uint64(left)).astype(np.int64)
             before = (position * count + phase) // left
             chosen = (source < 0) & ((position + 1) * count + phase >= (before + 1) * left)
             source = np.where(chosen, s, source)

@@ -66,9 +66,9 @@ class TokenSource:
                 f"{folder.path}: too short for one window: it has {folder.n_tokens} tokens, and training.seq_len = "
                 f"{seq_len} needs {seq_len} + 1 (the last target); prepare more text, or lower training.seq_len"
             )
-        self._folder, self._seq_len = folder, seq_len
+        self.folder, self._seq_len = folder, seq_len
         self._once, self._epoch = once, 0
-        self._epochs = Epochs(name, self.n_windows, seed=0 if once else seed)
+        self.epochs = Epochs(name, self.n_windows, seed=0 if once else seed)
 
     @property
     def layout(self) -> str:
@@ -79,12 +79,12 @@ class TokenSource:
         """The first token of each window; implements `SampleSource`."""
         if self._once and ordinals.size and ordinals.max() >= self.n_windows:
             raise UserError(
-                f"{self._folder.path}: validation needs {int(ordinals.max()) + 1} windows, but its "
-                f"{self._folder.n_tokens} tokens make {self.n_windows} of training.seq_len = {self._seq_len}; "
+                f"{self.folder.path}: validation needs {int(ordinals.max()) + 1} windows, but its "
+                f"{self.folder.n_tokens} tokens make {self.n_windows} of training.seq_len = {self._seq_len}; "
                 "lower validation.sequences, or prepare more text"
             )
         self._check_at_new_epoch(int(ordinals.max(initial=0)) // self.n_windows)
-        return self._epochs.window(ordinals) * self._seq_len
+        return self.epochs.window(ordinals) * self._seq_len
 
     def _count_windows(self, folder: TokenFolder, seq_len: int) -> int:
         return (folder.n_tokens - 1) // seq_len
@@ -96,17 +96,17 @@ class TokenSource:
 
     def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
         """Fetch the window whose first token is `address`."""
-        tokens[:] = self._folder.read(address, len(tokens))
+        tokens[:] = self.folder.read(address, len(tokens))
         if starts is not None:
-            starts[self._folder.document_starts(address, len(tokens))] = True
+            starts[self.folder.document_starts(address, len(tokens))] = True
 
     def state(self) -> dict[str, Any]:
         """The folder's fingerprint; there are no cursors."""
-        return {"fingerprint": self._folder.fingerprint}
+        return {"fingerprint": self.folder.fingerprint}
 
     def check_unchanged(self) -> None:
         """Check the size and modification time of every file; also done at the start of each epoch."""
-        self._folder.check_unchanged()
+        self.folder.check_unchanged()
 
 
 class SyntheticSource:

@@ -113,8 +113,8 @@ class TokenFile:
     in SIGBUS, which kills the process without a message, and pread ends in an error that names the place.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open `path` and verify its header, length and tables.
+    def __init__(self, path: Path, check_tables: bool = True) -> None:
+        """Open `path` and verify its header, length and, unless `check_tables` is False, its tables.
 
         Raises:
             UserError: one of these is wrong, or the file can't be read.
@@ -129,7 +129,8 @@ class TokenFile:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from None
         self._check_length(self._stamp.size)
         self.n_tokens = self.header.n_tokens
-        self._marks = self._verify_tables()
+        if check_tables:
+            self._marks = self._verify_tables()
         self._verified = bytearray(self.header.n_blocks)
 
     def read(self, start: int, length: int) -> np.ndarray:
@@ -160,6 +161,12 @@ class TokenFile:
         if ((found < window[0]) | (found >= window[1])).any():
             raise self._error(at, "the table of documents is damaged")
         return found.astype(np.int64)
+
+    def document_offset(self, document: int) -> int:
+        """The first token of a document of the file; the number of tokens for the document after the last."""
+        if document == self.header.n_documents:
+            return self.n_tokens
+        return int.from_bytes(self._bytes(self._offsets_start + 8 * document, 8), "little")
 
     def verify(self) -> None:
         """Read and check all tokens.
@@ -284,8 +291,10 @@ class _Stamp:
 class TokenFolder:
     """All token files of a folder, in name order, as one long sequence of tokens."""
 
-    def __init__(self, path: str | Path, vocab_size: int, tokenizer_hash: str | None = None) -> None:
-        """Open and verify every file.
+    def __init__(
+        self, path: str | Path, vocab_size: int, tokenizer_hash: str | None = None, check_content: bool = True
+    ) -> None:
+        """Open and verify every file; with `check_content` False, only their headers, and blocks when they are read.
 
         Raises:
             UserError: the folder is missing or has no tokens, a file is damaged, or it was written with another
@@ -294,10 +303,10 @@ class TokenFolder:
         self.path = Path(path)
         if not self.path.is_dir():
             raise UserError(f"{path}: no such folder of token files; make it with scripts/prepare_data.py")
-        self._files = [TokenFile(file) for file in _token_files(self.path)]
-        for file in self._files:
-            _check_tokenizer(file, vocab_size, tokenizer_hash or self._files[0].header.tokenizer_hash)
-        ends = list(accumulate(file.n_tokens for file in self._files))
+        self.files = [TokenFile(file, check_content) for file in _token_files(self.path)]
+        for file in self.files:
+            _check_tokenizer(file, vocab_size, tokenizer_hash or self.files[0].header.tokenizer_hash)
+        ends = list(accumulate(file.n_tokens for file in self.files))
         self.n_tokens = ends[-1] if ends else 0
         """Tokens in all files."""
         if not self.n_tokens:
@@ -305,10 +314,10 @@ class TokenFolder:
             hint = f"there are some in {others[0]}" if others else "make them with scripts/prepare_data.py"
             raise UserError(f"{path}: no tokens in this folder (*{SUFFIX}); {hint}")
         self._starts = [0, *ends[:-1]]
-        self.fingerprint = _fingerprint(file.header.pack() for file in self._files)
+        self.fingerprint = _fingerprint(file.header.pack() for file in self.files)
         """Hash of the content, computed from the checksums in the headers."""
-        if sum(file.header.file_bytes for file in self._files) <= FULL_CHECK_BYTES:
-            for file in self._files:
+        if check_content and sum(file.header.file_bytes for file in self.files) <= FULL_CHECK_BYTES:
+            for file in self.files:
                 file.verify()
 
     def read(self, start: int, length: int) -> np.ndarray:
@@ -342,7 +351,7 @@ class TokenFolder:
 
     def check_unchanged(self) -> None:
         """Raise UserError if a file's content has changed since the folder was opened."""
-        for file in self._files:
+        for file in self.files:
             file.check_unchanged()
 
     def _parts(self, start: int, length: int) -> list[tuple[TokenFile, int, int]]:
@@ -352,7 +361,7 @@ class TokenFolder:
         parts = []
         index = bisect_right(self._starts, start) - 1
         while length:
-            file, first = self._files[index], start - self._starts[index]
+            file, first = self.files[index], start - self._starts[index]
             count = min(length, file.n_tokens - first)
             parts.append((file, first, count))
             start, length, index = start + count, length - count, index + 1

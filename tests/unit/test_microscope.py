@@ -1,0 +1,240 @@
+"""Which step trains on which document: against brute force over what the loader really reads."""
+
+import json
+import struct
+import time
+from collections import defaultdict
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.load import load
+from scripts.data import main
+from tests.unit.small_job import JOB
+from trainer.data.loader import build_loader
+from trainer.data.token_file import BLOCK_BYTES, Header, TokenFileWriter, TokenFolder
+from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
+from trainer.microscope.documents import Documents
+from trainer.microscope.history import History, Stretch
+from trainer.microscope.run_data import RunData
+
+STEPS, BATCH, SEQ_LEN, VOCAB = 60, 8, 16, 400
+BIRDS = ["owls", "swifts", "finches", "kites", "wrens", "storks", "terns", "larks", "gulls", "cranes", "quails", "jays"]
+LINES = [
+    f"line {i} of a {kind} poem about {i * i} {BIRDS[i % 12]} and {BIRDS[i * i % 11]}\n"
+    for kind in ("short", "long", "quiet", "loud", "melancholic")
+    for i in range(400)
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run of a mixture: two folders of token files, in several epochs, and synthetic samples."""
+    folder = tmp_path_factory.mktemp("run")
+    train_sentencepiece(iter(LINES), folder / "t.model", VOCAB)
+    tokenizer = load_tokenizer(folder / "t.model")
+    rng = np.random.default_rng(0)
+    lines = iter(rng.permutation(LINES).tolist())  # each once, so that no two windows are equal
+    for name, n_files in (("small", 1), ("large", 3)):
+        (folder / name).mkdir()
+        for number in range(n_files):
+            with TokenFileWriter(folder / name / f"{number}.tokens", VOCAB, tokenizer.hash) as writer:
+                for _ in range(12 * n_files):
+                    text = "".join(islice(lines, rng.integers(1, 4)))
+                    writer.append(encode_document(tokenizer, text))
+    sources = "".join(
+        f'[[data.sources]]\nname = "{name}"\nkind = "tokens"\nweight = {weight}\npath = "{folder / name}"\n'
+        for name, weight in (("small", 0.5), ("large", 0.3))
+    )
+    job = JOB.replace(
+        '[[data.sources]]\nname = "random"\n', f'{sources}[[data.sources]]\nname = "random"\nweight = 0.2\n'
+    )
+    job = (
+        job.replace("vocab_size = 512", f"vocab_size = {VOCAB}")
+        .replace("seq_len = 32", f"seq_len = {SEQ_LEN}")
+        .replace("steps = 10\nseq", f"steps = {STEPS}\nseq")
+    )
+    (folder / "config.toml").write_text(job + f'[tokenizer]\npath = "{folder / "t.model"}"\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(run) -> dict[str, dict[int, list[tuple[int, int]]]]:
+    """By source and token: the steps and samples of which it is a target, from the loader's own windows."""
+    config = load(str(run / "config.toml")).config
+    folders = {name: TokenFolder(run / name, VOCAB) for name in ("small", "large")}
+    places = {name: _windows(folder) for name, folder in folders.items()}
+    found: dict[str, dict[int, list[tuple[int, int]]]] = {name: defaultdict(list) for name in folders}
+    loader = build_loader(config, 0, 1, 0)
+    for step in range(1, STEPS + 1):
+        for batch in next(loader):
+            for sample, tokens, target in zip(batch.samples, batch.tokens, batch.targets, strict=True):
+                window = (*tokens.tolist(), target[-1].item())
+                for name, starts in places.items():
+                    if window in starts:
+                        for token in range(starts[window] + 1, starts[window] + SEQ_LEN + 1):
+                            found[name][token].append((step, sample))
+    loader.close()
+    return found
+
+
+def _windows(folder: TokenFolder) -> dict[tuple[int, ...], int]:
+    starts = range(0, folder.n_tokens - SEQ_LEN, SEQ_LEN)
+    windows = {tuple(folder.read(start, SEQ_LEN + 1).tolist()): start for start in starts}
+    assert len(windows) == len(starts)  # no two are equal
+    return windows
+
+
+def test_uses_of_every_document(run, trained):
+    data = RunData(run)
+    epochs = set()
+    for name in ("small", "large"):
+        documents = Documents(data.tokens_of(name).folder)
+        assert len(documents) in (12, 3 * 36)
+        for number in range(len(documents)):
+            document = documents[number]
+            expected = {use for token in range(document.start, document.stop) for use in trained[name][token]}
+            uses = list(data.uses(name, document.start, document.stop))
+            epochs |= {use.epoch for use in uses}
+            assert {(use.step, use.sample) for use in uses if use.step <= STEPS} == expected
+    assert len(epochs) > 3
+
+
+def test_every_token_is_in_the_document_that_is_said(run):
+    for name in ("small", "large"):
+        folder = TokenFolder(run / name, VOCAB)
+        documents, starts = Documents(folder), folder.document_starts(0, folder.n_tokens)
+        for token in range(folder.n_tokens):
+            document = documents.at(token)
+            assert document.number == np.searchsorted(starts, token, side="right") - 1
+            assert document.start == starts[document.number] <= token < document.stop
+        assert [d.number for d in documents.between(0, folder.n_tokens)] == list(range(len(documents)))
+
+
+def test_step_shows_what_the_loader_reads(run, capsys):
+    loader = build_loader(load(str(run / "config.toml")).config, 0, 1, 0)
+    tokenizer = load_tokenizer(run / "t.model")
+    for step in (1, 2, 3):
+        batches = next(loader)
+        assert main(["step", str(run), str(step), "--json"]) == 0
+        said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [each["sample"] for each in said] == [n for batch in batches for n in batch.samples]
+        rows = [row for batch in batches for row in zip(batch.tokens, batch.targets, strict=True)]
+        for each, (tokens, targets) in zip(said, rows, strict=True):
+            if each["source"] == "random":
+                assert each["documents"] == []
+                continue
+            window = [*tokens.tolist(), targets[-1].item()]
+            assert sum(part["tokens"] for part in each["documents"]) == SEQ_LEN + 1
+            assert "".join(part["text"] for part in each["documents"]) == tokenizer.decode(window)
+    loader.close()
+
+
+def test_find_a_text(run, capsys):
+    tokenizer = load_tokenizer(run / "t.model")
+    text = "wrens and "
+    assert main(["find", str(run), text, "--json", "--most", "1000"]) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    expected = 0
+    for name in ("small", "large"):
+        folder = TokenFolder(run / name, VOCAB)
+        for document in Documents(folder).between(0, folder.n_tokens):
+            expected += tokenizer.decode(folder.read(document.start, document.stop - document.start)).count(text)
+    assert len(said) == expected > 0
+    for place in said:
+        start, stop = place["tokens"]
+        spelled = tokenizer.decode(TokenFolder(run / place["source"], VOCAB).read(start, stop - start))
+        assert text in spelled
+        assert len(spelled) < len(text) + 20
+
+
+def test_ledger(run, trained, capsys):
+    assert main(["ledger", str(run), "--step", str(STEPS), "--json"]) == 0
+    rows = {row["source"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    for name in ("small", "large"):
+        samples = {use for uses in trained[name].values() for use in uses}
+        assert rows[name]["samples"] == len(samples)
+        assert rows[name]["tokens"] == sum(map(len, trained[name].values()))
+    assert sum(row["samples"] for row in rows.values()) == STEPS * BATCH
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("step {run} 0", "steps are numbered from 1"),
+        ("step {run}/small 1", "small is not a run folder: it has no config.toml"),
+        ("find {run}", "name either a text or --document N"),
+        ("find {run} --document 3", "--document needs --source, as the run has several: small, large"),
+        ("find {run} --document 12 --source small", "small has 12 documents, numbered from 0; no 12"),
+        ("find {run} --document 1 --source random", "only documents of token files"),
+        ("find {run} --document 1 --source rando", "has no source 'rando'; its sources: small, large, random"),
+    ],
+)
+def test_mistakes(run, capsys, words, message):
+    assert main(words.format(run=run).split()) == 1
+    assert message in capsys.readouterr().err
+
+
+@given(st.data())
+def test_histories_by_brute_force(data):
+    """Steps as a run takes them: the batch size may change at a launch, and a rewind passes samples over."""
+    stretches, taken, batch, sample = [Stretch(1, 0, 4)], {}, 4, 0
+    for _ in range(data.draw(st.integers(1, 4))):
+        for _ in range(data.draw(st.integers(0, 5))):
+            taken[max(taken, default=0) + 1] = range(sample, sample + batch)
+            sample += batch
+        last = max(taken, default=0)
+        if data.draw(st.booleans()) and last:
+            to_step = data.draw(st.integers(0, last - 1))
+            taken = {step: samples for step, samples in taken.items() if step <= to_step}
+            stretches = [each for each in stretches if each.first_step <= to_step] + [
+                Stretch(to_step + 1, sample, batch)
+            ]
+        else:
+            batch = data.draw(st.sampled_from([2, 4, 8]))
+            stretches = [*stretches, Stretch(last + 1, sample, batch)]
+    history, last = History(stretches, max(taken, default=0)), max(taken, default=0)
+    assert {step: history.samples(step) for step in taken} == taken
+    steps = {each: step for step, samples in taken.items() for each in samples}
+    assert [history.step_of(each) for each in range(sample)] == [steps.get(each) for each in range(sample)]
+    assert [each for part in history.trained(last) for each in part] == sorted(steps)
+
+
+def test_a_corpus_of_a_trillion_tokens_takes_less_than_a_second(run, tmp_path, capsys):
+    """A sparse file of 2 TB, with the checksums of the blocks that are read: looked at without an index."""
+    n_tokens, n_documents = 10**12, 1000
+    (tmp_path / "huge").mkdir()
+    path = tmp_path / "huge" / "0.tokens"
+    header = Header(VOCAB, n_tokens, n_documents, "00" * 16, bytes(16))
+    with path.open("wb") as file:
+        try:
+            file.truncate(header.file_bytes)
+        except OSError:
+            pytest.skip("this file system has no files of 2 TB")
+        file.write(header.pack())
+        offsets = header.tables_start + 8 * header.n_blocks
+        file.seek(offsets)
+        file.write(struct.pack(f"<{n_documents}Q", *(i * n_tokens // n_documents for i in range(n_documents))))
+        config = (run / "config.toml").read_text().replace(str(run / "large"), str(tmp_path / "huge"))
+        (tmp_path / "config.toml").write_text(config.replace("steps = 60", "steps = 1000000000"))
+        step = 987_654_321
+        readings = [each for each in RunData(tmp_path).readings(step) if each.source == "large"]
+        for reading in readings:
+            for token in (reading.start, reading.start + SEQ_LEN):
+                block = token * 2 // BLOCK_BYTES
+                file.seek(header.tables_start + 8 * block)
+                file.write(xxhash.xxh3_64_digest(bytes(BLOCK_BYTES))[::-1])
+    assert readings
+    started = time.process_time()
+    assert main(["step", str(tmp_path), str(step)]) == 0
+    document = Documents(TokenFolder(tmp_path / "huge", VOCAB, check_content=False)).at(readings[0].start)
+    start = readings[0].start
+    uses = list(RunData(tmp_path).uses("large", start + 1, start + SEQ_LEN + 1))
+    assert time.process_time() - started < 1
+    assert step in [use.step for use in uses]
+    assert f"document {document.number} (17 of 1000000000 tokens, 0.tokens)" in capsys.readouterr().out

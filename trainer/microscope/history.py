@@ -1,0 +1,92 @@
+"""Which samples each step of a run trains on, including past changes of the batch size and rewinds after spikes."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint.manifest import read_manifest, read_trainer_state, step_folder, steps_in
+from configs.errors import UserError
+from configs.schema import Config
+from trainer.saved_state import RunState, check_saved_state
+
+_BATCH_CHANGE = re.compile(r"training\.global_batch_size: (\d+) -> (\d+)")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive steps that train on consecutive samples."""
+
+    first_step: int
+    first_sample: int
+    batch: int
+    """Samples per step."""
+
+    def samples(self, step: int) -> range:
+        """The samples of a step of this stretch."""
+        first = self.first_sample + (step - self.first_step) * self.batch
+        return range(first, first + self.batch)
+
+
+class History:
+    """A run's steps and samples, as its newest checkpoint records them; steps after it go on in the same way."""
+
+    def __init__(self, stretches: Iterable[Stretch], last_step: int) -> None:
+        """Combine stretches, in order; the last one goes on without end. `last_step` is the newest checkpoint's."""
+        self.stretches, self.last_step = list(stretches), last_step
+
+    def samples(self, step: int) -> range:
+        """The samples of a step, numbered from 1."""
+        return next(each for each in reversed(self.stretches) if each.first_step <= step).samples(step)
+
+    def step_of(self, sample: int) -> int | None:
+        """The step that trains on a sample; None if the run passed it over, going back after a spike."""
+        place = max((index for index, each in enumerate(self.stretches) if each.first_sample <= sample), default=None)
+        if place is None:
+            return None
+        stretch = self.stretches[place]
+        step = stretch.first_step + (sample - stretch.first_sample) // stretch.batch
+        return None if place + 1 < len(self.stretches) and step >= self.stretches[place + 1].first_step else step
+
+    def trained(self, step: int) -> list[range]:
+        """The samples that the steps up to `step` have trained on, as disjoint ranges in ascending order."""
+        begun = [each for each in self.stretches if each.first_step <= step]
+        ends = [each.first_step - 1 for each in begun[1:]] + [step] * bool(begun)
+        return [range(a.first_sample, a.samples(end).stop) for a, end in zip(begun, ends, strict=True)]
+
+
+def read_history(folder: Path, config: Config) -> History:
+    """Read the history of the run in `folder`; before its first checkpoint, that of its config.
+
+    Raises:
+        UserError: the newest checkpoint can't be read, or its history is not complete.
+    """
+    batch = config.training.global_batch_size
+    steps = steps_in(folder / "checkpoints")
+    if not steps:
+        return History([Stretch(1, 0, batch)], 0)
+    checkpoint = step_folder(folder / "checkpoints", steps[-1])
+    manifest = read_manifest(checkpoint)
+    saved = read_trainer_state(checkpoint)
+    check_saved_state(saved)
+    run, next_sample = RunState(**saved["run"]), saved["data"]["next_sample"]
+    lines = [(change.step, line) for change in manifest.run_changes for line in change.changes]
+    sizes = [(step, int(found[1]), int(found[2])) for step, line in lines if (found := _BATCH_CHANGE.fullmatch(line))]
+    stretches = [Stretch(1, 0, sizes[0][1] if sizes else batch)]
+    events: list[tuple[int, int, int | None]] = [(step, now, None) for step, _, now in sizes]
+    rewinds = [incident for incident in run.incidents if incident["what"] == "rewind"]
+    events += [(each["spike_step"], each["to_step"], each["samples"][1] + 1) for each in rewinds]
+    for at, value, resumed_at in sorted(events, key=lambda event: event[0]):
+        if resumed_at is None:
+            stretches.append(Stretch(at, stretches[-1].samples(at).start, value))
+        else:
+            current = stretches[-1].batch
+            stretches = [each for each in stretches if each.first_step <= value]
+            stretches.append(Stretch(value + 1, resumed_at, current))
+    history = History(stretches, run.step)
+    if history.samples(run.step + 1).start != next_sample:
+        raise UserError(
+            f"{checkpoint}: its history does not lead to its position in the data, sample {next_sample}; "
+            "which samples its steps trained on can't be told"
+        )
+    return history

@@ -1,0 +1,81 @@
+"""The order of samples backward: from a window to the samples of the run that read it (see `trainer/data/order.py`)."""
+
+import numpy as np
+
+from trainer.data.order import GOLDEN, ROUNDS, Epochs, Mixture, derive_key, mix
+
+
+def unpermute(value: np.ndarray | int, n: int, key: int) -> np.ndarray:
+    """The inverse of `order.permute`: the indices that it maps to `value`.
+
+    Args:
+        value: integers in [0, n), any shape.
+        n: size of the domain, at least 1.
+        key: 64-bit key.
+
+    Returns:
+        int64 array of the shape of `value`.
+    """
+    shape = np.shape(value)
+    index = np.asarray(value, dtype=np.uint64).ravel()
+    bits = max(2, (n - 1).bit_length())
+    index = _unfeistel(index, bits, key)
+    outside = np.flatnonzero(index >= n)
+    while outside.size:
+        index[outside] = _unfeistel(index[outside], bits, key)
+        outside = outside[index[outside] >= n]
+    return index.astype(np.int64).reshape(shape)
+
+
+def _unfeistel(value: np.ndarray, bits: int, key: int) -> np.ndarray:
+    """Undo one pass of `order._feistel`: the same rounds in reverse."""
+    low_bits = bits // 2
+    high_bits = bits - low_bits
+    low, high = value & np.uint64((1 << low_bits) - 1), value >> np.uint64(low_bits)
+    for number in range(ROUNDS, 0, -2):
+        high = high ^ (mix(low ^ _round_key(key, number)) >> np.uint64(64 - high_bits))
+        low = low ^ (mix(high ^ _round_key(key, number - 1)) >> np.uint64(64 - low_bits))
+    return high << np.uint64(low_bits) | low
+
+
+def _round_key(key: int, number: int) -> np.uint64:
+    return np.uint64((key + number * int(GOLDEN)) % (1 << 64))
+
+
+def ordinals(epochs: Epochs, windows: np.ndarray, epoch: int) -> np.ndarray:
+    """The inverse of `Epochs.window`: which sample of its source reads each window in an epoch; int64."""
+    key = derive_key("epoch", epochs.seed, epochs.name, epoch)
+    return epoch * epochs.n_windows + unpermute(windows, epochs.n_windows, key)
+
+
+def sample_of(mixture: Mixture, source: int, ordinal: int) -> int:
+    """The inverse of `Mixture.locate`: the sample of the run that is the source's `ordinal`-th.
+
+    In a block, source s takes `count` of the `left` positions that earlier sources have left: those where
+    (position * count + phase) // left increases. The place of an increase has a closed form, and so has the place of
+    the positions in between, which later sources are numbered by.
+    """
+    counts = mixture.counts.tolist()
+    block, nth = divmod(ordinal, counts[source])
+    lefts = [mixture.block_length - sum(counts[:s]) for s in range(source + 1)]
+    phases = [int(mix(np.array([block], dtype=np.uint64) + mixture.keys[s])[0]) % left for s, left in enumerate(lefts)]
+    # The smallest position with (position + 1) * count + phase >= (nth + 1) * left.
+    position = -(-((nth + 1) * lefts[source] - phases[source]) // counts[source]) - 1
+    for s in range(source - 1, -1, -1):
+        # The position-th of those not taken: the smallest m with m - (m * count + phase) // left > position, less 1.
+        position = (position * lefts[s] + phases[s]) // (lefts[s] - counts[s])
+    return block * mixture.block_length + position
+
+
+def count_before(mixture: Mixture, source: int, sample: int) -> int:
+    """How many samples of a source are among the run's first `sample` samples."""
+    count = int(mixture.counts[source])
+    low = sample // mixture.block_length * count
+    high = low + count
+    while low < high:
+        middle = (low + high) // 2
+        if sample_of(mixture, source, middle) < sample:
+            low = middle + 1
+        else:
+            high = middle
+    return low
