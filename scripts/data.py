@@ -59,7 +59,7 @@ def step(options: argparse.Namespace, console: Console) -> None:
     )
     for reading in readings:
         epoch = "" if reading.epoch is None else f", epoch {reading.epoch}"
-        window = "" if reading.start is None else f", tokens {reading.start} to {_window_end(run, reading) - 1}"
+        window = "" if reading.tokens is None else f", tokens {reading.tokens[0]} to {reading.tokens[1] - 1}"
         console.line(f"sample {reading.sample}: {reading.source}{epoch}{window}")
         for part in _parts(run, reading, None if options.full else _EXCERPT):
             whole = "whole" if part["tokens"] == part["of"] else f"{part['tokens']} of {part['of']} tokens"
@@ -121,20 +121,15 @@ def _when(run: "RunData", step: int) -> str:
     return "" if step <= newest else f" (not yet trained; the newest checkpoint is of step {newest})"
 
 
-def _window_end(run: "RunData", reading: "Reading") -> int:
-    assert reading.start is not None
-    return reading.start + run.config.training.seq_len + 1
-
-
 def _parts(run: "RunData", reading: "Reading", excerpt: int | None) -> Iterator[dict[str, object]]:
     """The documents of a window: number, file, tokens in the window and in all, and text, cut to `excerpt`."""
     from trainer.microscope.documents import Documents
 
-    if reading.start is None:
+    if reading.tokens is None:
         return
     folder = run.tokens_of(reading.source).folder
-    for document in Documents(folder).between(reading.start, _window_end(run, reading)):
-        start, stop = max(document.start, reading.start), min(document.stop, _window_end(run, reading))
+    for document in Documents(folder).between(*reading.tokens):
+        start, stop = max(document.start, reading.tokens[0]), min(document.stop, reading.tokens[1])
         shown = stop if excerpt is None else min(stop, start + 4 * excerpt)  # tokens of no text may come first
         ids = folder.read(start, shown - start).tolist()
         text = run.tokenizer.decode(ids) if run.tokenizer else " ".join(map(str, ids))

@@ -4,7 +4,7 @@ import json
 import struct
 import time
 from collections import defaultdict
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,9 @@ from configs.load import load
 from scripts.data import main
 from tests.unit.small_job import JOB
 from trainer.data.loader import build_loader
-from trainer.data.token_file import BLOCK_BYTES, Header, TokenFileWriter, TokenFolder
+from trainer.data.packing import PackingWriter, write_mark
+from trainer.data.token_file import BLOCK_BYTES, Header, TokenFolder
+from trainer.data.token_writer import TokenFileWriter
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
 from trainer.microscope.documents import Documents
 from trainer.microscope.history import History, Stretch
@@ -25,6 +27,7 @@ from trainer.microscope.run_data import RunData
 
 STEPS, BATCH, SEQ_LEN, VOCAB = 60, 8, 16, 400
 BIRDS = ["owls", "swifts", "finches", "kites", "wrens", "storks", "terns", "larks", "gulls", "cranes", "quails", "jays"]
+NAMES = ("small", "large", "packed")
 LINES = [
     f"line {i} of a {kind} poem about {i * i} {BIRDS[i % 12]} and {BIRDS[i * i % 11]}\n"
     for kind in ("short", "long", "quiet", "loud", "melancholic")
@@ -34,22 +37,24 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A run of a mixture: two folders of token files, in several epochs, and synthetic samples."""
+    """A run of a mixture: three folders of token files, one packed, in several epochs, and synthetic samples."""
     folder = tmp_path_factory.mktemp("run")
     train_sentencepiece(iter(LINES), folder / "t.model", VOCAB)
     tokenizer = load_tokenizer(folder / "t.model")
     rng = np.random.default_rng(0)
     lines = iter(rng.permutation(LINES).tolist())  # each once, so that no two windows are equal
-    for name, n_files in (("small", 1), ("large", 3)):
+    for name, n_files in (("small", 1), ("large", 3), ("packed", 2)):
         (folder / name).mkdir()
         for number in range(n_files):
-            with TokenFileWriter(folder / name / f"{number}.tokens", VOCAB, tokenizer.hash) as writer:
+            writing = TokenFileWriter(folder / name / f"{number}.tokens", VOCAB, tokenizer.hash)
+            with PackingWriter(writing, SEQ_LEN) if name == "packed" else writing as writer:
                 for _ in range(12 * n_files):
                     text = "".join(islice(lines, rng.integers(1, 4)))
                     writer.append(encode_document(tokenizer, text))
+    write_mark(folder / "packed", SEQ_LEN)
     sources = "".join(
         f'[[data.sources]]\nname = "{name}"\nkind = "tokens"\nweight = {weight}\npath = "{folder / name}"\n'
-        for name, weight in (("small", 0.5), ("large", 0.3))
+        for name, weight in (("small", 0.4), ("large", 0.3), ("packed", 0.1))
     )
     job = JOB.replace(
         '[[data.sources]]\nname = "random"\n', f'{sources}[[data.sources]]\nname = "random"\nweight = 0.2\n'
@@ -67,35 +72,52 @@ def run(tmp_path_factory) -> Path:
 def trained(run) -> dict[str, dict[int, list[tuple[int, int]]]]:
     """By source and token: the steps and samples of which it is a target, from the loader's own windows."""
     config = load(str(run / "config.toml")).config
-    folders = {name: TokenFolder(run / name, VOCAB) for name in ("small", "large")}
-    places = {name: _windows(folder) for name, folder in folders.items()}
-    found: dict[str, dict[int, list[tuple[int, int]]]] = {name: defaultdict(list) for name in folders}
+    places = {name: _windows(run / name) for name in NAMES}
+    found: dict[str, dict[int, list[tuple[int, int]]]] = {name: defaultdict(list) for name in NAMES}
     loader = build_loader(config, 0, 1, 0)
     for step in range(1, STEPS + 1):
         for batch in next(loader):
-            for sample, tokens, target in zip(batch.samples, batch.tokens, batch.targets, strict=True):
-                window = (*tokens.tolist(), target[-1].item())
+            for sample, tokens, targets in zip(batch.samples, batch.tokens, batch.targets, strict=True):
+                window = _valid(tokens, targets)
                 for name, starts in places.items():
                     if window in starts:
-                        for token in range(starts[window] + 1, starts[window] + SEQ_LEN + 1):
+                        for token in range(starts[window] + 1, starts[window] + len(window)):
                             found[name][token].append((step, sample))
     loader.close()
     return found
 
 
-def _windows(folder: TokenFolder) -> dict[tuple[int, ...], int]:
-    starts = range(0, folder.n_tokens - SEQ_LEN, SEQ_LEN)
-    windows = {tuple(folder.read(start, SEQ_LEN + 1).tolist()): start for start in starts}
-    assert len(windows) == len(starts)  # no two are equal
+def _valid(tokens, targets) -> tuple[int, ...]:
+    """A row's window without padding."""
+    n_valid = int((targets >= 0).sum())
+    return (*tokens[:n_valid].tolist(), targets[n_valid - 1].item())
+
+
+def _windows(path: Path) -> dict[tuple[int, ...], int]:
+    folder, start, windows = TokenFolder(path, VOCAB), 0, {}
+    starts = folder.document_starts(0, folder.n_tokens).tolist()
+    while start + SEQ_LEN < folder.n_tokens or (path.name == "packed" and start < folder.n_tokens):
+        stop = start + SEQ_LEN + 1
+        if path.name == "packed":  # whole documents, as many as fit in the rest of the file
+            last_in_file = next(end for end in _file_ends(folder) if end > start)
+            stop = max(end for end in [*starts[1:], folder.n_tokens] if start < end <= min(stop, last_in_file))
+        window = tuple(folder.read(start, stop - start).tolist())
+        assert window not in windows  # no two are equal
+        windows[window] = start
+        start = stop if path.name == "packed" else start + SEQ_LEN
     return windows
+
+
+def _file_ends(folder: TokenFolder) -> list[int]:
+    return list(accumulate(file.n_tokens for file in folder.files))
 
 
 def test_uses_of_every_document(run, trained):
     data = RunData(run)
     epochs = set()
-    for name in ("small", "large"):
+    for name in NAMES:
         documents = Documents(data.tokens_of(name).folder)
-        assert len(documents) in (12, 3 * 36)
+        assert len(documents) >= 12
         for number in range(len(documents)):
             document = documents[number]
             expected = {use for token in range(document.start, document.stop) for use in trained[name][token]}
@@ -106,7 +128,7 @@ def test_uses_of_every_document(run, trained):
 
 
 def test_every_token_is_in_the_document_that_is_said(run):
-    for name in ("small", "large"):
+    for name in NAMES:
         folder = TokenFolder(run / name, VOCAB)
         documents, starts = Documents(folder), folder.document_starts(0, folder.n_tokens)
         for token in range(folder.n_tokens):
@@ -129,8 +151,8 @@ def test_step_shows_what_the_loader_reads(run, capsys):
             if each["source"] == "random":
                 assert each["documents"] == []
                 continue
-            window = [*tokens.tolist(), targets[-1].item()]
-            assert sum(part["tokens"] for part in each["documents"]) == SEQ_LEN + 1
+            window = _valid(tokens, targets)
+            assert sum(part["tokens"] for part in each["documents"]) == len(window)
             assert "".join(part["text"] for part in each["documents"]) == tokenizer.decode(window)
     loader.close()
 
@@ -141,7 +163,7 @@ def test_find_a_text(run, capsys):
     assert main(["find", str(run), text, "--json", "--most", "1000"]) == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     expected = 0
-    for name in ("small", "large"):
+    for name in NAMES:
         folder = TokenFolder(run / name, VOCAB)
         for document in Documents(folder).between(0, folder.n_tokens):
             expected += tokenizer.decode(folder.read(document.start, document.stop - document.start)).count(text)
@@ -156,10 +178,10 @@ def test_find_a_text(run, capsys):
 def test_ledger(run, trained, capsys):
     assert main(["ledger", str(run), "--step", str(STEPS), "--json"]) == 0
     rows = {row["source"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
-    for name in ("small", "large"):
+    for name in NAMES:
         samples = {use for uses in trained[name].values() for use in uses}
         assert rows[name]["samples"] == len(samples)
-        assert rows[name]["tokens"] == sum(map(len, trained[name].values()))
+        assert rows[name]["tokens"] == rows[name]["samples"] * SEQ_LEN >= sum(map(len, trained[name].values()))
     assert sum(row["samples"] for row in rows.values()) == STEPS * BATCH
 
 
@@ -169,10 +191,10 @@ def test_ledger(run, trained, capsys):
         ("step {run} 0", "steps are numbered from 1"),
         ("step {run}/small 1", "small is not a run folder: it has no config.toml"),
         ("find {run}", "name either a text or --document N"),
-        ("find {run} --document 3", "--document needs --source, as the run has several: small, large"),
+        ("find {run} --document 3", "--document needs --source, as the run has several: small, large, packed"),
         ("find {run} --document 12 --source small", "small has 12 documents, numbered from 0; no 12"),
         ("find {run} --document 1 --source random", "only documents of token files"),
-        ("find {run} --document 1 --source rando", "has no source 'rando'; its sources: small, large, random"),
+        ("find {run} --document 1 --source rando", "has no source 'rando'; its sources: small, large, packed, random"),
     ],
 )
 def test_mistakes(run, capsys, words, message):
@@ -225,15 +247,15 @@ def test_a_corpus_of_a_trillion_tokens_takes_less_than_a_second(run, tmp_path, c
         step = 987_654_321
         readings = [each for each in RunData(tmp_path).readings(step) if each.source == "large"]
         for reading in readings:
-            for token in (reading.start, reading.start + SEQ_LEN):
+            for token in (reading.tokens[0], reading.tokens[0] + SEQ_LEN):
                 block = token * 2 // BLOCK_BYTES
                 file.seek(header.tables_start + 8 * block)
                 file.write(xxhash.xxh3_64_digest(bytes(BLOCK_BYTES))[::-1])
     assert readings
     started = time.process_time()
     assert main(["step", str(tmp_path), str(step)]) == 0
-    document = Documents(TokenFolder(tmp_path / "huge", VOCAB, check_content=False)).at(readings[0].start)
-    start = readings[0].start
+    document = Documents(TokenFolder(tmp_path / "huge", VOCAB, check_content=False)).at(readings[0].tokens[0])
+    start = readings[0].tokens[0]
     uses = list(RunData(tmp_path).uses("large", start + 1, start + SEQ_LEN + 1))
     assert time.process_time() - started < 1
     assert step in [use.step for use in uses]

@@ -25,7 +25,7 @@ PARTS = {
             "trainer/preparation.py",
         ),
         (),
-        1400,
+        1450,
     ),
     "what guards a run": (("trainer/guards", "parallelisms/guards"), (), 1600),
     "job files: schema, reading, checks": (("configs",), (), 2100),

@@ -151,11 +151,22 @@ class PackedSource(TokenSource):
     def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
         """Fetch window number `address`; padding is marked as the start of a document."""
         start, length = int(self._starts[address]), int(self._lengths[address])
-        tokens[:length] = self._folder.read(start, length)
+        tokens[:length] = self.folder.read(start, length)
         tokens[length:] = PADDING
         if starts is not None:
-            starts[self._folder.document_starts(start, length)] = True
+            starts[self.folder.document_starts(start, length)] = True
             starts[length : length + 1] = True
+
+    def span(self, window: int) -> tuple[int, int]:
+        """The tokens [start, stop) of a window."""
+        start = int(self._starts[window])
+        return start, start + int(self._lengths[window])
+
+    def windows_of(self, start: int, stop: int) -> np.ndarray:
+        """The windows with a target in tokens [start, stop): any but the first of a window."""
+        first = max(0, int(np.searchsorted(self._starts, start, side="right")) - 1)
+        windows = np.arange(first, np.searchsorted(self._starts, stop - 1, side="left"))
+        return windows[self._lengths[windows] > 1]
 
     def _count_windows(self, folder: TokenFolder, seq_len: int) -> int:
         """Find the windows.

@@ -86,6 +86,14 @@ class TokenSource:
         self._check_at_new_epoch(int(ordinals.max(initial=0)) // self.n_windows)
         return self.epochs.window(ordinals) * self._seq_len
 
+    def span(self, window: int) -> tuple[int, int]:
+        """The tokens [start, stop) of a window."""
+        return window * self._seq_len, (window + 1) * self._seq_len + 1
+
+    def windows_of(self, start: int, stop: int) -> np.ndarray:
+        """The windows with a target in tokens [start, stop): any but the first of a window."""
+        return np.arange(max(0, (start - 1) // self._seq_len), min(self.n_windows, (stop - 2) // self._seq_len + 1))
+
     def _count_windows(self, folder: TokenFolder, seq_len: int) -> int:
         return (folder.n_tokens - 1) // seq_len
 

@@ -346,7 +346,7 @@ class TokenFolder:
 
     def documents_by_file(self) -> Iterator[tuple[int, np.ndarray]]:
         """For each file, its first token's index in the folder, and where its documents begin and the last one ends."""
-        for start, file in zip(self._starts, self._files, strict=True):
+        for start, file in zip(self._starts, self.files, strict=True):
             yield start, np.append(file.document_starts(0, file.n_tokens), file.n_tokens)
 
     def check_unchanged(self) -> None:

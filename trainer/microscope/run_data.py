@@ -11,6 +11,7 @@ from configs.errors import UserError
 from configs.load import load
 from configs.schema import Source
 from trainer.data.order import Mixture
+from trainer.data.packing import PackedSource, packed_for
 from trainer.data.sources import TokenSource
 from trainer.data.token_file import TokenFolder
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
@@ -26,8 +27,8 @@ class Reading:
     source: str
     epoch: int | None
     """The source's epoch, from 0; None if the source has no epochs."""
-    start: int | None
-    """The window's first token in the source's folder; None if the source is not a folder of token files."""
+    tokens: tuple[int, int] | None
+    """The window's tokens [start, stop) in the source's folder; None if the source has no token files."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Ledger:
     source: str
     samples: int
     tokens: int
+    """Positions of the samples, with the padding of packed windows."""
     passed_over: int
     """Samples that the run passed over after spikes of the loss; they count in no other figure."""
     epochs: float | None
@@ -78,7 +80,7 @@ class RunData:
 
     @cache  # noqa: B019 - lives as long as the process
     def tokens_of(self, name: str) -> TokenSource:
-        """A source of token files, opened without reading its tables or tokens.
+        """A source of token files, opened without reading its tables (unless it is packed) or tokens.
 
         Raises:
             UserError: there is no such source, or it is not one of token files.
@@ -92,8 +94,10 @@ class RunData:
                 "be looked up"
             )
         assert source.path is not None  # configs.checks ensures it
-        folder = TokenFolder(source.path, self.config.model.vocab_size, check_content=False)
-        return TokenSource(name, folder, self.config.training.seq_len, self.config.training.seed)
+        is_packed = packed_for(Path(source.path)) is not None  # then the lengths of all documents decide the windows
+        folder = TokenFolder(source.path, self.config.model.vocab_size, check_content=is_packed)
+        kind = PackedSource if is_packed else TokenSource
+        return kind(name, folder, self.config.training.seq_len, self.config.training.seed)
 
     def readings(self, step: int) -> Iterator[Reading]:
         """What each sample of a step reads, in order."""
@@ -105,17 +109,17 @@ class RunData:
                 yield Reading(sample, name, None, None)
                 continue
             source = self.tokens_of(name)
-            start = int(source.epochs.window(np.array([ordinal]))[0]) * self.config.training.seq_len
-            yield Reading(sample, name, int(ordinal) // source.n_windows, start)
+            window = int(source.epochs.window(np.array([ordinal]))[0])
+            yield Reading(sample, name, int(ordinal) // source.n_windows, source.span(window))
 
     def uses(self, name: str, start: int, stop: int) -> Iterator[Use]:
         """The samples that train on a target in tokens [start, stop) of a source, up to training.steps, in order.
 
         A window's targets are its tokens but the first, and so a token is trained on once per epoch: the first of the
-        source, and those after the last whole window, never.
+        source (of each window, if it is packed), and those after the last whole window, never.
         """
-        source, seq_len = self.tokens_of(name), self.config.training.seq_len
-        windows = np.arange(max(0, (start - 1) // seq_len), min(source.n_windows, (stop - 2) // seq_len + 1))
+        source = self.tokens_of(name)
+        windows = source.windows_of(start, stop)
         end = self.history.samples(max(self.config.training.steps, self.history.last_step)).stop
         index = list(self.sources).index(name)
         n_ordinals = count_before(self.mixture, index, end)
