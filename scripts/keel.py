@@ -18,6 +18,7 @@ _SCRIPTS = {
     "plan": ("plan", "check whether a job fits before requesting machines"),
     "tokenizer": ("train_tokenizer", "train a SentencePiece tokenizer"),
     "prepare": ("prepare_data", "turn text into token files"),
+    "sample": ("sample", "continue texts with a trained model"),
     "checkpoint": ("checkpoint", "inspect, verify, compare and prune checkpoints"),
     "export-hf": ("export_hf", "export a checkpoint's model to Hugging Face format"),
     "import-hf": ("import_hf", "import a Hugging Face model as a checkpoint"),

@@ -13,12 +13,13 @@ PARTS = {
     # part: (its files and folders, those of them that are other parts, code lines at most)
     "the training path": (
         ("train.py", "models", "parallelisms", "trainer", "checkpoint"),
-        ("guards", "planning", "report", "export", "prepare.py", "preparation.py", "text.py", "exports.py")
+        ("guards", "planning", "report", "sampling", "export", "prepare.py", "preparation.py", "text.py", "exports.py")
         + ("tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py"),
         6000,
     ),
     "what guards a run": (("trainer/guards", "parallelisms/guards"), (), 1600),
     "job files: schema, reading, checks": (("configs",), (), 2100),
+    "sampling": (("trainer/sampling", "scripts/sample.py"), (), 540),
     "estimates and reports": (("trainer/planning", "trainer/report"), (), 1700),
 }
 NOT_CODE = (
