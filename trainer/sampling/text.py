@@ -17,9 +17,10 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, most: int) -> list[int]:
     """
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     try:
-        tokens = [*begin, *tokenizer.encode(prompt)]
-    except UnicodeEncodeError:
+        prompt.encode()
+    except UnicodeEncodeError:  # an argument of the command line may have any bytes
         raise UserError("is not valid UTF-8") from None
+    tokens = [*begin, *tokenizer.encode(prompt)]
     if not tokens:
         raise UserError("is empty, and the tokenizer has no BOS token to start from; give a text")
     if len(tokens) > most:
