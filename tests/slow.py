@@ -161,6 +161,7 @@ SLOW = {
     "end_to_end/test_restarts.py": ("*",),
     "end_to_end/test_run_folder.py": ("test_a_compiled_run_writes_no_warnings",),
     "end_to_end/test_same_curve.py": ("*[[]4 ranks*",),
+    "end_to_end/test_sampling.py": ("test_text_is_streamed*",),
     "end_to_end/test_signals.py": (
         "test_one_process[[]2]",
         "test_while_torch_is_imported",

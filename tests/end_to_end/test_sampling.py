@@ -1,6 +1,7 @@
 """keel sample on a real run, as one types it, and the samples that the run itself prints."""
 
 import io
+import itertools
 import json
 import os
 import shlex
@@ -241,6 +242,28 @@ def test_a_damaged_checkpoint_is_a_message(capsys, folder):
     err = sample(capsys, "damaged", code=1).err
     assert "error: checkpoint damaged is damaged: " in err
     assert "Traceback" not in err
+
+
+class Seen(io.StringIO):
+    """Standard output that remembers what a reader has seen after each flush."""
+
+    def __init__(self):
+        super().__init__()
+        self.states = [""]
+
+    def flush(self):
+        self.states.append(self.getvalue())
+
+
+def test_a_text_grows_token_by_token_and_the_next_one_waits(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", seen := Seen())
+    assert script.main(["run", "import os", "def f(", "--max-tokens", "10", "--seed", "3"]) == 0
+    states = [state for state, before in zip(seen.states[1:], seen.states, strict=False) if state != before]
+    assert all(later.startswith(state) for state, later in itertools.pairwise(states))
+    growing = [state for state in states if script.SEPARATOR not in state]
+    assert len(growing) >= 8
+    assert growing[0] == "import os" or len(growing[0]) < 20
+    assert "def f(" in states[-1].split(script.SEPARATOR)[1]
 
 
 def test_text_is_streamed_and_a_closed_pipe_ends_it_quietly(folder):

@@ -30,6 +30,8 @@ class CachedModel:
             self._layers.append([])
             module.attend = partial(self._attend, self._layers[-1], module.attend)
         self._length = self._end = 0
+        self._is_even = True
+        """Whether all sequences have the same length."""
         self._places = torch.empty(0, dtype=torch.int64)
         """(batch,): the position of each sequence's newest token."""
         self._mask: Tensor | None = None
@@ -49,6 +51,7 @@ class CachedModel:
         for layer in self._layers:
             layer.clear()
         lengths = [len(prompt) for prompt in prompts]
+        self._is_even = len(set(lengths)) == 1
         tokens = torch.tensor([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts])
         self._length, self._end = length, max(lengths)
         self._places = torch.tensor(lengths, device=self._device) - 1
@@ -63,8 +66,7 @@ class CachedModel:
         self._end = min(self._end + 1, self._length)
         self._places = (self._places + 1).clamp(max=self._length - 1)
         rows = torch.arange(self._end, device=self._device)
-        is_own = (rows <= self._places[:, None])[:, None, None]
-        self._mask = None if bool((self._places == self._end - 1).all()) else is_own
+        self._mask = None if self._is_even else (rows <= self._places[:, None])[:, None, None]
         return self._logits(tokens.to(self._device)[:, None], self._places[:, None], torch.zeros_like(self._places))
 
     def _logits(self, tokens: Tensor, positions: Tensor | None, last: Tensor) -> Tensor:
