@@ -199,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--dtype",
         choices=("float32", "bfloat16", "float64"),
-        help="type of weights and computation (default: the run's training.compute_dtype)",
+        help="type of weights and computation (default: the run's training.compute_dtype, or the folder's own)",
     )
     add("--tokenizer", type=Path, metavar="FILE", help="replaces the job's tokenizer.path")
     return parser

@@ -79,6 +79,7 @@ class ModelFiles:
     model: Model
     seq_len: int
     """Tokens of the longest sequence that it is made for."""
+    dtype: torch.dtype
     tensors: Mapping[str, str]
     """The shapes of its tensors, described, by their names in a checkpoint."""
     read: Callable[[str], Tensor]
@@ -96,8 +97,14 @@ def checkpoint_files(checkpoint: Path) -> ModelFiles:
     _check_count(checkpoint / manifests.MANIFEST_NAME, model, _n_tensors(metadata))
     seq_len = longest_sequence(model, manifest.value("training", "seq_len", int) or 0)
     names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
-    shapes = {name: described(entry_of(metadata, name).size) for name in names}
-    return ModelFiles(model, seq_len, shapes, lambda name: read_tensor(checkpoint, metadata, name))
+    entries = {name: entry_of(metadata, name) for name in names}
+    return ModelFiles(
+        model,
+        seq_len,
+        reduce(torch.promote_types, (entry.properties.dtype for entry in entries.values())),
+        {name: described(entry.size) for name, entry in entries.items()},
+        lambda name: read_tensor(checkpoint, metadata, name),
+    )
 
 
 def hf_files(source: Path) -> ModelFiles:
@@ -111,6 +118,7 @@ def hf_files(source: Path) -> ModelFiles:
     return ModelFiles(
         model,
         seq_len_of(config),
+        dtype,
         {name: described(shape) for name, shape in shapes.items()},
         lambda name: _read_place(name, shapes[name], tensors, dtype),
     )

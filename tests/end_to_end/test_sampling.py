@@ -48,7 +48,8 @@ def folder(tmp_path_factory):
         assert train() == 0
         assert train("--job.output_dir", "part", "--training.steps", "15") == 0
         tokenizer = tokenizer_files("data/tokenizer.model")
-        export_hf(Path("run/checkpoints/step-00000020"), Path("export"), tokenizer)
+        for name, dtype in (("export", "float32"), ("half", "bfloat16")):
+            export_hf(Path("run/checkpoints/step-00000020"), Path(name), tokenizer, dtype)
     finally:
         os.chdir(before)
     return folder
@@ -129,7 +130,8 @@ def test_run_checkpoint_and_export_give_the_same_text(capsys):
     assert sample(capsys, f"run {words} --step 20").out == out
     assert sample(capsys, f"export {words} --tokenizer data/tokenizer.model").out == out
     assert sample(capsys, 'run "import os" --max-tokens 12 --seed 4').out != out
-    assert "bfloat16" in sample(capsys, f"run {words} --dtype bfloat16").err
+    assert "parameters, bfloat16, on cpu" in sample(capsys, f"run {words} --dtype bfloat16").err
+    assert "parameters, bfloat16, on cpu" in sample(capsys, f"half {words}").err
 
 
 def test_a_text_does_not_depend_on_the_others(capsys, monkeypatch):

@@ -53,8 +53,8 @@ def draw(logits: Tensor, distribution: Distribution, numbers: Sequence[float]) -
     else:
         cumulative = probabilities(logits, distribution).cumsum(-1)
         total = cumulative[:, -1:]
+        # A number has 53 bits, so the product is below the total, also when rounded.
         wanted = torch.tensor(numbers, dtype=total.dtype, device=total.device)[:, None] * total
-        wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))  # the product may round up
         chosen = torch.searchsorted(cumulative, wanted, right=True)[:, 0]
     return chosen.where(logits.isfinite().all(-1), NOT_FINITE).cpu()
 

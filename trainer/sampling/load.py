@@ -17,6 +17,8 @@ from parallelisms.ties import ties_kept
 from trainer.data.hf_tokenizer import find_tokenizer
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 
+DTYPES = ("float32", "bfloat16", "float64")
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -44,7 +46,7 @@ def load_trained(
         source: a run folder, a checkpoint or a Hugging Face folder.
         step: which of a run's checkpoints; None: the newest.
         device: "auto" (CUDA if available), "cpu" or "cuda".
-        dtype: of weights and computation; None: a run's training.compute_dtype, a Hugging Face folder's own.
+        dtype: of weights and computation, of DTYPES; None: a run's training.compute_dtype, or else the tensors' own.
         tokenizer: replaces the job's tokenizer.
 
     Raises:
@@ -57,15 +59,15 @@ def load_trained(
         raise UserError(f"{folder} has no tokenizer, which sampling needs; name one with --tokenizer FILE")
     files = checkpoint_files(folder) if is_checkpoint else hf_files(folder)
     loaded = load_tokenizer(tokenizer_file, files.model.vocab_size)
-    if is_checkpoint and tokenizer is None:
+    if is_checkpoint:
         manifest = read_manifest(folder)
-        if manifest.tokenizer_hash not in (None, loaded.hash):
+        if tokenizer is None and manifest.tokenizer_hash not in (None, loaded.hash):
             raise UserError(
                 f"{tokenizer_file} is not the tokenizer that {folder} was trained with (its hash differs); name that "
                 "one with --tokenizer FILE"
             )
         dtype = dtype or manifest.value("training", "compute_dtype", str)
-    target, place = getattr(torch, dtype or "float32"), _device(device)
+    target, place = getattr(torch, dtype) if dtype in DTYPES else files.dtype, _device(device)
     return Trained(_read_model(files, folder, place, target), loaded, files.seq_len, folder, place, target)
 
 
