@@ -468,6 +468,12 @@ class Validation(Table):
     """Sequences per validation."""
     sources: list[Source] = []
     """Data to validate on; of token files a fair sample, the same at every validation and for every seed."""
+    samples: Annotated[list[str], only_with("interval", reason="which never validates")] = []
+    """Texts that the model continues at every validation, for people to read; "" starts as a document does."""
+    sample_tokens: Annotated[PositiveInt, only_with("samples", reason="which continues no text")] = 64
+    """Tokens by which each of `samples` is continued, at most; a token takes a forward pass over training.seq_len."""
+    sample_temperature: Annotated[NonNegativeFloat, only_with("samples", reason="which continues no text")] = 0.8
+    """0: always the most likely token; 1: drawn from the model's own distribution, the same at any mesh."""
 
 
 class Metrics(Table):

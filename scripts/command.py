@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from typing import TextIO
 
 from configs.errors import KeelError
 from trainer.report.console import Console
@@ -21,14 +22,15 @@ def parser_of(docstring: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=summary.partition(":")[0] + ".", epilog=details)
 
 
-def run_command(work: Callable[[Console], None], if_stopped: str) -> int:
+def run_command(work: Callable[[Console], None], if_stopped: str, out: TextIO | None = None) -> int:
     """Run a script's work with a console; returns the exit code.
 
     Args:
         work: raises KeelError for what the user can fix.
         if_stopped: message after Ctrl-C.
+        out: where the console prints (default: standard output).
     """
-    with Console() as console:
+    with Console(out=out) as console:
         try:
             work(console)
         except KeelError as error:

@@ -19,6 +19,7 @@ _SCRIPTS = {
     "tokenizer": ("train_tokenizer", "train a SentencePiece tokenizer"),
     "prepare": ("prepare_data", "turn text into token files"),
     "data": ("data", "show what a step trains on, and which steps train on a text"),
+    "sample": ("sample", "continue texts with a trained model"),
     "checkpoint": ("checkpoint", "inspect, verify, compare and prune checkpoints"),
     "export-hf": ("export_hf", "export a checkpoint's model to Hugging Face format"),
     "import-hf": ("import_hf", "import a Hugging Face model as a checkpoint"),

@@ -111,6 +111,20 @@ SLOW = {
         "*[[]EP 2 x DDP 2*",
         "test_of_two_copies*",
     ),
+    "distributed/test_sampling.py": (
+        "*[[]FSDP 2, two texts at once]",
+        "*[[]owner 2]",
+        "*[[]HSDP 2x2]",
+        "test_samples_are*[[]FSDP 2 x TP 2]",
+        "*[[]PP 2 x CP 2, interleaved]",
+        "test_samples_run*[[]documents]",
+        "test_samples_run*[[]TP 2]",
+        "*[[]CP 2 x FSDP 2, documents]",
+        "*[[]PP 2, experts]",
+        "*[[]tied-*",
+        "*[[]Llama-FSDP 2 x TP 2]",
+        "*[[]Mixtral-FSDP 2]",
+    ),
     "distributed/test_spikes.py": (
         "test_every_mesh_*",
         "test_a_stop_anywhere_changes_nothing[[]skip]",
@@ -147,6 +161,7 @@ SLOW = {
     "end_to_end/test_restarts.py": ("*",),
     "end_to_end/test_run_folder.py": ("test_a_compiled_run_writes_no_warnings",),
     "end_to_end/test_same_curve.py": ("*[[]4 ranks*",),
+    "end_to_end/test_sampling.py": ("test_text_is_streamed*",),
     "end_to_end/test_signals.py": (
         "test_one_process[[]2]",
         "test_while_torch_is_imported",

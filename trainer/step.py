@@ -183,7 +183,7 @@ class Learner:
         """The part of its samples that this rank computes: with context parallelism, a part of every sequence."""
         return [shard_batch(batch, self.mesh.cp, self.config.context.method) for batch in micro_batches]
 
-    def call(self, batch: MicroBatch, loss: CrossEntropy) -> Call:
+    def call(self, batch: MicroBatch, loss: Callable[..., Tensor]) -> Call:
         document_ids, batch = batch.document_ids, batch.to(self.mesh.device)
         positions = batch.positions
         if positions is None:  # a later pipeline stage gets no tokens to count positions from

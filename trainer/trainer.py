@@ -45,6 +45,7 @@ from trainer.preparation import prepare_data, require_inputs
 from trainer.report.console import Console
 from trainer.report.metrics import Kind, Memory, MetricsLog, StepMetrics, TimeLedger, memory_counts, memory_of
 from trainer.report.profile import StepProfiler
+from trainer.sampling.periodic import Sampler
 from trainer.saved_state import RunState, check_saved_state, too_many_skipped
 from trainer.step import build_learner
 from trainer.validation import ValidationResult, validate
@@ -94,6 +95,7 @@ class Trainer:
         with ledger.measure(Kind.PREPARATION):
             watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, stop))
             compare_data(config)
+        self.sampler = Sampler(job)
         self.learner = build_learner(config, self.mesh)
         self.checkpoints = CheckpointManager(
             folder=self.folder / "checkpoints",
@@ -328,11 +330,11 @@ class Trainer:
         """Validate; returns None if a signal ends it early."""
         assert self.validation_loader is not None
         with self.ledger.measure(Kind.VALIDATION), self.phases.measure(Phase.OTHER):
-            result = validate(
-                self.learner, self.validation_loader, self.token_bytes, lambda: self._agreed_to_stop("validation")
-            )
-        if result:
-            self.validated = (self.run.step, result.loss)
+            is_over = partial(self._agreed_to_stop, "validation")
+            result = validate(self.learner, self.validation_loader, self.token_bytes, is_over)
+            if result:
+                result = replace(result, samples=self.sampler.sample(self.learner, self.run.step, is_over))
+                self.validated = (self.run.step, result.validation_loss)
         return result
 
     def _should_save(self) -> bool:
@@ -423,8 +425,7 @@ class Trainer:
             tflops=tflops,
             **asdict(memory),
             time=time.time(),
-            validation_loss=validation.loss if validation else None,
-            validation_bits_per_byte=validation.bits_per_byte if validation else None,
+            **(vars(validation) if validation else {}),
             incidents=self.unlogged_incidents or None,
             **(vars(balance) if balance else {}),
             slowest_rank=self.lag.rank if self.lag else None,

@@ -12,12 +12,14 @@ from trainer.step import Learner
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """The result of a validation; the same on all ranks."""
+    """The result of a validation, the same on all ranks; the fields are keys of `StepMetrics`."""
 
-    loss: float
+    validation_loss: float
     """Mean cross-entropy over the valid target tokens, in nats."""
-    bits_per_byte: float | None
+    validation_bits_per_byte: float | None
     """Cross-entropy per byte of text, which is comparable across tokenizers; None without a tokenizer."""
+    samples: list[dict[str, str]] | None = None
+    """The texts that the model continued (see `StepMetrics`); None if there are none, or a signal came."""
 
 
 def validate(
@@ -44,6 +46,6 @@ def validate(
         total += learner.evaluate(micro_batches, token_bytes)
     loss_sum, tokens, n_bytes = learner.mesh.sum_over_tokens(total).tolist()
     return ValidationResult(
-        loss=loss_sum / tokens if tokens else math.nan,
-        bits_per_byte=loss_sum / math.log(2) / n_bytes if n_bytes else None,
+        validation_loss=loss_sum / tokens if tokens else math.nan,
+        validation_bits_per_byte=loss_sum / math.log(2) / n_bytes if n_bytes else None,
     )

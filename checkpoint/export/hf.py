@@ -5,7 +5,7 @@ optimizer is not read at all. The output gets its name only when it is complete,
 touched. From a stranger's folder only safetensors and JSON are read, neither of which can contain code.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
@@ -21,7 +21,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoint import manifest as manifests
 from checkpoint.compare import described, require_same
-from checkpoint.export.hf_config import Shape, checkpoint_shapes, place_of, seq_len_of, tensor_shapes, to_hf, to_keel
+from checkpoint.export.hf_config import (
+    Shape,
+    checkpoint_shapes,
+    longest_sequence,
+    place_of,
+    seq_len_of,
+    tensor_shapes,
+    to_hf,
+    to_keel,
+)
 from checkpoint.export.output import finish, unfinished_folder, write_bytes, write_json
 from checkpoint.manifest import Manifest, damaged, is_plain_name, read_manifest
 from checkpoint.pin import Pin
@@ -61,6 +70,58 @@ class TokenizerFiles:
     """Content by file name."""
     bos_id: int | None = None
     eos_id: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model on disk, in Keel's or in Hugging Face's format."""
+
+    model: Model
+    seq_len: int
+    """Tokens of the longest sequence that it is made for."""
+    dtype: torch.dtype
+    tensors: Mapping[str, str]
+    """The shapes of its tensors, described, by their names in a checkpoint."""
+    read: Callable[[str], Tensor]
+    """Reads one of them, whole."""
+
+
+def checkpoint_files(checkpoint: Path) -> ModelFiles:
+    """Open the model in a checkpoint, whatever mesh has saved it.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    manifest, metadata = read_manifest(checkpoint), read_metadata(checkpoint)
+    model = _model_of(manifest, checkpoint)
+    _check_count(checkpoint / manifests.MANIFEST_NAME, model, _n_tensors(metadata))
+    seq_len = longest_sequence(model, manifest.value("training", "seq_len", int) or 0)
+    names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
+    entries = {name: entry_of(metadata, name) for name in names}
+    return ModelFiles(
+        model,
+        seq_len,
+        reduce(torch.promote_types, (entry.properties.dtype for entry in entries.values())),
+        {name: described(entry.size) for name, entry in entries.items()},
+        lambda name: read_tensor(checkpoint, metadata, name),
+    )
+
+
+def hf_files(source: Path) -> ModelFiles:
+    """Open the model in a Hugging Face folder.
+
+    Raises:
+        UserError: it can't be read, or is not a model of Keel's.
+    """
+    config, model, tensors = _open(source)
+    shapes, dtype = checkpoint_shapes(model), _common_dtype(tensors)
+    return ModelFiles(
+        model,
+        seq_len_of(config),
+        dtype,
+        {name: described(shape) for name, shape in shapes.items()},
+        lambda name: _read_place(name, shapes[name], tensors, dtype),
+    )
 
 
 # ------------------------------------------------------------------ export
@@ -227,17 +288,8 @@ def import_hf(
     Raises:
         UserError: the source can't be read, or Keel can't train its model, or the output exists or can't be written.
     """
-    config = _read_json(source / CONFIG_NAME)
-    model = to_keel(config, source / CONFIG_NAME)
-    tensors = _tensors_in(source)
-    _check_count(source / CONFIG_NAME, model, len(tensors))
-    _check_tied_head(model, tensors)
+    config, model, tensors = _open(source)
     shapes = tensor_shapes(model)
-    require_same(
-        f"{source} does not hold the model that its {CONFIG_NAME} describes",
-        {name: described(tensor.shape) for name, tensor in tensors.items()},
-        {name: described(shape) for name, shape in shapes.items()},
-    )
     target = getattr(torch, dtype) if dtype else _common_dtype(tensors)
     count = Counter(progress, sum(n_bytes(shape, target) for shape in shapes.values()))
     with unfinished_folder(output) as folder:
@@ -253,6 +305,21 @@ def import_hf(
         training = {"dtype": _name(target), "seq_len": seq_len_of(config)}
         tokenizer_hash = files[tokenizer.name].xxh3 if tokenizer else None
         manifests.commit(folder, _draft(tables | {"training": training}, tokenizer_hash), files, "{}")
+
+
+def _open(source: Path) -> tuple[dict[str, Any], Model, dict[str, _SourceTensor]]:
+    """The config.json of a Hugging Face folder, the model that it describes, and the model's tensors."""
+    config = _read_json(source / CONFIG_NAME)
+    model = to_keel(config, source / CONFIG_NAME)
+    tensors = _tensors_in(source)
+    _check_count(source / CONFIG_NAME, model, len(tensors))
+    _check_tied_head(model, tensors)
+    require_same(
+        f"{source} does not hold the model that its {CONFIG_NAME} describes",
+        {name: described(tensor.shape) for name, tensor in tensors.items()},
+        {name: described(shape) for name, shape in tensor_shapes(model).items()},
+    )
+    return config, model, tensors
 
 
 def _toml_heading(source: Path, output: Path) -> str:

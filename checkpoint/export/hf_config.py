@@ -165,7 +165,7 @@ def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: in
         **{name: values[key] for name, key in names.items()},
         "num_key_value_heads": n_kv_heads(model),
         "head_dim": head_dim(model),
-        "max_position_embeddings": max(seq_len, _stretched_seq_len(model.rope_scaling)),
+        "max_position_embeddings": longest_sequence(model, seq_len),
         **theta,
         "rope_scaling": scaling,
         "rope_parameters": (scaling or {"rope_type": "default"}) | theta,
@@ -201,8 +201,10 @@ def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     return {"rope_type": "llama3", **{name: getattr(scaling, key) for name, key in _SCALING_NAMES.items()}}
 
 
-def _stretched_seq_len(scaling: RopeScaling | None) -> int:
-    return int(scaling.factor * scaling.original_seq_len) if scaling else 0
+def longest_sequence(model: Model, seq_len: int) -> int:
+    """The sequence length for which a model is made: that of its training, or the one that its RoPE is scaled to."""
+    scaling = model.rope_scaling
+    return max(seq_len, int(scaling.factor * scaling.original_seq_len) if scaling else 0)
 
 
 def to_keel(config: Mapping[str, Any], path: Path) -> Model:

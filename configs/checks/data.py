@@ -62,4 +62,16 @@ def _validation(config: Config, _: int | None) -> Iterator[Problem]:
         )
 
 
-RULES: tuple[Rule, ...] = (_tokenizer, _sources, _prepare, _validation)
+def _samples(config: Config, _: int | None) -> Iterator[Problem]:
+    validation, seq_len = config.validation, config.training.seq_len
+    if validation.samples and config.tokenizer.path is None:
+        yield "validation.samples", "samples are texts, and the job has no tokenizer; set tokenizer.path"
+    if validation.samples and validation.sample_tokens >= seq_len:
+        yield (
+            "validation.sample_tokens",
+            f"sample_tokens {validation.sample_tokens} leaves no room for a prompt in training.seq_len {seq_len}; "
+            "lower it",
+        )
+
+
+RULES: tuple[Rule, ...] = (_tokenizer, _sources, _prepare, _validation, _samples)

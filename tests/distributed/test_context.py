@@ -225,11 +225,11 @@ def test_a_checkpoint_moves_between_cp_sizes_and_validation_stays(ranks, tmp_pat
     assert losses == pytest.approx(expected, rel=1e-12)
     for name, tensor in whole.items():
         torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-11)
-    assert moved_validation.loss == pytest.approx(validation.loss, rel=1e-12)
+    assert moved_validation.validation_loss == pytest.approx(validation.validation_loss, rel=1e-12)
     cp = ranks(4, learn, (*VALIDATION, "--mesh.cp", "2"), tmp_path / "other", 6)[0]
-    assert cp[1].loss == pytest.approx(validation.loss, rel=1e-11)
-    assert cp[1].bits_per_byte == pytest.approx(validation.bits_per_byte, rel=1e-11)
-    assert math.isfinite(validation.bits_per_byte)
+    assert cp[1].validation_loss == pytest.approx(validation.validation_loss, rel=1e-11)
+    assert cp[1].validation_bits_per_byte == pytest.approx(validation.validation_bits_per_byte, rel=1e-11)
+    assert math.isfinite(validation.validation_bits_per_byte)
 
 
 def test_ignored_targets_may_lie_unevenly(ranks):

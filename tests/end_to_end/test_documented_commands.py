@@ -55,6 +55,10 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     'python scripts/parity.py --rows "*EP *"': "python scripts/parity.py --list",
     # In the environment of the tests Keel need not be installed; tests/end_to_end/test_install.py installs it.
     "keel train debug.toml --ranks 2": "python scripts/keel.py train debug.toml --ranks 2 --validate",
+    'keel sample runs/debug "def main(" --max-tokens 32': "python scripts/keel.py sample runs/debug"
+    ' "def main(" --max-tokens 9',
+    "python scripts/sample.py runs/debug --file prompts.txt --max-tokens 40 --seed 1": "printf 'a\\nclass A:\\n' | python"
+    " scripts/sample.py runs/debug --file - --max-tokens 9 --seed 1",
     "keel --help": "python scripts/keel.py --help",
     "python scripts/benchmark.py": "python scripts/benchmark.py --rounds 1 --steps 1 --variants bare-eager,keel-eager",
     "python scripts/import_hf.py path/to/hf_model runs/imported": "python scripts/import_hf.py runs/debug-hf"
@@ -89,6 +93,7 @@ LONG = (  # beginning of a line that is run by `pytest -m long` alone
 )
 NO_COMMANDS = {  # first line of an indented block that is neither a command nor TOML: what it is
     "OUTPUT/prepare.json             settings and counts; the inputs that were skipped": "a folder",
+    "def main(self):": "a sampled text",
     "weight * sum over experts i of f_i P_i": "a formula",
 }
 PRINTED = ("error: ", "warning: ", "step ", '{"')  # beginnings of indented blocks that show what Keel prints or writes

@@ -24,6 +24,7 @@ def problems(settings, world_size=None):
 
 
 SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
+HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
 
 
 @pytest.mark.parametrize(
@@ -252,6 +253,20 @@ SOURCE = "data.sources=[{name='s',kind='%s'%s}]"
             "but the second would lack the parameters that FSDP freed",
         ),
         ("validation.interval=5", "--validation.interval: interval 5 needs [[validation.sources]]"),
+        (
+            f"validation.interval=5 {HELD_OUT} validation.samples=['a'] training.seq_len=96",
+            "--validation.samples: samples are texts, and the job has no tokenizer; set tokenizer.path",
+        ),
+        (
+            f"validation.interval=5 {HELD_OUT} validation.samples=['a'] "
+            "tokenizer.path=t.model validation.sample_tokens=32",
+            "--validation.sample_tokens: sample_tokens 32 leaves no room for a prompt in training.seq_len 32; lower it",
+        ),
+        (
+            "validation.samples=['a'] tokenizer.path=t.model training.seq_len=96",
+            "validation.samples does nothing with interval = 0 (the default), which never",
+        ),
+        ("validation.sample_tokens=9", "validation.sample_tokens does nothing with samples = [] (the default), which"),
         ("lr_schedule.warmup_steps=11", "--lr_schedule.warmup_steps: warmup_steps 11 is above total_steps 10"),
         ("lr_schedule.decay_steps=3", 'lr_schedule.decay_steps does nothing with name = "cosine"'),
         (

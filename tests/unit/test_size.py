@@ -13,8 +13,8 @@ PARTS = {
     # part: (its files and folders, those of them that are other parts, code lines at most)
     "the training path": (
         ("train.py", "models", "parallelisms", "trainer", "checkpoint"),
-        ("guards", "planning", "report", "microscope", "export", "prepare.py", "preparation.py", "text.py")
-        + ("exports.py", "tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py")
+        ("guards", "planning", "report", "microscope", "sampling", "export", "prepare.py", "preparation.py")
+        + ("text.py", "exports.py", "tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py")
         + ("bad_files.py", "hub.py", "inputs.py", "listing.py", "packing.py", "token_writer.py"),
         6000,
     ),
@@ -30,6 +30,7 @@ PARTS = {
     "what guards a run": (("trainer/guards", "parallelisms/guards"), (), 1600),
     "job files: schema, reading, checks": (("configs",), (), 2100),
     "which step trains on what": (("trainer/microscope",), (), 280),
+    "sampling": (("trainer/sampling", "scripts/sample.py"), (), 540),
     "estimates and reports": (("trainer/planning", "trainer/report"), (), 1700),
 }
 NOT_CODE = (

@@ -236,6 +236,11 @@ class Console:
             per_byte = metrics.validation_bits_per_byte
             bits = "" if per_byte is None else f", {per_byte:.4f} bits per byte"
             self.note(f"validation loss {metrics.validation_loss:.4f}{bits}")
+            for number, sample in enumerate(metrics.samples or [], 1):
+                label = f"sample {number}"
+                for line in (sample["prompt"] + sample["text"]).split("\n"):
+                    self.note(f"{label} | {line}")
+                    label = " " * len(label)
         self.advance(metrics.step)
 
     def note(self, text: str) -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.files import AppendedFile, link_refused, require_plain, write_atomically
-from configs.untrusted import parse_json
+from configs.untrusted import parse_json, printable
 from trainer.guards.outages import Outages
 
 # --------------------------------------------------------------------------- time
@@ -206,6 +206,8 @@ class StepMetrics:
     """Seconds since the epoch."""
     validation_loss: float | None = None
     validation_bits_per_byte: float | None = None
+    samples: list[dict[str, str]] | None = None
+    """Of each prompt of validation.samples, the `prompt` and the `text` that the model continued it with."""
     tokens_per_expert: dict[int, list[int]] | None = None
     """For a mixture of experts: tokens of the step's global batch sent to each expert, by layer number."""
     load_imbalance: float | None = None
@@ -236,6 +238,7 @@ class StepMetrics:
 _OPTIONAL = (
     "validation_loss",
     "validation_bits_per_byte",
+    "samples",
     "tokens_per_expert",
     "load_imbalance",
     "router_entropy",
@@ -362,11 +365,12 @@ class _Curves:
     """Numbers this process's files, for their names."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event_type, self._summary_type = event_pb2.Event, summary_pb2.Summary
         self._histogram_type = summary_pb2.HistogramProto
+        self._text_type = tensor_pb2.TensorProto
         if folder.is_symlink():
             raise link_refused(folder)
         folder.mkdir(exist_ok=True)
@@ -387,7 +391,18 @@ class _Curves:
         for layer, tokens in (metrics.tokens_per_expert or {}).items():
             histogram = self._bars(tokens)
             values.append(self._summary_type.Value(tag=f"router/tokens_per_expert/{layer}", histo=histogram))
+        for number, sample in enumerate(metrics.samples or [], 1):
+            values.append(self._text(f"samples/{number}", sample["prompt"] + sample["text"]))
         self._add(step=metrics.step, wall_time=metrics.time, summary=self._summary_type(value=values))
+
+    def _text(self, tag: str, text: str) -> Any:
+        """A text as it is: the dashboard reads Markdown, in which indented lines are shown unchanged."""
+        lines = "".join(f"    {line}\n" for line in printable(text).split("\n"))
+        value = self._summary_type.Value(tag=tag)
+        value.metadata.plugin_data.plugin_name = "text"
+        value.tensor.CopyFrom(self._text_type(dtype="DT_STRING", string_val=[lines.encode()]))
+        value.tensor.tensor_shape.dim.add(size=1)
+        return value
 
     def _bars(self, heights: list[int]) -> Any:
         """A histogram with a bar of width 1 for each number."""

@@ -1,0 +1,56 @@
+"""Prompts to tokens, and tokens to text as they arrive."""
+
+from collections.abc import Sequence
+
+from configs.errors import UserError
+from trainer.data.tokenizer import Tokenizer
+
+_UNFINISHED = "\ufffd"
+"""What a decoder returns for bytes that are not a character, or not yet."""
+
+
+def prompt_tokens(tokenizer: Tokenizer, prompt: str, most: int) -> list[int]:
+    """The tokens from which a model continues `prompt`: BOS, as before every document, and the text.
+
+    Raises:
+        UserError: there is no token to start from, or more than `most`. The message is a clause about the prompt.
+    """
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # an argument of the command line may have any bytes
+        raise UserError("is not valid UTF-8") from None
+    tokens = [*begin, *tokenizer.encode(prompt)]
+    if not tokens:
+        raise UserError("is empty, and the tokenizer has no BOS token to start from; give a text")
+    if len(tokens) > most:
+        raise UserError(f"has {len(tokens)} tokens, and there is room for {most}")
+    return tokens
+
+
+class TextStream:
+    """The text that continues a prompt, piece by piece: a character comes with its last byte, and never changes."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = list(prompt)
+        """The tokens that may still decide how the next ones are decoded."""
+        self._shown = len(tokenizer.decode(prompt))
+        """Characters of their text that were returned, or are the prompt's."""
+
+    def push(self, token: int) -> str:
+        """Add a token; returns the text that is now certain."""
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens)
+        certain = text.rstrip(_UNFINISHED)
+        new = certain[self._shown :]
+        self._shown = max(self._shown, len(certain))
+        own = self._tokenizer.decode([token])
+        # From a token with whole characters, the next ones are decoded as from the beginning. Not so from a byte.
+        if certain == text and own and _UNFINISHED not in own:
+            self._tokens, self._shown = [token], len(own)
+        return new
+
+    def end(self) -> str:
+        """The rest: bytes that did not become a character."""
+        return self._tokenizer.decode(self._tokens)[self._shown :]
