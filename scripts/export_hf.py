@@ -15,7 +15,7 @@ if not __package__:  # run as a file, from any folder
 
 from checkpoint.manifest import read_manifest
 from configs.errors import UserError
-from scripts.command import parser_of, run_command
+from scripts.command import end, parser_of, run_command
 from trainer.report.console import Console, parse_size
 
 if TYPE_CHECKING:
@@ -80,4 +80,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

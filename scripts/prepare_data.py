@@ -14,7 +14,7 @@ from typing import Any
 if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.command import parser_of, run_command
+from scripts.command import end, parser_of, run_command
 from trainer.data.prepare import TRAIN, VALIDATION, Split, prepare
 from trainer.report.console import Console
 
@@ -84,4 +84,4 @@ def _fraction(text: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

@@ -12,7 +12,7 @@ from pathlib import Path
 if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.command import parser_of, run_command
+from scripts.command import end, parser_of, run_command
 from trainer.data.text import BadFiles, documents
 from trainer.data.tokenizer import train_sentencepiece
 from trainer.report.console import Console
@@ -52,4 +52,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

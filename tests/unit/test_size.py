@@ -14,10 +14,11 @@ PARTS = {
     "the training path": (
         ("train.py", "models", "parallelisms", "trainer", "checkpoint"),
         ("guards", "planning", "report", "export", "prepare.py", "preparation.py", "text.py", "exports.py")
-        + ("tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py"),
+        + ("announce.py", "tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py"),
         6000,
     ),
     "what guards a run": (("trainer/guards", "parallelisms/guards"), (), 1600),
+    "what a launch tells": (("trainer/announce.py",), (), 100),
     "job files: schema, reading, checks": (("configs",), (), 2100),
     "estimates and reports": (("trainer/planning", "trainer/report"), (), 1700),
 }
