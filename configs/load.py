@@ -113,7 +113,7 @@ def find_job_file(name_or_path: str) -> Path:
             return candidate
     if path.exists():
         what = "a folder; name the job file in it" if path.is_dir() else "not a regular file, which a job must be"
-        raise ConfigError(f"--config {name_or_path}: {what}")
+        raise ConfigError(f"--config {name_or_path} is {what}")
     names = sorted(file.stem for file in JOB_FILES.glob("*.toml"))
     near = get_close_matches(path.stem, names, 1)
     advice = f"did you mean {near[0]}.toml?" if near else f"{shown(JOB_FILES)} has {', '.join(names)}"

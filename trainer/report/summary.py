@@ -300,7 +300,10 @@ def next_rows(config: Config, state: State) -> list[Row]:
     ]
     if _would_run_on_two_ranks(config):
         rows.append(("the same curve from two ranks", _with(_this_command(ranks=2), _new_run(config, "2-ranks"))))
-    return [*rows, ("every key and its meaning", f"{'keel train' if LAUNCHER in os.environ else 'python train.py'} --help")]
+    return [
+        *rows,
+        ("every key and its meaning", f"{'keel train' if LAUNCHER in os.environ else 'python train.py'} --help"),
+    ]
 
 
 def _this_command(ranks: int | None = None) -> list[str]:
