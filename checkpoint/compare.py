@@ -52,8 +52,8 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
         return None
     unequal = (a.view(-1, 1).view(torch.uint8) != b.view(-1, 1).view(torch.uint8)).any(1)
     gap = (a.double() - b.double()).abs()
-    largest = f"the largest value is {a.abs().max():.3g}"
-    return f"{int(unequal.sum()):,} of {len(a):,} values, by up to {gap.max():.3g} ({largest})"
+    how_many = f"all {len(a):,}" if unequal.all() else f"{int(unequal.sum()):,} of {len(a):,}"
+    return f"{how_many} values differ, at most by {gap.max():.3g} (largest value {a.abs().max():.3g})"
 
 
 def shape_differences(metadata: Metadata, shapes: Mapping[str, Sequence[int]]) -> list[str]:

@@ -388,7 +388,7 @@ class CheckpointManager:
         lines = "".join(f"\n  {change}" for change in changes)
         if not self._allow_run_change:
             raise ConfigError(
-                f"what is learned has changed since checkpoint {found.folder}:{lines}\n"
+                f"the run's settings differ from those of checkpoint {found.folder}:{lines}\n"
                 "Change it back, choose another job.output_dir, or resume with --job.allow_run_change true (not "
                 "possible for training.seq_len, training.seed or the mixture, which order the samples)"
             )

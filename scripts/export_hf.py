@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work(console: Console) -> None:
         tokenizer = _tokenizer(options.checkpoint, options.tokenizer)
         if not tokenizer.files:
-            console.warning("the export has no tokenizer")
+            console.warning("exported without a tokenizer: the job sets no tokenizer.path, and --tokenizer names none")
         with console.progress(f"Exporting to {options.output}", in_bytes=True) as report:
             export_hf(
                 options.checkpoint,

@@ -2,6 +2,9 @@
 
 import os
 import shutil
+import time
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,19 @@ from trainer.report.summary import closing_rows, closing_title, next_rows, slow_
 from trainer.trainer import Trainer
 
 
+def silent_end(before: dict[str, Any], folder: Path) -> str:
+    """Describe a launch whose ranks all died before one could report why."""
+    heard = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(before.get("time", 0)))
+    last_sign = before.get("time", 0) - 1
+    crashes = [str(file) for file in sorted((folder / "crashes").glob("*")) if file.stat().st_mtime >= last_sign]
+    stacks = f"; stacks of its crash are in {', '.join(crashes)}" if crashes else ""
+    reason = f" (its last status: {before['reason']})" if before.get("reason") else ""
+    return (
+        f"the last launch (process {before.get('pid')} on host {before.get('host')}) ended unexpectedly at step "
+        f"{before.get('step')}{reason}, last seen at {heard}: it was killed, or its host went down{stacks}"
+    )
+
+
 def say_hello(trainer: Trainer) -> None:
     """Print what will be trained, and warn of what will not fit; nothing is built yet."""
     config, mesh = trainer.config, trainer.mesh
@@ -30,6 +46,8 @@ def say_hello(trainer: Trainer) -> None:
         trainer.console.warning(complaint)
     if trainer.rank == 0 and config.activation_checkpoint.mode != "none":
         trainer.console.table("What a checkpointed block keeps for its backward pass", _activation_rows(trainer))
+    if config.compile.enable:
+        trainer.console.line("torch.compile compiles in the first steps, which may take minutes")
     warn_if_too_large(config, mesh.device, trainer.console)
 
 

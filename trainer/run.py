@@ -8,7 +8,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -18,7 +18,7 @@ from configs.files import require_plain, write_atomically
 from configs.load import LoadedConfig
 from parallelisms.mesh import start_process_group
 from parallelisms.ranks import on_rank_zero
-from trainer.announce import say_goodbye, say_hello
+from trainer.announce import say_goodbye, say_hello, silent_end
 from trainer.guards.agreement import compare_launches
 from trainer.guards.environment import device_type
 from trainer.guards.out_of_memory import out_of_memory
@@ -106,7 +106,7 @@ def _open_folder(folder: Path, console: Console) -> None:
                 file.unlink()
         before = read_status(folder)
         if before.get("state") == "running":  # this launch holds the lock, so that one has ended
-            console.warning(_silent_end(before, folder))
+            console.warning(silent_end(before, folder))
         write_status(folder, "running", step=before.get("step", 0), reason="starting")
     except OSError as error:
         raise UserError(
@@ -120,19 +120,6 @@ def _write_config(launch: _Launch, job: LoadedConfig) -> None:
     if launch.rank == 0:
         with launch.console.outages.tolerate(path):
             write_atomically(path, [job.to_toml()])
-
-
-def _silent_end(before: dict[str, Any], folder: Path) -> str:
-    """Describe a launch whose ranks all died before one could report why."""
-    heard = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(before.get("time", 0)))
-    last_sign = before.get("time", 0) - 1
-    crashes = [str(file) for file in sorted((folder / "crashes").glob("*")) if file.stat().st_mtime >= last_sign]
-    stacks = f"; stacks of its crash are in {', '.join(crashes)}" if crashes else ""
-    reason = f" (its last status: {before['reason']})" if before.get("reason") else ""
-    return (
-        f"the last launch (process {before.get('pid')} on host {before.get('host')}) ended unexpectedly at step "
-        f"{before.get('step')}{reason}, last seen at {heard}: it was killed, or its host went down{stacks}"
-    )
 
 
 def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:

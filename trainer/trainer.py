@@ -44,16 +44,7 @@ from trainer.planning.flops import flops_per_token, mfu, peak_flops, tflops_per_
 from trainer.planning.skeleton import skeleton
 from trainer.preparation import prepare_data, require_inputs
 from trainer.report.console import Console
-from trainer.report.metrics import (
-    METRICS_NAME,
-    Kind,
-    Memory,
-    MetricsLog,
-    StepMetrics,
-    TimeLedger,
-    memory_counts,
-    memory_of,
-)
+from trainer.report.metrics import Kind, Memory, MetricsLog, StepMetrics, TimeLedger, memory_counts, memory_of
 from trainer.report.profile import StepProfiler
 from trainer.saved_state import RunState, check_saved_state, too_many_skipped
 from trainer.step import build_learner
@@ -157,7 +148,7 @@ class Trainer:
             tokenizer_hash=tokenizer.hash if tokenizer else None,
             rewind_interval=self.spikes.rewind_interval if self.spikes.action == "rewind" else 0,
             environment=environment(self.device, config.fsdp.cpu_offload),
-            metrics=self.folder / METRICS_NAME,
+            metrics=self.folder / "metrics.jsonl",
         )
         shapes = skeleton(config.model).shapes
         saved = self.checkpoints.find({f"model.{name}": shape for name, shape in shapes.items()})

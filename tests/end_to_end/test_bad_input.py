@@ -229,7 +229,7 @@ def test_a_run_that_was_another(tmp_path: Path):
     tiny = TEXT.with_name("tiny.toml")
     launch(tmp_path, "--training.steps 3")
     changed = "--optimizer.lr 0.5 --model.ffn_dim 128"
-    diff = ("what is learned has changed since", "model.ffn_dim: 64 -> 128", "optimizer.lr: 0.01 -> 0.5")
+    diff = ("the run's settings differ from those of", "model.ffn_dim: 64 -> 128", "optimizer.lr: 0.01 -> 0.5")
     assert_refused(tmp_path, changed, 78, *diff, "--job.allow_run_change true", config=tiny)
     assert status(tmp_path / "run")["step"] == 3
 

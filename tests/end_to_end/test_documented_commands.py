@@ -54,6 +54,7 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     # In the environment of the tests Keel need not be installed; tests/end_to_end/test_install.py installs it.
     "keel train debug.toml --ranks 2": "python scripts/keel.py train debug.toml --ranks 2 --validate",
     "keel --help": "python scripts/keel.py --help",
+    "keel runs": "python scripts/keel.py runs",
     "python scripts/benchmark.py": "python scripts/benchmark.py --rounds 1 --steps 1 --variants bare-eager,keel-eager",
     "python scripts/import_hf.py path/to/hf_model runs/imported": "python scripts/import_hf.py runs/debug-hf"
     " runs/imported",

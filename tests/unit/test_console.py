@@ -1,5 +1,6 @@
 """What is printed: to a pipe, to run.log, from other ranks, and on a terminal."""
 
+import errno
 import io
 import logging
 import math
@@ -252,6 +253,34 @@ def in_terminal(program):
     assert process.wait() == 0
     os.close(terminal)
     return output.decode()
+
+
+class Closed(io.StringIO):
+    """A pipe whose reader has ended."""
+
+    def write(self, text):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_a_closed_terminal_leaves_the_log_alone(tmp_path):
+    with Console(0, Closed(), Closed()) as console:
+        console.log_to(tmp_path / "run.log")
+        console.line("one")
+        console.warning("two")
+        with console.progress("three"):
+            console.line("four")
+        console.error("five")
+    log = (tmp_path / "run.log").read_text()
+    assert [line[21:] for line in log.splitlines()] == [
+        "one",
+        "warning: standard output can't be written (Broken pipe); everything is in this file",
+        "warning: two",
+        "warning: standard error can't be written (Broken pipe); everything is in this file",
+        "three ...",
+        "four",
+        "three: done in 0.0 s",
+        "error: five",
+    ]
 
 
 # --------------------------------------------------------------------------- before and after

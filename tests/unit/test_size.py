@@ -19,8 +19,8 @@ PARTS = {
     ),
     "what guards a run": (("trainer/guards", "parallelisms/guards"), (), 1600),
     "what a launch tells": (("trainer/announce.py",), (), 100),
-    "job files: schema, reading, checks": (("configs",), (), 2100),
-    "estimates and reports": (("trainer/planning", "trainer/report"), (), 1700),
+    "job files: schema, reading, checks": (("configs",), (), 2200),
+    "estimates and reports": (("trainer/planning", "trainer/report"), (), 1750),
 }
 NOT_CODE = (
     tokenize.COMMENT,

@@ -167,6 +167,8 @@ def _batch(config: Config, sizes: MeshSizes) -> str:
 def _steps(config: Config, resumed_step: int) -> str:
     steps = config.training.steps
     total = f"{steps:,} = {count(steps * _tokens_per_step(config))} tokens"
+    if steps > (scheduled := config.lr_schedule.total_steps):
+        total += f"; after step {scheduled:,} (lr_schedule.total_steps) the learning rate stays at its minimum"
     return f"{total}; resuming from step {resumed_step:,}" if resumed_step else total
 
 
