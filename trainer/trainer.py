@@ -106,17 +106,17 @@ class Trainer:
         self.learner = build_learner(config, self.mesh)
         with mistakes_of_the_job():
             self._load(saved)
-        self.checkpoints.begin_line()
-        self.checkpoints.check_room(self.learner.state())
-        self.exports = self._build_exports()
-        self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
+            self.checkpoints.begin_line()
+            self.checkpoints.check_room(self.learner.state())
+            self.exports = self._build_exports()
+            self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
+            self.metrics_log: MetricsLog | None = None
+            on_rank_zero(None, self._open_metrics_log)
         waits = CollectiveWaits(groups_of_axes(self.mesh).values(), self.device)
         self.phases = PhaseClock(waits, config.fault.lag_ratio, self.mesh.sizes.pp > 1, COMPILING_STEPS)
         self.lag: Lag | None = None
         """Lag in the last window of steps, until it is logged."""
         self.grace = Grace(stop, config.job.grace_seconds, console, device, config.job.timeout_seconds)
-        self.metrics_log: MetricsLog | None = None
-        on_rank_zero(None, self._open_metrics_log)
         self._save_is_due = False
         self.last_was_finite = True
         """Whether the last step had a finite loss and gradient norm."""

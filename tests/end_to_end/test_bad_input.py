@@ -40,7 +40,7 @@ def assert_refused(folder: Path, words: str, code: int, *fragments: str, config:
         ("--mesh.dp_shard 2", ["--mesh.dp_shard: 1 rank cannot form the mesh", "= 2, not 1", "--nproc-per-node 2"]),
         ("--training.stpes 9", ["--training.stpes: unknown key", "did you mean training.steps?"]),
         ("--model.n_heads 3", ["dim 32 is not divisible by n_heads 3", "32 / 3"]),
-        ("--data.sources.0.path 5", ["data.sources.0.path must be a string, got 5"]),
+        ("--data.sources.0.path [5]", ["data.sources.0.path must be a string, got [5]"]),
         ("--checkpoint.load 7", ["checkpoint.load = 7: no such step in run/checkpoints"]),
         ("--job.device cuda", ['--job.device: device is "cuda", but torch sees no CUDA device', 'use "auto" or "cpu"']),
     ],

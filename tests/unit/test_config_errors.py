@@ -210,7 +210,7 @@ def test_a_name_that_is_no_file():
     ],
 )
 def test_overrides(words, message):
-    assert mistakes("", *words) == [message]
+    assert "\n".join(mistakes("", *words)) == message
 
 
 NONSENSE = st.sampled_from(
