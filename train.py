@@ -6,6 +6,7 @@ signal would be lost; `--help` and the checks of a config run without torch; the
 
 import os
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 from configs.command_line import answer, load_for_run, parse_command_line
@@ -40,8 +41,9 @@ def main() -> int:
 
 def end_process(code: int) -> NoReturn:
     """Exit without the interpreter's shutdown, in which process groups left open by an error may abort the process."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a closed terminal or pipe
+            stream.flush()
     os._exit(code)
 
 

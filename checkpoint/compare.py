@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import entry_of, read_tensor
@@ -51,8 +52,19 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
         return None
     unequal = (a.view(-1, 1).view(torch.uint8) != b.view(-1, 1).view(torch.uint8)).any(1)
     gap = (a.double() - b.double()).abs()
-    largest = f"the largest value is {a.abs().max():.3g}"
-    return f"{int(unequal.sum()):,} of {len(a):,} values, by up to {gap.max():.3g} ({largest})"
+    how_many = f"all {len(a):,}" if unequal.all() else f"{int(unequal.sum()):,} of {len(a):,}"
+    return f"{how_many} values differ, at most by {gap.max():.3g} (largest value {a.abs().max():.3g})"
+
+
+def shape_differences(metadata: Metadata, shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """A line for each tensor of `shapes`, by name, that a checkpoint lacks or has in another shape."""
+    saved = metadata.state_dict_metadata
+    there = {name: list(size) for name in shapes if (size := getattr(saved.get(name), "size", None)) is not None}
+    return [
+        f"{name}: {there.get(name, 'no such tensor')} in the checkpoint, {list(shape)} here"
+        for name, shape in shapes.items()
+        if there.get(name) != list(shape)
+    ]
 
 
 def require_same(what: str, found: Mapping[str, str], expected: Mapping[str, str]) -> None:

@@ -6,6 +6,7 @@ and so on, where nothing loads, counts or removes them.
 """
 
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ def choose(root: Path, load: str | int, go_back: int = 0) -> Choice:
         return Choice([], setting)
     if load == "latest":
         if not steps:
-            return Choice([], f"{setting}, and {root} has no checkpoint")
+            return Choice([], f"no checkpoint in {root} yet")
         return Choice([step_folder(root, step) for step in reversed(steps)], f"{setting}, of {len(steps)} in {root}")
     start, step = _starting_point(root, load)
     own = [step_folder(root, each) for each in reversed(steps) if step is not None and each >= step]
@@ -116,8 +117,10 @@ def is_own(root: Path, found: Path, step: int) -> bool:
     return own.exists() and own.samefile(found)
 
 
-def set_aside(root: Path, newest_kept: int | None) -> Path | None:
+def set_aside(root: Path, newest_kept: int | None, metrics: Path | None = None) -> Path | None:
     """Move the checkpoints after step `newest_kept` (None: all) to a new `abandoned-001/`; None if there are none.
+
+    A copy of the run's `metrics`, which are about to be cut back to that step, is kept with them.
 
     Raises:
         UserError: the disk refuses.
@@ -128,6 +131,8 @@ def set_aside(root: Path, newest_kept: int | None) -> Path | None:
     aside = root / f"abandoned-{_last_abandoned(root) + 1:03d}"
     try:
         aside.mkdir()
+        if metrics and metrics.exists():
+            shutil.copyfile(metrics, aside / metrics.name)
         for step in reversed(steps):  # newest first: after a crash, the older part of the line remains
             folder = step_folder(root, step)
             folder.rename(aside / folder.name)

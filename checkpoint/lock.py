@@ -28,6 +28,8 @@ _HOLDER_BYTES = 200
 class FolderInUse(UserError):
     """Another process is working in the folder: nothing in it may be touched."""
 
+    may_pass = True
+
 
 def lock(folder: Path, warn: Callable[[str], None]) -> None:
     """Lock the folder for this process until it ends. `warn` is called if the file system has no locks.

@@ -17,9 +17,9 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,16 @@ from checkpoint import folder as folders
 from checkpoint import manifest as manifests
 from checkpoint import store
 from checkpoint.bits import CODE, changed_settings, changed_surroundings
+from checkpoint.compare import shape_differences
 from checkpoint.manifest import Damaged, FileEntry, Manifest, Origin, RunChange, damaged
 from checkpoint.pin import Pinned, remove
-from checkpoint.room import measure_room
+from checkpoint.room import crowded_hosts, measure_room
 from checkpoint.safe_read import read_metadata
 from checkpoint.store import NotFinite, SaveFailed, Shard, State, save_failed
 from checkpoint.verify import content_damages
 from checkpoint.votes import SaveClock, Vote
 from configs.errors import ConfigError, UserError, listed
+from configs.run_change import function_diff
 from configs.schema import Checkpoint
 from parallelisms.ranks import gather, on_rank_zero
 
@@ -58,6 +60,8 @@ class Found:
     manifest: Manifest
     metadata: Metadata
     trainer_state: TrainerState
+    changes: list[RunChange] = field(default_factory=list)
+    """Run keys that differ now, as `job.allow_run_change` allows."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,8 @@ class _Saved:
 class CheckpointManager:
     """Saves, loads and prunes the checkpoints of one run.
 
-    Call `resume`, `begin_line` and `check_room`, then `poll` and perhaps `save` for each step, and `close` at the end.
+    Call `find` (if mistakes are to show before the state exists), `resume`, `begin_line` and `check_room`, then `poll`
+    and perhaps `save` for each step, and `close` at the end.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class CheckpointManager:
         tokenizer_hash: str | None = None,
         rewind_interval: int = 0,
         environment: Mapping[str, str] | None = None,
+        metrics: Path | None = None,
     ) -> None:
         """Set up the manager; nothing is read or written yet.
 
@@ -117,8 +123,9 @@ class CheckpointManager:
             rewind_interval: steps between the checkpoints that a rewind needs; 0: none.
             environment: what else decides the bits of the run, besides config, mesh and torch, by name; stored, and
                 compared on resuming.
+            metrics: the run's metrics.jsonl; copied to where checkpoints are moved that the run does not continue.
         """
-        self._folder = folder
+        self._folder, self._metrics = folder, metrics
         self._rewind_interval = rewind_interval
         self._settings = settings
         # As a manifest returns it, so that both sides of a comparison have the same types.
@@ -136,7 +143,15 @@ class CheckpointManager:
         self._pending: _Save | None = None
         self._vote: Vote | None = None
         self._clock = SaveClock(settings.interval_minutes)
+        self._candidates: list[Path] | None = None
+        """Checkpoints to fall back to if `_found` is damaged; None before `find`."""
+        self._reason = ""
+        """Why they were chosen."""
+        self._problems: list[str] = []
+        """Damages of the checkpoints before `_found`."""
         self._found: Found | None = None
+        self._initial: Found | None = None
+        """The checkpoint that `checkpoint.init_from` names, if the run takes its weights from it."""
         self._run_id = ""
         self._last: Origin | None = None
         self.save_seconds: float | None = None
@@ -163,35 +178,81 @@ class CheckpointManager:
 
     # ------------------------------------------------------------------ loading
 
+    def find(self, shapes: Mapping[str, Sequence[int]] | None = None) -> TrainerState | None:
+        """Choose the checkpoint that the run begins from, and check it as far as possible without the run's state.
+
+        Args:
+            shapes: of the model's tensors, by name, if known.
+
+        Returns:
+            The trainer state saved with it; None if the run starts from scratch.
+
+        Raises:
+            KeelError: as in `resume`.
+        """
+        load, go_back = self._settings.load, self._settings.go_back
+        choice = on_rank_zero(self._writers, lambda: folders.choose(self._folder, load, go_back))
+        self._candidates, self._reason = [*choice.candidates], choice.reason
+        if self._candidates:
+            self._find_next()
+        elif self._settings.init_from is not None:
+            self._initial = self._find_initial(Path(self._settings.init_from))
+        found = self._found or self._initial
+        if found and shapes:
+            self._require_none(found, shape_differences(found.metadata, shapes))
+        if self._initial and (changes := function_diff(self._initial.manifest.config, self._config)):
+            self._warn(
+                f"checkpoint.init_from: the model that was trained in {self._initial.folder} computes something else "
+                f"from these weights than this job's:\n  {listed(changes)}"
+            )
+        return self._found.trainer_state if self._found else None
+
     def resume(self, state: State) -> TrainerState | None:
         """Load the checkpoint that `checkpoint.load` chooses into `state`, in place; changes nothing on disk.
 
         Returns:
-            The trainer state saved with it; None if the run starts from scratch, and then only the weights that
-            `checkpoint.init_from` names are loaded into `state`.
+            The trainer state saved with it, which is not that of `find` if that checkpoint has turned out to be
+            damaged; None if the run starts from scratch, and then only the weights that `checkpoint.init_from` names
+            are loaded into `state`.
 
         Raises:
             ConfigError: the checkpoint does not exist, or is of another model or tokenizer, or has other run keys.
             Damaged: it is damaged, and with `on_damage = "fall_back"` all earlier ones are, too.
             UserError: it has a newer format.
         """
-        load, go_back = self._settings.load, self._settings.go_back
-        choice = on_rank_zero(self._writers, lambda: folders.choose(self._folder, load, go_back))
-        problems: list[str] = []
-        for folder in choice.candidates:
+        if self._candidates is None:
+            self.find()
+        while self._found:
             try:
-                self._found = self._load(folder, state)
+                self._load(self._found, state)
             except Damaged as error:
-                problems.append(str(error))
-                if self._settings.on_damage == "stop" or folder is choice.candidates[-1]:
-                    raise Damaged("\n".join(problems)) from None
-                self._warn(f"{error}; trying the one before it (checkpoint.on_damage)")
+                self._pass_over(error)
+                self._find_next()
                 continue
-            self._log(f"resuming from {folder}: {choice.reason}{', all newer ones are damaged' if problems else ''}")
+            newer = ", all newer ones are damaged" if self._problems else ""
+            self._log(f"resuming from {self._found.folder}: {self._reason}{newer}")
             self._say_other_bits(self._found.manifest)
             return self._found.trainer_state
-        self._initialize(state, choice.reason)
+        self._initialize(state)
         return None
+
+    def _find_next(self) -> None:
+        """Read the first candidate that is not damaged, and check that the run may resume from it."""
+        assert self._candidates
+        self._found = None
+        while self._found is None:
+            folder = self._candidates.pop(0)
+            try:
+                self._found = self._find(folder)
+            except Damaged as error:
+                self._pass_over(error)
+
+    def _pass_over(self, error: Damaged) -> None:
+        """Warn of a damaged checkpoint if there is one to fall back to; otherwise raise."""
+        self._problems.append(str(error))
+        if self._settings.on_damage == "stop" or not self._candidates:
+            raise Damaged("\n".join(self._problems)) from None
+        self._warn(f"{error}; trying the one before it (checkpoint.on_damage)")
 
     def begin_line(self) -> None:
         """Prepare the folder for new checkpoints. Call it once, after everything that can fail.
@@ -206,18 +267,15 @@ class CheckpointManager:
         self._leave_later_ones()
 
     def check_room(self, state: State) -> None:
-        """Check that disk and memory have room for checkpoints, and warn if not. Call it once, after `begin_line`.
+        """Check that the hosts' memory has room for checkpoints, and warn if not. Call it once, after `begin_line`.
 
         If a host has too little memory to stage its ranks' state, this launch saves like `checkpoint.mode = "sync"`:
         through a small buffer, while training waits.
         """
-        room = measure_room(self._folder, store.shards_of(state), self._saved_dtype, self._writers)
-        if not room.is_on_disk:
-            self._warn(
-                f"a checkpoint takes {room.file_bytes:,} bytes, and {self._folder} has {room.free_on_disk:,} free: "
-                "saves will fail (checkpoint.max_save_failures). Make room, or set job.output_dir to another disk"
-            )
-        if self._mode == "async" and (crowded := room.crowded_hosts()):
+        if self._mode == "sync":
+            return
+        hosts_room = measure_room(store.shards_of(state), self._saved_dtype, self._writers)
+        if crowded := crowded_hosts(hosts_room):
             hosts = ", ".join(f"{host} has {free:,} of {staged:,} bytes" for host, (staged, free) in crowded.items())
             self._mode = "sync"
             self._warn(
@@ -243,7 +301,8 @@ class CheckpointManager:
         Raises:
             KeelError: as in `resume` and `begin_line`.
         """
-        self._found = self._load(manifests.step_folder(self._folder, step), state)
+        self._found = self._find(manifests.step_folder(self._folder, step))
+        self._load(self._found, state)
         self._leave_later_ones()
         return self._found.trainer_state
 
@@ -254,36 +313,34 @@ class CheckpointManager:
             self._writers, lambda: folders.is_own(self._folder, found.folder, found.manifest.step)
         )
         newest_kept = found.manifest.step if found and is_own else None
-        aside = on_rank_zero(self._writers, lambda: folders.set_aside(self._folder, newest_kept))
+        aside = on_rank_zero(self._writers, lambda: folders.set_aside(self._folder, newest_kept, self._metrics))
         if aside:
-            self._log(f"checkpoints that this run does not continue were moved to {aside}")
+            self._log(f"checkpoints that this run does not continue were moved to {aside}, with a copy of its metrics")
         if found and is_own and not aside:
             self._run_id = found.manifest.run_id
         else:
             self._run_id = on_rank_zero(self._writers, lambda: uuid4().hex)
 
-    def _load(self, folder: Path, state: State) -> Found:
+    def _find(self, folder: Path) -> Found:
+        """Read what describes a checkpoint, and check that the run may resume from it."""
         found = on_rank_zero(self._writers, lambda: _read(folder))
         if not found.trainer_state:  # made by scripts/import_hf.py
             raise ConfigError(
                 f"checkpoint.load: {folder} holds only a model's weights, no run to resume; to start a run from them, "
                 f'set checkpoint.init_from = "{folder}", and checkpoint.load back to "latest"'
             )
-        changes = self._changes(found)
+        return replace(found, changes=self._changes(found))
+
+    def _load(self, found: Found, state: State) -> None:
         self._verify(found)
         self._fill(found, state, _may_resume_from)
         self._last = Origin(found.manifest.run_id, found.manifest.step)
         self._times_gone_back = max(found.manifest.times_gone_back, self._settings.go_back)
         self._initialized_from = found.manifest.initialized_from
-        self._run_changes = [*found.manifest.run_changes, *changes]
-        return found
+        self._run_changes = [*found.manifest.run_changes, *found.changes]
 
-    def _initialize(self, state: State, reason: str) -> None:
-        """Start from scratch: from the weights that `checkpoint.init_from` names, or the initial ones."""
-        if self._settings.init_from is None:
-            self._log(f"starting from random initial weights: {reason}")
-            return
-        folder = Path(self._settings.init_from)
+    def _find_initial(self, folder: Path) -> Found:
+        """Read what describes the checkpoint whose weights are to be the initial ones."""
         found = on_rank_zero(self._writers, lambda: _read(folder))
         theirs = found.manifest.tokenizer_hash
         if theirs and self._tokenizer_hash and theirs != self._tokenizer_hash and not self._allow_run_change:
@@ -291,13 +348,20 @@ class CheckpointManager:
                 f"checkpoint.init_from: the weights in {found.folder} were trained with another tokenizer, so their "
                 "embedding does not fit this one; set tokenizer.path to it, or --job.allow_run_change true"
             )
+        tensors = {name: entry for name, entry in found.metadata.state_dict_metadata.items() if name.startswith(MODEL)}
+        return replace(found, metadata=replace(found.metadata, state_dict_metadata=tensors))
+
+    def _initialize(self, state: State) -> None:
+        """Start from scratch: from the weights that `checkpoint.init_from` names, or the initial ones."""
+        found = self._initial
+        if found is None:
+            self._log(f"starting from random weights ({self._reason})")
+            return
         self._verify(found)
         weights = {name: tensor for name, tensor in state.items() if name.startswith(MODEL)}
-        tensors = {name: entry for name, entry in found.metadata.state_dict_metadata.items() if name.startswith(MODEL)}
-        found = replace(found, metadata=replace(found.metadata, state_dict_metadata=tensors))
         self._fill(found, weights, lambda name, saved: saved.is_floating_point)
         self._initialized_from = Origin(found.manifest.run_id, found.manifest.step)
-        self._log(f"starting from the weights of {found.folder} (checkpoint.init_from): {reason}")
+        self._log(f"starting from the weights of {found.folder} (checkpoint.init_from): {self._reason}")
 
     def _verify(self, found: Found) -> None:
         """Compare the content of every file with its hash, if `checkpoint.verify` says so."""
@@ -324,7 +388,7 @@ class CheckpointManager:
         lines = "".join(f"\n  {change}" for change in changes)
         if not self._allow_run_change:
             raise ConfigError(
-                f"what is learned has changed since checkpoint {found.folder}:{lines}\n"
+                f"the run's settings differ from those of checkpoint {found.folder}:{lines}\n"
                 "Change it back, choose another job.output_dir, or resume with --job.allow_run_change true (not "
                 "possible for training.seq_len, training.seed or the mixture, which order the samples)"
             )
@@ -348,16 +412,21 @@ class CheckpointManager:
     def _fill(self, found: Found, state: State, may_convert: Callable[[str, torch.dtype], bool]) -> None:
         """Compare names, shapes and dtypes on all ranks, then load the tensors."""
         shards = store.shards_of(state)
-        differences = store.differences(found.metadata, shards, self._writers, may_convert)
-        if differences:
-            raise ConfigError(
-                f"checkpoint {found.folder} is of another model; {len(differences)} tensors differ:\n"
-                f"  {listed(differences)}\n"
-                "Change [model] and [optimizer] back, or choose another checkpoint.load or job.output_dir"
-            )
+        self._require_none(found, store.differences(found.metadata, shards, self._writers, may_convert))
         started = time.perf_counter()
         store.read(found.folder, found.metadata, shards, self._writers)
         self._log(f"loaded step {found.manifest.step} in {time.perf_counter() - started:.1f} s")
+
+    def _require_none(self, found: Found, differences: Sequence[str]) -> None:
+        """Raise ConfigError if a checkpoint's tensors differ from the run's."""
+        if differences:
+            remedy = "Change [model] and [optimizer] back, or choose another checkpoint.load or job.output_dir"
+            if self._initial:
+                remedy = "Set [model] to that of these weights, or choose another checkpoint.init_from"
+            raise ConfigError(
+                f"checkpoint {found.folder} is of another model; {len(differences)} tensors differ:\n"
+                f"  {listed(differences)}\n{remedy}"
+            )
 
     # ------------------------------------------------------------------ saving
 

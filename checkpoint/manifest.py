@@ -284,8 +284,7 @@ def _sealed_text(folder: Path) -> str:
     try:
         text = read_file(folder / MANIFEST_NAME, MAX_JSON_BYTES).decode()
     except FileNotFoundError:
-        hint = "a checkpoint is a folder such as checkpoints/step-00000100"
-        raise Damaged(f"{folder} is no checkpoint: it has no {MANIFEST_NAME} ({hint})") from None
+        raise Damaged(f"{folder} is not a checkpoint (no {MANIFEST_NAME} in it); {_hint(folder)}") from None
     except OSError as error:
         raise damaged(folder, f"{MANIFEST_NAME} can't be read: {error.strerror}") from None
     except ValueError as error:
@@ -294,6 +293,14 @@ def _sealed_text(folder: Path) -> str:
     if not body.startswith("{") or text != sealed(body):
         raise damaged(folder, f"{MANIFEST_NAME} has changed since it was written (its seal does not match)")
     return text
+
+
+def _hint(folder: Path) -> str:
+    """Where a checkpoint is instead: the newest in a run's folder."""
+    for root in (folder / "checkpoints", folder):
+        if steps := steps_in(root):
+            return f"the newest in it is {step_folder(root, steps[-1])}"
+    return "a checkpoint is a folder such as checkpoints/step-00000100"
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:

@@ -100,7 +100,14 @@ def load_for_run(command: CommandLine, environment: Mapping[str, str] = os.envir
     Raises:
         ConfigError: the job is not valid.
     """
-    return load(command.config, command.overrides, _world_size(environment) or 1)
+    world_size = _world_size(environment) or 1
+    lacking = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if (world_size > 1 or "RANK" in environment) and lacking:
+        raise ConfigError(
+            f"the environment describes one of several ranks, but lacks {', '.join(lacking)}; start ranks with "
+            "`torchrun --nproc-per-node N train.py ...` or `keel train JOB --ranks N`"
+        )
+    return load(command.config, command.overrides, world_size)
 
 
 def _print(text: str) -> None:
@@ -139,7 +146,7 @@ def _misunderstood(flag: str, value: str | None) -> str:
     if flag == "--config":
         return "--config: needs a value: --config NAME_OR_PATH"
     if not flag.startswith("-"):
-        return f"{flag}: unexpected; if it is the job file, write --config {flag}"
+        return f'unexpected argument "{flag}"; did you mean --config {flag}?'
     if flag in _TORCHRUN_FLAGS:
         return f"{flag}: a flag of torchrun; put it before train.py: torchrun {flag} {value or 'N'} train.py ..."
     key = find((flag[2:],))

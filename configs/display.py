@@ -94,7 +94,8 @@ def _ranks(config: Config, world_size: int | None) -> str:
         sizes = mesh_sizes(config, world_size)
         steps = accumulation_steps(config, sizes)
         ranks = f"{world_size} rank{'s' * (world_size != 1)}"
-        return f"{ranks}: {sizes}, {steps} micro-batch{'es' * (steps != 1)} per step"
+        mesh = f": {sizes}" if world_size > 1 else ""
+        return f"{ranks}{mesh}, {steps} micro-batch{'es' * (steps != 1)} per step"
     smallest = smallest_world_size(config.mesh)
     if config.mesh.dp_shard != -1:
         return f"{smallest} ranks"

@@ -1,6 +1,7 @@
 """Errors that end in one message instead of a traceback, each with its exit code."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from configs.untrusted import printable, shortened
 
@@ -20,11 +21,26 @@ class KeelError(Exception):
 class UserError(KeelError):
     """Something outside the config: a file, a folder, a package, a checkpoint."""
 
+    may_pass = False
+    """Whether the same command may succeed at another time, with nothing changed."""
+
 
 class ConfigError(KeelError):
-    """Something in the job file or on the command line."""
+    """Something in the job file or on the command line, or in a file that they name: the same command fails again."""
 
     exit_code = 78
+
+
+@contextmanager
+def mistakes_of_the_job() -> Iterator[None]:
+    """Turn a UserError into a ConfigError: what is found wrong before a run begins, in the job or in a file or folder
+    that it names, is a mistake in the job, unless it may pass."""
+    try:
+        yield
+    except UserError as error:
+        if error.may_pass:
+            raise
+        raise ConfigError(str(error)) from None
 
 
 def listed(items: Sequence[str], separator: str = "\n  ", most: int = SHOWN) -> str:

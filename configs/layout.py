@@ -67,7 +67,12 @@ class MeshSizes:
 
     def __str__(self) -> str:
         of_experts = f"; experts: ep {self.ep} x shard {self.expert_shard}" if self.ep > 1 else ""
-        return product_of_axes(self) + of_experts
+        return named_axes(self.axes) + of_experts
+
+
+def named_axes(axes: Mapping[str, int]) -> str:
+    """The axes of a mesh that have more than one rank: "dp_shard 2 x tp 2"; "one rank" if none has."""
+    return " x ".join(f"{name} {ranks}" for name, ranks in axes.items() if ranks > 1 and name != "ep") or "one rank"
 
 
 def product_of_axes(sizes: MeshSizes | Mesh) -> str:

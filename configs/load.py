@@ -83,6 +83,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), world_size: int | Non
     """
     layers = read_layers(find_job_file(name_or_path))
     mistakes = list(_override_all(layers, overrides))
+    layers.unset()
     config, error = _validate(layers)
     while _leave_out_idle(config, layers):
         config, error = _validate(layers)
@@ -110,6 +111,9 @@ def find_job_file(name_or_path: str) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
+    if path.exists():
+        what = "a folder; name the job file in it" if path.is_dir() else "not a regular file, which a job must be"
+        raise ConfigError(f"--config {name_or_path} is {what}")
     names = sorted(file.stem for file in JOB_FILES.glob("*.toml"))
     near = get_close_matches(path.stem, names, 1)
     advice = f"did you mean {near[0]}.toml?" if near else f"{shown(JOB_FILES)} has {', '.join(names)}"

@@ -27,7 +27,9 @@ def _tokenizer(config: Config) -> Iterator[Missing]:
     path, train_on = config.tokenizer.path, config.tokenizer.train_on
     if not path or Path(path).is_file():
         return
-    if train_on:
+    if Path(path).is_dir():
+        yield "tokenizer.path", f'is "{path}": a folder; name the file in it, such as tokenizer.model or tokenizer.json'
+    elif train_on:
         yield from _texts("tokenizer.train_on", train_on)
     else:
         yield "tokenizer.path", f'is "{path}": no such file; scripts/train_tokenizer.py creates one'

@@ -2,10 +2,13 @@
 
 from typing import Any
 
+from pydantic import ValidationError
+
+from configs.layout import expert_dim, head_dim, n_kv_heads
 from configs.load import leaves
 from configs.reading.keys import KeyPath, dotted, find
 from configs.reading.toml_text import value_text
-from configs.schema import is_run_key
+from configs.schema import Model, is_run_key
 
 
 def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -23,6 +26,31 @@ def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         if was != now:
             lines.append(f"{dotted(path)}: {_text(was)} -> {_text(now)}")
     return lines
+
+
+_NOT_COMPUTED = {"init_std", "router.auxiliary_loss_weight", "router.bias_update_rate"}
+"""Keys of [model] that matter while it is trained, not for what it computes from given weights."""
+
+
+def function_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Compare what the models of two complete configs compute from the same weights; as in `run_key_diff`.
+
+    A config that is not Keel's, as in a stranger's checkpoint, is not compared.
+    """
+    try:
+        before, after = (_computed(Model.model_validate(config.get("model"))) for config in (old, new))
+    except ValidationError:
+        return []
+    changed = [key for key in after if before.get(key) != after[key] and key not in _NOT_COMPUTED]
+    return [f"model.{key}: {_text(before.get(key))} -> {_text(after[key])}" for key in changed]
+
+
+def _computed(model: Model) -> dict[str, Any]:
+    """The keys of [model] with the values that apply."""
+    values = model.model_dump()
+    experts = values.pop("router") if model.n_experts else {}
+    values |= {"head_dim": head_dim(model), "n_kv_heads": n_kv_heads(model), "expert_dim": expert_dim(model)}
+    return values | {f"router.{key}": value for key, value in experts.items()}
 
 
 def _run_values(config: dict[str, Any]) -> dict[KeyPath, Any]:

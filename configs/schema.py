@@ -14,6 +14,7 @@ from configs.only_with import only_with
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+Seconds = Annotated[int, Field(gt=0, lt=2**31)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -44,7 +45,7 @@ class Table(BaseModel):
 class RopeScaling(Table):
     """Llama 3.1's scaling of the rotary frequencies, for sequences longer than those of the original training."""
 
-    factor: PositiveFloat
+    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
     """Factor by which the low frequencies are divided."""
     low_freq_factor: PositiveFloat = 1.0
     """Wavelengths above original_seq_len / this are scaled by the whole factor."""
@@ -98,7 +99,7 @@ class Model(Table):
     """Number of leading layers with a dense feed-forward instead of experts."""
     router: Annotated[Router, only_with("n_experts")] = Router()
     """Routing and load balancing of the experts."""
-    vocab_size: PositiveInt
+    vocab_size: Annotated[int, Field(ge=2)]
     """Number of tokens in the vocabulary; must equal the tokenizer's."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies (10,000 in Llama 2, 500,000 in Llama 3)."""
@@ -277,13 +278,13 @@ class Job(Table):
     output_dir: str | None = None
     """Run folder; default: runs/<job.name>."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda if available, otherwise cpu."""
+    """auto: a GPU if there is one, otherwise the CPU."""
     allow_run_change: bool = False
     """Resume although run keys differ from the checkpoint's, and record the change. A different training.seq_len, seed
     or mixture is still refused: it would reorder the samples within an epoch."""
-    timeout_seconds: PositiveInt = 600
+    timeout_seconds: Seconds = 600
     """Time that a rank waits in a collective before the run fails; a hang is reported after half of it."""
-    grace_seconds: PositiveInt = 30
+    grace_seconds: Seconds = 30
     """Time from a stop signal until the launcher kills (torchrun's --shutdown-timeout); longer steps are abandoned."""
 
     @property
@@ -449,7 +450,7 @@ class Checkpoint(Table):
     """Also keep this many checkpoints with the lowest validation loss."""
     max_save_failures: PositiveInt = 3
     """Consecutive failed saves (such as on a full disk) after which the run fails; until then it trains on."""
-    timeout_seconds: PositiveInt = 1800
+    timeout_seconds: Seconds = 1800
     """Time that a save may take, or that a rank waits for another rank's reads or writes, before the run fails."""
     export_every: NonNegativeInt = 0
     """Also export every checkpoint whose step is a multiple of this, in Hugging Face format, to exports/; 0: off."""

@@ -31,12 +31,15 @@ def grad_norm(
     Returns:
         A scalar, equal on all ranks up to rounding (groups may sum in different orders).
     """
-    parameters = list(parameters)
+    parameters, unit = list(parameters), None
+    if 2 < norm_type < math.inf:  # powers of small values would underflow, and those of large ones overflow
+        largest = grad_norm(parameters, math.inf, pipeline)
+        unit = torch.where(largest > 0, largest, torch.ones_like(largest))
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for gradient in _gradients(parameters):
         by_groups[_sharding_groups(gradient)].append(local_part(gradient))
         device = _exchanged_on(gradient)
-    totals = [_total_over(groups, local, norm_type, device) for groups, local in by_groups.items()]
+    totals = [_total_over(groups, local, norm_type, device, unit) for groups, local in by_groups.items()]
     if not totals:  # all of this rank's parameters are frozen, but another stage's may not be
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         totals = [torch.zeros((), dtype=dtype, device=_exchanged_on(parameters[0]))]
@@ -44,7 +47,8 @@ def grad_norm(
     total = torch.stack(totals).max() if is_max else torch.stack(totals).sum()
     if pipeline is not None:
         dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=pipeline)
-    return total if is_max else total ** (1.0 / norm_type)
+    norm = total if is_max else total ** (1.0 / norm_type)
+    return norm if unit is None else norm * unit
 
 
 @torch.no_grad()
@@ -80,14 +84,23 @@ def _sharding_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _total_over(
-    groups: tuple[dist.ProcessGroup, ...], local: list[Tensor], norm_type: float, device: torch.device | str
+    groups: tuple[dist.ProcessGroup, ...],
+    local: list[Tensor],
+    norm_type: float,
+    device: torch.device | str,
+    unit: Tensor | None,
 ) -> Tensor:
     """Sum of p-th powers (p = inf: the largest absolute value) over the local shards and over the ranks of `groups`.
 
-    `device` is where `groups` exchange tensors, even if the gradients are kept in CPU memory.
+    The gradients are measured in `unit`, a scalar, if it is given. `device` is where `groups` exchange tensors, even if
+    the gradients are kept in CPU memory.
     """
     # A rank whose shards are all empty contributes zero; it must still take part in the collectives below.
-    norms = torch.stack(torch._foreach_norm([t for t in local if t.numel()] or [local[0].new_zeros(1)], norm_type))
+    filled = [t for t in local if t.numel()] or [local[0].new_zeros(1)]
+    if unit is None:
+        norms = torch.stack(torch._foreach_norm(filled, norm_type))
+    else:  # one at a time, since each is copied
+        norms = torch.stack([torch.linalg.vector_norm(t / unit.to(t.device, t.dtype), norm_type) for t in filled])
     if norms.dtype in (torch.bfloat16, torch.float16):
         norms = norms.float()
     is_max = math.isinf(norm_type)

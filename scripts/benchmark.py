@@ -22,6 +22,7 @@ if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from configs.errors import KeelError
+from scripts.command import end
 
 VARIANTS = ("bare-eager", "keel-eager", "bare-compiled", "keel-compiled")
 
@@ -125,4 +126,4 @@ def _variants(text: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

@@ -26,8 +26,10 @@ from checkpoint.lock import lock
 from checkpoint.manifest import MANIFEST_NAME, Manifest, Origin, read_manifest, step_folder, steps_in
 from checkpoint.pin import Pinned, remove
 from configs.errors import KeelError, UserError
+from configs.layout import named_axes
 from configs.reading.toml_text import table_text
 from configs.schema import Checkpoint
+from scripts.command import end, positive
 from trainer.report.console import Console, Row, count, duration, size
 
 
@@ -50,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def list_(options: argparse.Namespace, console: Console) -> int:
     """Print a line for each checkpoint, without reading its tensors."""
     root = _root(options.folder)
+    if not any(root.glob("step-*")) and not any(root.glob("abandoned-*")):
+        runs = sorted(path.parent.name for path in root.glob("*/checkpoints"))
+        raise UserError(f"{root}: no checkpoints here" + (f"; runs in this folder: {', '.join(runs)}" if runs else ""))
     console.line("      step      tokens        size  validation loss  line      written")
     for folder in _checkpoints(root):
         console.line(_list_line(folder))
@@ -195,7 +200,7 @@ def _history(manifest: Manifest) -> list[Row]:
         ("initial weights", _origin(manifest.initialized_from)),
         ("validation loss", "" if manifest.validation_loss is None else str(manifest.validation_loss)),
         ("run keys changed", "\n".join(changes)),
-        ("written by", f"torch {manifest.torch_version} on {manifest.mesh}"),
+        ("written by", f"torch {manifest.torch_version} on {named_axes(manifest.mesh)}"),
         ("environment", "\n".join(f"{name}: {value}" for name, value in manifest.environment.items())),
         ("config", f"xxh3 {manifest.config_hash}"),
         ("tokenizer", f"xxh3 {manifest.tokenizer_hash}" if manifest.tokenizer_hash else ""),
@@ -250,23 +255,17 @@ def _parser() -> argparse.ArgumentParser:
     command("verify", verify, "path")
     command("diff", diff, "a", "b")
     pruned = command("prune", prune, "folder")
-    pruned.add_argument("--keep-last", type=_positive, required=True, metavar="N", help="keep the newest N")
+    pruned.add_argument("--keep-last", type=positive, required=True, metavar="N", help="keep the newest N")
     pruned.add_argument(
-        "--keep-every", type=_positive, default=0, metavar="N", help="also keep steps that are multiples of N"
+        "--keep-every", type=positive, default=0, metavar="N", help="also keep steps that are multiples of N"
     )
     pruned.add_argument(
-        "--keep-best", type=_positive, default=0, metavar="N", help="also keep the N with the lowest validation loss"
+        "--keep-best", type=positive, default=0, metavar="N", help="also keep the N with the lowest validation loss"
     )
     pruned.add_argument("--abandoned", action="store_true", help="also remove all abandoned lines")
     pruned.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     return parser
 
 
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

@@ -1,12 +1,16 @@
 """What the scripts' command lines share: help from the module's docstring, and how a command ends."""
 
 import argparse
+import os
+import sys
 from collections.abc import Callable
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from configs.errors import KeelError
 from trainer.report.console import Console
 
+EXIT_PIPE_CLOSED = 141
+"""As a shell reports a program that SIGPIPE ends."""
 INPUT_HELP = "file, folder, glob pattern, hub:NAME[:CONFIG][@REVISION][#SPLIT], or python_stdlib"
 TEXT_KEY_HELP = "field or column that holds the text in files of records (default: %(default)s)"
 
@@ -20,6 +24,28 @@ def parser_of(docstring: str | None) -> argparse.ArgumentParser:
     """Make a parser with help from a module's docstring: a summary, a colon and the usage, then the details."""
     summary, _, details = (docstring or "").partition("\n\n")
     return argparse.ArgumentParser(description=summary.partition(":")[0] + ".", epilog=details)
+
+
+def end(main: Callable[[], int]) -> NoReturn:
+    """Run a command to its end as this process; a reader that closes its pipe, as `head` does, is no error."""
+    code = EXIT_PIPE_CLOSED
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python reports the error again on exit
+    sys.exit(code)
+
+
+def positive(text: str) -> int:
+    """Parse an integer above 0, as an argument's type.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
 
 
 def run_command(work: Callable[[Console], None], if_stopped: str, out: TextIO | None = None) -> int:

@@ -1,25 +1,29 @@
-"""Write configs/schema.json, with which editors complete and check job files: python scripts/config_schema.py
+"""Write what is generated from the schema, configs/schema.json and docs/keys.md: python scripts/config_schema.py
 
-Editors that support TOML schemas (taplo, VS Code's Even Better TOML) find it through the first line of a job file,
-`#:schema ./schema.json`. The schema requires no keys, because a job may inherit them from its `base`;
-`train.py --validate` reports missing keys.
+With schema.json, editors complete and check job files. Those that support TOML schemas (taplo, VS Code's Even Better
+TOML) find it through the first line of a job file, `#:schema ./schema.json`. The schema requires no keys, because a job
+may inherit them from its `base`; `train.py --validate` reports missing keys.
 """
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from configs.errors import UserError
 from configs.only_with import conditions
-from configs.reading.keys import table_in
-from configs.schema import Config, Table
-from scripts.command import parser_of
+from configs.reading.keys import Key, schema_keys, table_in
+from configs.reading.toml_text import value_text
+from configs.schema import Config, Table, is_run_key
+from scripts.command import end, parser_of, run_command
+from trainer.report.console import Console
 
 SCHEMA_FILE = Path(__file__).resolve().parents[1] / "configs" / "schema.json"
+KEYS_FILE = SCHEMA_FILE.parents[1] / "docs" / "keys.md"
 _BASE = {
     "type": "string",
     "description": "Another job file, relative to this one, whose keys apply where this one does not set them.",
@@ -38,6 +42,58 @@ def schema_text() -> str:
     schema["title"] = "Keel job file"
     schema["properties"] = {"base": _BASE, **schema["properties"]}
     return json.dumps(schema, indent=2) + "\n"
+
+
+def keys_text() -> str:
+    """Return the page of every key, in Markdown."""
+    sections = [_HEADING]
+    for name, table in ((name, key) for name, key in schema_keys().items() if key.is_table):
+        inner = [key for other, key in schema_keys().items() if other.rpartition(".")[0].removesuffix(".N") == name]
+        header = f"[[{name}]]" if table.type == "list of tables" else f"[{name}]"
+        kind = "Run table" if is_run_key(name) else "Machine table"
+        lines = [f"## `{header.replace('.N', '')}`", "", f"{kind}. {_sentence(table)}", ""]
+        rows = [_row(key) for key in inner if not key.is_table]
+        head = ["| key | type | default | meaning |", "|---|---|---|---|"] if rows else []
+        sections.append("\n".join([*lines, *head, *rows]).rstrip())
+    return "\n\n".join(sections) + "\n"
+
+
+_HEADING = """\
+# Every key of a job file
+
+Generated from `configs/schema.py` by `python scripts/config_schema.py`. `python train.py --help` prints the same.
+[configs.md](configs.md) explains run tables, machine tables and inheritance. A key without a default may be unset again
+with the value `"none"`."""
+
+
+def _row(key: Key) -> str:
+    cells = (f"`{key.name.rpartition('.')[2]}`", key.type, _default(key), _sentence(key))
+    return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _sentence(key: Key) -> str:
+    return " ".join([key.doc, *map(str, key.conditions)])
+
+
+def _default(key: Key) -> str:
+    if key.required:
+        return "required"
+    return "" if key.default is None else f"`{value_text(key.default)}`"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write both files; returns the exit code."""
+    parser_of(__doc__).parse_args(arguments)
+
+    def work(console: Console) -> None:
+        for path, text in ((SCHEMA_FILE, schema_text()), (KEYS_FILE, keys_text())):
+            try:
+                path.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise UserError(f"{path} can't be written: {error.strerror}") from None
+            console.line(f"wrote {path}")
+
+    return run_command(work, "stopped")
 
 
 def _tables(table: type[Table]) -> Iterator[type[Table]]:
@@ -59,6 +115,4 @@ def _plain(node: Any) -> Any:
 
 
 if __name__ == "__main__":
-    parser_of(__doc__).parse_args()
-    SCHEMA_FILE.write_text(schema_text(), encoding="utf-8")
-    print(f"wrote {SCHEMA_FILE}")
+    end(main)

@@ -22,7 +22,7 @@ if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from configs.errors import UserError
-from scripts.command import run_command
+from scripts.command import end, run_command
 from trainer.report.console import Console, count
 
 if TYPE_CHECKING:
@@ -222,4 +222,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

@@ -15,7 +15,7 @@ if not __package__:  # run as a file, from any folder
 
 from checkpoint.manifest import read_manifest
 from configs.errors import UserError
-from scripts.command import parser_of, run_command
+from scripts.command import end, parser_of, run_command
 from trainer.report.console import Console, parse_size
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work(console: Console) -> None:
         tokenizer = _tokenizer(options.checkpoint, options.tokenizer)
         if not tokenizer.files:
-            console.warning("the export has no tokenizer")
+            console.warning("exported without a tokenizer: the job sets no tokenizer.path, and --tokenizer names none")
         with console.progress(f"Exporting to {options.output}", in_bytes=True) as report:
             export_hf(
                 options.checkpoint,
@@ -80,4 +80,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

@@ -26,7 +26,7 @@ from checkpoint.manifest import read_manifest
 from configs.errors import UserError
 from configs.plan import plan_of
 from configs.schema import Config
-from scripts.command import parser_of, run_command
+from scripts.command import end, parser_of, run_command
 from trainer.lr_schedule import learning_rate
 from trainer.report.console import Console, parse_size
 
@@ -130,4 +130,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

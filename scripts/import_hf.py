@@ -13,7 +13,7 @@ from pathlib import Path
 if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.command import parser_of, run_command
+from scripts.command import end, parser_of, run_command
 from trainer.report.console import Console
 
 
@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             import_hf(options.source, options.output, tokenizer, options.dtype, report)
         if tokenizer is None:
             console.warning(f"{options.source} has no tokenizer that Keel can read; set tokenizer.path to one")
-        console.line(f'To train it: base = "{options.output / MODEL_TOML}", checkpoint.init_from = "{options.output}"')
+        output = options.output.resolve()  # a base is relative to the job file
+        console.line(f'To train it: base = "{output / MODEL_TOML}", checkpoint.init_from = "{output}"')
 
     return run_command(work, "stopped; nothing was written")
 
@@ -48,4 +49,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

@@ -15,7 +15,7 @@ from pathlib import Path
 if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.command import parser_of, run_command
+from scripts.command import end, parser_of, run_command
 from scripts.export_optimizer import described_optimizers
 from trainer.report.console import Console
 
@@ -61,4 +61,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

@@ -12,17 +12,22 @@ from typing import NoReturn
 if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.command import end, positive
+from scripts.launcher import run_ranks, torchrun_line
+from trainer.lifecycle import LAUNCHER
+
 VERSION = "0.1.0"
 
 _SCRIPTS = {
-    "plan": ("plan", "check whether a job fits before requesting machines"),
     "tokenizer": ("train_tokenizer", "train a SentencePiece tokenizer"),
     "prepare": ("prepare_data", "turn text into token files"),
-    "data": ("data", "show what a step trains on, and which steps train on a text"),
+    "plan": ("plan", "check whether a job fits before requesting machines"),
+    "runs": ("runs", "list runs: state, step, loss, speed"),
     "sample": ("sample", "continue texts with a trained model"),
+    "data": ("data", "show what a step trains on, and which steps train on a text"),
     "checkpoint": ("checkpoint", "inspect, verify, compare and prune checkpoints"),
-    "export-hf": ("export_hf", "export a checkpoint's model to Hugging Face format"),
-    "import-hf": ("import_hf", "import a Hugging Face model as a checkpoint"),
+    "export": ("export_hf", "export a checkpoint's model to Hugging Face format"),
+    "import": ("import_hf", "import a Hugging Face model as a checkpoint"),
     "export-optimizer": ("export_optimizer", "export a checkpoint's optimizer state for plain torch"),
     "import-optimizer": ("import_optimizer", "import a plain torch optimizer's state into a checkpoint"),
     "benchmark": ("benchmark", "measure speed"),
@@ -50,12 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.argv = [f"keel {name}", *words]
     if name == "train":
         _train(words)
-    run: Callable[[], int] = import_module(f"scripts.{_SCRIPTS[name][0]}").main
-    return run()
+    command: Callable[[], int] = import_module(f"scripts.{_SCRIPTS[name][0]}").main
+    return command()
 
 
 def _help() -> str:
-    summaries = {"train": "train a model in one process, or in N with --ranks N"}
+    summaries = {"train": "train a model: keel train JOB [--ranks N]"}
     summaries |= {name: summary for name, (_, summary) in _SCRIPTS.items()}
     return "\n".join(
         [
@@ -69,25 +74,37 @@ def _help() -> str:
 
 
 def _train(words: list[str]) -> NoReturn:
-    """Train like train.py: in this process, or under torchrun with the given number of ranks."""
+    """Train like train.py: in this process, or on several ranks of this host."""
     import train
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--ranks", type=positive)
+    parser.add_argument("--nodes", type=positive)
     options, words = parser.parse_known_args(words)
-    ranks = options.ranks
-    if ranks is not None and ranks < 1:
-        parser.error(f"argument --ranks: {ranks} is not at least 1")
     if words and not words[0].startswith("-"):
         words = ["--config", *words]
-    if ranks is not None and not _QUESTIONS & set(words):
-        program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), train.__file__]
-        os.execv(sys.executable, [*program, *words])
-    if ranks is not None:
-        os.environ["WORLD_SIZE"] = str(ranks)
+    is_question = bool(_QUESTIONS & set(words))
+    if options.nodes:
+        if options.ranks is None:
+            parser.error("--nodes N needs --ranks R, the number of ranks on each of the N hosts")
+        print(torchrun_line(train.__file__, words, options.ranks, options.nodes))
+        print(
+            "# Start this on each host, with the same JOB_ID; FIRST_HOST is the name of one of them.", file=sys.stderr
+        )
+        train.end_process(0)
+    os.environ[LAUNCHER] = "keel"
+    if options.ranks and options.ranks > 1 and not is_question:
+        train.end_process(run_ranks(train.__file__, words, options.ranks))
+    if options.ranks:
+        os.environ["WORLD_SIZE"] = str(options.ranks)
     sys.argv[1:] = words
     train.end_process(train.main())
 
 
+def run() -> NoReturn:
+    """Run the command line to its end as this process: the entry point of the installed command."""
+    end(main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -21,6 +21,7 @@ if not __package__:  # run as a file, from any folder
 
 from configs.errors import ConfigError, KeelError
 from configs.load import load
+from scripts.command import end
 from scripts.parity_rows import BOUNDS, REFUSED, Difference, Row, table, words
 
 if TYPE_CHECKING:
@@ -114,4 +115,4 @@ def _print_refusals(config_name: str, rows: Mapping[str, tuple[int, dict[str, ob
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

@@ -22,6 +22,7 @@ from configs.layout import mesh_sizes, parameter_count
 from configs.load import LoadedConfig, load
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
+from scripts.command import end, positive
 from trainer.report.console import Console, Row, count, duration, size
 from trainer.report.metrics import memory_peak_bytes
 
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Further words override the config.")
     parser.add_argument("--config", required=True, help="job file, or its name in configs/")
-    parser.add_argument("--ranks", type=int, required=True, help="number of ranks to run the job on")
+    parser.add_argument("--ranks", type=positive, required=True, help="number of ranks to run the job on")
     parser.add_argument("--memory-gib", type=float, help="memory of a GPU, to check whether the job fits")
     parser.add_argument("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")
     options, overrides = parser.parse_known_args(arguments)
@@ -116,4 +117,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

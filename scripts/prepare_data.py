@@ -14,7 +14,7 @@ from pathlib import Path
 if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.command import INPUT_HELP, TEXT_KEY_HELP, parser_of, run_command, separator
+from scripts.command import INPUT_HELP, TEXT_KEY_HELP, end, parser_of, run_command, separator
 from trainer.data.prepare import RECORD, described, prepare
 from trainer.report.console import Console
 
@@ -104,4 +104,4 @@ def _fraction(text: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

@@ -19,7 +19,7 @@ if not __package__:  # run as a file, from any folder
 
 from configs.errors import UserError
 from configs.untrusted import printable
-from scripts.command import parser_of, run_command
+from scripts.command import end, parser_of, run_command
 from trainer.report.console import Console, count
 
 if TYPE_CHECKING:
@@ -216,4 +216,4 @@ def _number(kind: type, is_valid: Callable[[Any], bool], what: str) -> Callable[
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

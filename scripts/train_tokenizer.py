@@ -12,7 +12,7 @@ from pathlib import Path
 if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.command import INPUT_HELP, TEXT_KEY_HELP, parser_of, run_command, separator
+from scripts.command import INPUT_HELP, TEXT_KEY_HELP, end, parser_of, run_command, separator
 from trainer.data.bad_files import PATIENCE, BadFiles
 from trainer.data.text import documents
 from trainer.data.tokenizer import train_sentencepiece
@@ -62,4 +62,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

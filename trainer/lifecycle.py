@@ -34,6 +34,8 @@ STOP_SIGNALS = (
     signal.SIGINT,
     signal.SIGUSR1,
 )  # SIGUSR1 is SLURM's usual notice ahead of the time limit
+LAUNCHER = "KEEL_LAUNCHER"
+"""Environment variable that names what has started a run, if not train.py or torchrun."""
 _SECOND_INTERRUPT_SECONDS = 0.5  # a person's two keystrokes are further apart than one Ctrl-C that arrives twice
 
 
@@ -75,7 +77,9 @@ class StopRequest:
         """
         if self.signal_number is None and self.arrivals is not None:
             with suppress(BlockingIOError):
-                numbers = [number for number in os.read(self.arrivals, 4096) if number in STOP_SIGNALS]
+                numbers = [
+                    number for number in os.read(self.arrivals, 4096) if number in (*STOP_SIGNALS, signal.SIGHUP)
+                ]
                 return numbers[0] if numbers else None
         return self.signal_number
 
@@ -101,7 +105,11 @@ class StopRequest:
 
 
 def install_signal_handlers() -> StopRequest:
-    """Record SIGTERM, SIGINT and SIGUSR1 from now on; call it in the main thread, before torch is imported."""
+    """Record SIGTERM, SIGINT and SIGUSR1 from now on; call it in the main thread, before torch is imported.
+
+    SIGHUP, which comes when a terminal is closed, is ignored: run.log has the output. Under torchrun, which ends when
+    it gets one, and sends it to its workers, it is a signal to stop.
+    """
     arrivals, wakeup = os.pipe()
     for end in (arrivals, wakeup):
         os.set_blocking(end, False)
@@ -110,6 +118,8 @@ def install_signal_handlers() -> StopRequest:
     request = StopRequest(arrivals=arrivals)
     for number in STOP_SIGNALS:
         signal.signal(number, request.record)
+    is_worker = "TORCHELASTIC_RUN_ID" in os.environ
+    signal.signal(signal.SIGHUP, request.record if is_worker else signal.SIG_IGN)
     return request
 
 

@@ -8,21 +8,19 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
 from checkpoint.lock import FolderInUse, lock
-from configs.errors import KeelError, UserError
+from configs.errors import KeelError, UserError, mistakes_of_the_job
 from configs.files import require_plain, write_atomically
 from configs.load import LoadedConfig
-from configs.schema import Config
-from models import build_model
 from parallelisms.mesh import start_process_group
 from parallelisms.ranks import on_rank_zero
+from trainer.announce import say_goodbye, say_hello, silent_end
 from trainer.guards.agreement import compare_launches
-from trainer.guards.environment import device_name, device_type
+from trainer.guards.environment import device_type
 from trainer.guards.out_of_memory import out_of_memory
 from trainer.guards.peers import Loss
 from trainer.guards.watchdog import Watchdog, append_to_log, said_of
@@ -37,11 +35,9 @@ from trainer.lifecycle import (
     write_status,
 )
 from trainer.numerics import set_numerics
-from trainer.planning.activation_table import activation_table
-from trainer.planning.takes_less import does_not_fit
-from trainer.report.console import Console, Row
+from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
-from trainer.report.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
+from trainer.report.summary import closing_title
 from trainer.trainer import Trainer
 
 # If all ranks fail alike, rank 0 reports the error. Another rank waits this long before it reports its own.
@@ -74,18 +70,17 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
             kind = device_type(job)
             set_numerics(job.config.training, kind)
             device = start_process_group(kind, job.config.job.timeout_seconds)
-            on_rank_zero(None, lambda: _open_folder(folder, console))
+            with mistakes_of_the_job():
+                on_rank_zero(None, lambda: _open_folder(folder, console))
             watchdog = Watchdog(folder, job.config.job.timeout_seconds, lambda losses: _end_from_thread(losses, launch))
             launch.watchdog = watchdog
             compare_launches(job, device)
-            _warn_if_too_large(job.config, device, console)
-            trainer = Trainer(job, device, console, stop, ledger, watchdog)
+            trainer = Trainer(job, device, console, stop, ledger, watchdog, before_build=say_hello)
             _write_config(launch, job)
-            _say_hello(trainer)
             state = trainer.train()
             if folder / "config.toml" in console.outages:
                 _write_config(launch, job)
-            _say_goodbye(trainer, state)
+            say_goodbye(trainer, state)
             if state == "preempted":  # torchrun takes exit codes but 0 as failures unless it sent the signal
                 tell_torchrun(closing_title(state, trainer.run.step, stop.reason or "a signal to another rank"))
             dist.destroy_process_group()
@@ -111,7 +106,7 @@ def _open_folder(folder: Path, console: Console) -> None:
                 file.unlink()
         before = read_status(folder)
         if before.get("state") == "running":  # this launch holds the lock, so that one has ended
-            console.warning(_silent_end(before, folder))
+            console.warning(silent_end(before, folder))
         write_status(folder, "running", step=before.get("step", 0), reason="starting")
     except OSError as error:
         raise UserError(
@@ -120,75 +115,11 @@ def _open_folder(folder: Path, console: Console) -> None:
         ) from None
 
 
-def _warn_if_too_large(config: Config, device: torch.device, console: Console) -> None:
-    """Warn, before anything is built, that a GPU has too little memory; not an error, as this is an estimate."""
-    if device.type == "cuda" and dist.get_rank() == 0:
-        memory = torch.cuda.get_device_properties(device).total_memory
-        if problem := does_not_fit(config, dist.get_world_size(), memory):
-            console.warning(problem)
-
-
 def _write_config(launch: _Launch, job: LoadedConfig) -> None:
     path = launch.folder / "config.toml"
     if launch.rank == 0:
         with launch.console.outages.tolerate(path):
             write_atomically(path, [job.to_toml()])
-
-
-def _silent_end(before: dict[str, Any], folder: Path) -> str:
-    """Describe a launch whose ranks all died before one could report why."""
-    heard = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(before.get("time", 0)))
-    last_sign = before.get("time", 0) - 1
-    crashes = [str(file) for file in sorted((folder / "crashes").glob("*")) if file.stat().st_mtime >= last_sign]
-    stacks = f"; stacks of its crash are in {', '.join(crashes)}" if crashes else ""
-    reason = f" (its last status: {before['reason']})" if before.get("reason") else ""
-    return (
-        f"the last launch (process {before.get('pid')} on host {before.get('host')}) ended unexpectedly at step "
-        f"{before.get('step')}{reason}, last seen at {heard}: it was killed, or its host went down{stacks}"
-    )
-
-
-def _say_hello(trainer: Trainer) -> None:
-    config, mesh = trainer.config, trainer.mesh
-    data = [f"{source.name}: {source.kind} {source.path or ''}".rstrip() for source in config.data.sources]
-    held, name = trainer.learner.held(), device_name(mesh.device)
-    rows = startup_rows(config, mesh.sizes, name, trainer.peak, data, trainer.folder, held, trainer.first_step)
-    trainer.console.table(f"Keel trains {config.job.name}", rows)
-    for complaint in slow_attention(config, mesh.device.type):
-        trainer.console.warning(complaint)
-    if trainer.rank == 0 and config.activation_checkpoint.mode != "none":
-        trainer.console.table("What a checkpointed block keeps for its backward pass", _activation_rows(trainer))
-
-
-def _activation_rows(trainer: Trainer) -> list[Row]:
-    config = trainer.config
-    with torch.device("meta"):
-        model = build_model(config.model)
-    table = activation_table(
-        model,
-        config.activation_checkpoint,
-        config.training.seq_len,
-        getattr(torch, config.training.compute_dtype),
-        trainer.device,
-    )
-    return [("", line) for line in str(table).split("\n")]
-
-
-def _say_goodbye(trainer: Trainer, state: State) -> None:
-    """Print how the run went and where its files are; all ranks must call it."""
-    config, console, step = trainer.config, trainer.console, trainer.run.step
-    memory = trainer.memory()
-    if trainer.rank > 0:
-        return
-    newest = trainer.newest_checkpoint
-    reason = trainer.stop.reason or "a signal to another rank"
-    console.table(
-        closing_title(state, step, reason),
-        closing_rows(config, trainer.folder, trainer.ledger.seconds(), trainer.ends(), memory, newest),
-    )
-    console.table("What to try next", next_rows(config, state))
-    with console.outages.tolerate(trainer.folder / "status.json"):
-        write_status(trainer.folder, state, step, "" if state == "done" else reason, checkpoint=str(newest))
 
 
 def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:

@@ -6,7 +6,7 @@ loss or gradient norm is not finite on any rank, or its loss is above a limit, n
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,6 @@ from parallelisms.owner_partition import OwnerPartition
 from parallelisms.parallelize import parallelize
 from parallelisms.passes import Call, OneByOne, Passes
 from parallelisms.pipeline import Pipeline
-from parallelisms.ranks import local_part
 from parallelisms.streams import queue_gathers
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.guards.verdict import StepResult, agree, agreed_norm, decide
@@ -43,14 +42,6 @@ from trainer.optimizer import (
     saved_weights,
     set_lr,
 )
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes that one rank holds from step to step."""
-
-    parameters: int
-    optimizer: int
 
 
 @dataclass(frozen=True)
@@ -154,11 +145,6 @@ class Learner:
         biases = {f"model.{name}": bias for name, bias in self.load_balance.state().items()}
         return model | biases | optimizer_state(self.optimizer, self.parameters)
 
-    def held(self) -> Held:
-        """Return what this rank holds from step to step."""
-        state = optimizer_state(self.optimizer, self.parameters)
-        return Held(parameters=_n_bytes(self.parameters.values()), optimizer=_n_bytes(state.values()))
-
     def copies(self) -> list[Copy]:
         """This rank's replicas of tensors that other ranks hold as well; call it each time, like `state`."""
         self.finish_update()
@@ -202,9 +188,12 @@ class Learner:
         clip_grads_with_norm(self.parameters.values(), self.config.training.max_norm, norm)
 
     def _valid_tokens(self, micro_batches: list[MicroBatch]) -> Tensor:
-        """Number of valid target tokens in the global batch; a float64 scalar: exact, and every backend can sum it."""
+        """Number of valid target tokens in the global batch; a float64 scalar: exact, and every backend can sum it.
+
+        At least 1: a batch without targets has loss 0.
+        """
         count = torch.tensor(_count_valid(micro_batches), dtype=torch.float64, device=self.mesh.device)
-        return self.mesh.sum_over_tokens(count)
+        return self.mesh.sum_over_tokens(count).clamp(min=1.0)
 
 
 def build_learner(config: Config, mesh: Mesh) -> Learner:
@@ -269,12 +258,6 @@ def hidden_matrices(model: nn.Module) -> list[str]:
     """Names of the matrices inside the model's blocks, which Muon updates."""
     in_blocks = tuple(f"{block}." for block in plan_of(model).blocks)
     return [name for name, p in model.named_parameters() if p.ndim == 2 and name.startswith(in_blocks)]
-
-
-def _n_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of this rank's parts of the tensors."""
-    parts = map(local_part, tensors)
-    return sum(part.numel() * part.itemsize for part in parts)
 
 
 def _valid(batch: MicroBatch) -> Tensor:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import step_folder
-from configs.errors import UserError
+from configs.errors import UserError, mistakes_of_the_job
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
 from configs.run_change import run_key_diff
@@ -41,6 +41,7 @@ from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import State, StopRequest, write_status
 from trainer.lr_schedule import learning_rate
 from trainer.planning.flops import flops_per_token, mfu, peak_flops, tflops_per_device
+from trainer.planning.skeleton import skeleton
 from trainer.preparation import prepare_data, require_inputs
 from trainer.report.console import Console
 from trainer.report.metrics import Kind, Memory, MetricsLog, StepMetrics, TimeLedger, memory_counts, memory_of
@@ -76,10 +77,14 @@ class Trainer:
         stop: StopRequest,
         ledger: TimeLedger,
         watchdog: Watchdog,
+        before_build: Callable[["Trainer"], None] = lambda trainer: None,
     ) -> None:
-        """Build everything on this rank's device, and load the state that `checkpoint.load` names.
+        """Check everything that the job names, then build it on this rank's device, and load the checkpoint.
 
         The process group and the run folder must exist.
+
+        Args:
+            before_build: called when everything is checked and no weight is drawn yet.
 
         Raises:
             KeelError: the job, its data or its checkpoint is at fault; raised on all ranks alike.
@@ -90,45 +95,30 @@ class Trainer:
         self.folder = config.job.folder
         self.device = device
         self.rank = dist.get_rank()
+        self.peak = peak_flops(device_name(device), config.training.compute_dtype)
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), self.device)
-        on_rank_zero(None, lambda: require_inputs(job))
-        with ledger.measure(Kind.PREPARATION):
-            watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, stop))
-            compare_data(config)
-        self.sampler = Sampler(job)
+        with mistakes_of_the_job():
+            on_rank_zero(None, lambda: require_inputs(job))
+            with ledger.measure(Kind.PREPARATION):
+                watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, stop))
+                compare_data(config)
+            self.sampler = Sampler(job)
+            saved = self._check()
+        before_build(self)
         self.learner = build_learner(config, self.mesh)
-        self.checkpoints = CheckpointManager(
-            folder=self.folder / "checkpoints",
-            settings=config.checkpoint,
-            resolved=config.model_dump(mode="json"),
-            mesh=self.mesh.sizes.axes,
-            run_key_diff=run_key_diff,
-            allow_run_change=config.job.allow_run_change,
-            log=console.line,
-            warn=console.warning,
-            tokenizer_hash=load_tokenizer(config.tokenizer.path).hash if config.tokenizer.path else None,
-            rewind_interval=self.spikes.rewind_interval if self.spikes.action == "rewind" else 0,
-            environment=environment(device, config.fsdp.cpu_offload),
-        )
-        saved = self.checkpoints.resume(self.learner.state())
-        self.learner.was_loaded()  # also if only weights were loaded, from checkpoint.init_from
-        if saved:
-            check_saved_state(saved)
-        self.run = RunState(**saved["run"]) if saved else RunState()
-        self.first_step = self.run.step
-        self._build_loaders(saved["data"] if saved else {"next_sample": 0, "sources": None})
-        self.checkpoints.begin_line()
-        self.checkpoints.check_room(self.learner.state())
-        self.exports = self._build_exports()
-        self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
+        with mistakes_of_the_job():
+            self._load(saved)
+            self.checkpoints.begin_line()
+            self.checkpoints.check_room(self.learner.state())
+            self.exports = self._build_exports()
+            self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
+            self.metrics_log: MetricsLog | None = None
+            on_rank_zero(None, self._open_metrics_log)
         waits = CollectiveWaits(groups_of_axes(self.mesh).values(), self.device)
         self.phases = PhaseClock(waits, config.fault.lag_ratio, self.mesh.sizes.pp > 1, COMPILING_STEPS)
         self.lag: Lag | None = None
         """Lag in the last window of steps, until it is logged."""
         self.grace = Grace(stop, config.job.grace_seconds, console, device, config.job.timeout_seconds)
-        self.metrics_log: MetricsLog | None = None
-        on_rank_zero(None, self._open_metrics_log)
-        self.peak = peak_flops(device_name(self.device), config.training.compute_dtype)
         self._save_is_due = False
         self.last_was_finite = True
         """Whether the last step had a finite loss and gradient norm."""
@@ -139,6 +129,48 @@ class Trainer:
         self.compared_step: int | None = None
         """Step after which replicas were last compared."""
         self.unlogged_incidents: list[dict[str, Any]] = []
+
+    def _check(self) -> dict[str, Any] | None:
+        """Open the data and what describes the checkpoint, before minutes go into weights.
+
+        Returns:
+            What the checkpoint says of the run; None if the run starts from scratch.
+        """
+        config, path = self.config, self.config.tokenizer.path
+        tokenizer = load_tokenizer(path, config.model.vocab_size) if path else None
+        self.checkpoints = CheckpointManager(
+            folder=self.folder / "checkpoints",
+            settings=config.checkpoint,
+            resolved=config.model_dump(mode="json"),
+            mesh=self.mesh.sizes.axes,
+            run_key_diff=run_key_diff,
+            allow_run_change=config.job.allow_run_change,
+            log=self.console.line,
+            warn=self.console.warning,
+            tokenizer_hash=tokenizer.hash if tokenizer else None,
+            rewind_interval=self.spikes.rewind_interval if self.spikes.action == "rewind" else 0,
+            environment=environment(self.device, config.fsdp.cpu_offload),
+            metrics=self.folder / "metrics.jsonl",
+        )
+        shapes = skeleton(config.model).shapes
+        saved = self.checkpoints.find({f"model.{name}": shape for name, shape in shapes.items()})
+        self._begin_at(saved)
+        return saved
+
+    def _begin_at(self, saved: dict[str, Any] | None) -> None:
+        """Set the run's state, and open its data, at what a checkpoint says; None: at the start."""
+        if saved:
+            check_saved_state(saved)
+        self.run = RunState(**saved["run"]) if saved else RunState()
+        self.first_step = self.run.step
+        self._build_loaders(saved["data"] if saved else {"next_sample": 0, "sources": None})
+
+    def _load(self, found: dict[str, Any] | None) -> None:
+        """Load the checkpoint that was found, or the one to fall back to if its files turn out to be damaged."""
+        saved = self.checkpoints.resume(self.learner.state())
+        self.learner.was_loaded()  # also if only weights were loaded, from checkpoint.init_from
+        if saved != found:
+            self._begin_at(saved)
 
     def _build_loaders(self, data: dict) -> None:
         config, dp_rank, dp_size = self.config, self.mesh.dp_rank, self.mesh.sizes.dp

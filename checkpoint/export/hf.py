@@ -47,6 +47,7 @@ from checkpoint.tensor_stream import (
 )
 from checkpoint.verify import check_tensors
 from configs.errors import UserError
+from configs.exportable import not_exportable
 from configs.reading.toml_text import table_text
 from configs.schema import Model
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, require_64_bits, shortened
@@ -148,10 +149,12 @@ def export_hf(
         progress: called after each tensor.
 
     Raises:
-        UserError: the checkpoint is damaged, or the output exists or can't be written.
+        UserError: the checkpoint is damaged, or its model has no counterpart, or the output exists or can't be written.
     """
     manifest, metadata = read_manifest(checkpoint), read_metadata(checkpoint)
     model = _model_of(manifest, checkpoint)
+    if reason := not_exportable(model):
+        raise UserError(f"{checkpoint}: this model can't be exported to Hugging Face format: {reason}")
     _check_count(checkpoint / manifests.MANIFEST_NAME, model, _n_tensors(metadata))
     shapes = tensor_shapes(model)
     own_dtype = _check_tensors(checkpoint, metadata, checkpoint_shapes(model))
@@ -325,7 +328,7 @@ def _open(source: Path) -> tuple[dict[str, Any], Model, dict[str, _SourceTensor]
 def _toml_heading(source: Path, output: Path) -> str:
     return (
         f"# The shape of the model that was imported from {source}. To continue training it, in a job file:\n"
-        f'#   base = "{MODEL_TOML}" (by its path from there), and in [checkpoint] init_from = "{output}"\n\n'
+        f'#   base = "{output.resolve() / MODEL_TOML}", and in [checkpoint] init_from = "{output.resolve()}"\n\n'
     )
 
 

@@ -142,20 +142,11 @@ def checkpoint_shapes(model: Model) -> dict[str, Shape]:
 
 
 def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-    """Create the content of config.json.
+    """Create the content of config.json, of a model that `configs.exportable` accepts.
 
     transformers 5 reads `rope_parameters` and `dtype`; earlier versions read `rope_theta`, `rope_scaling` and
     `torch_dtype`.
-
-    Raises:
-        UserError: transformers would refuse to load this shape.
     """
-    if model.dim % model.n_heads:
-        raise UserError(
-            f"model.dim {model.dim} is not a multiple of n_heads {model.n_heads}, which transformers requires of a "
-            "Llama whatever its head_dim; so this model can't be exported to Hugging Face"
-        )
-    _check_mixture(model)
     kind, names = ("mixtral", _NAMES | _EXPERT_NAMES) if model.n_experts else ("llama", _NAMES)
     values = model.model_dump()
     theta, scaling = {"rope_theta": model.rope_theta}, _scaling_to_hf(model.rope_scaling)
@@ -176,23 +167,6 @@ def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: in
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-
-
-def _check_mixture(model: Model) -> None:
-    """Raise UserError for a mixture of experts that is not a Mixtral."""
-    if model.n_experts is None:
-        return
-    as_mixtral = {
-        "n_shared_experts": (model.n_shared_experts, 0),
-        "n_dense_layers": (model.n_dense_layers, 0),
-        "router.scoring": (model.router.scoring, "softmax"),
-        "router.renormalize": (model.router.renormalize, True),
-    }
-    found = [f"model.{key} is {value!r}, not {its!r}" for key, (value, its) in as_mixtral.items() if value != its]
-    if model.router.load_balance == "bias":
-        found.append("model.router.load_balance is 'bias', and Mixtral's router has no bias")
-    if found:
-        raise UserError(f"only mixtures of experts in the shape of Mixtral can be exported; {'; '.join(found)}")
 
 
 def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:

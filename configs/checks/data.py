@@ -27,6 +27,12 @@ def _sources(config: Config, _: int | None) -> Iterator[Problem]:
         for index, source in enumerate(sources):
             key = f"{table}.sources.{index}"
             yield from _source(key, source)
+            if config.data.document_mask and source.document_length == 1:
+                yield (
+                    f"{key}.document_length",
+                    "documents of 1 token have no token to predict with data.document_mask; set document_length to 2 "
+                    "or more",
+                )
             if names[source.name] > 1 and source.name in [other.name for other in sources[:index]]:
                 yield f"{key}.name", f'duplicate source name "{source.name}"; names must differ'
 

@@ -3,11 +3,20 @@
 from collections.abc import Iterator
 
 from configs.checks.rule import Problem, Rule
+from configs.exportable import not_exportable
 from configs.schema import Config
+from configs.untrusted import printable
+
+_MAX_NAME_BYTES = 200
+"""File systems allow 255 per name; next_rows and others append to it."""
 
 
 def _job(config: Config, _: int | None) -> Iterator[Problem]:
     name = config.job.name
+    if len(name.encode()) > _MAX_NAME_BYTES or printable(name) != name or "\n" in name:
+        yield "job.name", f"name must be one line of printable characters, at most {_MAX_NAME_BYTES} bytes"
+    if config.job.output_dir == "":
+        yield "job.output_dir", "output_dir is empty; leave it out for runs/<job.name>"
     if config.job.output_dir is None and (name in ("", ".", "..") or "/" in name or "\0" in name):
         yield (
             "job.name",
@@ -38,6 +47,14 @@ def _checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
         )
 
 
+def _export(config: Config, _: int | None) -> Iterator[Problem]:
+    if config.checkpoint.export_every and (reason := not_exportable(config.model)):
+        yield (
+            "checkpoint.export_every",
+            f"no checkpoint of this model can be exported: {reason}; leave export_every out",
+        )
+
+
 def _profile(config: Config, _: int | None) -> Iterator[Problem]:
     profile, steps = config.profile, config.training.steps
     last = profile.start_step + profile.steps - 1
@@ -45,4 +62,4 @@ def _profile(config: Config, _: int | None) -> Iterator[Problem]:
         yield "profile.start_step", f"the trace would end at step {last}, after training.steps {steps}; start earlier"
 
 
-RULES: tuple[Rule, ...] = (_job, _checkpoint, _profile)
+RULES: tuple[Rule, ...] = (_job, _checkpoint, _export, _profile)

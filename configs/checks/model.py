@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 
 from configs.checks.rule import Problem, Rule
-from configs.layout import expert_dim, head_dim, n_kv_heads
+from configs.layout import expert_dim, head_dim, n_kv_heads, parameter_count
 from configs.schema import Config
+
+_MOST_PARAMETERS = 2**60
 
 
 def _head_width(config: Config, _: int | None) -> Iterator[Problem]:
@@ -75,4 +77,9 @@ def _rope_scaling(config: Config, _: int | None) -> Iterator[Problem]:
         )
 
 
-RULES: tuple[Rule, ...] = (_head_width, _kv_heads, _experts, _router, _rope_scaling)
+def _size(config: Config, _: int | None) -> Iterator[Problem]:
+    if (parameters := parameter_count(config.model)) >= _MOST_PARAMETERS:
+        yield "model.dim", f"the model would have {parameters:.3g} parameters, more than 64 bits can count in bytes"
+
+
+RULES: tuple[Rule, ...] = (_size, _head_width, _kv_heads, _experts, _router, _rope_scaling)

@@ -72,7 +72,7 @@ def _suggestion(path: KeyPath) -> str | None:
 
 
 def _unknown(path: KeyPath, layers: Layers) -> Mistake:
-    is_table = isinstance(_value(layers, path), dict)
+    is_table = isinstance(layers.value(path), dict)
     name = f"table [{dotted(path)}]" if is_table else f"key {dotted(path)}"
     return Mistake(path, layers.where(path), f"unknown {name}; {_advice(path)}")
 
@@ -100,15 +100,17 @@ def _missing(path: KeyPath, layers: Layers) -> Mistake:
 
 def _wrong(path: KeyPath, layers: Layers) -> Mistake:
     known, where = _known(path), layers.where(path)
-    value, key = _value(layers, known), find(known)
+    value, key = layers.value(known), find(known)
+    if key and key.type == "list of tables" and value == []:
+        return Mistake(known, where, f"{dotted(known)} is empty; it needs at least one table [[{dotted(known)}]]")
     if key is None:  # an item of a list of tables
         return Mistake(known, where, f"{dotted(known)} must be a table, got {_short(value)}")
     one_of = "one of " if len(key.choices) > 1 else _article(key.type)
-    hint = _hint(key, value, where)
+    hint = _hint(key, value)
     return Mistake(known, where, f"{dotted(known)} must be {one_of}{key.type}, got {_short(value)}{hint}")
 
 
-def _hint(key: Key, value: Any, where: str) -> str:
+def _hint(key: Key, value: Any) -> str:
     if isinstance(value, str) and key.choices:
         near = difflib.get_close_matches(value, key.choices, 1, 0.5)
         return f"; did you mean {value_text(near[0])}?" if near else ""
@@ -119,8 +121,7 @@ def _hint(key: Key, value: Any, where: str) -> str:
     if isinstance(value, str) and _is_number(value) and key.type.startswith(("integer", "number")):
         return "; write it without the quotes"
     if key.type == "string" and not isinstance(value, (list, dict)):
-        quoted = value_text(str(value))
-        return f"; write {where} '{quoted}'" if where.startswith("--") else f"; write {quoted}"
+        return "; write it in quotes"
     return ""
 
 
@@ -140,13 +141,6 @@ def _article(kind: str) -> str:
 def _short(value: Any, width: int = 60) -> str:
     text = value_text(value)
     return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def _value(layers: Layers, path: KeyPath) -> Any:
-    node: Any = layers.values
-    for part in path:
-        node = node[part]
-    return node
 
 
 def _table(path: KeyPath) -> str:

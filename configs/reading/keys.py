@@ -170,7 +170,7 @@ def nearest(name: str) -> str | None:
         or leaves.get(leaf)
         or next((key for words, key in (siblings | leaves).items() if leaf in words.split("_")), None)
         or _similar(leaf, siblings, 0.6)
-        or _similar(leaf, leaves, 0.75)
+        or _similar(leaf, {word: key for word, key in leaves.items() if "." in key or not table}, 0.75)
     )
 
 

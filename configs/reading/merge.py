@@ -12,7 +12,7 @@ from typing import Any
 import tomli
 
 from configs.errors import ConfigError
-from configs.reading.keys import KeyPath, dotted
+from configs.reading.keys import KeyPath, dotted, find
 from configs.reading.line_numbers import line_numbers
 from configs.reading.toml_text import value_text
 from configs.untrusted import read_file, require_64_bits, require_shallow
@@ -69,17 +69,26 @@ class Layers:
     def override(self, flag: str, path: KeyPath, value: Any) -> None:
         """Set one key from the command line; numbers in the path are indices into lists of tables.
 
+        Index 0 of a list that is not set, or empty, creates the item.
+
         Raises:
             ConfigError: the path leads through a value that is not a table, or beyond the end of a list.
         """
         node: Any = self.values
         origin = Origin(flag, _COMMAND_LINE)
         for depth, part in enumerate(path[:-1]):
+            inner = path[: depth + 1]
             if isinstance(node, list):
+                if not node and part == 0:
+                    node.append({})
+                    self.origins[inner] = origin
                 node = _item(node, path[:depth], part)
             elif isinstance(node, dict):
-                self.origins.setdefault(path[: depth + 1], origin)
-                node = node.setdefault(part, {})
+                self.origins.setdefault(inner, origin)
+                key = find(inner)
+                node = node.setdefault(part, [] if key and key.type == "list of tables" else {})
+        if isinstance(node, list):
+            raise ConfigError(f"{dotted(path[:-1])} is a list; set its items key by key: {flag}.KEY VALUE")
         if not isinstance(node, dict):
             raise ConfigError(f"{dotted(path[:-1])} is not a table, so it has no key {path[-1]}")
         last = str(path[-1])
@@ -87,11 +96,25 @@ class Layers:
 
     def leave_out(self, path: KeyPath, why: str, layer: int) -> None:
         """Remove a key that another layer overrules, so that its default applies."""
-        node: Any = self.values
-        for part in path[:-1]:
-            node = node[part]
-        del node[path[-1]]
         self.left_out[path] = Origin(f"{self.where(path)} {why}", layer)
+        self._remove(path)
+
+    def unset(self) -> None:
+        """Remove the keys that are set to "none" and have no value by default, so that this applies."""
+        for path in list(self.origins):
+            key, value = find(path), self.value(path)
+            if value == "none" and key and key.default is None and not key.required:
+                self._remove(path)
+
+    def value(self, path: KeyPath) -> Any:
+        """The value at a path."""
+        node: Any = self.values
+        for part in path:
+            node = node[part]
+        return node
+
+    def _remove(self, path: KeyPath) -> None:
+        del self.value(path[:-1])[path[-1]]
         self.origins = {other: of for other, of in self.origins.items() if other[: len(path)] != path}
 
     def where(self, path: KeyPath) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 import tomli
 
 from configs.errors import ConfigError
-from configs.reading.keys import KeyPath, key_path
+from configs.reading.keys import KeyPath, find, key_path
+from configs.untrusted import require_64_bits
 
 
 @dataclass(frozen=True)
@@ -66,18 +67,34 @@ def _override(flag: str, text: str | None) -> Override:
         raise ConfigError(f"{flag}: unexpected on the command line; set keys as --table.key VALUE")
     if text is None:
         raise ConfigError(f"{flag}: needs a value: {flag} VALUE")
-    return Override(flag, key_path(flag[2:]), _toml_value(flag, text))
+    path = key_path(flag[2:])
+    value, key = _toml_value(flag, text), find(path)
+    if key and key.type == "string" and not isinstance(value, (str, list, dict)):
+        value = text  # a name such as 2024, as it was typed
+    return Override(flag, path, value)
+
+
+_BEFORE = "value = "
 
 
 def _toml_value(flag: str, text: str) -> Any:
     try:
-        parsed = tomli.loads(f"value = {text}")
+        parsed = tomli.loads(_BEFORE + text)
     except tomli.TOMLDecodeError as error:
         if text.lstrip()[:1] in ("[", "{", '"', "'"):
-            raise ConfigError(f"{flag}: {text} is not valid TOML: {error.msg}") from None
+            column = error.colno - len(_BEFORE)
+            hint = (
+                '; strings in it need quotes: [{name = "a"}]' if error.msg.startswith(("Invalid", "Unclosed")) else ""
+            )
+            shown = f"\n    {text}\n    {' ' * (column - 1)}^"
+            raise ConfigError(f"{flag}: not valid TOML: {error.msg} (column {column}){hint}{shown}") from None
         parsed = {}
     except (ValueError, RecursionError):
         raise ConfigError(f"{flag}: the value has a number with too many digits, or is nested too deeply") from None
+    try:
+        require_64_bits(parsed)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
     if any(0xD800 <= ord(character) <= 0xDFFF for character in text):
         raise ConfigError(f"{flag}: the value is not UTF-8")
     return parsed["value"] if parsed.keys() == {"value"} else text

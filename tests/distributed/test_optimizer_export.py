@@ -171,7 +171,7 @@ def test_what_cannot_be_exported(ranks, tmp_path, capsys):
     checkpoint = train(ranks, 1, tmp_path / "run", "", last=1)
     words = [str(checkpoint), str(tmp_path / "out"), "--gather", "all"]
     assert main([str(tmp_path), *words[1:]]) == 1
-    assert "is no checkpoint" in capsys.readouterr().err
+    assert "is not a checkpoint" in capsys.readouterr().err
     path = checkpoint / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     assert main(words) == 1

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def assert_refused(folder: Path, words: str, code: int, *fragments: str, config:
         ("--mesh.dp_shard 2", ["--mesh.dp_shard: 1 rank cannot form the mesh", "= 2, not 1", "--nproc-per-node 2"]),
         ("--training.stpes 9", ["--training.stpes: unknown key", "did you mean training.steps?"]),
         ("--model.n_heads 3", ["dim 32 is not divisible by n_heads 3", "32 / 3"]),
-        ("--data.sources.0.path 5", ["data.sources.0.path must be a string, got 5"]),
+        ("--data.sources.0.path [5]", ["data.sources.0.path must be a string, got [5]"]),
         ("--checkpoint.load 7", ["checkpoint.load = 7: no such step in run/checkpoints"]),
         ("--job.device cuda", ['--job.device: device is "cuda", but torch sees no CUDA device', 'use "auto" or "cpu"']),
     ],
@@ -88,15 +89,15 @@ def _cut(file: Path) -> None:
 def test_a_token_file_that_is_none(corpus: Path, damage: Callable[[Path], object], fragments: list[str]):
     [file] = (corpus / "data" / "tokens" / "train").iterdir()
     damage(file)
-    assert_refused(corpus, "", 1, *fragments)
+    assert_refused(corpus, "", 78, *fragments)
 
 
 @pytest.mark.parametrize(
     ("words", "code", "fragments"),
     [
         ("--model.vocab_size 512", 78, ["model.vocab_size is 512", "has 384 tokens", "set model.vocab_size = 384"]),
-        ("--training.seq_len 1000000", 1, ["data/tokens/train: too short for one window", "lower training.seq_len"]),
-        ("--validation.sequences 1000000", 1, ["validation needs 1000000 windows", "lower validation.sequences"]),
+        ("--training.seq_len 1000000", 78, ["data/tokens/train: too short for one window", "lower training.seq_len"]),
+        ("--validation.sequences 1000000", 78, ["validation.sequences asks for 1000000", "lower it"]),
     ],
 )
 def test_data_that_do_not_fit_the_job(corpus: Path, words: str, code: int, fragments: list[str]):
@@ -123,8 +124,8 @@ def test_what_is_missing_is_said_at_once_by_all_ranks_and_before_anything_is_bui
 
 def test_checkpoints_that_are_missing_are_said_before_anything_is_built(tmp_path: Path, capsys):
     too_large = ("--model.ffn_dim", "9999999999999")
-    for words, code in {("--checkpoint.init_from", "no/where"): 1, ("--checkpoint.load", "no/where"): 78}.items():
-        assert launch_here(tmp_path, *words, *too_large) == code
+    for words in (("--checkpoint.init_from", "no/where"), ("--checkpoint.load", "no/where")):
+        assert launch_here(tmp_path, *words, *too_large) == 78
         assert capsys.readouterr().err.count(words[1]) == 1
     assert launch_here(tmp_path, "--training.steps", "2") == 0
     checkpoint = tmp_path / "run/checkpoints/step-00000002"
@@ -134,8 +135,52 @@ def test_checkpoints_that_are_missing_are_said_before_anything_is_built(tmp_path
     elsewhere = ("--job.output_dir", str(tmp_path / "other"))
     for key in ("load", "init_from"):
         capsys.readouterr()
-        assert launch_here(tmp_path, *elsewhere, f"--checkpoint.{key}", str(checkpoint), *too_large) == 1
-        assert "is no checkpoint: it has no MANIFEST.json" in capsys.readouterr().err
+        assert launch_here(tmp_path, *elsewhere, f"--checkpoint.{key}", str(checkpoint), *too_large) == 78
+        assert "is not a checkpoint (no MANIFEST.json in it" in capsys.readouterr().err
+
+
+FITS = ("--model.vocab_size", "384", "--tokenizer.path", "{data}/tokenizer.model")
+TRAIN = '[{{name = "a", kind = "tokens", path = "{data}/tokens/train"}}]'
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tokenizer.path", "{data}/tokenizer.model", "--data.sources", TRAIN], "set model.vocab_size = 384"),
+        (["--tokenizer.path", "{data}"], 'tokenizer.path is "{data}": a folder'),
+        (["--tokenizer.path", "{data}/tokens/prepare.json"], "prepare.json: not a"),
+        (["--data.sources", TRAIN, *FITS, "--training.seq_len", "1000000"], "too short for one window"),
+        (
+            ["--validation.interval", "1", "--validation.sequences", "99999", "--validation.sources", TRAIN, *FITS],
+            "validation.sequences asks for 99999",
+        ),
+        (["--checkpoint.init_from", "{data}"], "{data} is not a checkpoint (no MANIFEST.json in it"),
+        (["--checkpoint.init_from", "{data}/../run/checkpoints/step-00000020"], "choose another checkpoint.init_from"),
+        (["--job.output_dir", "{data}/tokenizer.model"], "the run folder {data}/tokenizer.model can't be written"),
+    ],
+)
+def test_a_mistake_is_said_before_a_weight_is_drawn(prepared, tmp_path, monkeypatch, capsys, words, said):
+    def draw(*_, **__):
+        raise AssertionError("a weight was drawn")
+
+    monkeypatch.setattr("trainer.step.materialize", draw)
+    data = prepared / "data"
+    assert launch_here(tmp_path, *(word.format(data=data) for word in words)) == 78
+    assert said.format(data=data) in capsys.readouterr().err
+
+
+def test_the_summary_and_what_does_not_fit_come_before_a_weight_is_drawn(tmp_path, monkeypatch, capsys):
+    def draw(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("trainer.step.materialize", draw)
+    assert launch_here(tmp_path, "--model.ffn_dim", str(10**12)) == 1
+    told = capsys.readouterr()
+    assert "Keel trains tiny" in told.out
+    assert re.search(r"\n  memory       about \S+ TiB per rank", told.out)
+    assert re.search("warning: the job needs about .* of this host's memory for its 1 rank, and there are", told.err)
+    assert "saves will fail" in told.err
+    assert "Traceback" not in told.err
 
 
 def test_source_files_that_cannot_be_read_and_a_budget_for_them(tmp_path: Path):
@@ -146,7 +191,7 @@ def test_source_files_that_cannot_be_read_and_a_budget_for_them(tmp_path: Path):
     (text / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
     (text / "link.txt").symlink_to("nowhere")
     assert_refused(
-        tmp_path, "--data.prepare.max_bad_files 1", 1, "latin.txt: not UTF-8 at byte 3", "link.txt", "1 allowed"
+        tmp_path, "--data.prepare.max_bad_files 1", 78, "latin.txt: not UTF-8 at byte 3", "link.txt", "1 allowed"
     )
 
     small = "--model.vocab_size 290 --training.steps 2 --validation.sequences 2"
@@ -164,7 +209,7 @@ def test_a_package_that_is_missing_is_named_with_its_install_command(corpus: Pat
     env = {"PYTHONPATH": str(corpus / "stubs"), "PYTHONDONTWRITEBYTECODE": "1"}
     words = "--tokenizer.path tokenizer.json --tokenizer.train_on []"
     message = ("tokenizer.json needs the package tokenizers", "pip install tokenizers")
-    assert_refused(corpus, words, 1, *message, env=env, preloaded=False)
+    assert_refused(corpus, words, 78, *message, env=env, preloaded=False)
 
 
 # ------------------------------------------------------------------- the run folder and its checkpoints
@@ -173,7 +218,7 @@ def test_a_package_that_is_missing_is_named_with_its_install_command(corpus: Pat
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_folder_that_cannot_be_written(tmp_path: Path, ranks: int):
     (tmp_path / "run").write_text("a file in the folder's place")
-    outcome = launch(tmp_path, ranks=ranks, expect=1)
+    outcome = launch(tmp_path, ranks=ranks, expect=1 if ranks else 78)
     assert outcome.said.count("the run folder run can't be written") == 1
     assert outcome.said.count("set job.output_dir to another") == 1
     assert "SIGKILL" not in outcome.err  # what torchrun does to a rank that waits for ever
@@ -184,11 +229,11 @@ def test_a_run_that_was_another(tmp_path: Path):
     tiny = TEXT.with_name("tiny.toml")
     launch(tmp_path, "--training.steps 3")
     changed = "--optimizer.lr 0.5 --model.ffn_dim 128"
-    diff = ("what is learned has changed since", "model.ffn_dim: 64 -> 128", "optimizer.lr: 0.01 -> 0.5")
+    diff = ("the run's settings differ from those of", "model.ffn_dim: 64 -> 128", "optimizer.lr: 0.01 -> 0.5")
     assert_refused(tmp_path, changed, 78, *diff, "--job.allow_run_change true", config=tiny)
     assert status(tmp_path / "run")["step"] == 3
 
-    other = ("is of another model", "model.layers.0.mlp.up_proj.weight: float32 [64, 32]", "job.output_dir")
+    other = ("is of another model", "model.layers.0.mlp.up_proj.weight: [64, 32]", "job.output_dir")
     assert_refused(tmp_path, f"{changed} --job.allow_run_change true", 78, *other, config=tiny)
 
     outcome = launch(tmp_path, "--optimizer.lr 0.5 --job.allow_run_change true")

@@ -114,7 +114,7 @@ def test_what_changes_nothing_for_the_run_does_not_end_it(tmp_path: Path, during
     assert curve(tmp_path / "run") == curve(undisturbed / "run")
 
     # The next launch finds the other file.
-    assert launch_here(tmp_path, *words, "--training.steps", "60") == 1
+    assert launch_here(tmp_path, *words, "--training.steps", "60") == 78
     assert "the data of the source 'web' has changed since the checkpoint" in said(tmp_path)
     os.rename(tmp_path / "old.tokens", file)
     assert launch_here(tmp_path, *words, "--training.steps", "60") == 0
@@ -134,7 +134,7 @@ def test_text_that_was_replaced_between_two_launches(tmp_path: Path, capsys: pyt
     text.write_text(content.replace("Document 150", "document 150"))
     os.utime(text, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert text.stat().st_size == times.st_size
-    assert launch_here(tmp_path, *words, "--training.steps", "5") == 1
+    assert launch_here(tmp_path, *words, "--training.steps", "5") == 78
     assert "the data of the source 'notes' has changed since the checkpoint" in capsys.readouterr().err
     text.write_text(content)
     assert launch_here(tmp_path, *words, "--training.steps", "5") == 0

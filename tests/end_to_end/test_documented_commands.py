@@ -57,9 +57,10 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel train debug.toml --ranks 2": "python scripts/keel.py train debug.toml --ranks 2 --validate",
     'keel sample runs/debug "def main(" --max-tokens 32': "python scripts/keel.py sample runs/debug"
     ' "def main(" --max-tokens 9',
-    "python scripts/sample.py runs/debug --file prompts.txt --max-tokens 40 --seed 1": "printf 'a\\nclass A:\\n' | python"
-    " scripts/sample.py runs/debug --file - --max-tokens 9 --seed 1",
+    "python scripts/sample.py runs/debug --file prompts.txt --max-tokens 40 --seed 1": "printf 'a\\nclass A:\\n'"
+    " | python scripts/sample.py runs/debug --file - --max-tokens 9 --seed 1",
     "keel --help": "python scripts/keel.py --help",
+    "keel runs": "python scripts/keel.py runs",
     "python scripts/benchmark.py": "python scripts/benchmark.py --rounds 1 --steps 1 --variants bare-eager,keel-eager",
     "python scripts/import_hf.py path/to/hf_model runs/imported": "python scripts/import_hf.py runs/debug-hf"
     " runs/imported",

@@ -74,7 +74,7 @@ def test_the_command_answers_from_any_folder(installed, tmp_path):
     assert installed.run("keel", "--version", cwd=tmp_path).stdout == f"keel {VERSION}\n"
     valid = installed.run("keel", "train", "debug", "--validate", "--ranks", "2", cwd=tmp_path)
     assert "debug.toml is valid" in valid.stdout, valid.stderr
-    assert "2 ranks: dp_replicate 1 x dp_shard 2" in valid.stdout
+    assert "2 ranks: dp_shard 2," in valid.stdout
     planned = installed.run("keel", "plan", "--help", cwd=tmp_path)
     assert planned.stdout.startswith("usage: keel plan ")
 

@@ -28,7 +28,7 @@ def test_what_is_appended_to_must_be_a_plain_file(tmp_path: Path, capsys, name: 
     (tmp_path / "run").mkdir()
     (tmp_path / "precious").write_text("precious")
     make(tmp_path / "run" / name)
-    assert launch_here(tmp_path, *TWO_STEPS) == 1
+    assert launch_here(tmp_path, *TWO_STEPS) == 78
     (message,) = capsys.readouterr().err.splitlines()
     assert f"error: the run folder {tmp_path}/run can't be written ({tmp_path}/run/{name}: it is " in message
     assert "; remove it)" in message

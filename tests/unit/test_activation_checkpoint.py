@@ -4,6 +4,7 @@ The blocks' matrices differ in size, and backward's operations are counted to th
 recomputes one matmul too many, too few, or another layer's, fails.
 """
 
+import dataclasses
 import gc
 import weakref
 
@@ -25,7 +26,7 @@ from models import build_model
 from parallelisms.activation_checkpoint import apply_activation_checkpoint, resolve_ops, selected_layers
 from parallelisms.compile import apply_compile
 from scripts.parity_compare import attention_that_compiles
-from trainer.planning.activation_table import ActivationTable, activation_table
+from trainer.planning.activation_table import ActivationRow, ActivationTable, activation_table
 
 SHAPE = Model(dim=24, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=40, vocab_size=32)
 SIZES = {"q": 24 * 32, "k": 24 * 16, "v": 24 * 16, "o": 32 * 24, "gate": 24 * 40, "up": 24 * 40, "down": 40 * 24}
@@ -273,7 +274,10 @@ def test_table_of_a_405b_block():
         ("aten.mm", "mlp.up_proj"): 2 * 53248,
     }
     assert table.model_bytes_per_token == 100 * table.saved_bytes_per_token + 26 * table.plain_bytes_per_token
-    assert "aten.mm mlp.up_proj" in str(table)
+    assert "\nmm mlp.up_proj" in str(table)
+    wide = ActivationRow("aten._scaled_dot_product_flash_attention_for_cpu", "", "not needed", 1, 9999999.0)
+    rows = str(dataclasses.replace(table, rows=[*table.rows, wide])).split("\n")
+    assert max(map(len, rows)) <= 75  # with the console's indentation, 80
 
 
 def compiled_saved_bytes(settings: dict) -> int:

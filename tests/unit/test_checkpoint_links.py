@@ -124,7 +124,9 @@ def test_a_link_to_a_disk_that_is_not_there_is_not_passed_over_unsaid(tmp_path):
     log = []
     assert resumed(root, log=log)[0]["step"] == 5
     assert [
-        line for line in log if f"{step_folder(root, 10)} is no checkpoint" in line and "trying the one before" in line
+        line
+        for line in log
+        if f"{step_folder(root, 10)} is not a checkpoint" in line and "trying the one before" in line
     ]
 
 

@@ -313,15 +313,15 @@ def test_choices(tmp_path):
         resumed(tmp_path / "empty", load=3)
     with pytest.raises(ConfigError, match=r"lately.*no such folder"):
         resumed(tmp_path / "run", load="lately")
-    with pytest.raises(UserError, match="is no checkpoint"):
+    with pytest.raises(UserError, match="is not a checkpoint"):
         resumed(tmp_path / "run", load=str(tmp_path))
     assert steps_in(tmp_path / "run") == [1, 2, 30]
     state, log = make_state(4), []
     assert make_manager(tmp_path / "run", log=log, load="none").resume(state) is None
     assert_equal(state, make_state(4))
-    assert log == ["starting from random initial weights: checkpoint.load is none"]
+    assert log == ["starting from random weights (checkpoint.load is none)"]
     make_manager(tmp_path / "empty", log=log).resume(state)
-    assert f"checkpoint.load is latest, and {tmp_path / 'empty'} has no checkpoint" in log[-1]
+    assert f"starting from random weights (no checkpoint in {tmp_path / 'empty'} yet)" == log[-1]
 
 
 def test_lineage(tmp_path):
@@ -586,7 +586,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
     flip_a_bit(source / "__0_0.distcp")
     with pytest.raises(Damaged, match=r"__0_0.distcp has changed"):
         init_from(tmp_path / "new", source, make_state())
-    with pytest.raises(Damaged, match="is no checkpoint"):
+    with pytest.raises(Damaged, match="is not a checkpoint"):
         init_from(tmp_path / "new", tmp_path / "nowhere", make_state())
 
 

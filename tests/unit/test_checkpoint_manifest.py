@@ -85,7 +85,7 @@ def test_leftovers_are_removed_and_reported(tmp_path):
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
     folder = committed(tmp_path)
     (folder / "MANIFEST.json").unlink()
-    with pytest.raises(UserError, match="is no checkpoint: it has no MANIFEST"):
+    with pytest.raises(UserError, match=r"is not a checkpoint \(no MANIFEST"):
         read_manifest(folder)
 
 

@@ -90,7 +90,7 @@ def test_diff(run, capsys):
     out = capsys.readouterr().out
     assert "200 -> 300" in out
     largest = state()["model.layers.1.weight"].abs().max()
-    assert f"3,200 of 3,200 values, by up to {largest:.3g} (the largest value is {2 * largest:.3g})" in out
+    assert f"all 3,200 values differ, at most by {largest:.3g} (largest value {2 * largest:.3g})" in out
 
 
 def test_prune(run, capsys):

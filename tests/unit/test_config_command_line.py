@@ -40,7 +40,7 @@ def test_help_needs_nothing(words):
         ([], ["--config NAME_OR_PATH is missing; to try Keel, --config debug.toml"]),
         (["--config"], ["--config: needs a value: --config NAME_OR_PATH"]),
         (["--config", "a", "--config=b"], ["--config: given 2 times: a, b"]),
-        (["--config", "a", "b.toml"], ["b.toml: unexpected; if it is the job file, write --config b.toml"]),
+        (["--config", "a", "b.toml"], ['unexpected argument "b.toml"; did you mean --config b.toml?']),
         (["--config", "a", "--steps", "5"], ["--steps: unknown flag; did you mean --training.steps?"]),
         (["--config", "a", "--lr=1"], ["--lr: unknown flag; did you mean --optimizer.lr?"]),
         (["--config", "a", "--valdate"], ["--valdate: unknown flag; did you mean --validate?"]),
@@ -88,8 +88,8 @@ def test_help_lists_every_key_with_type_default_and_sentence(capsys):
     ("environment", "ranks"),
     [
         ({}, "1 to 4 ranks"),
-        ({"WORLD_SIZE": "1"}, "1 rank: dp_replicate 1 x dp_shard 1 x tp 1, 4 micro-batches per step"),
-        ({"WORLD_SIZE": "4"}, "4 ranks: dp_replicate 1 x dp_shard 4 x tp 1, 1 micro-batch per step"),
+        ({"WORLD_SIZE": "1"}, "1 rank, 4 micro-batches per step"),
+        ({"WORLD_SIZE": "4"}, "4 ranks: dp_shard 4, 1 micro-batch per step"),
     ],
 )
 def test_validate_says_what_the_job_is(tmp_path, monkeypatch, capsys, environment, ranks):
@@ -132,9 +132,10 @@ def test_only_the_first_rank_answers(capsys):
 
 def test_a_run_without_torchrun_has_one_rank():
     command = parse_command_line(["--config", "debug", "--mesh.tp=2"])
+    started = {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     with pytest.raises(ConfigError, match="1 rank cannot form the mesh"):
         load_for_run(command, {})
-    assert load_for_run(command, {"WORLD_SIZE": "2"}).config.mesh.tp == 2
+    assert load_for_run(command, started | {"WORLD_SIZE": "2"}).config.mesh.tp == 2
     with pytest.raises(ConfigError, match="WORLD_SIZE must be a number"):
         load_for_run(command, {"WORLD_SIZE": "two"})
 

@@ -9,7 +9,8 @@ import pytest
 
 from configs.layout import active_parameter_count, mesh_sizes, parameter_count, smallest_world_size
 from configs.load import JOB_FILES, load
-from scripts.config_schema import SCHEMA_FILE, schema_text
+from scripts import config_schema
+from scripts.config_schema import KEYS_FILE, SCHEMA_FILE, keys_text, schema_text
 from trainer.planning.skeleton import skeleton
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,3 +79,27 @@ def test_the_schema_for_editors_is_current():
     # As JSON: pydantic writes 1.0 or 1, by version.
     current, kept = (json.loads(text) for text in (schema_text(), SCHEMA_FILE.read_text(encoding="utf-8")))
     assert kept == current, "run python scripts/config_schema.py"
+
+
+def test_the_page_of_all_keys_is_current():
+    assert _without_zero(KEYS_FILE.read_text()) == _without_zero(keys_text()), "run python scripts/config_schema.py"
+    assert "| `lr` | number > 0 | required | Peak learning rate. |" in keys_text()
+
+
+def _without_zero(text):
+    return text.replace(".0`", "`")  # as above
+
+
+def test_the_script_writes_both_files_and_nothing_when_asked_for_help(tmp_path, monkeypatch, capsys):
+    for name in ("SCHEMA_FILE", "KEYS_FILE"):
+        monkeypatch.setattr(config_schema, name, tmp_path / name)
+    with pytest.raises(SystemExit):
+        config_schema.main(["--help"])
+    with pytest.raises(SystemExit):
+        config_schema.main(["extra"])
+    assert not any(tmp_path.iterdir())
+    assert config_schema.main([]) == 0
+    assert (tmp_path / "KEYS_FILE").read_text() == keys_text()
+    monkeypatch.setattr(config_schema, "SCHEMA_FILE", tmp_path)
+    assert config_schema.main([]) == 1
+    assert f"{tmp_path} can't be written: Is a directory" in capsys.readouterr().err

@@ -159,7 +159,7 @@ SOURCES = st.lists(TEXT, min_size=1, max_size=3, unique=True).map(
 )
 JOBS = st.fixed_dictionaries(
     {
-        "job": st.fixed_dictionaries({"name": TEXT, "output_dir": TEXT}),
+        "job": st.fixed_dictionaries({"name": TEXT, "output_dir": TEXT.filter(bool)}),
         "model": st.fixed_dictionaries(
             {
                 "dim": st.integers(1, 10**6).map(lambda n: 8 * n),

@@ -1,5 +1,6 @@
 """What is printed: to a pipe, to run.log, from other ranks, and on a terminal."""
 
+import errno
 import io
 import logging
 import math
@@ -19,7 +20,6 @@ from trainer.report import console as console_module
 from trainer.report.console import Console, count, duration, size
 from trainer.report.metrics import Kind, Memory, StepMetrics, memory_of
 from trainer.report.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
-from trainer.step import Held
 
 ROOT = Path(__file__).parents[2]
 
@@ -267,6 +267,34 @@ def in_terminal(program):
     return output.decode()
 
 
+class Closed(io.StringIO):
+    """A pipe whose reader has ended."""
+
+    def write(self, text):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_a_closed_terminal_leaves_the_log_alone(tmp_path):
+    with Console(0, Closed(), Closed()) as console:
+        console.log_to(tmp_path / "run.log")
+        console.line("one")
+        console.warning("two")
+        with console.progress("three"):
+            console.line("four")
+        console.error("five")
+    log = (tmp_path / "run.log").read_text()
+    assert [line[21:] for line in log.splitlines()] == [
+        "one",
+        "warning: standard output can't be written (Broken pipe); everything is in this file",
+        "warning: two",
+        "warning: standard error can't be written (Broken pipe); everything is in this file",
+        "three ...",
+        "four",
+        "three: done in 0.0 s",
+        "error: five",
+    ]
+
+
 # --------------------------------------------------------------------------- before and after
 
 
@@ -277,7 +305,6 @@ def summary(config, **changes):
         "peak": None,
         "data": ["python_stdlib: 3.5 M tokens"],
         "run_folder": Path("runs/toy"),
-        "held": Held(parameters=3 * 2**20, optimizer=6 * 2**20),
     }
     return dict(startup_rows(config, **(values | changes)))
 
@@ -288,7 +315,7 @@ def test_the_summary_shows_the_arithmetic():
     assert summary(config(), sizes=MeshSizes(1, 2, 1, ep=2))["ranks"].endswith("\nexperts: ep 2 x shard 1")
     assert rows["batch"] == "8 sequences of 256 = 2,048 tokens per step (4 at once on each of 2 data-parallel ranks)"
     assert rows["steps"] == "300 = 614 K tokens"
-    assert "no MFU" in rows["FLOPs"]
+    assert "MFU not shown" in rows["FLOPs"]
     assert "709,184" in rows["model"]
     assert "technique" not in rows
 
@@ -309,7 +336,7 @@ def test_the_summary_names_what_differs():
     assert rows["precision"].startswith("float32 parameters and optimizer, bfloat16 forward")
     assert "989.5 TFLOP/s" in rows["FLOPs"]
     assert "of the host's memory" in rows["memory"]
-    assert "rank 0 holds parameters 3.00 MiB, optimizer 6.00 MiB; gradients will take " in rows["memory"]
+    assert "\nparameters 2.71 MiB, gradients 2.71 MiB, optimizer 5.41 MiB\n" in rows["memory"]
     assert rows["steps"].endswith("resuming from step 120")
     assert "tensorboard" not in rows["written to"]
 
@@ -332,7 +359,7 @@ def test_the_closing_says_where_everything_is_and_what_took_the_time():
     newest = Path("runs/toy/checkpoints/x")
     rows = dict(closing_rows(config(), Path("runs/toy"), seconds, (8.3, 4.4), Memory(2**29), newest))
     assert rows["time"] == "2 min 02 s\ntraining 2 min 00 s, checkpoint 2.5 s"
-    assert rows["memory"] == "512 MiB at the peak"
+    assert rows["memory"] == "512 MiB at the peak, of the whole process with Python and torch"
     assert rows["loss"] == "8.3000 at first, 4.4000 at last"
     assert rows["curves"] == "tensorboard --logdir runs/toy/tensorboard"
     assert rows["checkpoint"] == "runs/toy/checkpoints/x"

@@ -130,14 +130,18 @@ positive = st.floats(1e-8, 1e8)
         n_kv_heads=st.sampled_from([1, 2, 4]),
         head_dim=sizes,
         ffn_dim=sizes,
-        vocab_size=sizes,
+        vocab_size=st.integers(2, 64),
         rope_theta=positive,
         norm_eps=positive,
         init_std=positive,
         tie_embeddings=st.booleans(),
         rope_scaling=st.none()
         | st.builds(
-            RopeScaling, factor=positive, low_freq_factor=positive, high_freq_factor=positive, original_seq_len=sizes
+            RopeScaling,
+            factor=st.floats(1.0, 1e8),
+            low_freq_factor=positive,
+            high_freq_factor=positive,
+            original_seq_len=sizes,
         ),
     )
 )

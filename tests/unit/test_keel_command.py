@@ -1,14 +1,17 @@
 """The command `keel`: each word is a script's own main function, with the rest of the line."""
 
+import shlex
 import subprocess
 import sys
 import tomllib
 
 import pytest
+from torch.distributed.run import parse_args
 
 import train
 from scripts import checkpoint, keel, plan
 from tests.conftest import ROOT
+from trainer.lifecycle import LAUNCHER
 
 
 def test_every_script_with_a_command_line_is_a_command(capsys):
@@ -23,8 +26,8 @@ def test_every_script_with_a_command_line_is_a_command(capsys):
 
 
 def test_a_word_that_is_no_command_names_the_nearest(capsys):
-    assert keel.main(["exprot-hf"]) == 2
-    assert capsys.readouterr().err == "keel exprot-hf: no such command; did you mean keel export-hf?\n"
+    assert keel.main(["exprot"]) == 2
+    assert capsys.readouterr().err == "keel exprot: no such command; did you mean keel export?\n"
     assert keel.main(["qqq"]) == 2
     assert capsys.readouterr().err == "keel qqq: no such command; keel --help lists all commands\n"
 
@@ -35,6 +38,14 @@ def test_the_rest_of_the_line_is_the_scripts_own(monkeypatch, name, module):
     monkeypatch.setattr(sys, "argv", ["keel", name, "--ranks", "8", "--config=x"])
     assert keel.main() == 7
     assert sys.argv == [f"keel {name}", "--ranks", "8", "--config=x"]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """What a command sets is unset afterwards."""
+    for name in (LAUNCHER, "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
 
 
 class Replaced(Exception):
@@ -62,32 +73,46 @@ def test_training_in_one_process_is_what_train_py_does(monkeypatch, words, expec
     assert sys.argv == ["keel train", *expected]
 
 
-def test_training_on_several_ranks_is_torchruns(monkeypatch):
-    def replaced(program, words):
-        assert program == sys.executable
-        assert words[1:] == [
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "4",
-            train.__file__,
-            "--config",
-            "debug",
-        ]
+def test_training_on_several_ranks(monkeypatch):
+    def run_ranks(program, words, ranks):
+        assert (program, words, ranks) == (train.__file__, ["--config", "debug"], 4)
+        return 75
+
+    def ended(code):
+        assert code == 75
         raise Replaced
 
     monkeypatch.setattr(sys, "argv", ["keel"])
-    monkeypatch.setattr("os.execv", replaced)
+    monkeypatch.setattr(keel, "run_ranks", run_ranks)
+    monkeypatch.setattr(train, "end_process", ended)
     with pytest.raises(Replaced):
         keel.main(["train", "debug", "--ranks", "4"])
 
 
-@pytest.mark.parametrize(("ranks", "said"), [("many", "invalid int value: 'many'"), ("0", "0 is not at least 1")])
+def test_several_nodes_are_torchruns(monkeypatch, capsys):
+    def ended(code):
+        assert code == 0
+        raise Replaced
+
+    monkeypatch.setattr(train, "end_process", ended)
+    with pytest.raises(Replaced):
+        keel.main(["train", "debug", "--nodes", "2", "--ranks", "8", "--job.name", "a b"])
+    line = shlex.split(capsys.readouterr().out)
+    options = parse_args(line[1:])  # torchrun's own
+    assert (line[0], options.nnodes, options.nproc_per_node, options.rdzv_backend) == ("torchrun", "2", "8", "c10d")
+    assert (ROOT / options.training_script).samefile(train.__file__)
+    assert options.training_script_args == ["--config", "debug", "--job.name", "a b"]
+    with pytest.raises(SystemExit):
+        keel.main(["train", "debug", "--nodes", "2"])
+    assert "--nodes N needs --ranks R" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ranks", "said"), [("many", "many is not"), ("0", "0 is not")])
 def test_a_number_of_ranks_that_is_none_is_a_message(capsys, monkeypatch, ranks, said):
     monkeypatch.setattr(sys, "argv", ["keel"])
     with pytest.raises(SystemExit):
         keel.main(["train", "debug", "--ranks", ranks])
-    assert f"argument --ranks: {said}" in capsys.readouterr().err
+    assert f"argument --ranks: {said} a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_the_version_is_that_of_the_package():

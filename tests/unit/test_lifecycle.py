@@ -30,11 +30,20 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def request_():
-    before = {number: signal.getsignal(number) for number in lifecycle.STOP_SIGNALS}
+    before = {number: signal.getsignal(number) for number in (*lifecycle.STOP_SIGNALS, signal.SIGHUP)}
     yield install_signal_handlers()
     signal.set_wakeup_fd(-1)
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def test_a_closed_terminal_ends_nothing_but_torchruns_hangup_stops(request_, monkeypatch):
+    signal.raise_signal(signal.SIGHUP)
+    assert not request_
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    worker = install_signal_handlers()
+    signal.raise_signal(signal.SIGHUP)
+    assert worker.reason == "SIGHUP"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

@@ -15,7 +15,7 @@ PARTS = {
         ("train.py", "models", "parallelisms", "trainer", "checkpoint"),
         ("guards", "planning", "report", "microscope", "sampling", "export", "prepare.py", "preparation.py")
         + ("text.py", "exports.py", "tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py")
-        + ("bad_files.py", "hub.py", "inputs.py", "listing.py", "packing.py", "token_writer.py"),
+        + ("bad_files.py", "hub.py", "inputs.py", "listing.py", "packing.py", "token_writer.py", "announce.py"),
         6000,
     ),
     "text to token files": (
@@ -28,10 +28,11 @@ PARTS = {
         1450,
     ),
     "what guards a run": (("trainer/guards", "parallelisms/guards"), (), 1600),
-    "job files: schema, reading, checks": (("configs",), (), 2100),
+    "what a launch tells": (("trainer/announce.py",), (), 100),
+    "job files: schema, reading, checks": (("configs",), (), 2200),
     "which step trains on what": (("trainer/microscope",), (), 280),
     "sampling": (("trainer/sampling", "scripts/sample.py"), (), 540),
-    "estimates and reports": (("trainer/planning", "trainer/report"), (), 1700),
+    "estimates and reports": (("trainer/planning", "trainer/report"), (), 1750),
 }
 NOT_CODE = (
     tokenize.COMMENT,

@@ -68,7 +68,7 @@ def test_a_corpus_too_short_for_a_window_shows_the_arithmetic(folder):
 
 def test_validation_does_not_begin_anew_silently(folder):
     source = TokenSource("web", folder, SEQ_LEN, seed=0, once=True)
-    with pytest.raises(UserError, match="validation needs 7 windows, but its 50 tokens make 6"):
+    with pytest.raises(UserError, match=r"holds 50 tokens = 6 sequences of 8; validation.sequences asks for 7"):
         source.addresses(np.arange(7))
 
 

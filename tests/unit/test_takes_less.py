@@ -1,15 +1,16 @@
 """A job that does not fit is told which change would make it fit, and with that change it does."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from configs.layout import mesh_sizes
 from configs.load import load
-from trainer import run
+from trainer import announce
 from trainer.planning.memory import estimate_memory
-from trainer.planning.takes_less import CONTEXT_BYTES, does_not_fit
+from trainer.planning.takes_less import CONTEXT_BYTES, does_not_fit, host_does_not_fit
 
 GIB = 2**30
 
@@ -68,16 +69,39 @@ def test_and_a_gpu_may_be_too_small_for_any():
     assert "No change that Keel knows of" in does_not_fit(job("llama_8b.toml", 1), 1, 2 * GIB)
 
 
-@pytest.mark.parametrize(("gib", "device", "warned"), [(40, "cuda", 1), (141, "cuda", 0), (40, "cpu", 0)])
-def test_a_launch_warns_before_it_builds_anything(monkeypatch, gib, device, warned):
-    class Properties:
-        total_memory = gib * GIB
-
+@pytest.mark.parametrize(
+    ("gib", "device", "host", "disk", "warned"),
+    [
+        (40, "cuda", 2000, 2000, ["each GPU's memory"]),
+        (141, "cuda", 2000, 2000, []),
+        (40, "cpu", 2000, 2000, []),
+        (40, "cpu", 40, 2000, ["this host's memory for its 1 rank, and there are 40.0 GiB free"]),
+        (141, "cuda", 1, 2000, []),  # nothing is offloaded
+        (141, "cuda", 2000, 10, ["has 10,737,418,240 free: saves will fail"]),
+    ],
+)
+def test_a_launch_warns_before_it_builds_anything(monkeypatch, tmp_path, gib, device, host, disk, warned):
     said = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
-    monkeypatch.setattr(run.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(run.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gib * GIB, 141 * GIB))
+    monkeypatch.setattr(announce, "free_memory", lambda: host * GIB)
+    monkeypatch.setattr(announce.shutil, "disk_usage", lambda _: SimpleNamespace(free=disk * GIB))
+    monkeypatch.setattr(announce.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(announce.dist, "get_world_size", lambda: 1)
     console = type("Console", (), {"warning": staticmethod(said.append)})
-    run._warn_if_too_large(job("llama_1b.toml", 1), torch.device(device), console)
-    assert len(said) == warned
-    assert all("training.micro_batch_size" in text for text in said)
+    announce.warn_if_too_large(job("llama_1b.toml", 1), torch.device(device), console)
+    assert len(said) == len(warned)
+    assert all(part in text for part, text in zip(warned, said, strict=True))
+    assert all("training.micro_batch_size" in text for text in said if "memory" in text)
+
+
+def test_what_is_offloaded_must_fit_the_host():
+    config = load("llama_1b.toml", ["--fsdp.cpu_offload", "true"], 8).config
+    states = estimate_memory(config, mesh_sizes(config, 8), "cuda").states
+    assert host_does_not_fit(config, 8, 4, "cuda", 4 * states) == ""
+    assert "this host's memory for its 4 ranks" in host_does_not_fit(config, 8, 4, "cuda", 4 * states - 1)
+
+
+def test_a_host_is_not_told_to_offload_to_itself():
+    said = host_does_not_fit(job("llama_1b.toml", 1), 1, 1, "cpu", 21 * GIB)
+    assert "With " in said
+    assert "cpu_offload" not in said

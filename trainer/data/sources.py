@@ -79,9 +79,9 @@ class TokenSource:
         """The first token of each window; implements `SampleSource`."""
         if self._once and ordinals.size and ordinals.max() >= self.n_windows:
             raise UserError(
-                f"{self.folder.path}: validation needs {int(ordinals.max()) + 1} windows, but its "
-                f"{self.folder.n_tokens} tokens make {self.n_windows} of training.seq_len = {self._seq_len}; "
-                "lower validation.sequences, or prepare more text"
+                f"{self.folder.path}: holds {self.folder.n_tokens} tokens = {self.n_windows} sequences of "
+                f"{self._seq_len}; validation.sequences asks for {int(ordinals.max()) + 1}: lower it, or prepare more "
+                "text"
             )
         self._check_at_new_epoch(int(ordinals.max(initial=0)) // self.n_windows)
         return self.epochs.window(ordinals) * self._seq_len

@@ -64,13 +64,14 @@ class ActivationTable:
         return self.n_checkpointed * self.saved_bytes_per_token + plain
 
     def __str__(self) -> str:
-        """Format the table for a console, 80 columns wide."""
-        lines = [f"{'op':48}{'times':>6}{'bytes/token':>13}  fate"]
+        """Format the table for a console: 74 columns wide, so that it fits 80 with an indentation."""
+        lines = [f"{'op (of aten)':43}{'times':>6}{'bytes/token':>13}  fate"]
         for row in self.rows:
-            lines.append(f"{f'{row.op} {row.matrix}':48}{row.times:6}{row.bytes_per_token:13,.0f}  {row.fate}")
-        lines.append(f"{'kept by such a block':54}{self.saved_bytes_per_token:13,.0f}")
-        lines.append(f"{'kept by a block without checkpointing':54}{self.plain_bytes_per_token:13,.0f}")
-        lines.append(f"{f'kept by all {self.n_layers} blocks':54}{self.model_bytes_per_token:13,.0f}")
+            op = f"{row.op.removeprefix('aten.')} {row.matrix}"
+            lines.append(f"{op:43}{row.times:6}{row.bytes_per_token:13,.0f}  {row.fate}")
+        lines.append(f"{'kept by such a block':49}{self.saved_bytes_per_token:13,.0f}")
+        lines.append(f"{'kept by a block without checkpointing':49}{self.plain_bytes_per_token:13,.0f}")
+        lines.append(f"{f'kept by all {self.n_layers} blocks':49}{self.model_bytes_per_token:13,.0f}")
         if self.memory_budget is not None:
             lines.append(f"the compiler keeps about {self.memory_budget:.0%} of this, not counting the inputs")
         return "\n".join(lines)

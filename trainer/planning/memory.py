@@ -450,10 +450,28 @@ def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int
         if name in frozen:
             total[owners[name]] += masters * size * state_bytes
             continue
-        by_muon = config.optimizer.name == "muon" and model.block_of(name) is not None and len(model.shapes[name]) == 2
+        by_muon = _is_by_muon(config, model, name)
         tensors = (masters + 1) * sizes.tp if by_muon else masters + 2
         total[owners[name]] += tensors * size * state_bytes + (0 if by_muon else 4)
     return total
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Bytes of the tensors in a checkpoint, except the few of a mixture's balancing biases."""
+    model = skeleton(config.model)
+    kept = _BYTES[config.training.dtype]
+    of_moment = _BYTES["bfloat16"] if config.checkpoint.optimizer_dtype == "bfloat16" else kept
+    total, frozen = 0, frozen_for_ever(config, model)
+    for name, shape in model.shapes.items():
+        total += prod(shape) * kept
+        if name not in frozen:
+            by_muon = _is_by_muon(config, model, name)
+            total += prod(shape) * of_moment * (1 if by_muon else 2) + (0 if by_muon else 4)
+    return total
+
+
+def _is_by_muon(config: Config, model: Skeleton, name: str) -> bool:
+    return config.optimizer.name == "muon" and model.block_of(name) is not None and len(model.shapes[name]) == 2
 
 
 # --------------------------------------------------------------------------- a block's activations

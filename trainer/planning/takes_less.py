@@ -1,6 +1,6 @@
 """Changes to a job that take less memory, and which of them would make it fit; none changes what is learned."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from configs.checks import check
@@ -27,30 +27,52 @@ def takes_less(config: Config, on_gpu: bool) -> list[str]:
 
 def does_not_fit(config: Config, ranks: int, device_bytes: int) -> str:
     """The warning if the job's estimate exceeds a GPU's memory, with what would make it fit; "" if it fits."""
-    needed = _needed(config, ranks)
-    if needed <= device_bytes:
+    memory = f"each GPU's memory ({size(CONTEXT_BYTES)} of it for CUDA itself)"
+    return _does_not_fit(config, ranks, memory, device_bytes, _on_gpu, _CHANGES)
+
+
+def host_does_not_fit(config: Config, ranks: int, ranks_here: int, device_type: str, free_bytes: int) -> str:
+    """The warning if the job's estimate exceeds the free memory of this host; "" if it fits.
+
+    On a CPU that is everything that the host's ranks allocate, on GPUs the states that `fsdp.cpu_offload` keeps there.
+    """
+
+    def needed(changed: Config, n_ranks: int) -> int:
+        estimate = estimate_memory(changed, mesh_sizes(changed, n_ranks), device_type)
+        on_host = estimate.device if device_type == "cpu" else estimate.states * estimate.offloaded
+        return ranks_here * on_host
+
+    memory = f"this host's memory for its {ranks_here} rank{'s' * (ranks_here > 1)}"
+    changes = [make for make in _CHANGES if make is not _offload]
+    return _does_not_fit(config, ranks, memory, free_bytes, needed, changes)
+
+
+_Needed = Callable[[Config, int], int]
+"""Bytes that a job needs on so many ranks."""
+
+
+def _does_not_fit(
+    config: Config, ranks: int, memory: str, free: int, needed: _Needed, changes: Sequence["_Change"]
+) -> str:
+    if (too_much := _estimated(needed, config, ranks)) <= free:
         return ""
-    advice = _what_fits(config, ranks, device_bytes)
+    advice = "No change that Keel knows of makes it fit, not even with more ranks"
+    for changed, n_ranks in _candidates(config, ranks, changes):
+        if not check(changed, n_ranks) and (less := _estimated(needed, changed, n_ranks)) <= free:
+            words = [_changes(config, changed)] if changed != config else []
+            words += [f"{n_ranks:,} ranks (now {ranks:,})"] if n_ranks != ranks else []
+            advice = f"With {' and '.join(words)} it would take about {size(less)}"
+            break
     return (
-        f"the job needs about {size(needed)} of each GPU's memory ({size(CONTEXT_BYTES)} of it for CUDA itself), and "
-        f"there are {size(device_bytes)}: it will most likely run out of memory. {advice}"
+        f"the job needs about {size(too_much)} of {memory}, and there are {size(free)} free: it will most likely run "
+        f"out of memory. {advice}"
     )
 
 
-def _what_fits(config: Config, ranks: int, device_bytes: int) -> str:
-    """The first change that suffices, alone or together with those before it."""
-    for changed, n_ranks in _candidates(config, ranks):
-        if not check(changed, n_ranks) and (needed := _needed(changed, n_ranks)) <= device_bytes:
-            words = [_changes(config, changed)] if changed != config else []
-            words += [f"{n_ranks:,} ranks (now {ranks:,})"] if n_ranks != ranks else []
-            return f"With {' and '.join(words)} it would take about {size(needed)}"
-    return "No change that Keel knows of makes it fit, not even with more ranks"
-
-
-def _candidates(config: Config, ranks: int) -> Iterator[tuple[Config, int]]:
+def _candidates(config: Config, ranks: int, changes: Sequence["_Change"]) -> Iterator[tuple[Config, int]]:
     """Jobs that learn the same with less memory: each change alone, then with all before it, then on more ranks."""
     combined = config
-    for make in _CHANGES:
+    for make in changes:
         for changed in make(config):
             yield changed, ranks
         for changed in make(combined):
@@ -67,10 +89,14 @@ def _more(ranks: int) -> Iterator[int]:
         yield ranks
 
 
-def _needed(config: Config, ranks: int) -> int:
-    """Bytes needed on a GPU, as far as they can be estimated."""
+def _on_gpu(config: Config, ranks: int) -> int:
+    return estimate_memory(config, mesh_sizes(config, ranks), "cuda").device + CONTEXT_BYTES
+
+
+def _estimated(needed: _Needed, config: Config, ranks: int) -> int:
+    """Bytes needed, as far as they can be estimated."""
     try:
-        return estimate_memory(config, mesh_sizes(config, ranks), "cuda").device + CONTEXT_BYTES
+        return needed(config, ranks)
     except ConfigError:  # the ranks do not form the mesh
         return 2**63
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 from configs.files import AppendedFile
 from configs.untrusted import printable
@@ -95,6 +95,43 @@ def _three_digits(number: float) -> str:
 # --------------------------------------------------------------------------- the console
 
 
+class _Stream:
+    """A standard stream that may be closed while training goes on: a terminal, or a pipe whose reader has ended.
+
+    What is then written to it is dropped, since run.log has it, too.
+    """
+
+    def __init__(self, current: Callable[[], TextIO], warn: Callable[[str], None]) -> None:
+        """
+        Args:
+            current: returns the stream at the time of writing.
+            warn: called once if the stream can't be written.
+        """
+        self._current, self._warn = current, warn
+        self._is_lost = False
+
+    def write(self, text: str) -> int:
+        """Write, if the stream is open."""
+        self._attempt(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, if the stream is open."""
+        self._attempt(lambda stream: stream.flush())
+
+    def __getattr__(self, name: str) -> Any:
+        """For rich: `isatty`, `encoding` and the like."""
+        return getattr(self._current(), name)
+
+    def _attempt(self, action: Callable[[TextIO], object]) -> None:
+        try:
+            action(self._current())
+        except (OSError, ValueError) as error:  # ValueError: it was closed by this process
+            if not self._is_lost:
+                self._is_lost = True  # before warning: the warning may go to this very stream
+                self._warn(getattr(error, "strerror", None) or str(error))
+
+
 class Console:
     """The only way to the screen and to run.log; every rank has one."""
 
@@ -105,11 +142,12 @@ class Console:
             out, err: default: standard output and error at the time of writing.
         """
         self.rank = rank
-        self._out, self._err = out, err
+        self._out = _Stream(lambda: out or sys.stdout, lambda reason: self._say_lost("output", reason))
+        self._err = _Stream(lambda: err or sys.stderr, lambda reason: self._say_lost("error", reason))
         self._log: AppendedFile | None = None
         self.outages = Outages(self.warning, self.line)
         """The files of the run that currently can't be written."""
-        self._rich: RichConsole | None = _rich_console(out or sys.stdout) if rank == 0 else None
+        self._rich: RichConsole | None = _rich_console(self._out) if rank == 0 else None
         self._live: Progress | None = None
         self._steps: _StepTable | None = None
         self._steps_bar: _Bar | None = None
@@ -146,7 +184,7 @@ class Console:
         if self._rich:
             _print_styled(self._rich, text, style)
         else:
-            print(text, file=self._out or sys.stdout, flush=True)
+            self._print(text, self._out)
 
     def warning(self, text: str) -> None:
         """Report, on any rank, a problem that does not stop the work."""
@@ -258,11 +296,17 @@ class Console:
     def _complain(self, kind: str, text: str, style: str) -> None:
         text = printable(f"{kind}: {text}" if self.rank == 0 else f"[rank {self.rank}] {kind}: {text}")
         self._to_log(text)
-        err = self._err or sys.stderr
-        if self._rich and err.isatty():
+        if self._rich and self._err.isatty():
             _print_styled(self._rich, text, style)  # through the live display, which would otherwise overwrite it
         else:
-            print(text, file=err, flush=True)
+            self._print(text, self._err)
+
+    def _print(self, text: str, stream: _Stream) -> None:
+        stream.write(f"{text}\n")
+        stream.flush()
+
+    def _say_lost(self, which: str, reason: str) -> None:
+        self._to_log(f"warning: standard {which} can't be written ({reason}); everything is in this file")
 
     def _show_python_warning(
         self,
@@ -387,13 +431,13 @@ class _PlainProgress:
 # --------------------------------------------------------------------------- rich, on a terminal only
 
 
-def _rich_console(out: TextIO) -> "RichConsole | None":
+def _rich_console(out: _Stream) -> "RichConsole | None":
     """Rich's console if `out` is a terminal that can move its cursor, otherwise None."""
     if not out.isatty():
         return None
     from rich.console import Console as RichConsole
 
-    rich = RichConsole(file=out, highlight=False, markup=False, emoji=False)
+    rich = RichConsole(file=cast(TextIO, out), highlight=False, markup=False, emoji=False)
     return None if rich.is_dumb_terminal else rich
 
 

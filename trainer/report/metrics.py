@@ -249,6 +249,9 @@ _OPTIONAL = (
 )
 
 
+METRICS_NAME = "metrics.jsonl"
+
+
 class MetricsLog:
     """The run folder's `metrics.jsonl` and, if enabled, its `tensorboard/`. Only rank 0 has one."""
 
@@ -263,7 +266,7 @@ class MetricsLog:
         Raises:
             OSError: the file can't be truncated, or `metrics.jsonl` or `tensorboard` is a link.
         """
-        path = run_folder / "metrics.jsonl"
+        path = run_folder / METRICS_NAME
         self.unreadable_lines = cut_back(path, resumed_step)
         """Number of lines removed because they were not JSON, as after a kill in the middle of one."""
         self._outages = outages

@@ -17,19 +17,19 @@ from configs.layout import (
     expert_dim,
     head_dim,
     n_kv_heads,
+    named_axes,
     parameter_count,
 )
 from configs.schema import Config, Model
 from configs.stages import layers_of_stages
 from models.documents import has_kernel
-from trainer.lifecycle import State
+from trainer.lifecycle import LAUNCHER, State
 from trainer.numerics import float32_products, promise
 from trainer.planning.flops import flops_per_token
 from trainer.planning.memory import estimate_memory, frozen_for_ever
 from trainer.planning.skeleton import skeleton
 from trainer.report.console import Row, count, duration, size
 from trainer.report.metrics import Kind, Memory
-from trainer.step import Held
 
 _WIDTH = 85  # of text that can be wrapped; with its label it fits a terminal of 100 columns
 
@@ -43,7 +43,6 @@ def startup_rows(
     peak: float | None,
     data: Sequence[str],
     run_folder: Path,
-    held: Held,
     resumed_step: int = 0,
 ) -> list[Row]:
     """What will be trained, how it is computed and where it is written.
@@ -54,7 +53,6 @@ def startup_rows(
         peak: `flops.peak_flops` of that device.
         data: one line per source, such as "python_stdlib: 3.5 M tokens".
         run_folder: where everything is written.
-        held: the states that this rank already holds.
         resumed_step: steps already completed; 0: a new run.
     """
     device_type = "cpu" if device_name == "cpu" else "cuda"
@@ -66,9 +64,10 @@ def startup_rows(
         ("batch", _batch(config, sizes)),
         ("steps", _steps(config, resumed_step)),
         ("FLOPs", _flops(config, peak)),
-        ("memory", _memory(config, sizes, device_type, held)),
+        ("memory", _memory(config, sizes, device_type)),
         ("a resume", promise(config.training, device_type)),
         ("data", "\n".join(data)),
+        ("validation", _validation(config)),
         ("written to", f"{run_folder}/: {_files(config)}"),
     ]
     return [row for row in rows if row[1]]
@@ -117,9 +116,9 @@ def _types(config: Config) -> str:
 
 
 def _ranks(sizes: MeshSizes, device_name: str) -> str:
-    mesh = " x ".join(f"{name} {ranks}" for name, ranks in sizes.axes.items() if ranks > 1 and name != "ep")
     experts = f"\nexperts: ep {sizes.ep} x shard {sizes.expert_shard}" if sizes.ep > 1 else ""
-    return f"{sizes.world_size} on {device_name}" + (f": {mesh}" if mesh else "") + experts
+    mesh = f": {named_axes(sizes.axes)}" if sizes.world_size > 1 else ""
+    return f"{sizes.world_size} on {device_name}{mesh}{experts}"
 
 
 def _techniques(config: Config) -> str:
@@ -168,17 +167,29 @@ def _batch(config: Config, sizes: MeshSizes) -> str:
 def _steps(config: Config, resumed_step: int) -> str:
     steps = config.training.steps
     total = f"{steps:,} = {count(steps * _tokens_per_step(config))} tokens"
+    if steps > (scheduled := config.lr_schedule.total_steps):
+        total += f"; after step {scheduled:,} (lr_schedule.total_steps) the learning rate stays at its minimum"
     return f"{total}; resuming from step {resumed_step:,}" if resumed_step else total
+
+
+def _validation(config: Config) -> str:
+    interval, steps = config.validation.interval, config.training.steps
+    if not interval:
+        return ""
+    if interval > steps:
+        return f"none: the first would be at step {interval:,} (validation.interval), after the last step, {steps:,}"
+    return f"{config.validation.sequences:,} sequences every {interval:,} steps"
 
 
 def _flops(config: Config, peak: float | None) -> str:
     frozen = frozen_for_ever(config, skeleton(config.model))
     flops = flops_per_token(config.model, config.training.seq_len, frozen)
-    of_peak = "no MFU: Keel's table has no peak of this device" if peak is None else f"MFU of {peak / 1e12:g} TFLOP/s"
-    return f"{count(flops.causal)} per token, {count(flops.full)} with the masked half of attention\n{of_peak}"
+    of_peak = f"MFU of {peak / 1e12:g} TFLOP/s" if peak else "MFU not shown: the peak FLOP/s of this device is unknown"
+    without_mask = f"{count(flops.full)} if attention is counted without the causal mask"
+    return f"{count(flops.causal)} per token, {without_mask}\n{of_peak}"
 
 
-def _memory(config: Config, sizes: MeshSizes, device_type: str, held: Held) -> str:
+def _memory(config: Config, sizes: MeshSizes, device_type: str) -> str:
     estimate = estimate_memory(config, sizes, device_type)
     peak = estimate.peak
     transient = {
@@ -188,10 +199,10 @@ def _memory(config: Config, sizes: MeshSizes, device_type: str, held: Held) -> s
         "loss": peak.loss,
     }
     where = f", and {size(estimate.states)} of the host's memory" if estimate.offloaded else ""
-    beside = "; CUDA and the allocator's reserve are extra" if device_type == "cuda" else ""
+    beside = "; CUDA and the allocator's reserve are extra" if device_type == "cuda" else "; Python and torch are extra"
     lines = [f"about {size(estimate.device)} per rank{where} (estimate of what is allocated{beside})"]
-    there = f"rank 0 holds parameters {size(held.parameters)}, optimizer {size(held.optimizer)}"
-    lines += [f"{there}; gradients will take {size(estimate.gradients)}"]
+    states = ("parameters", "gradients", "optimizer")
+    lines += [", ".join(f"{name} {size(getattr(estimate, name))}" for name in states)]
     lines += [f"at the peak, in {peak.name}: " + ", ".join(f"{name} {size(n)}" for name, n in transient.items() if n)]
     return "\n".join(lines)
 
@@ -266,7 +277,7 @@ def closing_rows(
 def _memory_held(memory: Memory) -> str:
     held = f"{size(memory.memory_peak_bytes)} at the peak"
     if memory.memory_reserved_peak_bytes is None:
-        return held
+        return f"{held}, of the whole process with Python and torch"
     held += f", {size(memory.memory_reserved_peak_bytes)} reserved ({memory.memory_percent:.1f}% of the device's)"
     if not memory.allocator_retries and not memory.allocator_ooms:
         return held
@@ -291,12 +302,18 @@ def next_rows(config: Config, state: State) -> list[Row]:
     ]
     if _would_run_on_two_ranks(config):
         rows.append(("the same curve from two ranks", _with(_this_command(ranks=2), _new_run(config, "2-ranks"))))
-    return [*rows, ("every key and its meaning", "python train.py --help")]
+    return [
+        *rows,
+        ("every key and its meaning", f"{'keel train' if LAUNCHER in os.environ else 'python train.py'} --help"),
+    ]
 
 
 def _this_command(ranks: int | None = None) -> list[str]:
     """The command line that started this process, as a person would type it, or the same for `ranks` ranks."""
     launched = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if LAUNCHER in os.environ:
+        several = ["--ranks", str(ranks or launched)] if (ranks or launched) > 1 else []
+        return ["keel", "train", *(word for word in sys.argv[1:] if word != "--config"), *several]
     if ranks is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return ["python", *sys.argv]
     wanted = ranks or launched

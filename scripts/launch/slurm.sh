@@ -1,0 +1,46 @@
+#!/bin/bash
+# A run of several hosts on SLURM: sbatch scripts/launch/slurm.sh JOB [--table.key VALUE ...]
+#
+# Two minutes before the time limit, SLURM sends SIGUSR1 to this script, which passes it on; Keel saves and ends, and the
+# job is put back into the queue. It resumes from its newest checkpoint. A mistake in the job (exit code 78) is not
+# repeated. The run folder and the data must be visible to all hosts.
+#SBATCH --job-name=keel
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+set -u
+
+FOLDER=${KEEL_RUN_FOLDER:?set KEEL_RUN_FOLDER to the run folder: export KEEL_RUN_FOLDER=runs/my_run}
+HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+FIRST_HOST=$(head -n 1 <<<"$HOSTS")
+
+# By itself torchrun would die of SIGUSR1: --signals-to-handle makes it pass it on, and wait for the ranks.
+srun --kill-on-bad-exit=1 torchrun \
+    --nnodes "$SLURM_NNODES" --nproc-per-node "${KEEL_RANKS_PER_HOST:-8}" \
+    --rdzv-backend c10d --rdzv-endpoint "$FIRST_HOST:29500" --rdzv-id "$SLURM_JOB_ID" \
+    --signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout 100 \
+    train.py --config "$@" --job.output_dir "$FOLDER" --job.grace_seconds 100 &
+STEP=$!
+trap 'scancel --signal=USR1 "$SLURM_JOB_ID.0"' USR1
+trap 'scancel --signal=TERM "$SLURM_JOB_ID.0"' TERM
+
+# `wait` returns early when a trapped signal arrives.
+while kill -0 "$STEP" 2>/dev/null; do
+    wait "$STEP"
+    CODE=$?
+done
+
+# torchrun turns every exit code into 1, so status.json decides.
+STATE=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["state"])' "$FOLDER/status.json" || echo unknown)
+echo "the run is $STATE (torchrun's exit code: $CODE)"
+if [ "$STATE" = preempted ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 75
+fi
+exit "$CODE"

@@ -1,0 +1,86 @@
+"""Ranks of this host, started and monitored by torch's elastic agent, as torchrun starts them; for `keel train`.
+
+It differs from torchrun in how it ends. torchrun turns every exit code into 1 and prints a traceback of its own below
+Keel's message; after a signal it also kills the ranks when its patience ends. Here a signal is passed on to the ranks,
+which save and end, and the exit code is that of the rank that ended first.
+"""
+
+import logging
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from trainer.lifecycle import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, STOP_SIGNALS
+
+
+def torchrun_line(program: str, words: Sequence[str], ranks: int, nodes: int) -> str:
+    """The command that starts a job on several hosts, `ranks` ranks on each."""
+    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_HOST:29500", "--rdzv-id", "JOB_ID"]
+    options = ["--nnodes", str(nodes), "--nproc-per-node", str(ranks), *place]
+    path = Path(program)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return shlex.join(["torchrun", *options, str(shown), *words])
+
+
+def run_ranks(program: str, words: Sequence[str], ranks: int) -> int:
+    """Run a program on several ranks of this host; returns Keel's exit code."""
+    logging.disable(logging.ERROR)  # torch's reports on ranks that end, of which Keel has said why
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # the agent's handlers would kill the ranks
+    agent: list[Any] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        pids = [worker.id for each in agent for worker in each.get_worker_group().workers if worker.id]
+        if not pids:
+            sys.exit(EXIT_PREEMPTED)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, pass_on)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal
+    agent.append(_agent(program, words, ranks))
+    result = agent[0].run()
+    return _exit_code(result.failures) if result.is_failed() else EXIT_DONE
+
+
+def _agent(program: str, words: Sequence[str], ranks: int) -> Any:
+    """The agent that torchrun would use on one host."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+    from torch.distributed.run import config_from_args, parse_args
+
+    options = ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    config, command, arguments = config_from_args(parse_args([*options, program, *words]))
+    place = RendezvousParameters(
+        config.rdzv_backend, config.rdzv_endpoint, f"keel-{os.getpid()}", 1, 1, **config.rdzv_configs
+    )
+    assert config.logs_specs  # config_from_args sets it
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=ranks,
+        entrypoint=command,
+        args=tuple(arguments),
+        rdzv_handler=get_rendezvous_handler(place),
+        max_restarts=0,
+        monitor_interval=config.monitor_interval,
+    )
+    return LocalElasticAgent(spec, logs_specs=config.logs_specs, start_method=config.start_method)
+
+
+def _exit_code(failures: dict[int, Any]) -> int:
+    """The exit code of the rank that ended first, where it is one of Keel's."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    rank, first = ChildFailedError("keel train", failures).get_first_failure()
+    if first.exitcode < 0:
+        print(f"rank {rank} was killed by {signal.Signals(-first.exitcode).name}", file=sys.stderr)
+    return first.exitcode if first.exitcode in (EXIT_PREEMPTED, EXIT_CONFIG) else EXIT_FAILED

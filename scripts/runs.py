@@ -1,0 +1,93 @@
+"""List the runs in a folder: scripts/runs.py [FOLDER]
+
+A run is a folder with a status.json, such as runs/debug; FOLDER (default: runs) is searched with the folders in it. A
+run that says that it is running, but has not renewed its status for two minutes, is listed as silent.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a file, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from configs.errors import UserError
+from scripts.command import end, parser_of, run_command
+from trainer.lifecycle import read_status
+from trainer.report.console import Console, duration
+from trainer.report.metrics import METRICS_NAME
+
+SILENT_SECONDS = 120.0
+"""A run renews its status every 30 s."""
+_TAIL_BYTES = 1 << 16
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """List the runs; returns the exit code."""
+    options = _parser().parse_args(arguments)
+
+    def work(console: Console) -> None:
+        if not options.folder.is_dir():
+            raise UserError(f"{options.folder}: no such folder")
+        runs = sorted(runs_in(options.folder), key=lambda run: run[1]["time"], reverse=True)
+        if not runs:
+            raise UserError(f"{options.folder}: no runs here (a run is a folder with a status.json)")
+        width = max(len(str(folder)) for folder, _ in runs)
+        console.line(f"{'run':<{width}}  {'state':<10}{'step':>10}{'loss':>10}{'tokens/s':>13}  age")
+        for folder, status in runs:
+            console.line(_line(folder, status, width))
+
+    return run_command(work, "stopped")
+
+
+def runs_in(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the runs in a folder and in the folders of it, each with its status."""
+    for each in (folder, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))):
+        if (each / "status.json").is_file() and (status := read_status(each)):
+            yield each, status
+
+
+def _line(folder: Path, status: dict[str, Any], width: int) -> str:
+    age = max(0.0, time.time() - status["time"])
+    state = "silent" if status["state"] == "running" and age > SILENT_SECONDS else status["state"]
+    last = _last_record(folder / METRICS_NAME)
+    loss, speed = last.get("loss"), last.get("tokens_per_second")
+    numbers = f"{status['step']:>10,}{_number(loss, '.4f'):>10}{_number(speed, ',.0f'):>13}"
+    reason = "" if state in ("running", "done") or not status["reason"] else f"  {status['reason'].splitlines()[0]}"
+    return f"{folder!s:<{width}}  {state:<10}{numbers}  {duration(age)}{reason}"
+
+
+def _number(value: Any, form: str) -> str:
+    return format(value, form) if isinstance(value, (int, float)) else "-"
+
+
+def _last_record(path: Path) -> dict[str, Any]:
+    """The last complete line of a run's metrics; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            return record
+    return {}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), metavar="FOLDER", help="default: runs")
+    return parser
+
+
+if __name__ == "__main__":
+    end(main)

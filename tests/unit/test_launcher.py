@@ -1,0 +1,74 @@
+"""Ranks started by `keel train --ranks N`: their exit codes are Keel's, and a signal reaches them."""
+
+import logging
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from scripts.launcher import run_ranks
+
+RANK = "import os, signal, sys, time\nrank = os.environ['RANK']\n"
+WAIT = (
+    RANK
+    + """
+stopped = []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: stopped.append(number))
+open(f"ready-{rank}", "w").close()
+while not stopped:
+    time.sleep(0.02)
+open(f"stopped-{rank}", "w").write(str(stopped[0]))
+sys.exit(75)
+"""
+)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_everything_restored(monkeypatch, tmp_path):
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+    monkeypatch.chdir(tmp_path)
+    yield
+    logging.disable(logging.NOTSET)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def run(folder, program, ranks=2):
+    (folder / "program.py").write_text(program)
+    return run_ranks(str(folder / "program.py"), ["a", "b c"], ranks)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        ("assert sys.argv[1:] == ['a', 'b c'] and os.environ['WORLD_SIZE'] == '2'", 0, ""),
+        ("sys.exit(78)", 78, ""),
+        ("sys.exit(75)", 75, ""),
+        ("sys.exit(3)", 1, ""),
+        ("os.kill(os.getpid(), 9) if rank == '1' else time.sleep(600)", 1, "rank 1 was killed by SIGKILL\n"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_ranks(tmp_path, capfd, ending, code, said):
+    assert run(tmp_path, RANK + ending) == code
+    assert capfd.readouterr().err == said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_is_passed_on_and_the_ranks_end_in_their_own_time(tmp_path, capfd, number):
+    def send():
+        while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGHUP)  # does nothing
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert run(tmp_path, WAIT) == 75
+    sender.join()
+    assert {(tmp_path / f"stopped-{rank}").read_text() for rank in range(2)} == {str(int(number))}
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,103 @@
+"""What a launch tells people beside its progress: the job before it is built, and how the run went."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpoint.room import free_memory
+from configs.schema import Config
+from models import build_model
+from trainer.guards.environment import device_name
+from trainer.lifecycle import State, write_status
+from trainer.planning.activation_table import activation_table
+from trainer.planning.memory import checkpoint_bytes
+from trainer.planning.takes_less import CONTEXT_BYTES, does_not_fit, host_does_not_fit
+from trainer.report.console import Console, Row
+from trainer.report.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
+from trainer.trainer import Trainer
+
+
+def silent_end(before: dict[str, Any], folder: Path) -> str:
+    """Describe a launch whose ranks all died before one could report why."""
+    heard = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(before.get("time", 0)))
+    last_sign = before.get("time", 0) - 1
+    crashes = [str(file) for file in sorted((folder / "crashes").glob("*")) if file.stat().st_mtime >= last_sign]
+    stacks = f"; stacks of its crash are in {', '.join(crashes)}" if crashes else ""
+    reason = f" (its last status: {before['reason']})" if before.get("reason") else ""
+    return (
+        f"the last launch (process {before.get('pid')} on host {before.get('host')}) ended unexpectedly at step "
+        f"{before.get('step')}{reason}, last seen at {heard}: it was killed, or its host went down{stacks}"
+    )
+
+
+def say_hello(trainer: Trainer) -> None:
+    """Print what will be trained, and warn of what will not fit; nothing is built yet."""
+    config, mesh = trainer.config, trainer.mesh
+    data = [f"{source.name}: {source.kind} {source.path or ''}".rstrip() for source in config.data.sources]
+    name = device_name(mesh.device)
+    rows = startup_rows(config, mesh.sizes, name, trainer.peak, data, trainer.folder, trainer.first_step)
+    trainer.console.table(f"Keel trains {config.job.name}", rows)
+    for complaint in slow_attention(config, mesh.device.type):
+        trainer.console.warning(complaint)
+    if trainer.rank == 0 and config.activation_checkpoint.mode != "none":
+        trainer.console.table("What a checkpointed block keeps for its backward pass", _activation_rows(trainer))
+    if config.compile.enable:
+        trainer.console.line("torch.compile compiles in the first steps, which may take minutes")
+    warn_if_too_large(config, mesh.device, trainer.console)
+
+
+def warn_if_too_large(config: Config, device: torch.device, console: Console) -> None:
+    """Warn that a GPU, this host or the disk has too little room; not an error, as it may get more."""
+    if dist.get_rank() > 0:
+        return
+    checkpoints = config.job.folder / "checkpoints"
+    where = checkpoints if checkpoints.is_dir() else config.job.folder  # it may be a link to another disk
+    needed, free = checkpoint_bytes(config), shutil.disk_usage(where).free
+    if needed > free:
+        console.warning(
+            f"a checkpoint takes {needed:,} bytes, and {where} has {free:,} free: saves will fail "
+            "(checkpoint.max_save_failures). Make room, or set job.output_dir to another disk"
+        )
+    ranks, ranks_here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    problems = [host_does_not_fit(config, ranks, ranks_here, device.type, free_memory())]
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)  # without CUDA's own memory, which this process holds by now
+        problems.append(does_not_fit(config, ranks, free + CONTEXT_BYTES))
+    for problem in filter(None, problems):
+        console.warning(problem)
+
+
+def _activation_rows(trainer: Trainer) -> list[Row]:
+    config = trainer.config
+    with torch.device("meta"):
+        model = build_model(config.model)
+    table = activation_table(
+        model,
+        config.activation_checkpoint,
+        config.training.seq_len,
+        getattr(torch, config.training.compute_dtype),
+        trainer.device,
+    )
+    return [("", line) for line in str(table).split("\n")]
+
+
+def say_goodbye(trainer: Trainer, state: State) -> None:
+    """Print how the run went and where its files are; all ranks must call it."""
+    config, console, step = trainer.config, trainer.console, trainer.run.step
+    memory = trainer.memory()
+    if trainer.rank > 0:
+        return
+    newest = trainer.newest_checkpoint
+    reason = trainer.stop.reason or "a signal to another rank"
+    console.table(
+        closing_title(state, step, reason),
+        closing_rows(config, trainer.folder, trainer.ledger.seconds(), trainer.ends(), memory, newest),
+    )
+    console.table("What to try next", next_rows(config, state))
+    with console.outages.tolerate(trainer.folder / "status.json"):
+        write_status(trainer.folder, state, step, "" if state == "done" else reason, checkpoint=str(newest))
