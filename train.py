@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from configs.command_line import answer, load_for_run, parse_command_line
 from configs.errors import ConfigError
+from trainer.guards.fragmentation import let_segments_grow
 from trainer.lifecycle import install_signal_handlers, tell_torchrun
 
 
@@ -34,6 +35,7 @@ def main() -> int:
         elif not stop.wait(5.0):  # torchrun stops this rank once rank 0 has reported the error
             print(f"[rank {rank}] {error}", file=sys.stderr)
         return error.exit_code
+    let_segments_grow(os.environ)
     from trainer.run import run
 
     return run(job, stop)

@@ -45,7 +45,7 @@ def grad_norm(
         totals = [torch.zeros((), dtype=dtype, device=_exchanged_on(parameters[0]))]
     is_max = math.isinf(norm_type)
     total = torch.stack(totals).max() if is_max else torch.stack(totals).sum()
-    if pipeline is not None:
+    if pipeline is not None and pipeline.size() > 1:
         dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=pipeline)
     norm = total if is_max else total ** (1.0 / norm_type)
     return norm if unit is None else norm * unit

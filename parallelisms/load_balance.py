@@ -83,8 +83,8 @@ class LoadBalance:
         return {f"{name}.bias": router.bias for name, router in self._routers.items() if router.bias is not None}
 
     @torch.no_grad()
-    def finish_step(self, skipped: bool) -> None:
-        """Take over a step's counts, and update the biases unless the step was skipped; all ranks must call it."""
+    def finish_step(self, skip: Tensor) -> None:
+        """Take over a step's counts, and update the biases unless `skip`, a scalar, is 1.; all ranks must call it."""
         if not self._routers:
             return
         routers = self._routers.values()
@@ -93,12 +93,12 @@ class LoadBalance:
         for router in routers:
             router.tokens_per_expert.zero_()
             router.entropy.zero_()
-        if self._config.router.load_balance == "bias" and not skipped:
-            self._move_biases()
+        if self._config.router.load_balance == "bias":
+            self._move_biases(self._config.router.bias_update_rate * (1 - skip.double()))
 
-    def _move_biases(self) -> None:
+    def _move_biases(self, rate: Tensor) -> None:
         tokens = self._summed()[:, :-1]
-        steps = (tokens.mean(1, keepdim=True) - tokens).sign() * self._config.router.bias_update_rate
+        steps = (tokens.mean(1, keepdim=True) - tokens).sign() * rate
         for router, step in zip(self._routers.values(), steps, strict=True):
             router.bias += step
 

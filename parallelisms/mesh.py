@@ -59,18 +59,21 @@ class Mesh:
 
     def sum_over_tokens(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the ranks that hold different tokens (data- and context-parallel), in place."""
-        dist.all_reduce(tensor, group=self.tokens.get_group())
-        return tensor
+        return _reduced(tensor, self.tokens.get_group())
 
     def sum_over_pp(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the pipeline's ranks, in place."""
-        dist.all_reduce(tensor, group=self.pp.get_group())
-        return tensor
+        return _reduced(tensor, self.pp.get_group())
 
     def max_over_all(self, tensor: Tensor) -> Tensor:
         """Element-wise maximum over all ranks, in place."""
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return tensor
+        return _reduced(tensor, None, dist.ReduceOp.MAX)
+
+
+def _reduced(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    if dist.get_world_size(group) > 1:  # on one GPU, NCCL would need a communicator, and launch a kernel
+        dist.all_reduce(tensor, op=op, group=group)
+    return tensor
 
 
 def groups_of_axes(mesh: Mesh) -> dict[str, dist.ProcessGroup]:

@@ -67,7 +67,7 @@ def _train(config: Config) -> Trajectory:
     learner.optimizer.register_step_pre_hook(keep_first_gradients)
     for step, micro_batches in enumerate(batches(config, mesh.dp_rank, mesh.sizes.dp)):
         learner.freeze(step)
-        result = learner.step(micro_batches, learning_rate(config.lr_schedule, config.optimizer.lr, step))
+        result = learner.step(micro_batches, learning_rate(config.lr_schedule, config.optimizer.lr, step)).result()
         found.losses.append(result.loss)
         found.norms.append(result.grad_norm)
     learner.finish_update()

@@ -143,17 +143,14 @@ def write_status(run_folder: Path, state: State, step: int, reason: str = "", **
     Raises:
         OSError: the file can't be written. On a full disk it still can, if it exists already.
     """
-    status = {
-        "state": state,
-        "step": step,
-        "reason": reason,
-        "time": time.time(),  # seconds since the epoch, as in metrics.jsonl
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        **details,
-    }
     with _writing_status:
-        write_even_if_full(run_folder / "status.json", json.dumps(status, indent=2) + "\n")
+        _replace_status(run_folder, {"state": state, "step": step, "reason": reason, **details})
+
+
+def _replace_status(run_folder: Path, said: dict[str, Any]) -> None:
+    # seconds since the epoch, as in metrics.jsonl
+    status = said | {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
+    write_even_if_full(run_folder / "status.json", json.dumps(status, indent=2) + "\n")
 
 
 def read_status(run_folder: Path) -> dict[str, Any]:
@@ -167,14 +164,19 @@ def read_status(run_folder: Path) -> dict[str, Any]:
     return status if is_whole else {}
 
 
-def refresh_status(run_folder: Path, step: int, reason: str = "") -> None:
-    """Record that this process still runs, with the current time and step, unless the status says that it has ended."""
+def refresh_status(run_folder: Path, step: int, reason: str | None = None) -> None:
+    """Record that this process still runs, with the current time and step, unless the status says that it has ended.
+
+    Args:
+        run_folder, step: as for `write_status`.
+        reason: what to show besides; None: what is shown already.
+    """
     with _writing_status:
-        status = read_status(run_folder)
+        status = read_status(run_folder)  # empty if someone removed it
         is_ours = (status.get("pid"), status.get("host")) == (os.getpid(), socket.gethostname())
-        if status.get("state") == "running" and is_ours:
-            status |= {"step": step, "time": time.time(), "reason": reason or status["reason"]}
-            write_even_if_full(run_folder / "status.json", json.dumps(status, indent=2) + "\n")
+        if not status or (status["state"] == "running" and is_ours):
+            said = status.get("reason", "") if reason is None else reason
+            _replace_status(run_folder, status | {"state": "running", "step": step, "reason": said})
 
 
 _writing_status = threading.Lock()

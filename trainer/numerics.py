@@ -40,19 +40,3 @@ def set_numerics(training: Training, device_type: str) -> None:
                 f"training.deterministic needs {_WORKSPACE} to be {' or '.join(_DETERMINISTIC_WORKSPACES)} in the "
                 f'environment, and it is "{workspace}"; unset it'
             )
-
-
-def promise(training: Training, device_type: str) -> str:
-    """How closely a resumed run follows an undisturbed one on this kind of device."""
-    if device_type == "cpu":
-        return "bit for bit that of a run without a stop"
-    if training.deterministic:
-        return "bit for bit that of a run without a stop (training.deterministic)"
-    return "that of a run without a stop up to rounding; bit for bit with training.deterministic = true, slower"
-
-
-def float32_products(training: Training, device_type: str) -> str:
-    """How a GPU computes float32 products; empty if there are none, or no choice."""
-    if device_type == "cpu" or training.compute_dtype != "float32":
-        return ""
-    return "products in TF32 (10 bits of each factor)" if training.tf32 else "products without TF32: exact, and slow"

@@ -21,10 +21,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import AdamW, Muon
 from torch.optim import Optimizer as TorchOptimizer
+from torch.optim.adamw import adamw
 
 from configs.errors import ConfigError
 from configs.schema import Optimizer, ParameterGroup
 from parallelisms.owner_partition import OwnerPartition
+from parallelisms.ranks import local_part
 
 _FUSED_DEVICES = ("cpu", "cuda")
 _REST = ParameterGroup(pattern="*")
@@ -32,6 +34,30 @@ _REST = ParameterGroup(pattern="*")
 
 class RowAdamW(AdamW):
     """AdamW over this rank's part of every parameter, with `OwnerPartition`'s interface: it owns all of them."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None, skip: Tensor | None = None, divisor: Tensor | None = None) -> None:  # type: ignore[override]
+        """Update, on plain tensors: for the DTensors of 300 parameters, torch would take 10 ms of the host's time.
+
+        Args:
+            closure: not supported.
+            skip: a float32 scalar; 1. leaves parameters and state as they are. Only for fused updates.
+            divisor: a float32 scalar by which the gradients are divided. Only for fused updates.
+        """
+        for group in self.param_groups:
+            trained = [(p, p.grad, self.state[p]) for p in group["params"] if p.grad is not None]
+            names = ("lr", "weight_decay", "eps", "fused", "amsgrad", "maximize")
+            settings: dict[str, Any] = {"found_inf": skip, "grad_scale": divisor} | {key: group[key] for key in names}
+            settings["beta1"], settings["beta2"] = group["betas"]
+            adamw(
+                [local_part(parameter) for parameter, _, _ in trained],
+                [local_part(gradient) for _, gradient, _ in trained],
+                [local_part(state["exp_avg"]) for _, _, state in trained],
+                [local_part(state["exp_avg_sq"]) for _, _, state in trained],
+                [],
+                [state["step"] for _, _, state in trained],
+                **settings,
+            )
 
     def owned(self) -> dict[Parameter, Tensor]:
         """Like `OwnerPartition.owned`: all parameters."""

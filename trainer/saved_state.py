@@ -1,15 +1,11 @@
-"""What a checkpoint keeps of a run besides tensors; validated before use, since a stranger may have written it."""
+"""What a checkpoint keeps of a run besides its tensors and its position in the data."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NotRequired
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
-
-from configs.errors import UserError
 from configs.schema import Config, Spikes
-from trainer.guards.spikes import remembered
+from trainer.guards.spikes import loss_limit, remembered
 
 if TYPE_CHECKING:
     from trainer.guards.verdict import StepResult
@@ -33,13 +29,15 @@ class RunState:
     def after(self, result: "StepResult", tokens: int, spikes: Spikes) -> "RunState":
         """The state after one more step, which trained on `tokens` tokens."""
         losses = self.past_losses if result.skipped else remembered(spikes, self.past_losses, result.loss)
-        return replace(
+        after = replace(
             self,
             step=self.step + 1,
             tokens=self.tokens + tokens,
             skipped_in_a_row=self.skipped_in_a_row + 1 if result.skipped else 0,
             past_losses=losses,
         )
+        limit = loss_limit(spikes, self.past_losses)
+        return after.with_incident("skip", loss=result.loss, limit=limit) if result.is_spike else after
 
     def with_incident(self, what: str, **details: Any) -> "RunState":
         """The state with one more incident, at the current step."""
@@ -54,55 +52,3 @@ def too_many_skipped(config: Config, run: RunState, folder: Path) -> str:
         f"training.max_skipped_steps is {config.training.max_skipped_steps}; lower optimizer.lr or training.max_norm, "
         f"or look at the samples that {folder / 'run.log'} names"
     )
-
-
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-
-
-class SourceState(TypedDict):
-    """The state of one source of samples; `trainer/data/streaming.py` explains what a text source adds."""
-
-    fingerprint: str
-    path: NotRequired[str]
-    sizes: NotRequired[list[Count]]
-    cursors: NotRequired[dict[str, Annotated[list[Count], Field(min_length=3, max_length=3)]]]
-
-
-class DataState(TypedDict):
-    """The run's position in its data."""
-
-    next_sample: Count
-    order: NotRequired[dict[str, Any]]
-    """Everything that decides which sample has which number; see `DataLoader.state_dict`."""
-    sources: dict[str, SourceState]
-
-
-class SavedState(TypedDict):
-    """The content of trainer.json that is read; `run` has the fields of `RunState`."""
-
-    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
-
-    run: dict[str, Any]
-    data: DataState
-
-
-_SAVED = TypeAdapter(SavedState)
-
-
-def check_saved_state(saved: dict[str, Any]) -> None:
-    """Raise UserError unless `saved` has the form in which a run saves it."""
-    try:
-        _SAVED.validate_python(saved, strict=True)
-        TypeAdapter(RunState).validate_python(saved["run"])
-        unknown = sorted(saved["run"].keys() - {each.name for each in fields(RunState)})
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"the checkpoint's trainer.json is not in the form that Keel writes: {place}: {first['msg']}"
-        ) from None
-    if unknown:
-        raise UserError(
-            f"the checkpoint's trainer.json has the key {unknown[0]}, which this Keel does not know; "
-            "use the Keel that wrote it"
-        )

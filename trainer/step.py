@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from parallelisms.passes import Call, OneByOne, Passes
 from parallelisms.pipeline import Pipeline
 from parallelisms.streams import queue_gathers
 from trainer.data.loader import IGNORED, MicroBatch
-from trainer.guards.verdict import StepResult, agree, agreed_norm, decide
+from trainer.guards.verdict import Verdict, judge
 from trainer.loss import CrossEntropy
 from trainer.optimizer import (
     TrainingOptimizer,
@@ -42,6 +42,17 @@ from trainer.optimizer import (
     saved_weights,
     set_lr,
 )
+
+
+class Terms(NamedTuple):
+    """What a step's verdict depends on besides its own numbers."""
+
+    loss_limit: float = math.inf
+    """A loss above it is a spike, which updates nothing."""
+    is_stopping: bool = False
+    """Whether this rank was told to stop."""
+    gradients_are_lost: bool = False
+    """Whether the gradients must be computed again, because others were computed in between."""
 
 
 @dataclass(frozen=True)
@@ -76,43 +87,53 @@ class Learner:
         self,
         micro_batches: list[MicroBatch],
         lr: float,
-        loss_limit: float = math.inf,
+        terms: Callable[[], Terms] = lambda: Terms(),
         before_update: Callable[[], None] = lambda: None,
-    ) -> StepResult:
+    ) -> Verdict:
         """Update the model with this rank's share of a global batch; all ranks must call it.
+
+        On a GPU this queues the work, and does not wait for it.
 
         Args:
             micro_batches: this rank's share.
             lr: learning rate.
-            loss_limit: a loss above it is a spike, which updates nothing.
+            terms: called when the forward and backward passes are queued, for what the verdict depends on.
             before_update: called just before the update; until then, `state` is that of the last step.
 
         Raises:
-            UserError: the ranks issued different collectives, or in a different order, or got different results;
-                nothing was updated.
+            UserError: the ranks issued different collectives, or in a different order; nothing was updated.
         """
         with self.guard.watch():
-            return self._step(micro_batches, lr, loss_limit, before_update)
-
-    def _step(
-        self, micro_batches: list[MicroBatch], lr: float, loss_limit: float, before_update: Callable[[], None]
-    ) -> StepResult:
-        loss, norm = self.gradients(micro_batches)
-        agreed = agree(self.mesh, loss, norm)
-        self.clip(agreed_norm(agreed))
-        self.guard.compare()
-        result = decide(agreed, loss, norm, loss_limit)
-        before_update()
-        if not result.skipped:
+            loss, norm = self.gradients(micro_batches)
+            agreed = terms()
+            if agreed.gradients_are_lost:
+                loss, norm = self.gradients(micro_batches)
+            verdict = judge(self.mesh, loss, norm, agreed.loss_limit, agreed.is_stopping)
+            self.guard.compare()
+            before_update()
             set_lr(self.optimizer, lr)
-            self.optimizer.step()
-        self.finish(result.skipped)
-        return result
+            self._update(verdict)
+            self.finish(verdict.skip)
+            return verdict
 
-    def finish(self, skipped: bool) -> None:
-        """Free the gradients and the other leftovers of a step."""
+    def _update(self, verdict: Verdict) -> None:
+        """Clip and update, unless the verdict is to skip the step."""
+        config, divisor = self.config, None
+        if config.optimizer.name != "adamw" or config.fsdp.cpu_offload:  # no kernel on the device that can skip
+            if not verdict.result().skipped:
+                self.clip(verdict.norm)
+                self.optimizer.step()
+            return
+        if config.training.dtype == "float64":  # the kernel would divide by a number in float32
+            self.clip(verdict.norm)
+        elif math.isfinite(config.training.max_norm):
+            divisor = ((verdict.norm + 1e-6) / config.training.max_norm).clamp(min=1.0).float()
+        self.optimizer.step(skip=verdict.skip, divisor=divisor)
+
+    def finish(self, skip: Tensor) -> None:
+        """Free the gradients and the other leftovers of a step, which changed nothing if `skip` is 1."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.load_balance.finish_step(skipped)
+        self.load_balance.finish_step(skip)
 
     def gradients(self, micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Add a global batch's gradients to the parameters; returns its loss (float64) and their norm, scalars."""
@@ -192,7 +213,8 @@ class Learner:
 
         At least 1: a batch without targets has loss 0.
         """
-        count = torch.tensor(_count_valid(micro_batches), dtype=torch.float64, device=self.mesh.device)
+        # A fill: a copy of the number from the host's pageable memory would wait for the device.
+        count = torch.full((), _count_valid(micro_batches), dtype=torch.float64, device=self.mesh.device)
         return self.mesh.sum_over_tokens(count).clamp(min=1.0)
 
 

@@ -7,7 +7,6 @@ Each part knows one thing: the loader which samples come next, the learner how t
 when and where to save, the console what the user sees.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -32,23 +31,26 @@ from trainer.exports import Exports
 from trainer.guards.agreement import compare_data, on_all_ranks
 from trainer.guards.copies import see_that_copies_are_equal
 from trainer.guards.environment import device_name, environment
+from trainer.guards.garbage import Garbage
 from trainer.guards.grace import Grace
 from trainer.guards.phases import Lag, Phase, PhaseClock
+from trainer.guards.saved_state import check_saved_state
 from trainer.guards.spikes import loss_limit, rewind_target
 from trainer.guards.trace_nonfinite import trace_nonfinite
-from trainer.guards.verdict import StepResult, describe
+from trainer.guards.verdict import StepResult, Verdict, describe
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import State, StopRequest, write_status
 from trainer.lr_schedule import learning_rate
-from trainer.planning.flops import flops_per_token, mfu, peak_flops, tflops_per_device
+from trainer.planning.flops import peak_flops
 from trainer.planning.skeleton import skeleton
 from trainer.preparation import prepare_data, require_inputs
 from trainer.report.console import Console
-from trainer.report.metrics import Kind, Memory, MetricsLog, StepMetrics, TimeLedger, memory_counts, memory_of
+from trainer.report.metrics import Kind, Memory, TimeLedger, memory_counts, memory_of
 from trainer.report.profile import StepProfiler
+from trainer.report.step_records import StepRecords, tokens_per_step
 from trainer.sampling.periodic import Sampler
-from trainer.saved_state import RunState, check_saved_state, too_many_skipped
-from trainer.step import build_learner
+from trainer.saved_state import RunState, too_many_skipped
+from trainer.step import Terms, build_learner
 from trainer.validation import ValidationResult, validate
 
 # torch.compile compiles in the first step of a launch, and may compile again in the second.
@@ -56,10 +58,21 @@ COMPILING_STEPS = 2
 
 
 @dataclass(frozen=True)
+class Pending:
+    """The last step, until its result is read."""
+
+    verdict: Verdict
+    lr: float
+    micro_batches: list[MicroBatch]
+
+
+@dataclass(frozen=True)
 class Finished:
     """The state of a run between two steps, without its tensors."""
 
     run: RunState
+    verdict: Verdict | None
+    """Of one more step, whose result is not in `run` yet."""
     data: dict[str, Any]
     """State of this rank's loader."""
     validation_loss: float | None
@@ -112,13 +125,18 @@ class Trainer:
             self.checkpoints.check_room(self.learner.state())
             self.exports = self._build_exports()
             self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
-            self.metrics_log: MetricsLog | None = None
-            on_rank_zero(None, self._open_metrics_log)
+            self.records = StepRecords(config, console, ledger, self.peak)
+            on_rank_zero(None, lambda: self.records.open(self.run.step))
         waits = CollectiveWaits(groups_of_axes(self.mesh).values(), self.device)
         self.phases = PhaseClock(waits, config.fault.lag_ratio, self.mesh.sizes.pp > 1, COMPILING_STEPS)
         self.lag: Lag | None = None
         """Lag in the last window of steps, until it is logged."""
         self.grace = Grace(stop, config.job.grace_seconds, console, device, config.job.timeout_seconds)
+        self.reads_late = self.device.type == "cuda" and self.spikes.action != "rewind"
+        """Whether a step's result is read only when the next step's work is queued, so that the device never idles."""
+        self.pending: Pending | None = None
+        self.is_stopping = False
+        """Whether a rank was told to stop, as far as all ranks know."""
         self._save_is_due = False
         self.last_was_finite = True
         """Whether the last step had a finite loss and gradient norm."""
@@ -189,40 +207,33 @@ class Trainer:
         log, warn = self.console.line, self.console.warning
         return Exports(self.config, self.folder, self.checkpoints.latest_step(), log, warn)
 
-    def _open_metrics_log(self) -> None:
-        if self.metrics_log:
-            self.metrics_log.close()
-        try:
-            log = MetricsLog(self.folder, self.config.metrics.tensorboard, self.console.outages, self.run.step)
-        except OSError as error:
-            raise UserError(f"{error.filename or self.folder} can't be written: {error.strerror}") from None
-        if log.unreadable_lines:
-            self.console.warning(f"{log.unreadable_lines} unreadable lines were removed from metrics.jsonl")
-        self.metrics_log = log
-
     def train(self) -> State:
         """Train up to `training.steps` or until a signal, then save."""
-        last_step = self.config.training.steps
-        on_gpu = self.device.type == "cuda"
-        with self.grace, self.console.training(self.run.step, last_step, self.peak is not None, on_gpu):
-            while self.run.step < last_step and not self._agreed_to_stop():
-                result, lr = self._step()
-                if result.is_spike and self._rewind(result):
+        try:
+            return self._train()
+        finally:
+            self.records.flush()  # after an error, too
+
+    def _train(self) -> State:
+        last_step, on_gpu = self.config.training.steps, self.device.type == "cuda"
+        garbage = Garbage(COMPILING_STEPS)
+        with self.grace, garbage, self.console.training(self.run.step, last_step, self.peak is not None, on_gpu):
+            self._vote_to_stop()
+            while self.step < last_step and not self.is_stopping:
+                step = self._step()
+                garbage.after_step()
+                if self._is_awaited():
+                    self._settle()
+                if self.step < step:  # the run has gone back
                     continue
-                self._count(result)
-                if self._is_due(self.config.fault.compare_interval):
-                    self._compare_copies()
-                validation = self._validate() if self._is_due(self.config.validation.interval) else None
-                is_due = self._is_due(self.config.metrics.interval) or self.run.step in (1, last_step)
-                if validation or is_due or self.unlogged_incidents:
-                    self._log(result, lr, validation)
-                self.console.advance(self.run.step)
                 self.checkpoints.poll()
-                is_typical = self.run.step - self.first_step > COMPILING_STEPS
+                is_typical = self.step - self.first_step > COMPILING_STEPS
                 self.grace.check(self.checkpoints.save_seconds, is_typical)
                 if self._should_save():
                     self._save()
+                    self._vote_to_stop()  # saving may have taken long
                 self._poll_exports()
+            self._settle()
             self._save()
             self.checkpoints.close()
         self._finish_exports()
@@ -231,35 +242,85 @@ class Trainer:
 
     # ----------------------------------------------------------------------- parts of a step
 
-    def _agreed_to_stop(self, doing: str = "training") -> bool:
-        """Whether any rank was signaled; all ranks stop after the same step, or in the same validation.
+    @property
+    def step(self) -> int:
+        """Steps completed, or queued on the device; `run.step` counts those whose result was read."""
+        return self.run.step + (self.pending is not None)
 
-        A signal therefore takes effect within one optimizer step (including compilation in a launch's first step) or
-        one validation batch, plus the save.
+    def _vote_to_stop(self, doing: str = "training") -> bool:
+        """Learn whether any rank was told to stop. In training the ranks learn it with a step's result instead.
+
+        All ranks stop after the same step, or in the same validation. A signal takes effect within one optimizer step
+        (including compilation in a launch's first step; two where results are read late) or one validation batch,
+        plus the save.
         """
-        self.watchdog.step(self.run.step, doing)
+        self.watchdog.step(self.step, doing)
         with self.phases.measure(Phase.OTHER):
-            return bool(self.mesh.max_over_all(torch.tensor(int(bool(self.stop)))))
+            self.is_stopping |= bool(self.mesh.max_over_all(torch.tensor(int(bool(self.stop)))))
+        return self.is_stopping
 
-    def _step(self) -> tuple[StepResult, float]:
-        lr = learning_rate(self.config.lr_schedule, self.config.optimizer.lr, self.run.step)
-        compiling = self.config.compile.enable and self.run.step - self.first_step < COMPILING_STEPS
-        self.learner.freeze(self.run.step)
-        self.profiler.before_step(self.run.step + 1)
-        self.grace.computing(self.run.step, partial(self._rescue, self._finished()))
+    def _step(self) -> int:
+        """Queue the next step, and read the result of the last on the way; returns its number."""
+        step = self.step
+        lr = learning_rate(self.config.lr_schedule, self.config.optimizer.lr, step)
+        compiling = self.config.compile.enable and step - self.first_step < COMPILING_STEPS
+        self.watchdog.step(step)
+        self.learner.freeze(step)
+        self.profiler.before_step(step + 1)
+        if compiling and step == self.first_step:
+            self.console.line("compiling: the first step takes longer, up to minutes where nothing is cached yet")
+        self.grace.computing(step, partial(self._rescue, self._finished()))
         with self.ledger.step(compiling):
             with self.ledger.waiting_for_data(), self.phases.measure(Phase.DATA):
                 micro_batches = next(self.loader)
-            limit = loss_limit(self.spikes, self.run.past_losses)
             with self.phases.step():
-                result = self.learner.step(micro_batches, lr, limit, self.grace.updating)
-            self.phases.decided(result.decided_at)
-        self.profiler.after_step(self.run.step + 1)
+                verdict = self.learner.step(micro_batches, lr, self._terms, self._before_update)
+        self.pending = Pending(verdict, lr, micro_batches)
+        self.profiler.after_step(step + 1)
+        self._report_lag()
+        return step + 1
+
+    def _terms(self) -> Terms:
+        """What a step is judged by, once its passes are queued: they keep the device busy while this waits for it."""
+        if self.pending:
+            self.watchdog.step(self.run.step)  # if the device hangs, it is in that step
+        is_traced = self._settle()
+        return Terms(loss_limit(self.spikes, self.run.past_losses), bool(self.stop), gradients_are_lost=is_traced)
+
+    def _before_update(self) -> None:
+        self.phases.updating()
+        self.grace.updating()
+
+    def _is_awaited(self) -> bool:
+        """Whether the result of the last step must be read before the next begins."""
+        due = map(self._is_due, (self.config.validation.interval, self.config.fault.compare_interval))
+        return not self.reads_late or any(due)
+
+    def _settle(self) -> bool:
+        """Read the result of the last step, if it is not read yet, and do what is due after that step.
+
+        Returns:
+            Whether that computed a step again, which overwrote the gradients.
+        """
+        pending, self.pending, is_traced = self.pending, None, False
+        if pending is None:
+            return False
+        result = pending.verdict.result()
         if result.skipped:
             with self.phases.measure(Phase.OTHER):
-                self._report_skip(result, micro_batches)
-        self._report_lag()
-        return result, lr
+                is_traced = self._report_skip(result, pending.micro_batches)
+        self.is_stopping |= result.is_stopping
+        if result.is_spike and self._rewind(result):
+            return is_traced
+        self._count(result)
+        if self._is_due(self.config.fault.compare_interval):
+            self._compare_copies()
+        validation = self._validate() if self._is_due(self.config.validation.interval) else None
+        is_due = self._is_due(self.config.metrics.interval) or self.run.step in (1, self.config.training.steps)
+        if validation or is_due or self.unlogged_incidents:
+            self._log(result, pending.lr, validation)
+        self.console.advance(self.run.step)
+        return is_traced
 
     def _report_lag(self) -> None:
         lag = self.phases.finish_step()
@@ -267,7 +328,7 @@ class Trainer:
             self.lag = lag
             complaint = self.phases.complaint(lag)
             if complaint and self.rank == 0:
-                self.console.warning(f"step {self.run.step + 1}: {complaint}")
+                self.console.warning(f"step {self.step}: {complaint}")
 
     def _count(self, result: StepResult) -> None:
         """Add a step to the run.
@@ -275,16 +336,16 @@ class Trainer:
         Raises:
             UserError: too many steps in a row changed nothing.
         """
-        limit = loss_limit(self.spikes, self.run.past_losses)
-        self.run = self.run.after(result, self._tokens_per_step, self.spikes)
+        n_incidents = len(self.run.incidents)
+        self.run = self.run.after(result, tokens_per_step(self.config), self.spikes)
+        self.unlogged_incidents += self.run.incidents[n_incidents:]
         self.losses.append(result.loss)
         self.last_was_finite = result.is_spike or not result.skipped
-        if result.is_spike:
-            self._record("skip", loss=result.loss, limit=limit)
         if self.run.skipped_in_a_row > self.config.training.max_skipped_steps:
             raise UserError(too_many_skipped(self.config, self.run, self.folder))
 
-    def _report_skip(self, result: StepResult, micro_batches: list[MicroBatch]) -> None:
+    def _report_skip(self, result: StepResult, micro_batches: list[MicroBatch]) -> bool:
+        """Tell why a step changed nothing; returns whether it was computed again for that."""
         by_rank = gather([sample for batch in micro_batches for sample in batch.samples])
         samples = sorted({sample for samples in by_rank for sample in samples})
         limit = f" (a spike is above {loss_limit(self.spikes, self.run.past_losses)})" if result.is_spike else ""
@@ -292,8 +353,10 @@ class Trainer:
             f"step {self.run.step + 1} skipped: {describe(result.gather())}{limit}; its samples are {samples[0]} to "
             f"{samples[-1]}"
         )
-        if self.config.fault.trace_nonfinite and self.last_was_finite and not result.is_spike:
+        is_traced = self.config.fault.trace_nonfinite and self.last_was_finite and not result.is_spike
+        if is_traced:
             self.console.note(f"step {self.run.step + 1}: {trace_nonfinite(self.learner, micro_batches)}")
+        return is_traced
 
     def _record(self, what: str, **details: Any) -> None:
         """Record an incident, for later checkpoints and the next line of metrics."""
@@ -336,7 +399,7 @@ class Trainer:
         self.compared_step = None
         self.profiler.finish()
         self.exports = self._build_exports()
-        on_rank_zero(None, self._open_metrics_log)
+        on_rank_zero(None, lambda: self.records.open(self.run.step))
 
     def _compare_copies(self) -> None:
         """Check that replicated tensors are equal on all ranks, or heal them.
@@ -356,13 +419,13 @@ class Trainer:
             self._record("heal", tensors=[line.strip() for line in healed.strip().split("\n")])
 
     def _is_due(self, interval: int) -> bool:
-        return interval > 0 and self.run.step % interval == 0
+        return interval > 0 and self.step % interval == 0
 
     def _validate(self) -> ValidationResult | None:
         """Validate; returns None if a signal ends it early."""
         assert self.validation_loader is not None
         with self.ledger.measure(Kind.VALIDATION), self.phases.measure(Phase.OTHER):
-            is_over = partial(self._agreed_to_stop, "validation")
+            is_over = partial(self._vote_to_stop, "validation")
             result = validate(self.learner, self.validation_loader, self.token_bytes, is_over)
             if result:
                 result = replace(result, samples=self.sampler.sample(self.learner, self.run.step, is_over))
@@ -371,7 +434,9 @@ class Trainer:
 
     def _should_save(self) -> bool:
         """Whether to save now; a save that is due after a non-finite step waits for the next finite one."""
-        self._save_is_due |= self.checkpoints.should_save(self.run.step)
+        self._save_is_due |= self.checkpoints.should_save(self.step)
+        if self._save_is_due:
+            self._settle()
         return self._save_is_due and self.last_was_finite
 
     def _save(self) -> None:
@@ -382,8 +447,7 @@ class Trainer:
         """
         self._compare_copies()
         self.watchdog.step(self.run.step, "checkpoint")
-        if self.metrics_log:
-            self.metrics_log.flush()
+        self.records.flush()
         with self.ledger.measure(Kind.CHECKPOINT), self.phases.measure(Phase.CHECKPOINT):
             self.checkpoints.wait()
             self._poll_exports()  # begin the export of the last checkpoint before this one replaces it
@@ -393,7 +457,8 @@ class Trainer:
     def _finished(self) -> Finished:
         """Return the current state of the run, between two steps."""
         step, loss = self.validated or (None, None)
-        return Finished(self.run, self.loader.state_dict(), loss if step == self.run.step else None)
+        verdict = self.pending.verdict if self.pending else None
+        return Finished(self.run, verdict, self.loader.state_dict(), loss if step == self.step else None)
 
     def _save_finished(self, finished: Finished, group: dist.ProcessGroup | None = None) -> None:
         """Save the state after a step, while tensors are unchanged since; `group` holds all ranks."""
@@ -419,7 +484,16 @@ class Trainer:
 
         Returns:
             A function that reports the save once it is written.
+
+        Raises:
+            UserError: the ranks hold different results of that step.
         """
+        if finished.verdict:
+            result = finished.verdict.read()
+            if result.differs:  # the main threads say which
+                raise UserError("the ranks hold different results of the last step")
+            run = finished.run.after(result, tokens_per_step(self.config), self.spikes)
+            finished = replace(finished, run=run, verdict=None)
         step, is_new = finished.run.step, finished.run.step > self.first_step
         if is_new:
             self.console.line(f"{reason}: saving the state of step {step} while step {step + 1} is computed")
@@ -440,38 +514,12 @@ class Trainer:
         return make_known
 
     def _log(self, result: StepResult, lr: float, validation: ValidationResult | None) -> None:
-        speed = self.ledger.throughput(self._tokens_per_step)
-        frozen = self.learner.frozen(self.run.step - 1)
-        flops = flops_per_token(self.config.model, self.config.training.seq_len, frozen).causal
-        tflops = tflops_per_device(speed.tokens_per_second, flops, self.mesh.sizes.world_size)
         with self.phases.measure(Phase.OTHER):
             balance, memory = self.learner.load_balance.measure(), self.memory()
-        metrics = StepMetrics(
-            step=self.run.step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=lr,
-            tokens=self.run.tokens,
-            **asdict(speed),
-            mfu=mfu(tflops, self.peak),
-            tflops=tflops,
-            **asdict(memory),
-            time=time.time(),
-            **(vars(validation) if validation else {}),
-            incidents=self.unlogged_incidents or None,
-            **(vars(balance) if balance else {}),
-            slowest_rank=self.lag.rank if self.lag else None,
-            lag_seconds=self.lag.seconds if self.lag else None,
-            phase_seconds=self.lag.phase_seconds if self.lag else None,
-        )
-        self.unlogged_incidents = []
-        self.lag = None
-        self.console.step(metrics)
-        if self.metrics_log:
-            self.metrics_log.write(metrics)
-            if not self.grace.has_begun:
-                with self.console.outages.tolerate(self.folder / "status.json"):
-                    write_status(self.folder, "running", self.run.step)
+        frozen, incidents = self.learner.frozen(self.run.step - 1), self.unlogged_incidents
+        measured = (memory, validation, balance, self.lag, incidents)
+        self.records.write(self.run, result, lr, frozen, *measured, writes_status=not self.grace.has_begun)
+        self.unlogged_incidents, self.lag = [], None
 
     def memory(self) -> Memory:
         """The largest memory use on any rank; all ranks must call it."""
@@ -499,15 +547,10 @@ class Trainer:
         self.profiler.finish()
         for loader in filter(None, (self.loader, self.validation_loader)):
             loader.close()
-        if self.metrics_log:
-            self.metrics_log.close()
+        self.records.close()
 
     @property
     def newest_checkpoint(self) -> Path | None:
         """Folder of the last checkpoint that was written or loaded."""
         step = self.checkpoints.latest_step()
         return None if step is None else step_folder(self.folder / "checkpoints", step)
-
-    @property
-    def _tokens_per_step(self) -> int:
-        return self.config.training.global_batch_size * self.config.training.seq_len

@@ -9,7 +9,8 @@ import torch
 from configs.schema import Config
 from parallelisms.mesh import Mesh
 from trainer.data.loader import DataLoader, build_loader
-from trainer.step import Learner, build_learner
+from trainer.guards.verdict import Verdict
+from trainer.step import Learner, Terms, build_learner
 
 Step = Callable[[], None]
 Turn = Callable[[], float]
@@ -23,9 +24,15 @@ class KeelStep:
         self.learner: Learner = build_learner(config, mesh)
         self.loader: DataLoader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
         self._lr = config.optimizer.lr
+        self._last: Verdict | None = None
 
     def __call__(self) -> None:
-        self.learner.step(next(self.loader), self._lr)
+        self._last = self.learner.step(next(self.loader), self._lr, self._terms)
+
+    def _terms(self) -> Terms:
+        if self._last:
+            self._last.result()
+        return Terms()
 
 
 def warm_up(step: Step, steps: int) -> None:

@@ -45,7 +45,7 @@ def train(words: tuple[str, ...], queues: bool = False) -> tuple[list[float], li
     learner = build_learner(config, mesh)
     counts = count_gathers(learner.stages.values(), config.comm) if queues else None
     loader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
-    results = [learner.step(next(loader), lr=1e-3) for _ in range(2)]
+    results = [learner.step(next(loader), lr=1e-3).result() for _ in range(2)]
     loader.close()
     weights = {name: p.to_local().detach().clone() for name, p in learner.parameters.items()}
     assert counts is None or counts.gathers > 0

@@ -166,7 +166,7 @@ def long_step(seq_len):
     micro_batches = next(loader)
     loader.close()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result = learner.step(micro_batches, lr=1e-3)
+    result = learner.step(micro_batches, lr=1e-3).result()
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before), result.loss
 
 
@@ -192,7 +192,7 @@ def learn(words, folder, steps):
     saved = manager.resume(learner.state())
     start = saved["step"] if saved else 0
     loader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=start * config.training.global_batch_size)
-    losses = [learner.step(next(loader), lr=1e-3).loss for _ in range(steps)]
+    losses = [learner.step(next(loader), lr=1e-3).result().loss for _ in range(steps)]
     loader.close()
     manager.save(start + steps, learner.state(), {"step": start + steps, "tokens": 0})
     manager.close()
@@ -250,5 +250,5 @@ def loss_of_late_targets(words):
     loader.close()
     for batch in micro_batches:
         batch.targets[:, : config.training.seq_len // 2] = IGNORED
-    result = learner.step(micro_batches, lr=1e-3)
+    result = learner.step(micro_batches, lr=1e-3).result()
     return [result.loss, result.grad_norm]

@@ -51,7 +51,7 @@ def _measured(machine):
     found = learner.load_balance.measure()
     biases = {name: bias.tolist() for name, bias in learner.load_balance.state().items()}
     next(iter(learner.parameters.values())).data.fill_(float("nan"))
-    assert learner.step(micro_batches, 1e-3).skipped
+    assert learner.step(micro_batches, 1e-3).result().skipped
     assert biases == {name: bias.tolist() for name, bias in learner.load_balance.state().items()}
     return found, biases
 

@@ -65,7 +65,7 @@ def train(learner, first, last, at_step=lambda step: None):
     for step, micro_batches in zip(range(first, last), loader, strict=False):
         at_step(step)
         lr = learning_rate(config.lr_schedule, config.optimizer.lr, step)
-        losses.append(learner.step(micro_batches, lr).loss)
+        losses.append(learner.step(micro_batches, lr).result().loss)
     loader.close()
     return losses
 

@@ -40,9 +40,9 @@ def micro_batches(step: int) -> list[MicroBatch]:
 def documents(*overrides: str) -> tuple[list[StepResult], torch.Tensor]:
     """What the steps found, and the (loss sum, tokens, bytes) of a validation between them."""
     learner = build(*overrides)
-    results = [learner.step(micro_batches(0), 1e-3)]
+    results = [learner.step(micro_batches(0), 1e-3).result()]
     evaluated = learner.evaluate(micro_batches(STEPS)[:3], None)
-    results += [learner.step(micro_batches(step), 1e-3) for step in range(1, STEPS)]
+    results += [learner.step(micro_batches(step), 1e-3).result() for step in range(1, STEPS)]
     return results, evaluated
 
 
@@ -68,7 +68,7 @@ def poisoned(stage: int) -> tuple[bool, bool, bool]:
         weight = next(iter(learner.parameters.values())).to_local()
         weight.detach().view(-1)[0] = math.nan
     before = local_state(learner)
-    result = learner.step(micro_batches(0), 1e-3)
+    result = learner.step(micro_batches(0), 1e-3).result()
     after = local_state(learner)
     same = all(torch.equal(before[name], after[name]) for name in before)
     return result.skipped, same, math.isnan(result.grad_norm)

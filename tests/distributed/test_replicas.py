@@ -69,7 +69,7 @@ def learner_of(words, job="parity.toml"):
 def train(learner, steps):
     config, mesh = learner.config, learner.mesh
     loader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
-    results = [learner.step(batches, 1e-2) for _, batches in zip(range(steps), loader, strict=False)]
+    results = [learner.step(batches, 1e-2).result() for _, batches in zip(range(steps), loader, strict=False)]
     loader.close()
     return results
 

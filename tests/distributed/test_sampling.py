@@ -142,7 +142,9 @@ def state_after(folder, samples):
     sample = Sampler(job).sample(learner, 3, lambda: False)
     assert (sample is None) == (not samples)
     loader = build_loader(job.config, learner.mesh.dp_rank, learner.mesh.sizes.dp, start_sample=24)
-    losses = [learner.step(micro_batches, lr=1e-2).loss for _, micro_batches in zip(range(2), loader, strict=False)]
+    losses = [
+        learner.step(micro_batches, lr=1e-2).result().loss for _, micro_batches in zip(range(2), loader, strict=False)
+    ]
     for each in (loader, validation):
         each.close()
     return losses, torch.get_rng_state().sum().item(), Sampler(job).sample(learner, 3, lambda: True)

@@ -68,7 +68,7 @@ def traced(words: str, where: str, kind: str) -> tuple[str, bool, bool, list[int
     learner.step(micro_batches, 1e-3)
     if dist.get_rank() == 1:
         plant(learner, where, kind, micro_batch=len(micro_batches) % 2)
-    assert learner.step(micro_batches, 1e-3).skipped
+    assert learner.step(micro_batches, 1e-3).result().skipped
     said = trace_nonfinite(learner, micro_batches)
     left = any(p.grad is not None for p in learner.parameters.values())
     return said, left, trace_nonfinite(learner, micro_batches) == said, [b.samples[1] for b in micro_batches]
@@ -121,7 +121,7 @@ def lost(words: str, cause: str) -> str:
     if cause == "overflow":
         clean = learner.passes.train
         object.__setattr__(learner.passes, "train", lambda calls, scale: clean(calls, scale * 1e21) / 1e21)
-        assert learner.step(micro_batches, 1e-3).skipped
+        assert learner.step(micro_batches, 1e-3).result().skipped
     return trace_nonfinite(learner, micro_batches)
 
 

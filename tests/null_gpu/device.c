@@ -40,7 +40,7 @@ static const size_t PAGE = 4096, ALIGNMENT = (size_t)2 << 20;
 #define DECLARE(name) static _Atomic long name##_count;
 COUNTERS(DECLARE)
 static double idle_since; /* a synchronization that no launch has followed */
-static double idle_seconds, last_idle_seconds; /* from synchronizations to the launches that followed: all, the last */
+static double idle_seconds; /* from synchronizations to the launches that followed */
 
 long null_gpu_count(const char *name) {
 #define GET(counter)                                                                                                   \
@@ -57,7 +57,7 @@ const char *null_gpu_names(void) {
 void null_gpu_reset(void) {
 #define ZERO(counter) counter##_count = 0;
     COUNTERS(ZERO)
-    idle_since = idle_seconds = last_idle_seconds = 0;
+    idle_since = idle_seconds = 0;
 }
 
 /* CPU seconds of the process. */
@@ -69,11 +69,10 @@ static double cpu_seconds(void) {
 
 /* CPU seconds that the host took, after each synchronization, to its next launch: a device had nothing to do then. */
 double null_gpu_idle_seconds(void) { return idle_seconds; }
-double null_gpu_last_idle_seconds(void) { return last_idle_seconds; }
 
 static int launched(_Atomic long *counter) {
     if (idle_since) {
-        idle_seconds += last_idle_seconds = cpu_seconds() - idle_since;
+        idle_seconds += cpu_seconds() - idle_since;
         idle_since = 0;
     }
     ++*counter;

@@ -61,6 +61,7 @@ def environment(devices: int = 1) -> dict[str, str]:
         "KEEL_NULL_GPUS": str(devices),
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # cuDNN calls the driver past this library; FlashAttention is torch's
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",  # they are mapped by driver calls that it lacks
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its worker processes would start with the library, too
         "TRITON_CACHE_DIR": str(built.parent / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(built.parent / "inductor"),
@@ -81,7 +82,6 @@ class Counters:
         self._library.null_gpu_names.restype = ctypes.c_char_p
         self._library.null_gpu_count.restype = ctypes.c_long
         self._library.null_gpu_idle_seconds.restype = ctypes.c_double
-        self._library.null_gpu_last_idle_seconds.restype = ctypes.c_double
         self._names = self._library.null_gpu_names().decode().split()
 
     def reset(self) -> None:
@@ -95,10 +95,6 @@ class Counters:
     def idle_seconds(self) -> float:
         """CPU time of the process from each synchronization to the launch that follows, in all."""
         return self._library.null_gpu_idle_seconds()
-
-    def last_idle_seconds(self) -> float:
-        """CPU time of the process from the last synchronization that a launch has followed, to that launch."""
-        return self._library.null_gpu_last_idle_seconds()
 
 
 def _build(built: Path, headers: list[Path]) -> None:

@@ -51,23 +51,29 @@ def measure(
     import torch.distributed as dist
 
     from parallelisms.mesh import groups_of_axes
+    from trainer.step import Terms
 
     learner, loader = build(load_job(config, overrides, dist.get_world_size()))
-    counters = Counters()
-    seconds, idle, to_update = [], [], []
+    counters, last = Counters(), None
+    seconds, idle = [], []
+
+    def terms() -> Terms:  # as the trainer does: read the last step's result once this step's work is queued
+        if last is not None:
+            last.read()
+        return Terms()
+
     for step in range(warm_up + timed):
         micro_batches = next(loader)
         counters.reset()
         started = time.process_time()
-        learner.step(micro_batches, lr=1e-4)
+        last = learner.step(micro_batches, 1e-4, terms)
         if step >= warm_up:
             seconds.append(time.process_time() - started)
             idle.append(counters.idle_seconds())
-            to_update.append(counters.last_idle_seconds())  # the loss is the last that the host reads
     counts = counters.read()
     peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     with _synchronizations() as places, _collectives(groups_of_axes(learner.mesh)) as calls:
-        learner.step(next(loader), lr=1e-4)
+        learner.step(next(loader), 1e-4, terms)
     loader.close()
     return {
         "launches": sum(counts[name] for name in LAUNCHES),
@@ -76,7 +82,6 @@ def measure(
         "nccl_calls": counts["collective"],
         "host_ms": 1e3 * statistics.median(seconds),
         "idle_after_syncs_ms": 1e3 * statistics.median(idle),
-        "loss_to_update_ms": 1e3 * statistics.median(to_update),
         "peak_allocated_bytes": peak[0],
         "peak_reserved_bytes": peak[1],
         "counts": counts,
@@ -202,7 +207,6 @@ def table(result: dict[str, Any]) -> str:
         f"NCCL calls        {result['nccl_calls']:>8,}",
         *(f"                  {count:>8,}   {call}" for call, count in result["collectives_by_axis"].items()),
         f"host CPU time     {result['host_ms']:>8.1f} ms",
-        f"loss to update    {result['loss_to_update_ms']:>8.1f} ms from reading the loss to the update's first launch",
         f"idle after syncs  {result['idle_after_syncs_ms']:>8.1f} ms from any synchronization to the next launch",
         f"memory at peak    {result['peak_allocated_bytes'] / gib:>8.2f} GiB allocated, "
         f"{result['peak_reserved_bytes'] / gib:.2f} GiB reserved",

@@ -48,10 +48,11 @@ from trainer.data.text import documents
 from trainer.data.token_file import SUFFIX, TokenFolder
 from trainer.data.token_writer import TokenFileWriter
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
+from trainer.guards.saved_state import check_saved_state
 from trainer.lifecycle import read_status
 from trainer.report.console import Console
 from trainer.report.metrics import cut_back
-from trainer.saved_state import RunState, check_saved_state
+from trainer.saved_state import RunState
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text() * 3

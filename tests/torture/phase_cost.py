@@ -44,8 +44,7 @@ def rounds(n: int, overrides: tuple[str, ...]) -> list[tuple[float, ...]]:
                 with clock.measure(Phase.DATA):
                     pass
                 with clock.step():
-                    result = learner.step(micro_batches, 1e-3)
-                clock.decided(result.decided_at)
+                    learner.step(micro_batches, 1e-3, before_update=clock.updating)
                 clock.finish_step()
             cpu.append((time.process_time() - started) / BLOCK)
         found.append(

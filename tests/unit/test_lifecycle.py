@@ -162,6 +162,11 @@ def test_a_running_job_renews_its_status_and_one_that_has_ended_does_not(tmp_pat
     assert read_status(tmp_path)["time"] > written["time"]
     refresh_status(tmp_path, 7, "step 8 hangs")
     assert read_status(tmp_path)["reason"] == "step 8 hangs"
+    refresh_status(tmp_path, 8, "")
+    assert read_status(tmp_path)["reason"] == ""
+    (tmp_path / "status.json").unlink()
+    refresh_status(tmp_path, 8)
+    assert (read_status(tmp_path)["state"], read_status(tmp_path)["step"]) == ("running", 8)
     write_status(tmp_path, "failed", 7, "why")
     ended = read_status(tmp_path)
     refresh_status(tmp_path, 8)

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -80,10 +81,31 @@ def test_a_value_that_is_not_finite_is_null_and_named():
     assert record["lr"] == 1e-4
 
 
-def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
-    log = open_log(tmp_path)
-    log.write(metrics(10))
+def test_a_line_reaches_the_disk_without_a_further_call(tmp_path):
+    log, written = open_log(tmp_path), threading.Event()
+    log.write(metrics(10), written.set)
+    assert written.wait(60)
     assert [record["step"] for record in read(tmp_path)] == [10]
+    log.close()
+
+
+def test_a_slow_disk_holds_up_only_the_flush_before_a_save(tmp_path):
+    log, disk = open_log(tmp_path), threading.Event()
+    log.write(metrics(10), disk.wait)
+    log.write(metrics(20))  # returns while the disk is at work on the last line
+    assert [record["step"] for record in read(tmp_path)] in ([], [10])
+    threading.Timer(0.1, disk.set).start()
+    log.flush()
+    assert disk.is_set()
+    assert [record["step"] for record in read(tmp_path)] == [10, 20]
+    log.close()
+
+
+def test_an_error_in_the_thread_is_raised_by_the_flush(tmp_path):
+    log = open_log(tmp_path)
+    log.write(metrics(10), lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        log.flush()
     log.close()
 
 
@@ -252,10 +274,12 @@ def test_curves_miss_nothing_after_an_outage(tmp_path):
     log = open_log(tmp_path, tensorboard=True, say=said.append)
     (events,) = (tmp_path / "tensorboard").iterdir()
     log.write(metrics(10))
+    log.flush()
     aside = events.rename(tmp_path / "aside")
     events.mkdir()  # nobody can append to that
     log.write(metrics(20))
     log.write(metrics(30))
+    log.flush()
     events.rmdir()
     aside.rename(events)
     log.write(metrics(40))

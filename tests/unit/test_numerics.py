@@ -11,7 +11,8 @@ from configs.errors import ConfigError, UserError
 from configs.load import load
 from trainer.guards import environment
 from trainer.guards.environment import device_type
-from trainer.numerics import float32_products, promise, set_numerics
+from trainer.numerics import set_numerics
+from trainer.report.summary import float32_products, promise
 
 
 def job(*words):

@@ -44,6 +44,29 @@ def _adamw(weight: Tensor, gradients: list[Tensor], lrs: list[float], decay: flo
     return weight
 
 
+def test_a_kernel_skips_and_divides_by_what_is_on_the_device():
+    """Steps 1 and 2 are skipped, one of them with gradients that are not finite; step 3 is clipped by 4."""
+    by_kernel, by_hand = _parameters(torch.float32), _parameters(torch.float32)
+    optimizer, other = (build_optimizer(Optimizer(lr=1e-2), list(p.items())) for p in (by_kernel, by_hand))
+    start = {name: parameter.detach().clone() for name, parameter in by_kernel.items()}
+    yes, no, four = torch.tensor(1.0), torch.tensor(0.0), torch.tensor(4.0)
+    for step in (1, 2):
+        _set_gradients(by_kernel, step)
+        if step == 2:
+            by_kernel["norm.weight"].grad.fill_(math.nan)
+        optimizer.step(skip=yes, divisor=four)
+    assert all(torch.equal(by_kernel[name], start[name]) for name in start)
+    assert not any(tensor.any() for tensor in optimizer_state(optimizer, by_kernel).values())
+    _set_gradients(by_kernel, 3)
+    optimizer.step(skip=no, divisor=four)
+    for gradient in _set_gradients(by_hand, 3):
+        gradient /= 4
+    other.step()
+    assert all(torch.equal(by_kernel[name], by_hand[name]) for name in start)
+    states = optimizer_state(optimizer, by_kernel), optimizer_state(other, by_hand)
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
 def test_follows_the_formula_with_groups():
     groups = [ParameterGroup(pattern="embed*", lr_scale=0.5), ParameterGroup(pattern="norm.weight", weight_decay=0.3)]
     config = Optimizer(lr=1e-2, betas=[0.8, 0.9], eps=1e-6, weight_decay=0.2, groups=groups)

@@ -32,7 +32,8 @@ PARTS = {
     "job files: schema, reading, checks": (("configs",), (), 2200),
     "which step trains on what": (("trainer/microscope",), (), 280),
     "sampling": (("trainer/sampling", "scripts/sample.py"), (), 540),
-    "estimates and reports": (("trainer/planning", "trainer/report"), (), 1750),
+    "estimates and reports": (("trainer/planning", "trainer/report"), ("step_records.py",), 1780),
+    "the records of a run's steps": (("trainer/report/step_records.py",), (), 100),
 }
 NOT_CODE = (
     tokenize.COMMENT,

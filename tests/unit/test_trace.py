@@ -36,7 +36,6 @@ def test_fsdp_gathers_and_reduces_each_group_by_its_size():
             MICRO_BATCHES * groups, MICRO_BATCHES * sum(elements.values()) * 4
         ),
         Collective("all_reduce", "shard"): Traffic(1, 4),  # of the norm
-        Collective("all_reduce", "pp"): Traffic(1, 4),
     }
 
 

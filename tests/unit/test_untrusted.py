@@ -31,10 +31,10 @@ from trainer.data import text
 from trainer.data.prepare import Settings, _is_finished
 from trainer.data.text import BadFiles, documents
 from trainer.data.tokenizer import load_tokenizer
+from trainer.guards.saved_state import check_saved_state
 from trainer.lifecycle import read_status
 from trainer.report.console import Console
 from trainer.report.metrics import cut_back
-from trainer.saved_state import check_saved_state
 
 MIB = 1 << 20
 ESCAPE = "\x1b[2J\x1b]0;owned\x07\u202e"

@@ -91,7 +91,7 @@ class PhaseClock:
         self._compared = [phase for phase in _COMPARED if not (has_pipeline and phase is Phase.COMPUTE)]
         self._stride, self._steps = _FIRST_STRIDE, -warm_up_steps
         self._open = [Phase.HOST]
-        self._last = time.perf_counter()
+        self._last = self._update_began = time.perf_counter()
         self._clear()
         self._slow: list[int] = []
         """The slow rank of each of the last consecutive windows; -1: none."""
@@ -121,17 +121,16 @@ class PhaseClock:
         before = self._seconds[Phase.COMPUTE]
         with self.measure(Phase.COMPUTE), self._waits.measuring() if self._is_sampled else nullcontext():
             yield
+        update = self._last - self._update_began
+        self._seconds[Phase.UPDATE] += update
+        self._seconds[Phase.COMPUTE] -= update
         if self._is_sampled:
             self._samples += 1
             self._sampled += self._seconds[Phase.COMPUTE] - before
 
-    def decided(self, at: float) -> None:
-        """Set the time (time.perf_counter) at which the step's update began; call it after `step`."""
-        update = self._last - at
-        self._seconds[Phase.UPDATE] += update
-        self._seconds[Phase.COMPUTE] -= update
-        if self._is_sampled:
-            self._sampled -= update
+    def updating(self) -> None:
+        """Note, inside `step`, that its update begins."""
+        self._update_began = time.perf_counter()
 
     def _book(self) -> None:
         now = time.perf_counter()

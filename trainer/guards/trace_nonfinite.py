@@ -5,6 +5,8 @@ All ranks compute the step again, since its collectives need all of them; the re
 
 import socket
 
+import torch
+
 from parallelisms.guards.nonfinite import Finding, NonfiniteTracer, weights_not_finite
 from parallelisms.ranks import gather
 from trainer.data.loader import MicroBatch
@@ -27,7 +29,7 @@ def trace_nonfinite(learner: Learner, micro_batches: list[MicroBatch]) -> str:
         with tracer.watching():
             loss, norm = learner.gradients(micro_batches)
         tracer.look_at_gradients(learner.parameters)
-        learner.finish(skipped=True)
+        learner.finish(skip=torch.ones_like(norm))
         found = _gather(tracer.first, micro_batches)
         if not any(finding for finding, *_ in found):
             return _nothing_found(bool(loss.isfinite() and norm.isfinite()))

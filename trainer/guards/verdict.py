@@ -3,12 +3,12 @@
 Loss and gradient norm are sums over ranks, so all ranks should hold the same two numbers. A fault of one machine, such
 as a flipped bit in one of several copies of a gradient, makes one rank's numbers differ. If each rank decided by its
 own, some would update the model and some would not. So before the update, all ranks take the worst value that any of
-them holds, in one small reduction on the device, which the host reads together with loss and norm.
+them holds, in one small reduction on the device. The optimizer reads the verdict there, so that the host need not wait
+for it: on a GPU it reads the numbers when it has queued the next step's work.
 """
 
 import math
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -37,70 +37,97 @@ class Seen:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did; the same on all ranks, except for the fields that begin with `own_` and `decided_at`."""
+    """What a step did; the same on all ranks, except for the fields that begin with `own_`."""
 
     loss: float
     """Mean over the global batch's valid target tokens, in nats; NaN or inf if it is on any rank."""
     grad_norm: float
     """Global norm before clipping; NaN or inf if it is on any rank."""
     skipped: bool
-    """The loss or norm was not finite on some rank, or the loss was a spike, so no parameter changed on any rank."""
+    """The loss or norm was not finite on some rank, or the loss was a spike, or the ranks held different numbers; so no
+    parameter changed on any rank."""
     is_spike: bool
     """The loss was finite, but above the limit."""
+    differs: bool
+    """The ranks held different finite numbers."""
+    is_stopping: bool
+    """Some rank had been told to stop when it judged the step."""
     own_loss: float = field(compare=False)
     own_grad_norm: float = field(compare=False)
-    decided_at: float = field(compare=False)
-    """When the host knew the verdict (time.perf_counter); the time after it is the update."""
 
     def gather(self) -> list[Seen]:
         """Collect what each rank holds; all ranks must call it."""
         return gather(Seen(dist.get_rank(), socket.gethostname(), self.own_loss, self.own_grad_norm))
 
 
-def agree(mesh: Mesh, loss: Tensor, grad_norm: Tensor) -> Tensor:
-    """Reduce to the worst value that any rank holds, (6,) in float64 on the device; all ranks must call it.
+@dataclass(frozen=True)
+class Verdict:
+    """A verdict that the device has, or will have, and that the host can read later."""
 
-    Returns:
-        Three pairs of (loss, norm): 0, 1 or 2 if all values are finite, one is infinite, one is NaN; the largest finite
-        value; the smallest, negated. (A maximum over NaNs themselves would depend on their order.)
+    skip: Tensor
+    """1.0 if no parameter may change, otherwise 0.0; a float32 scalar on the device, as fused optimizers want it."""
+    norm: Tensor
+    """The norm by which all ranks clip, a scalar on the device; bitwise equal on all, so that copies stay copies."""
+    _numbers: Tensor
+    """In the host's memory, valid once `_arrived` has happened."""
+    _arrived: torch.cuda.Event | None
+
+    def read(self) -> StepResult:
+        """Wait until the device has finished the step. Any thread may call it, on any rank."""
+        if self._arrived is not None and not self._arrived.query():
+            self._arrived.synchronize()
+        *numbers, own_loss, own_norm, skip = self._numbers.tolist()
+        kinds, largest, stop = numbers[0:2], numbers[2:4], numbers[6]
+        loss, norm = ((x, math.inf, math.nan)[int(kind)] for kind, x in zip(kinds, largest, strict=True))
+        differs = not any(kinds) and _differ(largest, [-x for x in numbers[4:6]])
+        is_spike = bool(skip) and not any(kinds) and not differs
+        return StepResult(loss, norm, bool(skip), is_spike, differs, bool(stop), own_loss, own_norm)
+
+    def result(self) -> StepResult:
+        """Read the result; all ranks must call it.
+
+        Raises:
+            UserError: the ranks hold different finite numbers.
+        """
+        result = self.read()
+        if result.differs:
+            raise UserError(
+                f"the ranks hold different results of one step: {describe(result.gather())}; nothing was updated. A "
+                "device or its memory is faulty: run the same command again to resume from the last checkpoint, and "
+                "without that host if it happens again"
+            )
+        return result
+
+
+def judge(
+    mesh: Mesh, loss: Tensor, grad_norm: Tensor, loss_limit: float = math.inf, is_stopping: bool = False
+) -> Verdict:
+    """Judge a step by the worst value that any rank holds; all ranks must call it. Does not wait for the device.
+
+    Args:
+        mesh: all of its ranks take part.
+        loss, grad_norm: this rank's, scalars on the device.
+        loss_limit: a loss above it is a spike.
+        is_stopping: whether this rank was told to stop, which all ranks learn with the result.
     """
-    own = _pair(loss, grad_norm)
+    own = torch.stack((loss.double(), grad_norm.double()))
+    # Not the values themselves: a maximum over NaNs would depend on their order.
     kinds = own.isnan() * 2.0 + own.isinf()
     finite = own.nan_to_num(0.0, 0.0, 0.0)
-    return mesh.max_over_all(torch.cat((kinds, finite, -finite)))
+    agreed = mesh.max_over_all(torch.cat((kinds, finite, -finite, own.new_full((1,), is_stopping))))
+    kinds, largest, smallest = agreed[0:2], agreed[2:4], -agreed[4:6]
+    is_wrong = torch.cat((kinds > 0, largest - smallest > _ROUNDING * largest.abs(), largest[:1] > loss_limit))
+    skip = is_wrong.any().float()
+    numbers = torch.cat((agreed, own, skip.double()[None])).to("cpu", non_blocking=True)  # into pinned memory
+    arrived = None
+    if own.is_cuda:
+        arrived = torch.cuda.Event(blocking=True)
+        arrived.record()
+    return Verdict(skip, agreed[3], numbers, arrived)
 
 
-def agreed_norm(agreed: Tensor) -> Tensor:
-    """The norm by which all ranks clip, a scalar on the device; bitwise equal on all, so that copies stay copies."""
-    return agreed[3]
-
-
-def decide(agreed: Tensor, loss: Tensor, grad_norm: Tensor, loss_limit: float) -> StepResult:
-    """Decide on a step, given the result of `agree` and this rank's own numbers; all ranks must call it.
-
-    A loss above `loss_limit` is a spike.
-
-    Raises:
-        UserError: the ranks hold different finite numbers.
-    """
-    # The only point at which the CPU waits for the device: whether to update must be known before the update.
-    numbers = torch.cat((agreed, _pair(loss, grad_norm))).tolist()
-    kinds, largest, smallest, own = numbers[0:2], numbers[2:4], [-x for x in numbers[4:6]], numbers[6:8]
-    values = [(x, math.inf, math.nan)[int(kind)] for kind, x in zip(kinds, largest, strict=True)]
-    is_finite = not any(kinds)
-    is_spike = is_finite and values[0] > loss_limit
-    result = StepResult(values[0], values[1], is_spike or not is_finite, is_spike, own[0], own[1], time.perf_counter())
-    if is_finite and any(a - b > _ROUNDING * abs(a) for a, b in zip(largest, smallest, strict=True)):
-        raise UserError(
-            f"the ranks hold different results of one step: {describe(result.gather())}; nothing was updated. A "
-            "device or its memory is faulty: run the same command again to resume from the last checkpoint, and "
-            "without that host if it happens again"
-        )
-    return result
-
-
-def _pair(loss: Tensor, grad_norm: Tensor) -> Tensor:
-    return torch.stack((loss.double(), grad_norm.double()))
+def _differ(largest: Sequence[float], smallest: Sequence[float]) -> bool:
+    return any(a - b > _ROUNDING * abs(a) for a, b in zip(largest, smallest, strict=True))
 
 
 def describe(seen: Sequence[Seen]) -> str:

@@ -179,7 +179,7 @@ class Watchdog:
                 if self._collect and time.monotonic() >= self._collect[1]:
                     self._judge(self._collect[0])
 
-    def _refresh(self, reason: str = "") -> None:
+    def _refresh(self, reason: str | None = None) -> None:
         with suppress(OSError):
             refresh_status(self._folder, self._mark[0], reason)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from checkpoint.manifest import read_manifest, read_trainer_state, step_folder, steps_in
 from configs.errors import UserError
 from configs.schema import Config
-from trainer.saved_state import RunState, check_saved_state
+from trainer.guards.saved_state import check_saved_state
+from trainer.saved_state import RunState
 
 _BATCH_CHANGE = re.compile(r"training\.global_batch_size: (\d+) -> (\d+)")
 

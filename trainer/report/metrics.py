@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -273,22 +274,41 @@ class MetricsLog:
         self._file = AppendedFile(path)
         self._file.touch()  # a run that is stopped before its first step has an empty file, not none
         self._curves = _Curves(run_folder / "tensorboard", resumed_step + 1) if tensorboard else None
+        self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="metrics")
+        self._written: list[futures.Future[None]] = []
         self.flush()
 
-    def write(self, metrics: StepMetrics) -> None:
-        """Append a logged step."""
+    def write(self, metrics: StepMetrics, afterwards: Callable[[], None] = lambda: None) -> None:
+        """Append a logged step, then call `afterwards`; in a thread, since a disk may be slower than a step."""
+        self._wait(timeout=0)
+        self._written.append(self._thread.submit(self._write, metrics, afterwards))
+
+    def _write(self, metrics: StepMetrics, afterwards: Callable[[], None]) -> None:
         self._file.write(f"{metrics.to_json()}\n".encode())
         if self._curves:
             self._curves.write(metrics)
-        self.flush()
+        self._flush()
+        afterwards()
 
     def close(self) -> None:
         """Write the records still pending, or report that they are missing."""
+        self._wait()
+        self._thread.shutdown()
         for file in self._files:
             self._outages.give_up(file)
 
     def flush(self) -> None:
         """Write pending records; called before a save, so that no earlier step is missing."""
+        self._wait()
+        self._flush()
+
+    def _wait(self, timeout: float | None = None) -> None:
+        """Wait for what `write` was given; raises what its thread raised."""
+        for done in futures.wait(self._written, timeout).done:
+            self._written.remove(done)
+            done.result()
+
+    def _flush(self) -> None:
         for file in self._files:
             self._outages.flush(file)
 

@@ -20,11 +20,10 @@ from configs.layout import (
     named_axes,
     parameter_count,
 )
-from configs.schema import Config, Model
+from configs.schema import Config, Model, Training
 from configs.stages import layers_of_stages
 from models.documents import has_kernel
 from trainer.lifecycle import LAUNCHER, State
-from trainer.numerics import float32_products, promise
 from trainer.planning.flops import flops_per_token
 from trainer.planning.memory import estimate_memory, frozen_for_ever
 from trainer.planning.skeleton import skeleton
@@ -106,6 +105,22 @@ def _experts(model: Model) -> str:
 def _precision(config: Config, device_type: str) -> str:
     products = float32_products(config.training, device_type)
     return _types(config) + (f"; {products}" if products else "")
+
+
+def promise(training: Training, device_type: str) -> str:
+    """How closely a resumed run follows an undisturbed one on this kind of device."""
+    if device_type == "cpu":
+        return "bit for bit that of a run without a stop"
+    if training.deterministic:
+        return "bit for bit that of a run without a stop (training.deterministic)"
+    return "that of a run without a stop up to rounding; bit for bit with training.deterministic = true, slower"
+
+
+def float32_products(training: Training, device_type: str) -> str:
+    """How a GPU computes float32 products; empty if there are none, or no choice."""
+    if device_type == "cpu" or training.compute_dtype != "float32":
+        return ""
+    return "products in TF32 (10 bits of each factor)" if training.tf32 else "products without TF32: exact, and slow"
 
 
 def _types(config: Config) -> str:

@@ -1,0 +1,156 @@
+"""A step's result that is read while the next one is computed, as on a GPU, changes nothing but when it is read."""
+
+import io
+import json
+import math
+import signal
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from checkpoint.manifest import step_folder, steps_in
+from configs.errors import UserError
+from configs.load import load
+from tests.distributed.test_verdict import enlarge, poison
+from tests.end_to_end.launch import TINY, assert_same_tensors, curve, records, tensors
+from trainer.guards.watchdog import Watchdog
+from trainer.lifecycle import StopRequest
+from trainer.report.console import Console
+from trainer.report.metrics import TimeLedger
+from trainer.step import Learner
+from trainer.trainer import Trainer
+
+WORDS = (
+    *("--metrics.tensorboard", "false", "--training.steps", "12", "--metrics.interval", "2"),
+    *("--checkpoint.interval", "4", "--checkpoint.keep_last", "5", "--fault.compare_interval", "6"),
+    *("--validation.interval", "5", "--validation.sources", '[{name = "held", kind = "synthetic"}]'),
+    *("--mesh.dp_replicate", "2"),  # of which a copy of a gradient can differ
+)
+
+
+def train(folder: str, is_late: bool, changes: dict[int, str], words: tuple[str, ...] = (), rescue_in: int = 0) -> dict:
+    """A launch, with changes of rank 1's gradients or a signal to it in some steps, and a rescue in the middle of one.
+
+    Returns what was said, how it ended, and the steps that the trainer had counted when each step was judged.
+    """
+    job = load(str(TINY), (*WORDS, *words, "--job.output_dir", folder), dist.get_world_size())
+    Path(folder).mkdir(exist_ok=True)
+    said, stop, counted, error = io.StringIO(), StopRequest(), [], ""
+    norm, steps = Learner.grad_norm, []
+
+    def grad_norm(learner: Learner) -> torch.Tensor:
+        counted.append(trainer.run.step)
+        steps.append(trainer.step + 1)
+        change = changes.get(steps[-1]) if dist.get_rank() == 1 and steps.count(steps[-1]) == 1 else None
+        if change == "stop":
+            stop.record(signal.SIGTERM, None)
+        elif change:
+            gradient = learner.parameters["layers.1.input_layernorm.weight"].grad
+            {"poison": poison, "enlarge": enlarge}[change](
+                gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            )
+        return norm(learner)
+
+    Learner.grad_norm = grad_norm
+    try:
+        with (
+            Console(dist.get_rank(), out=said) as console,
+            closing(Watchdog(Path(folder), 600, print)) as watchdog,
+        ):
+            trainer = Trainer(job, torch.device("cpu"), console, stop, TimeLedger(), watchdog)
+            trainer.reads_late = is_late
+            computing = trainer.grace.computing
+
+            def computing_and_rescued(step, rescue):
+                if step == rescue_in:
+                    rescue("SIGTERM", dist.group.WORLD)()
+                computing(step, rescue)
+
+            trainer.grace.computing = computing_and_rescued
+            try:
+                error = trainer.train()
+            except UserError as fault:
+                error = str(fault)
+                trainer.loader.close()
+    finally:
+        Learner.grad_norm = norm
+    weights = [p.detach().to_local().clone() for p in trainer.learner.parameters.values()]
+    lines = [line for line in said.getvalue().splitlines() if " skipped: " in line or ": computed again" in line]
+    return {"said": lines, "end": error, "counted": counted, "step": trainer.run.step, "weights": weights}
+
+
+def same_run(a: Path, b: Path) -> None:
+    assert curve(a) == curve(b)
+    keys = ("step", "lr", "tokens", "validation_loss", "incidents", "skipped")
+    lines = [[[record.get(key) for key in keys] for record in records(run)] for run in (a, b)]
+    assert lines[0] == lines[1]
+    assert steps_in(a / "checkpoints") == steps_in(b / "checkpoints") != []
+    for step in steps_in(a / "checkpoints"):
+        assert_same_tensors(tensors(a, step), tensors(b, step))
+        folders = [step_folder(run / "checkpoints", step) for run in (a, b)]
+        said = [json.loads((folder / "trainer.json").read_text()) for folder in folders]
+        assert (said[0]["run"], said[0]["data"]) == (said[1]["run"], said[1]["data"])
+
+
+def both(ranks, tmp_path, changes, *words, rescue_in=0):
+    late, soon = (ranks(2, train, str(tmp_path / n), n == "late", changes, words, rescue_in) for n in ("late", "soon"))
+    assert late[0]["end"] == late[1]["end"]
+    assert late[0]["counted"] == late[1]["counted"]
+    return late[0], soon[0]
+
+
+def test_steps_that_are_not_finite(ranks, tmp_path):
+    """In step 3, whose result is read in step 4, and in step 8, whose save waits for step 9."""
+    late, soon = both(ranks, tmp_path, {3: "poison", 8: "poison"})
+    assert late["end"] == soon["end"] == "done"
+    assert late["said"] == soon["said"]
+    assert "step 3 skipped: loss 5." in late["said"][0]
+    assert "step 3: computed again, the step is finite" in "".join(late["said"])
+    assert steps_in(tmp_path / "late" / "checkpoints") == [4, 9, 12]
+    same_run(tmp_path / "late", tmp_path / "soon")
+    assert late["counted"][:3] == [0, 0, 1]
+    assert soon["counted"][:3] == [0, 1, 2]
+
+
+def test_spikes_that_are_skipped(ranks, tmp_path):
+    spikes = ("--fault.spikes.action", "skip", "--fault.spikes.window", "3", "--fault.spikes.threshold", "1e-3")
+    late, soon = both(ranks, tmp_path, {}, *spikes, "--training.max_skipped_steps", "12")
+    assert late["end"] == soon["end"]
+    assert late["said"] == soon["said"] != []
+    same_run(tmp_path / "late", tmp_path / "soon")
+
+
+def test_ranks_that_differ_end_the_run_before_another_update(ranks, tmp_path):
+    late, soon = both(ranks, tmp_path, {3: "enlarge"})
+    assert late["end"].startswith("the ranks hold different results of one step: loss 5.")
+    assert late["end"] == soon["end"]
+    assert late["step"] == soon["step"] == 2
+    for one, other in zip(late["weights"], soon["weights"], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_stop_is_learned_with_the_result(ranks, tmp_path):
+    late, soon = both(ranks, tmp_path, {7: "stop"})
+    assert (late["end"], late["step"]) == ("preempted", 8)
+    assert (soon["end"], soon["step"]) == ("preempted", 7)
+    assert ranks(2, train, str(tmp_path / "late"), True, {})[0]["end"] == "done"
+    ranks(2, train, str(tmp_path / "straight"), False, {})
+    assert curve(tmp_path / "late") == curve(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("changes", [{}, {3: "poison"}], ids=["finite", "skipped"])
+def test_a_save_in_the_middle_of_a_step_knows_the_last_result(ranks, tmp_path, changes):
+    """The last step's result is not counted yet when a grace period ends."""
+    both(ranks, tmp_path, changes, "--training.steps", "4", rescue_in=3)
+    assert steps_in(tmp_path / "late" / "checkpoints") == [3, 4]
+    same_run(tmp_path / "late", tmp_path / "soon")
+
+
+def test_a_result_that_differs_is_not_saved_in_the_middle_of_a_step(ranks, tmp_path):
+    late, _ = both(ranks, tmp_path, {3: "enlarge"}, rescue_in=3)
+    assert "hold different results" in late["end"]
+    assert not steps_in(tmp_path / "late" / "checkpoints")
+    assert not math.isnan(late["step"])

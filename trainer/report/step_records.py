@@ -1,0 +1,109 @@
+"""What a user sees of each step: a line on the console, one in metrics.jsonl, curves, and the step in status.json."""
+
+import time
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from configs.errors import UserError
+from configs.schema import Config
+from parallelisms.load_balance import Balance
+from trainer.guards.phases import Lag
+from trainer.guards.verdict import StepResult
+from trainer.lifecycle import refresh_status
+from trainer.planning.flops import flops_per_token, mfu, tflops_per_device
+from trainer.report.console import Console
+from trainer.report.metrics import Memory, MetricsLog, StepMetrics, TimeLedger
+from trainer.saved_state import RunState
+from trainer.validation import ValidationResult
+
+
+class StepRecords:
+    """The records of a launch's steps; every rank has them, and rank 0 writes."""
+
+    def __init__(self, config: Config, console: Console, ledger: TimeLedger, peak: float | None) -> None:
+        """`peak`: the device's peak FLOP/s; None if it is unknown."""
+        self._config, self._console, self._ledger, self._peak = config, console, ledger, peak
+        self._log: MetricsLog | None = None
+
+    def open(self, step: int) -> None:
+        """Begin after `step` steps; called on rank 0 only.
+
+        Raises:
+            UserError: the files can't be written.
+        """
+        if self._log:
+            self._log.close()
+        folder = self._config.job.folder
+        try:
+            self._log = MetricsLog(folder, self._config.metrics.tensorboard, self._console.outages, step)
+        except OSError as error:
+            raise UserError(f"{error.filename or folder} can't be written: {error.strerror}") from None
+        if self._log.unreadable_lines:
+            self._console.warning(f"{self._log.unreadable_lines} unreadable lines were removed from metrics.jsonl")
+
+    def write(
+        self,
+        run: RunState,
+        result: StepResult,
+        lr: float,
+        frozen: frozenset[str],
+        memory: Memory,
+        validation: ValidationResult | None,
+        balance: Balance | None,
+        lag: Lag | None,
+        incidents: list[dict[str, Any]],
+        writes_status: bool,
+    ) -> None:
+        """Record the last step of `run`; all ranks call it.
+
+        Args:
+            frozen: names of the parameters that it did not train.
+            incidents: those since the last record.
+            writes_status: whether status.json shall show the step as well.
+        """
+        training, speed = self._config.training, self._ledger.throughput(tokens_per_step(self._config))
+        flops = flops_per_token(self._config.model, training.seq_len, frozen).causal
+        tflops = tflops_per_device(speed.tokens_per_second, flops, dist.get_world_size())
+        metrics = StepMetrics(
+            step=run.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            tokens=run.tokens,
+            **asdict(speed),
+            mfu=mfu(tflops, self._peak),
+            tflops=tflops,
+            **asdict(memory),
+            time=time.time(),
+            **(vars(validation) if validation else {}),
+            incidents=incidents or None,
+            **(vars(balance) if balance else {}),
+            slowest_rank=lag.rank if lag else None,
+            lag_seconds=lag.seconds if lag else None,
+            phase_seconds=lag.phase_seconds if lag else None,
+        )
+        self._console.step(metrics)
+        if self._log:
+            self._log.write(metrics, partial(self._write_status, run.step) if writes_status else lambda: None)
+
+    def _write_status(self, step: int) -> None:
+        with self._console.outages.tolerate(self._config.job.folder / "status.json"):
+            refresh_status(self._config.job.folder, step, reason="")
+
+    def flush(self) -> None:
+        """Wait until all records are written."""
+        if self._log:
+            self._log.flush()
+
+    def close(self) -> None:
+        """Write the records still pending, or report that they are missing."""
+        if self._log:
+            self._log.close()
+
+
+def tokens_per_step(config: Config) -> int:
+    """Tokens of a global batch."""
+    return config.training.global_batch_size * config.training.seq_len
