@@ -73,6 +73,7 @@ def _agent(program: str, words: Sequence[str], ranks: int) -> Any:
         max_restarts=0,
         monitor_interval=config.monitor_interval,
     )
+    assert config.logs_specs is not None  # torchrun's own default
     return LocalElasticAgent(spec, logs_specs=config.logs_specs, start_method=config.start_method)
 
 

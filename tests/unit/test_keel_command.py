@@ -123,3 +123,22 @@ def test_the_version_is_that_of_the_package():
         [sys.executable, ROOT / "scripts" / "keel.py", "--version"], capture_output=True, text=True, check=False
     )
     assert done.stdout == f"keel {keel.VERSION}\n"
+
+
+def test_help_imports_no_torch():
+    """It takes seconds to import; without it, every command describes itself in less than half a second of CPU time."""
+    program = """
+import contextlib, io, sys
+from scripts import keel
+for name in ("train", *keel._SCRIPTS):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        sys.argv = ["keel", name, "--help"]
+        import train
+        train.end_process = sys.exit
+        keel.main()
+    assert len(said.getvalue()) > 100, name
+    assert "torch" not in sys.modules, name
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
