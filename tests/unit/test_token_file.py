@@ -203,3 +203,11 @@ def test_an_unreadable_file_is_named(tmp_path):
     (tmp_path / "a.tokens").mkdir()
     with pytest.raises(UserError, match=r"a\.tokens: cannot be read"):
         TokenFolder(tmp_path, VOCAB)
+
+
+def test_a_folder_above_the_token_files_is_told_where_they_are(tmp_path):
+    (tmp_path / "train").mkdir()
+    with TokenFileWriter(tmp_path / "train" / "a.tokens", 100, "ab" * 16) as writer:
+        writer.append([1, 2, 3])
+    with pytest.raises(UserError, match=r"no tokens in this folder .*; there are some in .*/train$"):
+        TokenFolder(tmp_path, 100)

@@ -430,11 +430,12 @@ class _Job:
         """Apply a function to shards in several processes; yields each result as it is finished, and shows progress."""
         total = done + sum(shard.n_bytes for shard in shards)
         self.progress(done, total, message)
-        if self.processes == 1:
+        processes = min(self.processes, len(shards))
+        if processes <= 1:
             yield from self._on_all_here(work, shards, done, total, message)
-        elif shards:
+        else:
             counter = multiprocessing.get_context("spawn").Value("q", done)
-            with _pool(min(self.processes, len(shards)), counter) as pool:
+            with _pool(processes, counter) as pool:
                 futures = {pool.submit(work, shard): shard for shard in shards}
                 left = set(futures)
                 while left:

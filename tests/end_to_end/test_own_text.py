@@ -1,0 +1,54 @@
+"""A job that prepares one's own text, packed: it trains on all of it, and notices text that comes later."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launch import curve, launch_here
+
+N_TEXTS = 60
+
+
+def test_a_job_packs_its_text_and_notices_more_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    text, tokens = tmp_path / "text", tmp_path / "tokens"
+    text.mkdir()
+    rows = [json.dumps({"content": f"Text number {i}, and {i**5}. " * (1 + i % 4)}) + "\n" for i in range(N_TEXTS)]
+    (text / "a.json").write_text("".join([*rows, rows[0]]))
+    (text / "logo.png").write_bytes(b"\0\xff")
+    source = f'[{{name = "text", kind = "tokens", path = "{tokens}/%s"}}]'
+    keys = {
+        "model.vocab_size": "290",
+        "tokenizer.path": str(tmp_path / "t.model"),
+        "tokenizer.train_on": json.dumps([str(text)]),
+        "data.prepare.input": json.dumps([str(text)]),
+        "data.prepare.output": str(tokens),
+        "data.prepare.text_key": "content",
+        "data.prepare.drop_duplicates": "true",
+        "data.prepare.pack": "true",
+        "data.prepare.validation_fraction": "0.3",
+        "data.sources": source % "train",
+        "validation.sources": source % "validation",
+        "validation.interval": "2",
+        "validation.sequences": "4",
+        "training.steps": "4",
+        "training.seq_len": "64",
+    }
+    words = [word for key, value in keys.items() for word in (f"--{key}", value)]
+    assert launch_here(tmp_path, *words) == 0
+    losses = [loss for _, loss, _ in curve(tmp_path / "run")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    record = json.loads((tokens / "prepare.json").read_text())
+    assert record["train"]["documents"] + record["validation"]["documents"] == N_TEXTS
+    assert record["duplicates"] == 1
+    assert record["packed"]["train"]["seq_len"] == 64
+    said = capsys.readouterr().out
+    assert "skipped: 1 binary files" in said
+    assert "windows for training.seq_len = 64" in said
+
+    assert launch_here(tmp_path, *words, "--training.seq_len", "32", "--data.prepare.pack", "false") == 1
+    assert "pack: 64 then, None now" in capsys.readouterr().err
+    (text / "more.json").write_text(rows[0] + rows[1])
+    assert launch_here(tmp_path, *words) == 1
+    assert f"{tokens}: was made from other files:\n  added: {text}/more.json\n" in capsys.readouterr().err
