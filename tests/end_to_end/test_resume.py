@@ -111,7 +111,7 @@ def test_the_command_that_began_from_a_folder_goes_on_when_it_is_repeated(tmp_pa
     names = ["abandoned-001", "step-00000009", "step-00000012"]
     assert sorted(path.name for path in checkpoints.iterdir()) == names
     aside = checkpoints / "abandoned-001"
-    assert sorted(path.name for path in aside.iterdir()) == ["step-00000008", "step-00000011"]
+    assert sorted(path.name for path in aside.iterdir()) == ["metrics.jsonl", "step-00000008", "step-00000011"]
 
 
 def test_sigterm_and_the_same_command_again(tmp_path: Path):
