@@ -118,4 +118,4 @@ def test_layouts(ranks, name):
         flash = "_scaled_dot_product_flash_attention_for_cpu"
         assert {flash, f"{flash}_backward"} <= calls
         assert ("_grouped_mm" in calls) == ("experts" in name)
-        assert exchanged > 0
+        assert (exchanged > 0) == (n_ranks > 1)  # a rank alone exchanges nothing

@@ -79,9 +79,8 @@ def test_other_token_files_on_one_rank(tmp_path: Path):
 
 def test_a_mistake_on_one_rank_alone_is_said_by_that_rank(tmp_path: Path):
     """The others wait for it in vain: nobody but it can say why."""
-    process = start(
-        tmp_path, "--training.stpes 9", env={"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}, config=TINY
-    )
+    rank_1 = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    process = start(tmp_path, "--training.stpes 9", env=rank_1, config=TINY)
     outcome = finish(process)
     assert outcome.code == 78
     assert "[rank 1]" in outcome.err

@@ -47,8 +47,8 @@ def test_a_job_packs_its_text_and_notices_more_of_it(tmp_path: Path, capsys: pyt
     assert "skipped: 1 binary files" in said
     assert "windows for training.seq_len = 64" in said
 
-    assert launch_here(tmp_path, *words, "--training.seq_len", "32", "--data.prepare.pack", "false") == 1
+    assert launch_here(tmp_path, *words, "--training.seq_len", "32", "--data.prepare.pack", "false") == 78
     assert "pack: 64 then, None now" in capsys.readouterr().err
     (text / "more.json").write_text(rows[0] + rows[1])
-    assert launch_here(tmp_path, *words) == 1
+    assert launch_here(tmp_path, *words) == 78
     assert f"{tokens}: was made from other files:\n  added: {text}/more.json\n" in capsys.readouterr().err

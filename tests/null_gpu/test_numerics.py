@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.autograd.profiler import profile
 
-import trainer.step
 from configs.load import load
 from tests.null_gpu.step import measure
 from tests.null_gpu.test_axes import EXPERTS, SMALL
-from tests.null_gpu.test_document_mask import decide_by_zeros
+from tests.null_gpu.test_document_mask import zeros
+from trainer.guards.verdict import Verdict
 from trainer.numerics import set_numerics
 
 CHOICES = """
@@ -50,7 +50,7 @@ def deterministic_step(words: str) -> dict:
     plain, exact = (load("llama_1b.toml", each, ranks).config.training for each in ((), words.split()))
     set_numerics(exact, "cuda")
     try:
-        with patch.object(trainer.step, "decide", decide_by_zeros), profile() as profiler:
+        with patch.object(Verdict, "read", zeros), profile() as profiler:
             counts = measure("llama_1b.toml", (*SMALL.split(), *words.split()))
     finally:
         set_numerics(plain, "cuda")

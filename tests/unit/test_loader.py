@@ -243,7 +243,7 @@ def validation(sources, sequences):
 @pytest.mark.parametrize(("kind", "path"), [("tokens", "code"), ("text", "text.jsonl")])
 def test_validation_asks_for_no_more_than_there_is(corpus, kind, path):
     sources = [{"name": "held out", "kind": kind, "path": str(corpus / path)}]
-    with pytest.raises(UserError, match=r"lower validation\.sequences"):
+    with pytest.raises(UserError, match=r"validation\.sequences"):
         build_loader(config(corpus, validation=validation(sources, 5000)), 0, 1, 0, validation=True)
 
 
