@@ -71,7 +71,7 @@ def test_other_token_files_on_one_rank(tmp_path: Path):
     words = typed([*web_words(), "--job.output_dir", str(tmp_path / "run")])
     outcomes = two_ranks((tmp_path / "0", tmp_path / "1"), (words, words))
     said = errors(outcomes)
-    assert [outcome.code for outcome in outcomes] == [1, 1]
+    assert [outcome.code for outcome in outcomes] == [78, 78]
     assert said.count("the content of data.sources.0 (web) is ") == 1, said
     assert f"on rank 1 ({HOST}), but " in said
     assert not (tmp_path / "run" / "checkpoints").exists()

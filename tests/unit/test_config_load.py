@@ -159,11 +159,11 @@ SOURCES = st.lists(TEXT, min_size=1, max_size=3, unique=True).map(
 )
 JOBS = st.fixed_dictionaries(
     {
-        "job": st.fixed_dictionaries({"name": TEXT, "output_dir": TEXT.filter(bool)}),
+        "job": st.fixed_dictionaries({"name": TEXT.filter(str.isprintable), "output_dir": TEXT.filter(bool)}),
         "model": st.fixed_dictionaries(
             {
-                "dim": st.integers(1, 10**6).map(lambda n: 8 * n),
-                "n_layers": st.integers(1, 10**18),
+                "dim": st.integers(1, 10**4).map(lambda n: 8 * n),
+                "n_layers": st.integers(1, 10**6),
                 "n_heads": st.just(4),
                 "ffn_dim": st.just(3),
                 "vocab_size": st.just(5),
