@@ -25,6 +25,12 @@ class UserError(KeelError):
     """Whether the same command may succeed at another time, with nothing changed."""
 
 
+class OutageError(UserError):
+    """Something that the machine, the network or another rank lacks at this time."""
+
+    may_pass = True
+
+
 class ConfigError(KeelError):
     """Something in the job file or on the command line, or in a file that they name: the same command fails again."""
 

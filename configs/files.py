@@ -21,7 +21,8 @@ from typing import IO
 
 KEPT_BYTES = 16 << 20
 """Bytes that an `AppendedFile` keeps in memory while the disk refuses: about 50,000 lines of metrics."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a disk without room."""
 _BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own is
 
 # --------------------------------------------------------------------------- plain files
@@ -111,7 +112,7 @@ def write_even_if_full(path: Path, text: str) -> None:
     try:
         write_atomically(path, [text])
     except OSError as error:
-        if error.errno not in _FULL or not _overwrite(path, text.encode()):
+        if error.errno not in FULL or not _overwrite(path, text.encode()):
             raise
 
 

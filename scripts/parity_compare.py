@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch._functorch.config
@@ -60,9 +61,12 @@ def _train(config: Config) -> Trajectory:
     learner = build_learner(config, mesh)
     found = Trajectory()
 
-    def keep_first_gradients(*_: object) -> None:
+    def keep_first_gradients(_optimizer: object, _arguments: object, given: dict[str, Any]) -> None:
         if not found.losses:
-            found.gradients = {name: whole(p.grad) for name, p in learner.parameters.items() if p.grad is not None}
+            divisor = given.get("divisor")  # clips in the optimizer's kernel
+            clipped = 1.0 if divisor is None else divisor
+            grads = {name: whole(p.grad) for name, p in learner.parameters.items() if p.grad is not None}
+            found.gradients = {name: grad / clipped for name, grad in grads.items()}
 
     learner.optimizer.register_step_pre_hook(keep_first_gradients)
     for step, micro_batches in enumerate(batches(config, mesh.dp_rank, mesh.sizes.dp)):

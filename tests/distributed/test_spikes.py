@@ -168,7 +168,7 @@ def test_a_stop_anywhere_changes_nothing(ranks, tmp_path, words):
 
 
 KILLED = f"""
-import os, sys
+import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import train
 import trainer.run  # the spikes are planted in what this has imported
@@ -180,6 +180,7 @@ step, calls = Learner.step, []
 def killed(*arguments):
     calls.append(1)
     if len(calls) == 29:
+        time.sleep(2)  # the record of the last step is written by a thread
         os.kill(os.getpid(), 9)
     return step(*arguments)
 

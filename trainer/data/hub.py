@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from configs.errors import UserError
+from configs.errors import OutageError, UserError
 from trainer.data.inputs import HUB, import_package
 
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -111,4 +111,5 @@ def _commit(name: str, revision: str) -> str:
 
 def _error(input: str, what: str, error: Exception) -> UserError:
     """One message for errors of the network, of the hub and of a dataset's own files, which have a dozen types."""
-    return UserError(f"{input}: cannot {what} the dataset ({type(error).__name__}: {error})")
+    kind = OutageError if isinstance(error, ConnectionError | TimeoutError) else UserError
+    return kind(f"{input}: cannot {what} the dataset ({type(error).__name__}: {error})")

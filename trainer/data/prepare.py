@@ -36,8 +36,8 @@ from typing import IO, Any, TypeVar
 import numpy as np
 import xxhash
 
-from configs.errors import UserError
-from configs.files import write_atomically
+from configs.errors import OutageError, UserError
+from configs.files import FULL, write_atomically
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, shortened
 from trainer.data.bad_files import PATIENCE, BadFiles
 from trainer.data.hub import pin
@@ -201,7 +201,8 @@ def prepare(
                 _discard(working)
         record = _read_record(output)
     except OSError as error:
-        raise UserError(f"{error.filename or output}: {error.strerror}, while preparing {output}") from None
+        kind = OutageError if error.errno in FULL else UserError
+        raise kind(f"{error.filename or output}: {error.strerror}, while preparing {output}") from None
     BadFiles(max_bad_files).extend(record["bad_files"])
     return record
 

@@ -26,7 +26,7 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from configs.errors import KeelError, UserError
+from configs.errors import KeelError, OutageError
 from configs.files import AppendedFile, open_plain
 from parallelisms.torch_internals import store_of_the_job
 from trainer.guards.hang import hang_folder, late, line_of_hang, write_report
@@ -106,7 +106,7 @@ class Watchdog:
         """Run something slow on rank 0, for hours if need be, while the others wait; all raise its error.
 
         Raises:
-            UserError: rank 0 is no longer alive.
+            OutageError: rank 0 is no longer alive.
         """
         self._waits += 1
         self.step(self._mark[0], doing, may_last=True)
@@ -129,7 +129,7 @@ class Watchdog:
         while self._waits not in self._done:
             silence = time.monotonic() - self._last_heard
             if silence > self._timeout:
-                raise UserError(
+                raise OutageError(
                     f"{self.peers.name(0)}, for which all others wait ({doing}), does not answer: "
                     f"no beat for {silence:.0f} s (stopped, or its host is unreachable)"
                 )
