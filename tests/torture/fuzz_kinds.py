@@ -354,7 +354,9 @@ def _manager(checkpoint: Path, _process: int) -> Any:
 
 
 def _resume(path: Path) -> str:
-    _manager(path.parent, os.getpid()).resume(state())
+    manager = _manager(path.parent, os.getpid())
+    manager.find()
+    manager.resume(state())
     metadata = read_metadata(path.parent)
     for name in metadata.state_dict_metadata:
         read_tensor(path.parent, metadata, name)
