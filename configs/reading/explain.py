@@ -95,7 +95,9 @@ def _missing(path: KeyPath, layers: Layers) -> Mistake:
         needed = ", ".join(name for name, inner in _keys_of(path).items() if inner.required)
         return Mistake(path, layers.file, f"the table [{dotted(path)}] is missing; it needs {needed}")
     table = _table(path[:-1])
-    return Mistake(path, layers.where(path[:-1]), f"[{table}] lacks {path[-1]} ({key.type}): {key.doc}")
+    return Mistake(
+        path, layers.where(path[:-1]), f"[{table}] lacks {path[-1]} ({key.type}): {' '.join(key.doc.split())}"
+    )
 
 
 def _wrong(path: KeyPath, layers: Layers) -> Mistake:

@@ -113,6 +113,16 @@ def test_missing_keys_name_table_and_file():
     ]
 
 
+def test_a_missing_key_is_one_line_however_long_its_description():
+    with open("short.toml", "w", encoding="utf-8") as file:
+        file.write(JOB + '[data.prepare]\noutput = "x"\n')
+    with pytest.raises(
+        ConfigError, match=r"lacks input \(list of strings\): Files, .*standard library's source"
+    ) as caught:
+        load("short.toml")
+    assert "\n" not in str(caught.value)
+
+
 def test_a_misspelled_required_key_is_one_mistake():
     with open("short.toml", "w", encoding="utf-8") as file:
         file.write(JOB.replace("seq_len", "seqlen"))
