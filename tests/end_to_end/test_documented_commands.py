@@ -84,6 +84,7 @@ NOT_RUN = {  # beginning of a line: why not
     "python -m tests.soak": "tests/torture/test_torture.py",
     "torchrun --signals-to-handle": "an option, not a command; tests/soak.py uses it",
     "torchrun --max-restarts": "an option, not a command; tests/end_to_end/test_restarts.py uses it",
+    "python -m tests.null_gpu": "needs torch's CUDA build; tests/null_gpu",
     "vllm": "not installed, as the page says",
     "curl": "not installed, as the page says",
     "lm_eval": "not installed, as the page says",
