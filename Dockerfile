@@ -1,4 +1,4 @@
-# Keel on released wheels: docker build -t keel . && docker run --gpus all --ipc host -v "$PWD/runs:/work/runs" keel \
+# Keel on released wheels: docker build -t keel . && docker run --gpus all --ipc host -v "$PWD/runs:/keel/runs" keel \
 #   train debug.toml
 # For a machine without a GPU: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
 FROM python:3.12-slim
@@ -15,6 +15,6 @@ RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" "torch==$TORCH_VERSION
 COPY . /opt/keel
 RUN pip install --no-cache-dir "/opt/keel[tokenizers]"
 
-WORKDIR /work
+WORKDIR /keel
 ENTRYPOINT ["keel"]
 CMD ["--help"]

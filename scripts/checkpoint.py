@@ -29,7 +29,7 @@ from configs.errors import KeelError, UserError
 from configs.layout import named_axes
 from configs.reading.toml_text import table_text
 from configs.schema import Checkpoint
-from scripts.command import end, positive
+from scripts.command import end, parser_of, positive
 from trainer.report.console import Console, Row, count, duration, size
 
 
@@ -233,12 +233,7 @@ def _flat(config: object, prefix: str = "") -> dict[str, object]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary.partition(":")[0] + ".",
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, keeps_lines=True)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, function: object, *paths: str) -> argparse.ArgumentParser:

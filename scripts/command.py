@@ -12,18 +12,37 @@ from trainer.report.console import Console
 EXIT_PIPE_CLOSED = 141
 """As a shell reports a program that SIGPIPE ends."""
 INPUT_HELP = "file, folder, glob pattern, hub:NAME[:CONFIG][@REVISION][#SPLIT], or python_stdlib"
-TEXT_KEY_HELP = "field or column that holds the text in files of records (default: %(default)s)"
 
 
-def separator(text: str) -> str:
-    """Parse a separator of documents from a command line, where line ends and tabs are hard to type."""
-    return text.replace("\\n", "\n").replace("\\t", "\t")
-
-
-def parser_of(docstring: str | None) -> argparse.ArgumentParser:
+def parser_of(docstring: str | None, keeps_lines: bool = False) -> argparse.ArgumentParser:
     """Make a parser with help from a module's docstring: a summary, a colon and the usage, then the details."""
     summary, _, details = (docstring or "").partition("\n\n")
-    return argparse.ArgumentParser(description=summary.partition(":")[0] + ".", epilog=details)
+    form = argparse.RawDescriptionHelpFormatter if keeps_lines else argparse.HelpFormatter
+    return argparse.ArgumentParser(description=summary.partition(":")[0] + ".", epilog=details, formatter_class=form)
+
+
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say how documents are read: text_key, separator and max_bad_files."""
+    add = parser.add_argument
+    add("--max-bad-files", type=int, default=0, metavar="N", help="unreadable files and lines to allow (default: 0)")
+    add(
+        "--text-key",
+        default="text",
+        metavar="K",
+        help="field or column that holds the text in files of records (default: %(default)s)",
+    )
+    add(
+        "--separator",
+        type=_separator,
+        default="",
+        metavar="S",
+        help=r"cut .txt files into documents at each S; \n is a line end, \t a tab",
+    )
+
+
+def _separator(text: str) -> str:
+    """Parse a separator from a command line, where line ends and tabs are hard to type."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def end(main: Callable[[], int]) -> NoReturn:

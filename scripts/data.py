@@ -22,7 +22,7 @@ if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from configs.errors import UserError
-from scripts.command import end, run_command
+from scripts.command import end, parser_of, run_command
 from trainer.report.console import Console, count
 
 if TYPE_CHECKING:
@@ -193,12 +193,7 @@ def _steps_said(steps: list[int], at: int) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary.partition(":")[0] + ".",
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, keeps_lines=True)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (step, find, ledger):
         one = commands.add_parser(command.__name__, description=command.__doc__)

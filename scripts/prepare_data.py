@@ -14,8 +14,9 @@ from pathlib import Path
 if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.command import INPUT_HELP, TEXT_KEY_HELP, end, parser_of, run_command, separator
-from trainer.data.prepare import RECORD, described, prepare
+from scripts.command import INPUT_HELP, add_text_arguments, end, parser_of, positive, run_command
+from trainer.data.prepare import prepare
+from trainer.data.prepared_folder import RECORD, described
 from trainer.report.console import Console
 
 
@@ -60,41 +61,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", type=Path, required=True, metavar="FILE", help="SentencePiece .model, or a tokenizer.json")
     add(
         "--processes",
-        type=_positive,
+        type=positive,
         default=os.cpu_count() or 1,
         metavar="N",
         help="number of processes (default: %(default)s)",
     )
     add("--validation-fraction", type=_fraction, default=0.0, metavar="F", help="fraction of the documents to hold out")
-    add(
-        "--max-bad-files",
-        type=int,
-        default=0,
-        metavar="N",
-        help="unreadable files and lines to allow (default: 0)",
-    )
-    add("--text-key", default="text", metavar="K", help=TEXT_KEY_HELP)
-    add(
-        "--separator",
-        type=separator,
-        default="",
-        metavar="S",
-        help=r"cut .txt files into documents at each S; \n is a line end, \t a tab",
-    )
+    add_text_arguments(parser)
     add("--drop-duplicates", action="store_true", help="use only the first of documents with exactly the same text")
     add(
         "--pack",
-        type=_positive,
+        type=positive,
         metavar="SEQ_LEN",
         help="pack whole documents into windows of this training.seq_len; the default is one stream, cut into windows",
     )
     return parser
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
 
 
 def _fraction(text: str) -> float:

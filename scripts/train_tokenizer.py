@@ -12,7 +12,7 @@ from pathlib import Path
 if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.command import INPUT_HELP, TEXT_KEY_HELP, end, parser_of, run_command, separator
+from scripts.command import INPUT_HELP, add_text_arguments, end, parser_of, run_command
 from trainer.data.bad_files import PATIENCE, BadFiles
 from trainer.data.text import documents
 from trainer.data.tokenizer import train_sentencepiece
@@ -49,15 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of pieces, including control symbols and bytes (259)",
     )
-    add(
-        "--max-bad-files",
-        type=int,
-        default=0,
-        metavar="N",
-        help="unreadable files and lines to allow (default: 0)",
-    )
-    add("--text-key", default="text", metavar="K", help=TEXT_KEY_HELP)
-    add("--separator", type=separator, default="", metavar="S", help=r"cut .txt files into documents at each S")
+    add_text_arguments(parser)
     return parser
 
 

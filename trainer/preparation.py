@@ -13,7 +13,8 @@ from configs.paths import missing_paths
 from configs.schema import Config, Prepare
 from trainer.data.bad_files import PATIENCE, BadFiles
 from trainer.data.listing import examine, list_files
-from trainer.data.prepare import described, prepare
+from trainer.data.prepare import prepare
+from trainer.data.prepared_folder import described
 from trainer.data.text import documents
 from trainer.data.tokenizer import train_sentencepiece
 from trainer.lifecycle import EXIT_PREEMPTED, StopRequest

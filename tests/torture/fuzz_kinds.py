@@ -43,7 +43,7 @@ from trainer.data.bad_files import BadFiles
 from trainer.data.hf_tokenizer import tokenizer_files
 from trainer.data.listing import NAME as LIST_NAME
 from trainer.data.listing import InputFile, changes, read_list, write_list
-from trainer.data.prepare import RECORD, Settings, _is_finished, _read_record, described
+from trainer.data.prepared_folder import RECORD, Settings, described, is_finished, read_record
 from trainer.data.text import documents
 from trainer.data.token_file import SUFFIX, TokenFolder
 from trainer.data.token_writer import TokenFileWriter
@@ -653,9 +653,9 @@ def _prepared(folder: Path) -> Path:
 
 def _read_prepared(path: Path) -> str:
     """As the command that made it is given once more."""
-    if not _is_finished(path.parent, _SETTINGS):
+    if not is_finished(path.parent, _SETTINGS):
         raise UserError("it would be made anew")
-    record = _read_record(path.parent)
+    record = read_record(path.parent)
     return "\n".join([*record["bad_files"], *described(record, path.parent)])
 
 

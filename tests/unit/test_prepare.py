@@ -19,7 +19,8 @@ from configs.errors import UserError
 from scripts.prepare_data import main as prepare_data
 from scripts.train_tokenizer import main as train_tokenizer
 from trainer.data import prepare as module
-from trainer.data.prepare import divide, is_validation, prepare
+from trainer.data.prepare import divide, prepare
+from trainer.data.shard import is_validation
 from trainer.data.text import Piece
 from trainer.data.token_file import TokenFolder
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece

@@ -15,13 +15,14 @@ PARTS = {
         ("train.py", "models", "parallelisms", "trainer", "checkpoint"),
         ("guards", "planning", "report", "microscope", "sampling", "export", "prepare.py", "preparation.py")
         + ("text.py", "exports.py", "tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py")
-        + ("bad_files.py", "hub.py", "inputs.py", "listing.py", "packing.py", "token_writer.py", "announce.py"),
+        + ("bad_files.py", "hub.py", "inputs.py", "listing.py", "packing.py", "token_writer.py", "announce.py")
+        + ("prepared_folder.py", "shard.py"),
         6000,
     ),
     "text to token files": (
         (
             *(f"trainer/data/{name}.py" for name in ("bad_files", "hub", "inputs", "listing", "packing")),
-            *(f"trainer/data/{name}.py" for name in ("text", "token_writer", "prepare")),
+            *(f"trainer/data/{name}.py" for name in ("text", "token_writer", "prepare", "prepared_folder", "shard")),
             "trainer/preparation.py",
         ),
         (),

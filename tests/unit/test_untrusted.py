@@ -28,7 +28,7 @@ from tests.held import held
 from tests.unit.hf_support import TINY, make_model, save
 from tests.unit.test_checkpoint_exploits import reseal
 from trainer.data import text
-from trainer.data.prepare import Settings, _is_finished
+from trainer.data.prepared_folder import Settings, is_finished
 from trainer.data.text import BadFiles, documents
 from trainer.data.tokenizer import load_tokenizer
 from trainer.guards.saved_state import check_saved_state
@@ -93,7 +93,7 @@ READERS = {
     MANIFEST_NAME: lambda path: read_manifest(path.parent),
     "config.json": lambda path: import_hf(path.parent, path.parent / "out", None),
     "job.toml": lambda path: load(str(path)),
-    "prepare.json": lambda path: _is_finished(path.parent, Settings([], "text", "0", 1, 0.0)),
+    "prepare.json": lambda path: is_finished(path.parent, Settings([], "text", "0", 1, 0.0)),
     "own.model": load_tokenizer,
     "tokenizer.json": load_tokenizer,
     "a.txt": lambda path: list(documents(str(path))),
@@ -512,4 +512,4 @@ def test_a_saved_state_of_another_form(place, value):
 def test_a_preparation_of_another_form(tmp_path, content):
     (tmp_path / "prepare.json").write_text(content)
     with pytest.raises(UserError, match=r"prepare.json|other settings"):
-        _is_finished(tmp_path, Settings([], "text", "0", 1, 0.0))
+        is_finished(tmp_path, Settings([], "text", "0", 1, 0.0))

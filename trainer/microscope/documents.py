@@ -46,7 +46,7 @@ class Documents:
         return Document(number, start, stop, file.path)
 
     def at(self, token: int) -> Document:
-        """The document that holds a token of the folder."""
+        """The document that a token belongs to; tokens are numbered through all files."""
         place = bisect_right(self._first_tokens, token) - 1
         file, in_file = self.folder.files[place], token - self._first_tokens[place]
         after = bisect_right(range(file.header.n_documents), in_file, key=file.document_offset)

@@ -1,0 +1,201 @@
+"""A folder of prepared text: what was asked for, what its record says, and whether its inputs are still the same."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.errors import UserError
+from configs.files import write_atomically
+from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, shortened
+from trainer.data.bad_files import BadFiles
+from trainer.data.listing import changes, examine, list_files, read_list, write_list
+
+RECORD = "prepare.json"
+TRAIN, VALIDATION = "train", "validation"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides the content of the prepared folder, besides the inputs' content."""
+
+    inputs: list[str]
+    text_key: str
+    tokenizer_hash: str
+    vocab_size: int
+    validation_fraction: float
+    separator: str = ""
+    drop_duplicates: bool = False
+    pack: int | None = None
+    """The seq_len that the documents are packed for; None: a stream."""
+
+    @property
+    def splits(self) -> list[str]:
+        """The folders inside OUTPUT."""
+        return [TRAIN, VALIDATION] if self.validation_fraction else [TRAIN]
+
+
+@dataclass
+class Split:
+    """Counts of one of the folders inside OUTPUT."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+
+    def add(self, documents: int, tokens: int, text_bytes: int) -> None:
+        """Add to the counts."""
+        self.documents += documents
+        self.tokens += tokens
+        self.text_bytes += text_bytes
+
+
+def described(record: dict[str, Any], output: Path) -> list[str]:
+    """What a record says, in lines for people."""
+    lines = []
+    if "inputs" in record:
+        lines.append(f"read {record['inputs']['files']:,} files of {record['inputs']['bytes']:,} bytes")
+    for reason, found in record.get("skipped", {}).items():
+        first = ", ".join(found["first"][:3])
+        lines.append(f"skipped: {found['count']:,} {reason}" + (f": {first}" if first else ""))
+    if record["empty_documents"]:
+        lines.append(f"skipped: {record['empty_documents']:,} empty documents")
+    if "duplicates" in record:
+        lines.append(f"dropped: {record['duplicates']:,} documents with the same text as an earlier one")
+    for name in (TRAIN, VALIDATION):
+        if name in record:
+            split = Split(*(record[name][key] for key in _SPLIT))
+            counts = f"{split.documents:,} documents, {split.tokens:,} tokens, {split.text_bytes:,} bytes of text"
+            lines.append(f"{output / name}: {counts}")
+        if packed := record.get("packed", {}).get(name):
+            lines.append(
+                f"{output / name}: {packed['windows']:,} windows for training.seq_len = {packed['seq_len']}, "
+                f"{packed['waste']:.2%} of them padding; {packed['cut_documents']:,} documents are longer than a window"
+            )
+    return lines
+
+
+def is_finished(output: Path, settings: Settings) -> bool:
+    """Whether OUTPUT was prepared with these settings.
+
+    Raises:
+        UserError: it contains anything else.
+    """
+    if (output / RECORD).is_file():
+        check_same(output, read_json(output / RECORD).get("settings"), settings)
+        return True
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output}: exists but is not a folder of prepared text; choose another output folder")
+    return False
+
+
+def check_inputs(output: Path, settings: Settings, say: Callable[[str], None]) -> None:
+    """Compare the inputs with those of a finished folder, as far as they still exist.
+
+    Raises:
+        UserError: text was added, removed or changed since.
+    """
+    before = read_list(output)
+    if before is None:
+        _adopt_inputs(output, settings, say)
+        return
+    changed, gone = changes(before, settings.inputs)
+    if changed:
+        raise UserError(
+            f"{output}: was made from other files:\n" + "\n".join(changed) + "\n"
+            "Choose another output folder, or delete this one to have it made again"
+        )
+    if gone:
+        say(f"{output}: the text that it was made from is gone ({', '.join(gone)}), so it was not compared")
+
+
+def _adopt_inputs(output: Path, settings: Settings, say: Callable[[str], None]) -> None:
+    """Record the inputs of a folder that was prepared before Keel recorded them."""
+    try:
+        write_list(output, examine(list_files(settings.inputs, BadFiles()), settings.text_key, BadFiles()))
+        further = "they are recorded as they are now, so that later changes are noticed"
+    except (UserError, OSError) as error:
+        further = f"they can't be recorded now ({error})"
+    say(f"{output}: prepared by an earlier Keel, so whether its inputs have changed since is unknown; {further}")
+
+
+def check_same(
+    folder: Path,
+    before: Any,
+    settings: Settings,
+    advice: str = "Choose another output folder, or delete this one to have it made again",
+) -> None:
+    now = asdict(settings)
+    then = _DEFAULTS | (before if isinstance(before, dict) else {})
+    values = {key: shortened(repr(then.get(key)), 400) for key in now}
+    changed = [f"  {key}: {values[key]} then, {now[key]!r} now" for key in now if then.get(key) != now[key]]
+    if changed:
+        raise UserError(f"{folder}: was made with other settings:\n" + "\n".join(changed) + f"\n{advice}")
+
+
+_DEFAULTS = {"separator": "", "drop_duplicates": False, "pack": None}
+"""Settings that folders of an earlier Keel lack."""
+
+
+def read_record(output: Path) -> dict[str, Any]:
+    """The record of a finished preparation.
+
+    Raises:
+        UserError: it is incomplete.
+    """
+    record = read_json(output / RECORD)
+    if not _fits(record, _FORM):
+        raise UserError(f"{output / RECORD}: not in the form that Keel writes; delete its folder to have it made again")
+    return record
+
+
+_SPLIT = dict.fromkeys(asdict(Split()), int)
+_PACKED = {"seq_len": int, "windows": int, "cut_documents": int, "waste": float}
+_FORM = {
+    "bad_files": [str],
+    "empty_documents": int,
+    TRAIN: _SPLIT,
+    f"{VALIDATION}?": _SPLIT,
+    "inputs?": {"files": int, "bytes": int, "xxh3_128": str},
+    "skipped?": {"*": {"count": int, "first": [str]}},
+    "duplicates?": int,
+    "packed?": {"*": _PACKED},
+}
+"""What a record has: types, lists of them, and objects; "?" marks what may be missing, "*" stands for any key."""
+
+
+def _fits(value: Any, form: Any) -> bool:
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_fits(item, form[0]) for item in value)
+    if not isinstance(form, dict):
+        return type(value) is form
+    if not isinstance(value, dict):
+        return False
+    if "*" in form:
+        return all(_fits(item, form["*"]) for item in value.values())
+    needed = {key for key in form if not key.endswith("?")}
+    return needed <= value.keys() and all(
+        _fits(value[name], part) for key, part in form.items() if (name := key.rstrip("?")) in value
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read an object that `write_json` has written.
+
+    Raises:
+        UserError: the file is not one.
+    """
+    try:
+        content = parse_json(read_file(path, MAX_JSON_BYTES))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{path}: cannot be read ({error}); delete its folder to have it made again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: cannot be read (not an object); delete its folder to have it made again")
+    return content
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    write_atomically(path, [json.dumps(content, indent=2) + "\n"])

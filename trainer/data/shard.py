@@ -1,0 +1,168 @@
+"""One shard of a preparation: the part of the text that one process tokenizes at a time, and its token files."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from trainer.data.bad_files import PATIENCE, BadFiles
+from trainer.data.packing import PackingWriter
+from trainer.data.prepared_folder import TRAIN, VALIDATION, Settings, Split, read_json, write_json
+from trainer.data.text import Piece, read
+from trainer.data.token_file import SUFFIX
+from trainer.data.token_writer import TokenFileWriter
+from trainer.data.tokenizer import Tokenizer, encode_document, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One unit of work, for one process."""
+
+    index: int
+    pieces: list[Piece]
+    working: Path
+    """The hidden folder beside OUTPUT."""
+    launch: int
+    """Process id of the launch, which names its folder for unfinished work."""
+    tokenizer_path: Path
+    settings: Settings
+    max_bad_files: int
+    duplicates: tuple[int, ...] = ()
+    """Documents that are copies of earlier ones, by their number in the shard."""
+
+    @property
+    def name(self) -> str:
+        """Name of its files, without the suffix."""
+        return f"{self.index:05d}"
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of text, for the progress display."""
+        return sum(piece.n_bytes for piece in self.pieces)
+
+    @property
+    def unfinished(self) -> Path:
+        """The folder in which its token files are written."""
+        return self.working / f"unfinished.{self.launch}"
+
+    @property
+    def report_path(self) -> Path:
+        """The file that records the shard's counts once its token files are complete."""
+        return self.working / "reports" / f"{self.name}.json"
+
+    @cached_property
+    def inputs_hash(self) -> str:
+        """Hash of the shard's inputs: files, their portions, sizes and modification times, and what is left out."""
+        times = [os.stat(piece.path).st_mtime_ns if os.path.exists(piece.path) else 0 for piece in self.pieces]
+        facts = [[asdict(piece) for piece in self.pieces], times, self.duplicates]
+        return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
+
+    def report(self) -> dict[str, Any] | None:
+        """The counts of the finished shard; None if it is unfinished, or its input has changed since."""
+        if not self.report_path.exists():
+            return None
+        report = read_json(self.report_path)
+        return report if report.get("inputs_hash") == self.inputs_hash else None
+
+
+def is_validation(text: bytes, fraction: float) -> bool:
+    """Whether a document belongs to the validation set, decided by its hash, which is uniform over 64 bits."""
+    return xxhash.xxh3_64_intdigest(text) < fraction * 2**64
+
+
+def write_shard(shard: Shard) -> dict[str, Any]:
+    """Write a shard's token files into the folder for unfinished work; returns its report."""
+    tokenizer = _load_once(shard.tokenizer_path)
+    settings = shard.settings
+    bad = BadFiles(shard.max_bad_files, PATIENCE)
+    splits = {name: Split() for name in settings.splits}
+    copies = set(shard.duplicates)
+    empty = duplicates = 0
+    with ExitStack() as stack:
+        writers = {name: _writer(shard, name) for name in splits}
+        for writer in writers.values():
+            stack.enter_context(writer)
+        for number, text in enumerate(_texts(shard, bad)):
+            if not text:
+                empty += 1
+                continue
+            if number in copies:
+                duplicates += 1
+                continue
+            raw = text.encode()
+            name = VALIDATION if is_validation(raw, settings.validation_fraction) else TRAIN
+            tokens = encode_document(tokenizer, text)
+            writers[name].append(tokens)
+            splits[name].add(1, len(tokens), len(raw))
+    packed = {
+        name: {"windows": writer.n_windows, "cut_documents": writer.n_cut}
+        for name, writer in writers.items()
+        if isinstance(writer, PackingWriter)
+    }
+    return {
+        **{name: asdict(split) for name, split in splits.items()},
+        "empty_documents": empty,
+        "duplicates": duplicates,
+        "packed": packed,
+        "bad_files": bad.messages,
+        "skipped": dict(bad.skipped),
+        "examples": bad.examples,
+        "inputs_hash": shard.inputs_hash,
+    }
+
+
+def hash_shard(shard: Shard) -> bytes:
+    """xxh3_128 of each of a shard's documents, 16 bytes each."""
+    bad = BadFiles(shard.max_bad_files, PATIENCE)
+    return b"".join(xxhash.xxh3_128_digest(text.encode()) for text in _texts(shard, bad))
+
+
+def _texts(shard: Shard, bad: BadFiles) -> Iterator[str]:
+    for piece in shard.pieces:
+        yield from read(piece, shard.settings.text_key, bad, shard.settings.separator)
+        read_bytes.add(piece.n_bytes)
+
+
+class _ReadBytes:
+    """Counts the bytes of the pieces that this process has read, to show progress."""
+
+    def __init__(self) -> None:
+        self.add: Callable[[int], None] = lambda n_bytes: None
+
+    def add_to(self, counter: "Synchronized[int]") -> None:
+        """From now on, add to a counter that processes share."""
+
+        def add(n_bytes: int) -> None:
+            with counter.get_lock():
+                counter.value += n_bytes
+
+        self.add = add
+
+
+read_bytes = _ReadBytes()
+
+
+@cache
+def _load_once(path: Path) -> Tokenizer:
+    return load_tokenizer(path)
+
+
+def _writer(shard: Shard, split: str) -> TokenFileWriter | PackingWriter:
+    path = shard.unfinished / split / (shard.name + SUFFIX)
+    writer = TokenFileWriter(path, shard.settings.vocab_size, shard.settings.tokenizer_hash)
+    return PackingWriter(writer, shard.settings.pack) if shard.settings.pack else writer
+
+
+def keep(shard: Shard, report: dict[str, Any]) -> None:
+    """Move a written shard's token files to their final folder, and record that the shard is finished."""
+    for split in shard.settings.splits:
+        name = Path(split, shard.name + SUFFIX)
+        os.replace(shard.unfinished / name, shard.working / "output" / name)
+    write_json(shard.report_path, report)
