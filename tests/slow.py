@@ -52,6 +52,7 @@ SLOW = {
         "test_a_result_that_differs_is_not_saved*",
         "test_a_save_in_the_middle*[[]finite]",
         "test_ranks_that_differ*",
+        "test_steps_that_are_not_finite",
     ),
     "distributed/test_moe.py": (
         "test_balance_and_biases*",
@@ -62,6 +63,7 @@ SLOW = {
     "distributed/test_moving_run.py": (
         "*[[]experts]",
         "*[[]dense]",
+        "*[[]two ranks]",
     ),
     "distributed/test_not_finite.py": (
         "test_of_a_moment_before_an_async_save",
@@ -119,6 +121,8 @@ SLOW = {
         "*[[]CP 2 x FSDP 2, gather, compiled*",
         "test_other_options[[]tied embedding, FSDP*",
         "test_other_options[[]tied embedding, compiled]",
+        "*[[]TP 2, none, compiled*",
+        "*[[]PP 2 x TP 2, selective*",
     ),
     "distributed/test_phases.py": (
         "*[[]compute*",
@@ -188,18 +192,26 @@ SLOW = {
         "test_a_stopped_rank_*",
         "test_rank_0_dies*Bus error*",
         "test_rank_0_dies*[[]9-*",
+        "test_a_launch_that_could_say_nothing*",
     ),
     "end_to_end/test_grace.py": ("*",),
     "end_to_end/test_restarts.py": ("*",),
+    "end_to_end/test_resume.py": ("test_stops_leave_no_trace*",),
     "end_to_end/test_run_folder.py": ("test_a_compiled_run_writes_no_warnings",),
-    "end_to_end/test_same_curve.py": ("*[[]4 ranks*",),
+    "end_to_end/test_same_curve.py": (
+        "*[[]4 ranks*",
+        "*[[]2 ranks, accumulation 2]",
+    ),
     "end_to_end/test_sampling.py": ("test_text_is_streamed*",),
     "end_to_end/test_signals.py": (
         "test_one_process[[]2]",
         "test_while_torch_is_imported",
         "test_under_torchrun[[]one rank]",
     ),
-    "end_to_end/test_torchrun_report.py": ("test_a_rank_that_fails_alone*",),
+    "end_to_end/test_torchrun_report.py": (
+        "test_a_rank_that_fails_alone*",
+        "test_torchrun_ends_in_our_sentence[[]--checkpoint.load*",
+    ),
     "torture/test_torture.py": ("*",),
     "unit/test_agreement.py": ("test_ranks_that_agree_need_one_gather*",),
     "unit/test_connections.py": ("test_gloo_connects_*",),
