@@ -96,7 +96,7 @@ def say_goodbye(trainer: Trainer, state: State) -> None:
     reason = trainer.stop.reason or "a signal to another rank"
     console.table(
         closing_title(state, step, reason),
-        closing_rows(config, trainer.folder, trainer.ledger.seconds(), trainer.ends(), memory, newest),
+        closing_rows(config, trainer.folder, trainer.ledger.seconds(), trainer.ends, memory, newest),
     )
     console.table("What to try next", next_rows(config, state))
     with console.outages.tolerate(trainer.folder / "status.json"):

@@ -140,8 +140,8 @@ class Trainer:
         self._save_is_due = False
         self.last_was_finite = True
         """Whether the last step had a finite loss and gradient norm."""
-        self.losses: list[float] = []
-        """Losses of the steps of this launch."""
+        self.ends: tuple[float, float] | None = None
+        """The first and the last loss of this launch; None before a step."""
         self.validated: tuple[int, float] | None = None
         """Step and loss of the last validation."""
         self.compared_step: int | None = None
@@ -339,7 +339,7 @@ class Trainer:
         n_incidents = len(self.run.incidents)
         self.run = self.run.after(result, tokens_per_step(self.config), self.spikes)
         self.unlogged_incidents += self.run.incidents[n_incidents:]
-        self.losses.append(result.loss)
+        self.ends = (self.ends[0] if self.ends else result.loss, result.loss)
         self.last_was_finite = result.is_spike or not result.skipped
         if self.run.skipped_in_a_row > self.config.training.max_skipped_steps:
             raise UserError(too_many_skipped(self.config, self.run, self.folder))
@@ -524,10 +524,6 @@ class Trainer:
     def memory(self) -> Memory:
         """The largest memory use on any rank; all ranks must call it."""
         return memory_of(self.mesh.max_over_all(torch.tensor(memory_counts(self.device.type))).tolist())
-
-    def ends(self) -> tuple[float, float] | None:
-        """The first and the last loss of this launch; None if it computed no step."""
-        return (self.losses[0], self.losses[-1]) if self.losses else None
 
     def _poll_exports(self) -> None:
         if self.exports and self.rank == 0:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from configs.load import load
 from scripts.parity_rows import MOE_BIAS, words
+from tests.losses import kept_losses
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
 from trainer.report.console import Console
@@ -44,8 +45,9 @@ def go_on(folder: str, steps: int, overrides: tuple[str, ...]) -> list[float]:
     Path(folder).mkdir(parents=True, exist_ok=True)
     with Console(dist.get_rank()) as console, closing(Watchdog(Path(folder), 600, print)) as watchdog:
         trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)
+        losses = kept_losses(trainer)
         assert trainer.train() == "done"
-    return trainer.losses
+    return losses
 
 
 @pytest.mark.parametrize(

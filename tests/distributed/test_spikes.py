@@ -25,6 +25,7 @@ from tests.end_to_end.launch import (
     records,
     tensors,
 )
+from tests.losses import kept_losses
 from trainer.data.sources import SyntheticSource
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
@@ -72,12 +73,13 @@ def train(folder, words, stop_after=0, noise=NOISE, steps=40):
         with Console(rank=1) as console, closing(Watchdog(Path(folder), 600, print)) as watchdog:
             job = load(str(TINY), (*quiet, *words), dist.get_world_size())
             trainer = Trainer(job, torch.device("cpu"), console, stop, TimeLedger(), watchdog)
+            losses = kept_losses(trainer)
             try:
                 trainer.train()
                 message = ""
             except UserError as error:
                 message = str(error)
-            return trainer.losses, trainer.run, message
+            return losses, trainer.run, message
     finally:
         Learner.step, SyntheticSource.read = original, _read
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from configs.errors import UserError
 from configs.load import load
 from parallelisms.passes import OneByOne
+from tests.losses import kept_losses
 from tests.torture.resume import JOB
 from trainer.guards.verdict import Seen, describe
 from trainer.guards.watchdog import Watchdog
@@ -71,6 +72,7 @@ def trained(folder: str, words: tuple[str, ...], change: Callable[[torch.Tensor]
         gradients_changed(1, 3, change),
     ):
         trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)
+        losses = kept_losses(trainer)
         count = trainer._count
 
         def counted(result):
@@ -84,7 +86,6 @@ def trained(folder: str, words: tuple[str, ...], change: Callable[[torch.Tensor]
             error = str(fault)
             trainer.loader.close()
     same = [all(map(equal, before, after)) for before, after in pairwise(weights)]
-    losses = trainer.losses
     return {"said": said.getvalue(), "error": error, "same": same, "losses": losses, "step": trainer.run.step}
 
 
