@@ -19,7 +19,8 @@ def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     Returns:
         One line per changed key, `"training.seed: 0 -> 1"`; empty if none changed.
     """
-    before, after = _run_values(old), _run_values(new)
+    is_exact = all(config.get("training", {}).get("reduction") == "exact" for config in (old, new))
+    before, after = _run_values(old, is_exact), _run_values(new, is_exact)
     lines = []
     for path in sorted(before.keys() | after.keys(), key=lambda path: list(map(str, path))):
         was, now = (values.get(path, _default(path)) for values in (before, after))
@@ -53,8 +54,8 @@ def _computed(model: Model) -> dict[str, Any]:
     return values | {f"router.{key}": value for key, value in experts.items()}
 
 
-def _run_values(config: dict[str, Any]) -> dict[KeyPath, Any]:
-    return {path: value_at(config, path) for path in leaves(config) if is_run_key(dotted(path))}
+def _run_values(config: dict[str, Any], is_exact: bool) -> dict[KeyPath, Any]:
+    return {path: value_at(config, path) for path in leaves(config) if is_run_key(dotted(path), is_exact)}
 
 
 def value_at(config: Any, path: KeyPath) -> Any:

@@ -1,5 +1,6 @@
 """Rules for precision, optimizer and learning-rate schedule."""
 
+import math
 from collections.abc import Iterator
 
 from configs.checks.rule import Problem, Rule
@@ -56,4 +57,14 @@ def _lr_schedule(config: Config, _: int | None) -> Iterator[Problem]:
         )
 
 
-RULES: tuple[Rule, ...] = (_dtypes, _optimizer_groups, _muon, _lr_schedule)
+def _exact(config: Config, _: int | None) -> Iterator[Problem]:
+    training = config.training
+    if training.reduction == "exact" and not (math.isinf(training.norm_type) or training.norm_type.is_integer()):
+        yield (
+            "training.norm_type",
+            f'reduction "exact" computes the norm by multiplications, so norm_type must be a whole number or inf, got '
+            f"{training.norm_type}",
+        )
+
+
+RULES: tuple[Rule, ...] = (_dtypes, _optimizer_groups, _muon, _lr_schedule, _exact)

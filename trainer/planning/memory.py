@@ -305,7 +305,7 @@ class RankMemory:
     @property
     def reduces_once(self) -> bool:
         """Whether gradients stay unsharded until the step's end."""
-        return (reduces_once(self.config.fsdp) or self.config.mesh.pp > 1) and self.micro_batches > 1
+        return reduces_once(self.config) and self.micro_batches > 1
 
     def _held(self, group: _Group) -> int:
         """Bytes of the group's gradients between two micro-batches."""
