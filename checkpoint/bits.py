@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from checkpoint.manifest import Manifest
+from configs.schema import is_exact
 
 CODE = "Keel's code"
 """The key for code in an environment: the only part whose change need not change any bits."""
@@ -50,7 +51,7 @@ def changed_settings(manifest: Manifest, config: Mapping[str, Any], mesh: Mappin
     before = {f"mesh.{axis}": size for axis, size in manifest.mesh.items()} | _settings(manifest.config)
     now = {f"mesh.{axis}": size for axis, size in mesh.items()} | _settings(config)
     alike = {name for name, values in _ALIKE.items() if {before.get(name), now.get(name)} <= values}
-    if all(settings.get("training", {}).get("reduction") == "exact" for settings in (manifest.config, config)):
+    if is_exact(manifest.config) and is_exact(config):
         alike |= _FREE_IF_EXACT
     return {name: change for name, change in _changes(before, now).items() if name not in alike}
 

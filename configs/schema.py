@@ -5,6 +5,7 @@ The tables are strict (`"100"` is not an int, an unknown key is an error) and fr
 checkpoints rely on. Nothing here imports torch, so `--help` and `--validate` answer in a fraction of a second.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -589,13 +590,19 @@ RUN_KEYS_IF_EXACT = ("training.micro_batch_size",)
 """Keys that are run keys with training.reduction = "exact", whose sums have micro-batches for terms."""
 
 
-def is_run_key(key: str, is_exact: bool = False) -> bool:
+def is_exact(config: Mapping[str, Any]) -> bool:
+    """Whether a config, given as nested tables, has exact reductions."""
+    training = config.get("training")
+    return isinstance(training, Mapping) and training.get("reduction") == "exact"
+
+
+def is_run_key(key: str, exact: bool = False) -> bool:
     """Whether a dotted key (`"training.seed"`) or table decides what is learned, so a resume must not change it.
 
     Args:
         key: the key.
-        is_exact: whether training.reduction is "exact".
+        exact: whether training.reduction is "exact".
     """
     if key.split(".")[0] in RUN_TABLES:
-        return key not in MACHINE_KEYS_IN_RUN_TABLES or (is_exact and key in RUN_KEYS_IF_EXACT)
+        return key not in MACHINE_KEYS_IN_RUN_TABLES or (exact and key in RUN_KEYS_IF_EXACT)
     return any(f"{key}.".startswith(f"{run_key}.") for run_key in RUN_KEYS_IN_MACHINE_TABLES)

@@ -22,8 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 
-from parallelisms.torch_internals import DefaultAllGather, DefaultReduceScatter, modules_with_groups, reduce_with
+from parallelisms.torch_internals import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    modules_with_groups,
+    reduce_gradients,
+    reduce_with,
+)
 
 
 class PartialSums:
@@ -71,6 +78,30 @@ class ExactReduction:
         if not is_last:  # what FSDP has set is not the sum yet
             for shard in self._shards:
                 shard.grad = None
+
+
+class ReducingStage(PipelineStage):
+    """A pipeline's stage that reduces the gradients of each micro-batch, instead of their sum after the last."""
+
+    def __init__(self, reduction: ExactReduction, *arguments: Any, **settings: Any) -> None:
+        """
+        Args:
+            reduction: sums the gradients.
+            arguments, settings: of `PipelineStage`.
+        """
+        super().__init__(*arguments, **settings)
+        self._reduction = reduction
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Run a backward pass; every schedule runs those of one stage in the order of the micro-batches."""
+        if backward_type == "input":  # a pass for the weights follows
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        with self._reduction.of_micro_batch(last_backward):
+            result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            reduce_gradients(self.submod)
+        return result
 
 
 class _GroupReduction(DefaultReduceScatter):

@@ -32,11 +32,11 @@ from configs.layout import accumulation_steps
 from configs.plan import plan_of
 from configs.schema import Config
 from configs.stages import layers_of_stages, n_stages, rank_of_stage, stages_of_rank
-from parallelisms.exact_reduction import ExactReduction
+from parallelisms.exact_reduction import ExactReduction, ReducingStage
 from parallelisms.fsdp import reshard
 from parallelisms.mesh import Mesh
 from parallelisms.passes import Call
-from parallelisms.torch_internals import has_zero_bubble, reduce_gradients
+from parallelisms.torch_internals import has_zero_bubble
 
 _SCHEDULES: dict[str, Callable[..., Any]] = {
     "gpipe": lambda stages, **settings: ScheduleGPipe(stages[0], **settings),
@@ -68,30 +68,6 @@ def _cut(model: nn.Module, layers: range) -> nn.Module:
         else:
             setattr(owner, child, None)
     return model
-
-
-class _ReducingStage(PipelineStage):
-    """A stage that reduces the gradients of each micro-batch, instead of their sum after the last."""
-
-    def __init__(self, reduction: ExactReduction, *arguments: Any, **settings: Any) -> None:
-        """
-        Args:
-            reduction: sums the gradients.
-            arguments, settings: of `PipelineStage`.
-        """
-        super().__init__(*arguments, **settings)
-        self._reduction = reduction
-
-    def backward_maybe_with_nosync(
-        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> Any:
-        """Run a backward pass; every schedule runs those of one stage in the order of the micro-batches."""
-        if backward_type == "input":  # a pass for the weights follows
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        with self._reduction.of_micro_batch(last_backward):
-            result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-            reduce_gradients(self.submod)
-        return result
 
 
 class Pipeline:
@@ -137,7 +113,7 @@ class Pipeline:
         tokens = torch.empty(self._hidden.shape[:2], dtype=torch.int64, device="meta")
         loss_dtype = torch.promote_types(self._hidden.dtype, torch.float32)  # torch 2.11 checks it
         loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
-        make = partial(_ReducingStage, reduction) if reduction else PipelineStage
+        make = partial(ReducingStage, reduction) if reduction else PipelineStage
         return make(
             module,
             number,

@@ -170,15 +170,15 @@ class _LateReduceScatter(DefaultReduceScatter):
     """A group's reduce-scatter after a delay: of this thread on a CPU, where it is complete on return; on a GPU, of the
     stream that it is issued in."""
 
-    _reduction: ReduceScatter
+    reduction: ReduceScatter
 
     def __init__(self, reduction: ReduceScatter, delay: Callable[[], None]) -> None:
-        self._reduction = reduction._reduction if isinstance(reduction, _LateReduceScatter) else reduction
+        self.reduction = reduction.reduction if isinstance(reduction, _LateReduceScatter) else reduction
         self._delay = delay
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         self._delay()
-        return self._reduction(*arguments, **options)
+        return self.reduction(*arguments, **options)
 
 
 def _queue_on_cpu(root: FSDPModule, comm: Comm, counts: GatherCounts) -> None:

@@ -19,9 +19,10 @@ from configs.schema import Config
 from models import build_model
 from models.documents import Documents
 from parallelisms.attention.context import shard_batch
+from parallelisms.exact_numbers import exact_grad_norm, exact_loss_sum
 from parallelisms.exact_reduction import ExactReduction
 from parallelisms.fsdp import freeze
-from parallelisms.grad_norm import clip_grads_with_norm, exact_grad_norm, grad_norm
+from parallelisms.grad_norm import clip_grads_with_norm, grad_norm
 from parallelisms.guards.order_guard import OrderGuard
 from parallelisms.guards.replicas import Copy, copies_on
 from parallelisms.init import materialize
@@ -155,10 +156,7 @@ class Learner:
             return self.mesh.sum_over_tokens(total)
         if self.config.training.compute_dtype != "float64":
             losses = losses.float().double()  # a pipeline has multiplied and divided them
-        ranks = self.mesh.tokens
-        of_all = losses.new_zeros(len(losses), ranks.size())
-        of_all[:, ranks.get_local_rank()] = losses
-        return self.mesh.sum_over_tokens(of_all).flatten().sum()  # zeros change no bits
+        return exact_loss_sum(losses, self.mesh)
 
     def evaluate(self, micro_batches: list[MicroBatch], token_bytes: Tensor | None) -> Tensor:
         """Evaluate this rank's share: (sum of cross-entropy, valid tokens, their bytes of text), float64, (3,).

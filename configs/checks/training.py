@@ -1,6 +1,5 @@
 """Rules for precision, optimizer and learning-rate schedule."""
 
-import math
 from collections.abc import Iterator
 
 from configs.checks.rule import Problem, Rule
@@ -58,13 +57,9 @@ def _lr_schedule(config: Config, _: int | None) -> Iterator[Problem]:
 
 
 def _exact(config: Config, _: int | None) -> Iterator[Problem]:
-    training = config.training
-    if training.reduction == "exact" and not (math.isinf(training.norm_type) or training.norm_type.is_integer()):
-        yield (
-            "training.norm_type",
-            f'reduction "exact" computes the norm by multiplications, so norm_type must be a whole number or inf, got '
-            f"{training.norm_type}",
-        )
+    norm_type = config.training.norm_type
+    if config.training.reduction == "exact" and norm_type % 1 > 0:  # not so for inf
+        yield "training.norm_type", f'with reduction "exact" it must be a whole number or inf, got {norm_type}'
 
 
 RULES: tuple[Rule, ...] = (_dtypes, _optimizer_groups, _muon, _lr_schedule, _exact)

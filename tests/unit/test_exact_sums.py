@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from configs.schema import Optimizer
+from parallelisms.exact_numbers import exact_grad_norm
 from parallelisms.exact_reduction import PartialSums, _add_pairs
-from parallelisms.grad_norm import exact_grad_norm
 from trainer.optimizer import build_optimizer
 
 

@@ -61,7 +61,6 @@ def startup_rows(
         ("ranks", _ranks(sizes, device_name)),
         ("technique", _techniques(config)),
         ("batch", _batch(config, sizes)),
-        ("reduction", _reduction(config, sizes, device_type)),
         ("steps", _steps(config, resumed_step)),
         ("FLOPs", _flops(config, peak)),
         ("memory", _memory(config, sizes, device_type)),
@@ -178,19 +177,6 @@ def _batch(config: Config, sizes: MeshSizes) -> str:
         f"{training.global_batch_size:,} sequences of {training.seq_len:,} = {_tokens_per_step(config):,} tokens "
         f"per step ({cut}{ranks})"
     )
-
-
-def _reduction(config: Config, sizes: MeshSizes, device_type: str) -> str:
-    """What decides the bits of an exact run, besides its run keys; empty for others."""
-    if config.training.reduction == "fast":
-        return ""
-    fixed = [f"mesh.{axis} {size}" for axis in ("tp", "cp", "ep") if (size := sizes.axes[axis]) > 1]
-    if config.compile.enable:
-        fixed.append(f"torch.compile with activation checkpointing {config.activation_checkpoint.mode}")
-    fixed.append("this kind of processor" if device_type == "cpu" else "this kind of GPU")
-    if device_type == "cpu":
-        fixed.append(f"{torch.get_num_threads()} threads (OMP_NUM_THREADS)")
-    return f"exact: the same bits on any other dp_replicate, dp_shard and pp, with {', '.join(fixed)}"
 
 
 def _steps(config: Config, resumed_step: int) -> str:
