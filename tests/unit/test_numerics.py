@@ -43,7 +43,7 @@ def test_what_would_do_nothing_is_refused():
 
 
 def test_exact_reductions_on_a_gpu_need_deterministic_kernels():
-    with pytest.raises(UserError, match="also set training.deterministic = true"):
+    with pytest.raises(UserError, match=r"also set training\.deterministic = true"):
         set_numerics(job("--training.reduction", "exact").config.training, "cuda")
     set_numerics(job("--training.reduction", "exact").config.training, "cpu")
 
