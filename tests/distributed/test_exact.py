@@ -29,7 +29,7 @@ FOUR_LAYERS = {"model.n_layers": 4, "training.steps": 8}
 # 12 sequences a step on 1, 2, 3 and 6 ranks: trees that no power of two fills, and shards of uneven rows.
 TWELVE = {"training.global_batch_size": 12, "training.steps": 8, "model.ffn_dim": 70}
 EXPERTS = {"model.n_experts": 8, "model.experts_per_token": 2, "model.n_shared_experts": 1, "training.steps": 8}
-EXPERTS |= {"model.expert_dim": 16, "model.router.auxiliary_loss_weight": 0.1}
+EXPERTS |= {"model.n_dense_layers": 1, "model.expert_dim": 16, "model.router.auxiliary_loss_weight": 0.1}
 COMPILED = {"compile.enable": "true", "training.steps": 4}
 OWNER = {"fsdp.partition": "owner", "mesh.dp_shard": 1}
 MUON = {**OWNER, "optimizer.name": "muon", "training.steps": 8}

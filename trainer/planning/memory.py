@@ -328,12 +328,9 @@ class RankMemory:
 
         An exact reduction also receives as many, and replicas send and receive shards.
         """
-        if not self.uses_fsdp:
-            return 0
-        group, received, exchanged = self.groups[place], self.is_exact and self.is_sharded, 0
-        if self.is_exact and self.sizes.replicas > 1:
-            exchanged = 2 * group.trained_shard
-        return (group.trained * (1 + received) + exchanged) * self.reduce_bytes
+        group = self.groups[place]
+        exchanged = group.trained * self.is_sharded + 2 * group.trained_shard * (self.sizes.replicas > 1)
+        return (group.trained + exchanged * self.is_exact) * self.reduce_bytes if self.uses_fsdp else 0
 
     def _gathered(self, place: int, ahead: int) -> int:
         """Bytes of parameters gathered while the group at `place` computes, with `ahead` prefetched in backward."""
