@@ -1,10 +1,9 @@
 """Measures how well FSDP's communication overlaps computation, with delays that simulate a network.
 
-All variants run the same job: without a delay, with the order guard off and on at every step, and with exact reductions;
-and with a delay of each FSDP all-gather, for `comm.streams` "shared" and "per_group" and each prefetch depth (in both
-directions), and with exact reductions. On a CPU the
-gathers are also counted: those that the computation waited for, and among them those that had waited in their queue
-behind another process group's.
+All variants run the same job. Without a delay: with the order guard off and on at every step, and with exact
+reductions. With a delay of each FSDP all-gather: for `comm.streams` "shared" and "per_group", each prefetch depth (in
+both directions) and exact reductions. On a CPU the gathers are also counted: those that the computation waited
+for, and among them those that had waited in their queue behind another process group's.
 """
 
 import statistics
