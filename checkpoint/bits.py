@@ -1,7 +1,8 @@
 """Whether a run that resumes from a checkpoint has the same bits as an undisturbed one.
 
 It does if the same job file runs on the same mesh in the same environment: a step's sums are then added up in the same
-order. A change of that order changes the last bits of every loss from there on, and nothing else.
+order. A change of that order changes the last bits of every loss from there on, and nothing else. With
+training.reduction = "exact", the order does not depend on the data-parallel mesh nor on the pipeline.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from checkpoint.manifest import Manifest
+from configs.schema import is_exact
 
 CODE = "Keel's code"
 """The key for code in an environment: the only part whose change need not change any bits."""
@@ -26,6 +28,10 @@ SETTINGS = (
     "compile.enable",
 )
 """The machine keys that change the order of sums, what the compiler fuses, or which kernels are used."""
+_FREE_IF_EXACT = {"mesh.pp", "mesh.dp_replicate", "mesh.dp_shard", "fsdp.zero_stage", "fsdp.accumulate"} | {
+    key for key in SETTINGS if key.startswith(("pipeline.", "fsdp.partition"))
+}
+"""The mesh sizes and SETTINGS that change nothing with exact reductions."""
 _ALIKE = {"fsdp.zero_stage": {2, 3}}
 """Values of these keys between which no bit changes."""
 
@@ -45,6 +51,8 @@ def changed_settings(manifest: Manifest, config: Mapping[str, Any], mesh: Mappin
     before = {f"mesh.{axis}": size for axis, size in manifest.mesh.items()} | _settings(manifest.config)
     now = {f"mesh.{axis}": size for axis, size in mesh.items()} | _settings(config)
     alike = {name for name, values in _ALIKE.items() if {before.get(name), now.get(name)} <= values}
+    if is_exact(manifest.config) and is_exact(config):
+        alike |= _FREE_IF_EXACT
     return {name: change for name, change in _changes(before, now).items() if name not in alike}
 
 

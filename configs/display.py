@@ -30,7 +30,7 @@ Keel trains language models from one TOML file.
 A job file may begin with base = "other.toml" to inherit every key that it does
 not set. Keys of run tables decide what is learned, so a resume refuses to change
 them. Keys of machine tables decide how it is computed; they may change at every
-start (as may training.steps and training.micro_batch_size).
+start (as may training.steps and, unless reduction = "exact", micro_batch_size).
 """
 
 

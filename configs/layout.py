@@ -138,9 +138,11 @@ def reshard_after_forward(fsdp: Fsdp) -> Literal["default", "always", "never"]:
     return fsdp.reshard_after_forward if fsdp.zero_stage == 3 else "never"
 
 
-def reduces_once(fsdp: Fsdp) -> bool:
+def reduces_once(config: Config) -> bool:
     """Whether gradients are reduced only with the last micro-batch of a step."""
-    return fsdp.zero_stage == 1 or fsdp.accumulate == "reduce_last"
+    if config.training.reduction == "exact":  # a rank's own micro-batches are no neighbors in the tree of sums
+        return False
+    return config.fsdp.zero_stage == 1 or config.fsdp.accumulate == "reduce_last" or config.mesh.pp > 1
 
 
 def cut_dim(shape: Sequence[int], n_shards: int) -> int:

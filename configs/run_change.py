@@ -8,7 +8,7 @@ from configs.layout import expert_dim, head_dim, n_kv_heads
 from configs.load import leaves
 from configs.reading.keys import KeyPath, dotted, find
 from configs.reading.toml_text import value_text
-from configs.schema import Model, is_run_key
+from configs.schema import Model, is_exact, is_run_key
 
 
 def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -19,7 +19,8 @@ def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     Returns:
         One line per changed key, `"training.seed: 0 -> 1"`; empty if none changed.
     """
-    before, after = _run_values(old), _run_values(new)
+    exact = is_exact(old) and is_exact(new)
+    before, after = _run_values(old, exact), _run_values(new, exact)
     lines = []
     for path in sorted(before.keys() | after.keys(), key=lambda path: list(map(str, path))):
         was, now = (values.get(path, _default(path)) for values in (before, after))
@@ -53,8 +54,8 @@ def _computed(model: Model) -> dict[str, Any]:
     return values | {f"router.{key}": value for key, value in experts.items()}
 
 
-def _run_values(config: dict[str, Any]) -> dict[KeyPath, Any]:
-    return {path: value_at(config, path) for path in leaves(config) if is_run_key(dotted(path))}
+def _run_values(config: dict[str, Any], exact: bool) -> dict[KeyPath, Any]:
+    return {path: value_at(config, path) for path in leaves(config) if is_run_key(dotted(path), exact)}
 
 
 def value_at(config: Any, path: KeyPath) -> Any:

@@ -5,6 +5,7 @@ The tables are strict (`"100"` is not an int, an unknown key is an error) and fr
 checkpoints rely on. Nothing here imports torch, so `--help` and `--validate` answer in a fraction of a second.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -185,7 +186,7 @@ class Training(Table):
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: PositiveInt = 1
-    """Sequences that a data-parallel rank computes at once (machine key)."""
+    """Sequences that a data-parallel rank computes at once (machine key, but a run key if reduction = "exact")."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights and of the data order."""
     dtype: Dtype = "float32"
@@ -194,6 +195,9 @@ class Training(Table):
     """Data type of the forward and backward passes."""
     reduce_dtype: Dtype = "float32"
     """Data type in which gradients are accumulated and reduced across ranks."""
+    reduction: Literal["fast", "exact"] = "fast"
+    """Order of the sums over ranks and micro-batches. fast: the quickest; exact: fixed, so that the data-parallel mesh
+    changes no bit; micro_batch_size is then a run key (docs/exactness.md)."""
     tf32: Annotated[
         bool,
         only_with("compute_dtype", "float32"),
@@ -330,6 +334,7 @@ class Fsdp(Table):
         Literal["reduce_every", "reduce_last"],
         only_with("zero_stage", 1, 3, of="reduce_last", reason="which reduces every micro-batch"),
         only_with("zero_stage", 2, 3, of="reduce_every", reason="which reduces once a step"),
+        only_with("training.reduction", "fast", of="reduce_last", reason="which reduces every micro-batch"),
     ] = "reduce_every"
     """reduce_last (always if mesh.pp > 1): reduce gradients once per step; until then they are unsharded."""
     partition: Literal["rows", "owner"] = "rows"
@@ -581,8 +586,23 @@ RUN_KEYS_IN_MACHINE_TABLES = ("fsdp.owner_broadcast_dtype", "fault.spikes")
 """Keys, and tables (with all their keys)."""
 
 
-def is_run_key(key: str) -> bool:
-    """Whether a dotted key (`"training.seed"`) or table decides what is learned, so a resume must not change it."""
+RUN_KEYS_IF_EXACT = ("training.micro_batch_size",)
+"""Keys that are run keys with training.reduction = "exact", whose sums have micro-batches for terms."""
+
+
+def is_exact(config: Mapping[str, Any]) -> bool:
+    """Whether a config, given as nested tables, has exact reductions."""
+    training = config.get("training")
+    return isinstance(training, Mapping) and training.get("reduction") == "exact"
+
+
+def is_run_key(key: str, exact: bool = False) -> bool:
+    """Whether a dotted key (`"training.seed"`) or table decides what is learned, so a resume must not change it.
+
+    Args:
+        key: the key.
+        exact: whether training.reduction is "exact".
+    """
     if key.split(".")[0] in RUN_TABLES:
-        return key not in MACHINE_KEYS_IN_RUN_TABLES
+        return key not in MACHINE_KEYS_IN_RUN_TABLES or (exact and key in RUN_KEYS_IF_EXACT)
     return any(f"{key}.".startswith(f"{run_key}.") for run_key in RUN_KEYS_IN_MACHINE_TABLES)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard
 
 from configs.layout import cut_dim, reduces_once, reshard_after_forward
 from configs.plan import plan_of
-from configs.schema import Comm, Fsdp, Training
+from configs.schema import Comm, Config, Fsdp, Training
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import local_part
 from parallelisms.torch_internals import compute_within, find_gradient_types, fsdp_modules
@@ -100,9 +100,10 @@ def _add_up_gradients(group: FSDPModule) -> None:
 
 
 def is_needed(world_size: int, config: Fsdp, training: Training) -> bool:
-    """Whether FSDP has anything to shard, reduce or convert."""
+    """Whether FSDP has anything to shard, reduce or convert; exact sums are formed in its reductions."""
     converts = len({training.dtype, training.compute_dtype, training.reduce_dtype}) > 1
-    return world_size > 1 or converts or config.cpu_offload or config.partition == "owner"
+    is_exact = training.reduction == "exact"
+    return world_size > 1 or converts or is_exact or config.cpu_offload or config.partition == "owner"
 
 
 def apply_prefetch(model: nn.Module, comm: Comm) -> None:
@@ -136,7 +137,7 @@ def _sharded_inside(model: nn.Module, names: Sequence[str]) -> list[FSDPModule]:
     return [cast(FSDPModule, modules[0]), *inside]
 
 
-def prepare_backward(model: nn.Module, config: Fsdp, is_last_micro_batch: bool) -> None:
+def prepare_backward(model: nn.Module, config: Config, is_last_micro_batch: bool) -> None:
     """Configure a micro-batch's backward pass: whether it is the step's last, and so whether it reduces gradients.
 
     If gradients are reduced once per step, earlier micro-batches keep them unsharded, in reduce_dtype; ZeRO stage 1
@@ -147,7 +148,7 @@ def prepare_backward(model: nn.Module, config: Fsdp, is_last_micro_batch: bool) 
     model.set_is_last_backward(is_last_micro_batch)
     if reduces_once(config):
         model.set_requires_gradient_sync(is_last_micro_batch)
-    if config.zero_stage == 1:
+    if config.fsdp.zero_stage == 1:
         model.set_reshard_after_backward(is_last_micro_batch)
 
 

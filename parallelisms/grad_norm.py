@@ -36,13 +36,13 @@ def grad_norm(
         largest = grad_norm(parameters, math.inf, pipeline)
         unit = torch.where(largest > 0, largest, torch.ones_like(largest))
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
-    for gradient in _gradients(parameters):
-        by_groups[_sharding_groups(gradient)].append(local_part(gradient))
-        device = _exchanged_on(gradient)
+    for gradient in gradients(parameters):
+        by_groups[sharding_groups(gradient)].append(local_part(gradient))
+        device = exchanged_on(gradient)
     totals = [_total_over(groups, local, norm_type, device, unit) for groups, local in by_groups.items()]
     if not totals:  # all of this rank's parameters are frozen, but another stage's may not be
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-        totals = [torch.zeros((), dtype=dtype, device=_exchanged_on(parameters[0]))]
+        totals = [torch.zeros((), dtype=dtype, device=exchanged_on(parameters[0]))]
     is_max = math.isinf(norm_type)
     total = torch.stack(totals).max() if is_max else torch.stack(totals).sum()
     if pipeline is not None and pipeline.size() > 1:
@@ -58,22 +58,22 @@ def clip_grads_with_norm(parameters: Iterable[Tensor], max_norm: float, norm: Te
     Computes what `torch.nn.utils.clip_grads_with_norm_` does. If the norm is not finite, the scaled gradients are
     unusable, but such a step is skipped anyway.
     """
-    local = [local_part(gradient) for gradient in _gradients(parameters)]
+    local = [local_part(gradient) for gradient in gradients(parameters)]
     if local and math.isfinite(max_norm):
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(local, scale.to(local[0].device))
 
 
-def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def _exchanged_on(tensor: Tensor) -> torch.device | str:
+def exchanged_on(tensor: Tensor) -> torch.device | str:
     """The device on which ranks exchange a tensor's data, even if the tensor itself is kept in CPU memory."""
     return tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device
 
 
-def _sharding_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
+def sharding_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The process groups over which the gradient is sharded, and over which its norm must therefore be summed."""
     if not isinstance(gradient, DTensor):
         return ()

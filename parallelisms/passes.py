@@ -1,13 +1,15 @@
 """The forward and backward passes of a step's micro-batches: one after the other here, interleaved in `pipeline.py`."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from configs.schema import Fsdp
+from configs.schema import Config
+from parallelisms.exact_reduction import ExactReduction
 from parallelisms.fsdp import prepare_backward, reshard
 
 
@@ -24,7 +26,7 @@ class Passes(Protocol):
     """The passes of this data-parallel rank's micro-batches; both methods return the same value on all model ranks."""
 
     def train(self, calls: Sequence[Call], scale: Tensor) -> Tensor:
-        """Add the gradients of `scale` times the losses to the parameters; returns the sum of the losses (float64)."""
+        """Add the gradients of `scale` times the losses to the parameters; returns the losses, (calls,) float64."""
 
     def evaluate(self, calls: Sequence[Call]) -> Tensor:
         """Compute the sum of the losses (float64), without gradients."""
@@ -35,17 +37,21 @@ class OneByOne:
     """Runs each micro-batch forward and backward through the whole model before the next."""
 
     model: nn.Module
-    fsdp: Fsdp
+    config: Config
+    reduction: ExactReduction | None
+    """Sums the gradients instead of FSDP, if training.reduction is "exact"."""
 
     def train(self, calls: Sequence[Call], scale: Tensor) -> Tensor:
         """Implement `Passes.train`."""
-        total = torch.zeros_like(scale, dtype=torch.float64)
+        losses = []
         for call in calls:
-            prepare_backward(self.model, self.fsdp, is_last_micro_batch=call is calls[-1])
+            is_last = call is calls[-1]
+            prepare_backward(self.model, self.config, is_last)
             loss = self.model(call.tokens, **call.arguments)
-            (loss * scale).backward()
-            total += loss.detach()
-        return total
+            with self.reduction.of_micro_batch(is_last) if self.reduction else nullcontext():
+                (loss * scale).backward()
+            losses.append(loss.detach().double())
+        return torch.stack(losses)
 
     @torch.no_grad()
     def evaluate(self, calls: Sequence[Call]) -> Tensor:

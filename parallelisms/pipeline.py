@@ -13,6 +13,7 @@ stages keep their parameters gathered and their gradients unsharded until the la
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from configs.layout import accumulation_steps
 from configs.plan import plan_of
 from configs.schema import Config
 from configs.stages import layers_of_stages, n_stages, rank_of_stage, stages_of_rank
+from parallelisms.exact_reduction import ExactReduction, ReducingStage
 from parallelisms.fsdp import reshard
 from parallelisms.mesh import Mesh
 from parallelisms.passes import Call
@@ -71,8 +73,14 @@ def _cut(model: nn.Module, layers: range) -> nn.Module:
 class Pipeline:
     """Runs micro-batches through the pipeline's stages; implements `Passes`."""
 
-    def __init__(self, stages: Mapping[int, nn.Module], config: Config, mesh: Mesh) -> None:
+    def __init__(
+        self, stages: Mapping[int, nn.Module], config: Config, mesh: Mesh, reductions: Mapping[int, ExactReduction]
+    ) -> None:
         """Build the schedule of this rank's `stages`, with parameters in memory and every other technique applied.
+
+        Args:
+            stages, config, mesh: the stages by number, the job and its mesh.
+            reductions: sum the gradients instead of FSDP, by stage, if training.reduction is "exact"; otherwise empty.
 
         Raises:
             UserError: the installed torch does not support the schedule.
@@ -92,7 +100,7 @@ class Pipeline:
             device="meta",
             requires_grad=True,
         )
-        self._stages = [self._stage(number, module) for number, module in stages.items()]
+        self._stages = [self._stage(number, module, reductions.get(number)) for number, module in stages.items()]
         self._schedule = _SCHEDULES[config.pipeline.schedule](
             self._stages,
             n_microbatches=accumulation_steps(config, mesh.sizes),
@@ -100,12 +108,13 @@ class Pipeline:
             scale_grads=False,
         )
 
-    def _stage(self, number: int, module: nn.Module) -> PipelineStage:
+    def _stage(self, number: int, module: nn.Module, reduction: ExactReduction | None) -> PipelineStage:
         # With the shapes given, torch does not have to run the model once to find them.
         tokens = torch.empty(self._hidden.shape[:2], dtype=torch.int64, device="meta")
         loss_dtype = torch.promote_types(self._hidden.dtype, torch.float32)  # torch 2.11 checks it
         loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
-        return PipelineStage(
+        make = partial(ReducingStage, reduction) if reduction else PipelineStage
+        return make(
             module,
             number,
             self._n_stages,
@@ -129,7 +138,8 @@ class Pipeline:
             losses=scaled_losses,
             return_outputs=False,
         )
-        return self._sum(loss.detach() / scale for loss in scaled_losses)
+        losses = [loss.detach() / scale for loss in scaled_losses] or [torch.zeros_like(scale)] * len(calls)
+        return self._mesh.sum_over_pp(torch.stack(losses))
 
     @torch.no_grad()
     def evaluate(self, calls: Sequence[Call]) -> Tensor:

@@ -30,10 +30,12 @@ from configs.schema import Comm, Simulate
 from parallelisms.torch_internals import (
     DefaultAllGather,
     DefaultReduceScatter,
+    ReduceScatter,
     fsdp_modules,
     gather_asynchronously,
     gathered_over,
     occupy_stream,
+    reduction_of,
     separate_streams,
 )
 
@@ -165,15 +167,18 @@ class _QueuedAllGather(DefaultAllGather):
 
 
 class _LateReduceScatter(DefaultReduceScatter):
-    """FSDP's reduce-scatter after a delay: of this thread on a CPU, where it is complete on return; on a GPU, of the
+    """A group's reduce-scatter after a delay: of this thread on a CPU, where it is complete on return; on a GPU, of the
     stream that it is issued in."""
 
-    def __init__(self, delay: Callable[[], None]) -> None:
+    reduction: ReduceScatter
+
+    def __init__(self, reduction: ReduceScatter, delay: Callable[[], None]) -> None:
+        self.reduction = reduction.reduction if isinstance(reduction, _LateReduceScatter) else reduction
         self._delay = delay
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         self._delay()
-        return super().__call__(*arguments, **options)
+        return self.reduction(*arguments, **options)
 
 
 def _queue_on_cpu(root: FSDPModule, comm: Comm, counts: GatherCounts) -> None:
@@ -187,7 +192,8 @@ def _queue_on_cpu(root: FSDPModule, comm: Comm, counts: GatherCounts) -> None:
         delays = _delays(comm.simulate, over.dimension)
         module.set_custom_all_gather(_QueuedAllGather(queue, delays.all_gather))
         if delays.reduce_scatter:
-            module.set_custom_reduce_scatter(_LateReduceScatter(partial(time.sleep, delays.reduce_scatter)))
+            delay = partial(time.sleep, delays.reduce_scatter)
+            module.set_custom_reduce_scatter(_LateReduceScatter(reduction_of(module), delay))
 
 
 # --------------------------------------------------------------------------- on a GPU
@@ -211,4 +217,5 @@ def _delay_in_streams(root: FSDPModule, simulate: Simulate) -> None:
         if delays.all_gather:
             module.set_custom_all_gather(_DelayedAllGather(delays.all_gather))
         if delays.reduce_scatter:
-            module.set_custom_reduce_scatter(_LateReduceScatter(partial(occupy_stream, delays.reduce_scatter)))
+            delay = partial(occupy_stream, delays.reduce_scatter)
+            module.set_custom_reduce_scatter(_LateReduceScatter(reduction_of(module), delay))

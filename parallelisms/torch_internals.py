@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.tensor import _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -28,7 +29,7 @@ from torch.library import Library
 from torch.torch_version import TorchVersion
 from torch.utils import flop_counter
 
-__all__ = ["DefaultAllGather", "DefaultReduceScatter"]
+__all__ = ["DefaultAllGather", "DefaultReduceScatter", "ReduceScatter"]
 
 # --------------------------------------------------------------------------- what all ranks see
 
@@ -89,6 +90,53 @@ def compute_within(inner: FSDPModule, outer: nn.Module) -> None:
     state._post_forward_hook_handle.remove()
     outer.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
     outer.register_forward_hook(state._post_forward)
+
+
+def modules_with_groups(model: nn.Module) -> list[FSDPModule]:
+    """One module for each FSDP group with parameters, which several modules may share, in definition order."""
+    first: dict[FSDPParamGroup, FSDPModule] = {}
+    for module in fsdp_modules(model):
+        for group in _param_groups(module):
+            first.setdefault(group, module)
+    return list(first.values())
+
+
+def reduce_with(
+    module: FSDPModule, reduction: ReduceScatter, finish: Callable[[Tensor], None]
+) -> dist.ProcessGroup | None:
+    """Reduce the gradients of a module's group by `reduction` over its shards, then by `finish` over its replicas.
+
+    FSDP calls `finish` with this rank's flat shard, to be changed in place, before it sets the gradients. It has no
+    hook in place of its own all-reduce over replicas, but it issues none if the group, unlike its parameters, knows of
+    no replicas.
+
+    Returns:
+        The replicas; None if there are no others.
+    """
+    replicas = None
+    for group in _param_groups(module):
+        info = group.mesh_info
+        if isinstance(info, HSDPMeshInfo):
+            replicas = info.replicate_process_group
+            group.mesh_info = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+            if group.post_forward_mesh_info is not None:  # the same, so that FSDP reshards over the same ranks
+                group.post_forward_mesh_info = group.mesh_info
+    module.set_custom_reduce_scatter(reduction)
+    module.set_all_reduce_hook(finish)
+    return replicas
+
+
+def reduction_of(module: FSDPModule) -> ReduceScatter:
+    """What reduces the gradients of a module's group."""
+    return next((group._reduce_scatter_comm for group in _param_groups(module)), DefaultReduceScatter())
+
+
+def reduce_gradients(model: nn.Module) -> None:
+    """Reduce gradients that a backward pass left unsharded, as the last of a step would."""
+    for module in modules_with_groups(model):
+        module.set_requires_gradient_sync(True, recurse=False)
+        for group in _param_groups(module):
+            group.post_backward()
 
 
 def gather_asynchronously(root: FSDPModule) -> None:

@@ -1,5 +1,6 @@
 """Computes a row of the parity table: trains like the trainer on a mesh, and compares with the reference."""
 
+import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,14 @@ def compare(config_name: str, overrides: tuple[str, ...], path: str) -> Differen
         norm=_largest_ratio(found.norms, expected.norms),
         gradient=_largest(found.gradients, expected.gradients),
         weight=_largest(found.weights, expected.weights),
+        sha=_sha(found),
     )
+
+
+def bits(config_name: str, overrides: tuple[str, ...]) -> str:
+    """Train on this rank of the mesh; returns the digest of all losses and norms and of the final weights."""
+    with attention_that_compiles():
+        return _sha(_train(load(config_name, overrides, world_size=dist.get_world_size()).config))
 
 
 @contextmanager
@@ -89,6 +97,15 @@ def whole(tensor: Tensor) -> Tensor:
     # torch warns that gathering FSDP x TP shards takes two collectives; speed does not matter here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _sha(found: Trajectory) -> str:
+    """Digest of the bits of a trajectory, except the first gradients."""
+    digest = hashlib.sha256(repr((found.losses, found.norms)).encode())
+    for name, weight in sorted(found.weights.items()):
+        digest.update(name.encode())
+        digest.update(weight.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _largest_ratio(found: list[float], expected: list[float]) -> float:

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -36,11 +36,39 @@ class Difference:
     norm: float
     gradient: float
     weight: float
+    sha: str = ""
+    """Digest of the bits of all losses and norms, and of the final weights."""
+
+    @property
+    def values(self) -> tuple[float, float, float, float]:
+        """The differences."""
+        return self.loss, self.norm, self.gradient, self.weight
 
     def passes(self, dtype: str) -> bool:
         """Whether all are within the bounds for the type; a NaN is not."""
-        values = (self.loss, self.norm, self.gradient, self.weight)
-        return all(value <= bound for value, bound in zip(values, BOUNDS[dtype], strict=True))
+        return all(value <= bound for value, bound in zip(self.values, BOUNDS[dtype], strict=True))
+
+
+def exact(row: Row) -> Row:
+    """The row with exact reductions, of one sequence per micro-batch, as all rows need that share their bits."""
+    without = {"--fsdp.accumulate", "--training.micro_batch_size"}
+    pairs = zip(row.overrides[::2], row.overrides[1::2], strict=True)
+    kept = tuple(word for key, value in pairs if key not in without for word in (key, value))
+    run = row.run_overrides + words({"training.reduction": "exact", "training.micro_batch_size": 1})
+    return replace(row, overrides=kept, run_overrides=run)
+
+
+DECIDE_BITS = ("mesh.tp", "mesh.cp", "mesh.ep", "context.method", "compile.enable")
+"""The machine keys that, with exact reductions, may change bits. What the compiler fuses depends on what is
+checkpointed; without it, the same kernels run twice."""
+
+
+def same_bits(row: Row) -> tuple[str, ...]:
+    """What an exact row must have in common with another to share its bits."""
+    machine = dict(zip(row.overrides[::2], row.overrides[1::2], strict=True))
+    decisive = (*DECIDE_BITS, *(("activation_checkpoint.mode",) if machine.get("--compile.enable") == "true" else ()))
+    default = {"--compile.enable": "false"}
+    return *row.run_overrides, *(f"{key} {machine.get(f'--{key}', default.get(f'--{key}', ''))}" for key in decisive)
 
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {

@@ -21,6 +21,11 @@ SLOW = {
         "*[[]FSDP, every second matmul]",
     ),
     "distributed/test_context.py": ("test_documents_need_no_mask*[[]gather]",),
+    "distributed/test_exact.py": (
+        "test_other_meshes_*",
+        "test_a_run_that_moves_*",
+        "test_a_rank_holds_*",
+    ),
     "distributed/test_expert.py": (
         "test_experts_apart_do_not_change_the_run*",
         "test_other_options[[]few]",

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from checkpoint.room import free_memory
 from configs.schema import Config
 from models import build_model
-from trainer.guards.environment import device_name
+from parallelisms.mesh import Mesh
+from trainer.guards.environment import device_name, threads
 from trainer.lifecycle import State, write_status
 from trainer.planning.activation_table import activation_table
 from trainer.planning.memory import checkpoint_bytes
@@ -42,6 +43,8 @@ def say_hello(trainer: Trainer) -> None:
     name = device_name(mesh.device)
     rows = startup_rows(config, mesh.sizes, name, trainer.peak, data, trainer.folder, trainer.first_step)
     trainer.console.table(f"Keel trains {config.job.name}", rows)
+    if config.training.reduction == "exact":
+        trainer.console.line(_what_decides_bits(config, mesh))
     for complaint in slow_attention(config, mesh.device.type):
         trainer.console.warning(complaint)
     if trainer.rank == 0 and config.activation_checkpoint.mode != "none":
@@ -49,6 +52,15 @@ def say_hello(trainer: Trainer) -> None:
     if config.compile.enable:
         trainer.console.line("torch.compile compiles in the first steps, which may take minutes")
     warn_if_too_large(config, mesh.device, trainer.console)
+
+
+def _what_decides_bits(config: Config, mesh: Mesh) -> str:
+    """The settings of an exact run that decide its bits, besides its run keys."""
+    fixed = [f"mesh.{axis} {size}" for axis in ("tp", "cp", "ep") if (size := mesh.sizes.axes[axis]) > 1]
+    if config.compile.enable:
+        fixed.append(f"torch.compile, activation checkpointing {config.activation_checkpoint.mode}")
+    fixed.append(f"{threads()} threads (OMP_NUM_THREADS)" if mesh.device.type == "cpu" else "this kind of GPU")
+    return f"exact: another dp_replicate, dp_shard, pp, zero_stage changes no bit; these would: {', '.join(fixed)}"
 
 
 def warn_if_too_large(config: Config, device: torch.device, console: Console) -> None:

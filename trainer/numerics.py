@@ -27,6 +27,11 @@ def set_numerics(training: Training, device_type: str) -> None:
     """
     if device_type != "cuda":
         return
+    if training.reduction == "exact" and not training.deterministic:
+        raise UserError(
+            'training.reduction = "exact" fixes the order of sums over ranks and micro-batches, but the kernels of a '
+            "GPU may add in any order; also set training.deterministic = true"
+        )
     torch.set_float32_matmul_precision("high" if training.tf32 else "highest")
     torch.use_deterministic_algorithms(training.deterministic)
     torch.backends.cuda.enable_cudnn_sdp(not training.deterministic)

@@ -19,6 +19,8 @@ from configs.schema import Config
 from models import build_model
 from models.documents import Documents
 from parallelisms.attention.context import shard_batch
+from parallelisms.exact_numbers import exact_grad_norm, exact_loss_sum
+from parallelisms.exact_reduction import ExactReduction
 from parallelisms.fsdp import freeze
 from parallelisms.grad_norm import clip_grads_with_norm, grad_norm
 from parallelisms.guards.order_guard import OrderGuard
@@ -119,7 +121,9 @@ class Learner:
     def _update(self, verdict: Verdict) -> None:
         """Clip and update, unless the verdict is to skip the step."""
         config, divisor = self.config, None
-        if config.optimizer.name != "adamw" or config.fsdp.cpu_offload:  # no kernel on the device that can skip
+        is_exact_on_cpu = config.training.reduction == "exact" and self.mesh.device.type == "cpu"
+        # No kernel on the device that can skip:
+        if config.optimizer.name != "adamw" or config.fsdp.cpu_offload or is_exact_on_cpu:
             if not verdict.result().skipped:
                 self.clip(verdict.norm)
                 self.optimizer.step()
@@ -139,9 +143,20 @@ class Learner:
         """Add a global batch's gradients to the parameters; returns its loss (float64) and their norm, scalars."""
         micro_batches = self.own_part(micro_batches)
         valid_tokens = self._valid_tokens(micro_batches)
-        total = self.passes.train([self.call(batch, self.loss) for batch in micro_batches], 1.0 / valid_tokens)
+        losses = self.passes.train([self.call(batch, self.loss) for batch in micro_batches], 1.0 / valid_tokens)
         norm = self.grad_norm()
-        return self.mesh.sum_over_tokens(total) / valid_tokens, norm
+        return self._sum_losses(losses) / valid_tokens, norm
+
+    def _sum_losses(self, losses: Tensor) -> Tensor:
+        """The sum over the global batch of the losses of this rank's micro-batches, (micro-batches,) float64."""
+        if self.config.training.reduction == "fast":
+            total = torch.zeros_like(losses[0])
+            for loss in losses:
+                total += loss
+            return self.mesh.sum_over_tokens(total)
+        if self.config.training.compute_dtype != "float64":
+            losses = losses.float().double()  # a pipeline has multiplied and divided them
+        return exact_loss_sum(losses, self.mesh)
 
     def evaluate(self, micro_batches: list[MicroBatch], token_bytes: Tensor | None) -> Tensor:
         """Evaluate this rank's share: (sum of cross-entropy, valid tokens, their bytes of text), float64, (3,).
@@ -202,7 +217,8 @@ class Learner:
 
     def grad_norm(self) -> Tensor:
         """The global norm of the gradients, a scalar; all ranks must call it."""
-        return grad_norm(self.parameters.values(), self.config.training.norm_type, self.mesh.pp.get_group())
+        norm = exact_grad_norm if self.config.training.reduction == "exact" else grad_norm
+        return norm(self.parameters.values(), self.config.training.norm_type, self.mesh.pp.get_group())
 
     def clip(self, norm: Tensor) -> None:
         """Clip the gradients, whose global norm is `norm`."""
@@ -236,13 +252,20 @@ def build_stages(config: Config, mesh: Mesh) -> tuple[dict[int, nn.Module], list
 
 def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], model_names: Sequence[str]) -> Learner:
     """Make the learner from stages of `build_stages` whose parameters are in memory."""
+    is_exact = config.training.reduction == "exact"
+    reductions = {number: ExactReduction(stage) for number, stage in stages.items() if is_exact}
     queue_gathers(stages.values(), config.comm, mesh.device)
+    passes: Passes
+    if mesh.sizes.pp > 1:
+        passes = Pipeline(stages, config, mesh, reductions)
+    else:
+        passes = OneByOne(stages[0], config, reductions.get(0))
     learner = Learner(
         config=config,
         mesh=mesh,
         stages=stages,
         parameters={name: p for stage in stages.values() for name, p in stage.named_parameters()},
-        passes=Pipeline(stages, config, mesh) if mesh.sizes.pp > 1 else OneByOne(stages[0], config.fsdp),
+        passes=passes,
         optimizer=_optimizer(config, mesh, list(stages.values()), model_names),
         loss=CrossEntropy(
             z_loss_weight=config.training.z_loss_weight,
@@ -261,9 +284,10 @@ def _optimizer(
     config: Config, mesh: Mesh, stages: Sequence[nn.Module], model_names: Sequence[str]
 ) -> TrainingOptimizer:
     """Build the optimizer for the parameters in `stages`; `model_names` lists all of the model's."""
+    is_exact = config.training.reduction == "exact"
     named_parameters = [named for stage in stages for named in stage.named_parameters()]
     if config.fsdp.partition == "rows":
-        return build_optimizer(config.optimizer, named_parameters, model_names=model_names)
+        return build_optimizer(config.optimizer, named_parameters, model_names=model_names, exact=is_exact)
     hidden = [name for stage in stages for name in hidden_matrices(stage)]
     dtype = config.fsdp.owner_broadcast_dtype
 
@@ -273,7 +297,7 @@ def _optimizer(
             partition.overlap_forward(stage)
         return partition
 
-    return build_optimizer(config.optimizer, named_parameters, hidden, assign_owners, model_names)
+    return build_optimizer(config.optimizer, named_parameters, hidden, assign_owners, model_names, is_exact)
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:

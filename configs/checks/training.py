@@ -56,4 +56,10 @@ def _lr_schedule(config: Config, _: int | None) -> Iterator[Problem]:
         )
 
 
-RULES: tuple[Rule, ...] = (_dtypes, _optimizer_groups, _muon, _lr_schedule)
+def _exact(config: Config, _: int | None) -> Iterator[Problem]:
+    norm_type = config.training.norm_type
+    if config.training.reduction == "exact" and norm_type % 1 > 0:  # not so for inf
+        yield "training.norm_type", f'with reduction "exact" it must be a whole number or inf, got {norm_type}'
+
+
+RULES: tuple[Rule, ...] = (_dtypes, _optimizer_groups, _muon, _lr_schedule, _exact)

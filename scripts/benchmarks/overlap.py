@@ -1,9 +1,9 @@
 """Measures how well FSDP's communication overlaps computation, with delays that simulate a network.
 
-All variants run the same job: without a delay, with the order guard off and on at every step; and with a delay of each
-FSDP all-gather, for `comm.streams` "shared" and "per_group" and each prefetch depth (in both directions). On a CPU the
-gathers are also counted: those that the computation waited for, and among them those that had waited in their queue
-behind another process group's.
+All variants run the same job. Without a delay: with the order guard off and on at every step, and with exact
+reductions. With a delay of each FSDP all-gather: for `comm.streams` "shared" and "per_group", each prefetch depth (in
+both directions) and exact reductions. On a CPU the gathers are also counted: those that the computation waited
+for, and among them those that had waited in their queue behind another process group's.
 """
 
 import statistics
@@ -29,11 +29,13 @@ def variants(milliseconds: float, depths: Sequence[int]) -> dict[str, list[str]]
     """The overrides of each variant, by name."""
     # By default the guard runs only in the first step, which is part of the warm-up.
     delay = ["--comm.simulate.all_gather_milliseconds", str(milliseconds)]
-    found = {"no delay": [], "no delay, guarded": ["--comm.order_guard_interval", "1"]}
+    exact = ["--training.reduction", "exact"]
+    found = {"no delay": [], "no delay, guarded": ["--comm.order_guard_interval", "1"], "no delay, exact": exact}
     for depth in depths:
         prefetch = ["--comm.prefetch_forward", str(depth), "--comm.prefetch_backward", str(depth)]
         for streams in ("shared", "per_group"):
             found[f"{streams}, prefetch {depth}"] = [*delay, *prefetch, "--comm.streams", streams]
+        found[f"shared, prefetch {depth}, exact"] = [*delay, *prefetch, *exact]
     return found
 
 

@@ -65,6 +65,18 @@ def test_other_conditions_are_recorded_and_said(tmp_path: Path, monkeypatch: pyt
     assert "threads (OMP_NUM_THREADS): 2" in capsys.readouterr().out
 
 
+def test_exact_reductions_have_the_same_bits_elsewhere(tmp_path: Path):
+    def go_to(step: int, *words: str) -> list[str]:
+        assert launch_here(tmp_path, "--training.steps", str(step), "--training.reduction", "exact", *words) == 0
+        return said(tmp_path)
+
+    assert go_to(2) == []
+    assert go_to(3, "--fsdp.partition", "owner", "--mesh.dp_shard", "1") == []
+    torch.set_num_threads(2)
+    (line,) = go_to(4)
+    assert line.endswith("threads (OMP_NUM_THREADS) 1 -> 2")
+
+
 def rewrite(manifest: Path, **changes: object) -> None:
     """Change a manifest's entries; None leaves one out, as a Keel that does not know it would."""
     entries = {**json.loads(manifest.read_text()), **changes}

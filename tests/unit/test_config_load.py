@@ -252,6 +252,27 @@ def test_machine_keys_are_free_to_change(folder):
     assert run_key_diff(old, load("shared/base.toml", words).config.model_dump()) == []
 
 
+def test_the_micro_batch_of_exact_reductions_is_a_run_key(folder):
+    exact, words = "--training.reduction=exact", ["--training.micro_batch_size=2", "--fsdp.zero_stage=1"]
+    fast = load("shared/base.toml").config.model_dump()
+    old, new = (load("shared/base.toml", [exact, *more]).config.model_dump() for more in ([], words))
+    assert run_key_diff(old, new) == ["training.micro_batch_size: 1 -> 2"]
+    assert run_key_diff(fast, new) == ['training.reduction: "fast" -> "exact"']
+    del fast["training"]["reduction"]  # saved before the key existed
+    assert run_key_diff(fast, new) == ['training.reduction: "fast" -> "exact"']
+
+
+def test_exact_reductions_need_a_norm_of_products(folder):
+    load("shared/base.toml", ["--training.reduction=exact", "--training.norm_type=inf"])
+    with pytest.raises(ConfigError, match=r'norm_type: with reduction "exact" .* whole number or inf, got 2.5'):
+        load("shared/base.toml", ["--training.reduction=exact", "--training.norm_type=2.5"])
+
+
+def test_exact_reductions_reduce_every_micro_batch(folder):
+    with pytest.raises(ConfigError, match=r'reduce_last.* does nothing with training.reduction = "exact"'):
+        load("shared/base.toml", ["--training.reduction=exact", "--fsdp.accumulate=reduce_last"])
+
+
 def test_a_machine_key_that_changes_values_is_a_run_key(folder):
     old = load("shared/base.toml").config.model_dump()
     words = ["--fsdp.partition=owner", "--fsdp.owner_broadcast_dtype=bfloat16"]

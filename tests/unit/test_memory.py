@@ -91,6 +91,19 @@ def test_gradients_stay_whole_only_where_they_are_reduced_once_for_several_micro
         assert estimate_memory(settings, two, "cpu").gradients == expected
 
 
+def test_exact_reductions_hold_a_partial_sum_for_each_bit_of_the_number_of_micro_batches():
+    def in_loss(sizes, batch, **training):
+        settings = config(training={"micro_batch_size": 1, "global_batch_size": batch, **training})
+        moments = [m for m in RankMemory(settings, sizes, "cpu", 0).moments() if m.name == "the loss"]
+        return moments[-1].gradients
+
+    sizes = MeshSizes(2, 2, 1)
+    once = in_loss(sizes, 8)
+    assert in_loss(sizes, 4 * 2, reduction="exact") == once // 2  # of 2 micro-batches, and half of a shard
+    assert in_loss(sizes, 4 * 8, reduction="exact") == 3 * once // 2
+    assert in_loss(sizes, 4 * 15, reduction="exact") == 3 * once // 2
+
+
 def test_zero_stages_keep_what_they_say():
     stages = [
         estimate_memory(config(training={"micro_batch_size": 1}, fsdp={"zero_stage": stage}), MeshSizes(1, 2, 1), "cpu")

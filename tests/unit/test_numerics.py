@@ -42,6 +42,12 @@ def test_what_would_do_nothing_is_refused():
             job(f"--training.{name}", "true", "--job.device", "cpu")
 
 
+def test_exact_reductions_on_a_gpu_need_deterministic_kernels():
+    with pytest.raises(UserError, match=r"also set training\.deterministic = true"):
+        set_numerics(job("--training.reduction", "exact").config.training, "cuda")
+    set_numerics(job("--training.reduction", "exact").config.training, "cpu")
+
+
 def test_a_cpu_is_left_as_it_is():
     before = torch.get_float32_matmul_precision()
     set_numerics(job("--training.tf32", "true", "--training.deterministic", "true").config.training, "cpu")

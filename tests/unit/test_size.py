@@ -16,8 +16,8 @@ PARTS = {
         ("guards", "planning", "report", "microscope", "sampling", "export", "prepare.py", "preparation.py")
         + ("text.py", "exports.py", "tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py")
         + ("bad_files.py", "hub.py", "inputs.py", "listing.py", "packing.py", "token_writer.py", "announce.py")
-        + ("prepared_folder.py", "shard.py"),
-        6000,
+        + ("prepared_folder.py", "shard.py", "exact_reduction.py", "exact_numbers.py"),
+        6060,
     ),
     "text to token files": (
         (
@@ -30,10 +30,15 @@ PARTS = {
     ),
     "what guards a run": (("trainer/guards", "parallelisms/guards"), (), 1600),
     "what a launch tells": (("trainer/announce.py",), (), 100),
-    "job files: schema, reading, checks": (("configs",), (), 2200),
+    "job files: schema, reading, checks": (("configs",), (), 2215),
+    "sums whose bits no mesh changes": (
+        ("parallelisms/exact_reduction.py", "parallelisms/exact_numbers.py"),
+        (),
+        180,
+    ),
     "which step trains on what": (("trainer/microscope",), (), 280),
     "sampling": (("trainer/sampling", "scripts/sample.py"), (), 540),
-    "estimates and reports": (("trainer/planning", "trainer/report"), ("step_records.py",), 1780),
+    "estimates and reports": (("trainer/planning", "trainer/report"), ("step_records.py",), 1785),
     "the records of a run's steps": (("trainer/report/step_records.py",), (), 100),
 }
 NOT_CODE = (

@@ -9,7 +9,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -21,7 +22,11 @@ from parallelisms.torch_internals import (
     count_grouped_queries,
     last_collectives,
     listening,
+    modules_with_groups,
     process_groups,
+    reduce_gradients,
+    reduce_with,
+    reduction_of,
     set_timeout,
     store_of_the_job,
     tensors_of,
@@ -33,7 +38,8 @@ NOT_IN_A_STEP = {"check_for_nan", "monitored_barrier_", "recv_any_source_"}
 
 def test_fsdp_has_the_parts_that_are_asked_of_it():
     for owner, names in {
-        FSDPModule: ("_get_fsdp_state", "_set_unshard_async_op", "set_custom_all_gather", "set_custom_reduce_scatter"),
+        FSDPModule: ("_get_fsdp_state", "_set_unshard_async_op", "set_custom_all_gather", "set_custom_reduce_scatter")
+        + ("set_all_reduce_hook", "set_requires_gradient_sync"),
         FSDPState: ("_lazy_init", "_pre_forward", "_post_forward"),
         FSDPCommContext: ("lazy_init", "get_all_gather_streams"),
         FSDPParamGroup: ("unshard", "wait_for_unshard", "post_backward"),
@@ -59,6 +65,55 @@ def test_the_collectives_can_be_replaced():
         DefaultReduceScatter: ["self", "output_tensor", "input_tensor", "group", "op", "async_op"],
     }.items():
         assert list(inspect.signature(default.__call__).parameters) == given, f"torch {torch.__version__}: {default}"
+
+
+def test_a_group_that_knows_of_no_replicas_leaves_them_to_the_hook(ranks):
+    """And asks the reduction only where there are several shards, sets the gradients to what the hook leaves in its
+    argument, and reduces what a backward pass left unsharded."""
+    for n_ranks, shards, reduced in ((2, 1, False), (4, 2, True)):
+        for calls, values, replicas in ranks(n_ranks, reduced_by_hooks, shards):
+            assert replicas == 2
+            assert calls == ["reduction", "hook"] * 2 if reduced else ["hook"] * 2
+            assert values == {7.0}
+
+
+class Recording(DefaultReduceScatter):
+    """A reduction that notes its calls."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def __call__(self, *arguments: object, **settings: object) -> object:
+        self.calls.append("reduction")
+        return super().__call__(*arguments, **settings)
+
+
+def reduced_by_hooks(shards: int) -> tuple[list[str], set[float], int]:
+    """The calls in two backward passes, the second without reduction, then one; the gradients; the replicas."""
+    calls: list[str] = []
+    mesh = init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicas", "shard"))
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh)
+    (module,) = modules_with_groups(model)
+
+    def finish(shard: torch.Tensor) -> None:
+        calls.append("hook")
+        shard.fill_(7.0)
+
+    replicas = reduce_with(module, Recording(calls), finish)
+    assert isinstance(reduction_of(module), Recording)
+    collectives = []
+    with listening(lambda name, group, given: collectives.append(name)):
+        model(torch.ones(1, 4)).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(1, 4)).sum().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        reduce_gradients(model)
+    assert "allreduce_" not in collectives
+    values = {value for parameter in model.parameters() for value in parameter.grad.to_local().flatten().tolist()}
+    return calls, values, replicas.size()
 
 
 def test_every_collective_of_torch_is_listened_to():

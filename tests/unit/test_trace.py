@@ -39,6 +39,21 @@ def test_fsdp_gathers_and_reduces_each_group_by_its_size():
     }
 
 
+def test_an_exact_reduction_sends_as_many_bytes_as_a_reduce_scatter():
+    _, fast = traced(4, 2)
+    _, exact = traced(4, 2, "--training.reduction", "exact")
+    assert exact[Collective("all_to_all", "shard")] == fast[Collective("reduce_scatter", "shard")]
+    assert Collective("reduce_scatter", "shard") not in exact
+    assert exact[Collective("all_gather", "shard")] == fast[Collective("all_gather", "shard")]
+
+
+def test_exact_replicas_gather_the_sum_once_a_step():
+    config, exact = traced(4, 2, "--training.reduction", "exact", "--mesh.dp_shard", "1", "--mesh.dp_replicate", "4")
+    elements, groups = sum(prod(shape) for shape in skeleton(config.model).shapes.values()), config.model.n_layers + 2
+    assert exact[Collective("all_to_all", "replicas")] == Traffic(MICRO_BATCHES * groups, MICRO_BATCHES * elements * 4)
+    assert exact[Collective("all_gather", "replicas")] == Traffic(groups, elements * 4)
+
+
 def test_a_pipeline_sends_each_micro_batch_on_and_its_gradient_back():
     config, traffic = traced(4, 4, "--mesh.pp", "4", rank=1)
     # Before them torch 2.11 opens each of the two channels, with an empty and a one-element message.

@@ -275,7 +275,7 @@ class RankMemory:
         name = f"the backward pass of {group.name}"
         before, after = self.groups[: place + 1], self.groups[place + 1 :]
         gradients = sum(map(self._held, before)) if accumulated else 0
-        if accumulated and not (self.reduces_once and is_last):
+        if accumulated and not ((self.reduces_once or self.is_exact) and is_last):
             gradients += sum(map(self._held, after))
         else:
             gradients += sum(map(self._reduced_shard if is_last else self._held, after))
@@ -305,10 +305,18 @@ class RankMemory:
     @property
     def reduces_once(self) -> bool:
         """Whether gradients stay unsharded until the step's end."""
-        return (reduces_once(self.config.fsdp) or self.config.mesh.pp > 1) and self.micro_batches > 1
+        return reduces_once(self.config) and self.micro_batches > 1
+
+    @property
+    def is_exact(self) -> bool:
+        return self.config.training.reduction == "exact"
 
     def _held(self, group: _Group) -> int:
-        """Bytes of the group's gradients between two micro-batches."""
+        """Bytes of the group's gradients between two micro-batches; if exact, of a partial sum for each bit of their
+        number, which replicas divide among themselves."""
+        if self.is_exact:
+            part = ceil(group.trained_shard / self.sizes.replicas) * self.reduce_bytes
+            return (self.micro_batches.bit_length() - 1) * part
         return group.trained * self.reduce_bytes if self.reduces_once else self._reduced_shard(group)
 
     def _reduced_shard(self, group: _Group) -> int:
@@ -316,8 +324,13 @@ class RankMemory:
         return 0 if self.config.fsdp.cpu_offload else group.trained_shard * self.state_bytes
 
     def _reduced(self, place: int) -> int:
-        """Bytes of a group's unsharded gradients as they are sent; FSDP keeps them until it sends the next group's."""
-        return self.groups[place].trained * self.reduce_bytes if self.uses_fsdp else 0
+        """Bytes of a group's unsharded gradients as they are sent; FSDP keeps them until it sends the next group's.
+
+        An exact reduction also receives as many, and replicas send and receive shards.
+        """
+        group = self.groups[place]
+        exchanged = group.trained * self.is_sharded + 2 * group.trained_shard * (self.sizes.replicas > 1)
+        return (group.trained + exchanged * self.is_exact) * self.reduce_bytes if self.uses_fsdp else 0
 
     def _gathered(self, place: int, ahead: int) -> int:
         """Bytes of parameters gathered while the group at `place` computes, with `ahead` prefetched in backward."""

@@ -106,6 +106,8 @@ def _estimated(needed: _Needed, config: Config, ranks: int) -> int:
 
 def _smaller_micro_batch(config: Config) -> Iterator[Config]:
     micro_batch = config.training.micro_batch_size
+    if config.training.reduction == "exact":  # another one would be another run
+        return
     for smaller in range(micro_batch // 2, 0, -1):
         if micro_batch % smaller == 0:
             yield _with(config, training={"micro_batch_size": smaller})
