@@ -81,6 +81,15 @@ def test_a_value_that_is_not_finite_is_null_and_named():
     assert record["lr"] == 1e-4
 
 
+def test_a_value_inside_a_table_that_is_not_finite_is_null_and_named():
+    by_source = {"code": {"loss": math.nan, "bits_per_byte": None}, "prose": {"loss": 2.5, "bits_per_byte": 1.25}}
+    record = json.loads(
+        metrics(1, validation_loss=2.5, validation_by_source=by_source).to_json(), parse_constant=refuse
+    )
+    assert record["validation_by_source"] == by_source | {"code": {"loss": None, "bits_per_byte": None}}
+    assert record["skipped"] == "validation_by_source.code.loss is nan"
+
+
 def test_a_line_reaches_the_disk_without_a_further_call(tmp_path):
     log, written = open_log(tmp_path), threading.Event()
     log.write(metrics(10), written.set)

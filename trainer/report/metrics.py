@@ -206,7 +206,13 @@ class StepMetrics:
     time: float
     """Seconds since the epoch."""
     validation_loss: float | None = None
+    """Mean over all valid target tokens of the validation, in nats."""
+    validation_perplexity: float | None = None
+    """exp of validation_loss."""
     validation_bits_per_byte: float | None = None
+    """Bits per byte of text of all sources together; null without a tokenizer."""
+    validation_by_source: dict[str, dict[str, float | None]] | None = None
+    """By name of the source, its own `loss`, `perplexity` and `bits_per_byte`."""
     samples: list[dict[str, str]] | None = None
     """Of each prompt of validation.samples, the `prompt` and the `text` that the model continued it with."""
     tokens_per_expert: dict[int, list[int]] | None = None
@@ -229,16 +235,28 @@ class StepMetrics:
         record = asdict(self)
         for key in [key for key in _OPTIONAL if record[key] is None]:
             del record[key]
-        bad = {key: value for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+        bad: list[str] = []
+        record = {key: _finite(value, key, bad) for key, value in record.items()}
         if bad:
-            record |= dict.fromkeys(bad)
-            record["skipped"] = ", ".join(f"{key} is {value}" for key, value in bad.items())
+            record["skipped"] = ", ".join(bad)
         return json.dumps(record, allow_nan=False)
+
+
+def _finite(value: Any, name: str, bad: list[str]) -> Any:
+    """The value, also of tables in tables, with null for what is not finite; `bad` then gets its name and value."""
+    if isinstance(value, dict):
+        return {key: _finite(each, f"{name}.{key}", bad) for key, each in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        bad.append(f"{name} is {value}")
+        return None
+    return value
 
 
 _OPTIONAL = (
     "validation_loss",
+    "validation_perplexity",
     "validation_bits_per_byte",
+    "validation_by_source",
     "samples",
     "tokens_per_expert",
     "load_imbalance",
