@@ -484,6 +484,12 @@ class Metrics(Table):
     """Steps between lines of metrics."""
     tensorboard: bool = True
     """Write TensorBoard files to the run folder."""
+    wandb: bool = False
+    """Log to Weights & Biases, whose own settings apply (needs the package wandb)."""
+    mlflow: bool = False
+    """Log to MLflow, whose own settings apply; default: to mlflow/ in the run folder (needs the package mlflow)."""
+    sink: Annotated[str | None, Field(pattern=r"^[\w.]+:\w+$")] = None
+    """A class of your own that gets every record, as "my_module:MySink" (docs/loggers.md)."""
 
 
 class Profile(Table):

@@ -13,8 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from configs.schema import Metrics
 from trainer.guards.outages import Outages
 from trainer.report.metrics import Kind, MetricsLog, StepMetrics, Throughput, TimeLedger, cut_back, memory_peak_bytes
+from trainer.report.sinks.choose import choose_sinks
+from trainer.report.sinks.worker import Sinks
 
 CONTRACT_KEYS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "data_seconds", "mfu"),
@@ -50,7 +53,8 @@ def refuse(line):
 
 
 def open_log(folder, tensorboard=False, resumed_step=0, say=refuse):
-    return MetricsLog(folder, tensorboard, Outages(say, say), resumed_step)
+    sinks = Sinks(choose_sinks(Metrics(tensorboard=tensorboard), folder), say)
+    return MetricsLog(folder, Outages(say, say), resumed_step, sinks, name="test", config={})
 
 
 def read(folder):
@@ -192,7 +196,7 @@ def test_experts_have_keys_and_curves_of_their_own(tmp_path):
 def test_metrics_need_neither_torch_nor_tensorboard_unless_asked(tmp_path):
     program = (
         "import sys, pathlib, trainer.report.metrics as m; from trainer.guards.outages import Outages;"
-        "m.MetricsLog(pathlib.Path(sys.argv[1]), tensorboard=False, outages=Outages(print, print));"
+        "m.MetricsLog(pathlib.Path(sys.argv[1]), Outages(print, print), name='test', config={});"
         "m.memory_peak_bytes('cpu'); sys.exit('torch' in sys.modules or 'tensorboard' in sys.modules)"
     )
     root = Path(__file__).parents[2]
@@ -281,6 +285,7 @@ def test_curves_miss_nothing_after_an_outage(tmp_path):
 
     said = []
     log = open_log(tmp_path, tensorboard=True, say=said.append)
+    log.flush()
     (events,) = (tmp_path / "tensorboard").iterdir()
     log.write(metrics(10))
     log.flush()
