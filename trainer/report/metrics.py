@@ -374,6 +374,11 @@ def cut_back(path: Path, step: int) -> int:
     return steps.count(None)
 
 
+def last_step(path: Path) -> int:
+    """The last step of a `metrics.jsonl`; 0 if there is none."""
+    return max((step for line in _lines(path) if (step := _step_of(line)) is not None), default=0)
+
+
 def _lines(path: Path) -> Iterator[str]:
     """The lines of a file with their line ends; a very long one, which is not a record, comes in parts."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:

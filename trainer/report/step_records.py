@@ -15,7 +15,7 @@ from trainer.guards.verdict import StepResult
 from trainer.lifecycle import refresh_status
 from trainer.planning.flops import flops_per_token, mfu, tflops_per_device
 from trainer.report.console import Console
-from trainer.report.metrics import Memory, MetricsLog, StepMetrics, TimeLedger
+from trainer.report.metrics import EvaluationMetrics, Memory, MetricsLog, StepMetrics, TimeLedger
 from trainer.report.sinks.choose import choose_sinks
 from trainer.report.sinks.worker import Sinks
 from trainer.saved_state import RunState
@@ -92,6 +92,11 @@ class StepRecords:
         self._console.step(metrics)
         if self._log:
             self._log.write(metrics, partial(self._write_status, run.step) if writes_status else lambda: None)
+
+    def write_evaluation(self, result: EvaluationMetrics) -> None:
+        """Record the result of an evaluation; on rank 0."""
+        if self._log:
+            self._log.write(result)
 
     def _write_status(self, step: int) -> None:
         with self._console.outages.tolerate(self._config.job.folder / "status.json"):
