@@ -1,8 +1,8 @@
 """Run tasks of lm-eval on a trained model: scripts/evaluate.py MODEL [--step N] [--tasks NAME,NAME]
 
 MODEL is a run folder (its newest checkpoint, or that of --step), a checkpoint saved on any mesh, or a Hugging Face
-folder. The settings of a run's [evaluation] apply unless given. A run's results are also added to its metrics.jsonl and
-its curves.
+folder. The settings of a run's [evaluation] apply unless given, but for its task_folder. A run's results are also added
+to its metrics.jsonl and its curves.
 """
 
 import argparse
@@ -57,9 +57,9 @@ def _config_of(model: Path) -> Config | None:
 
 def _settings(options: argparse.Namespace, config: Config | None) -> Evaluation:
     settings: dict[str, Any] = (config.evaluation if config else Evaluation()).model_dump()
+    settings["task_folder"] = options.task_folder  # tasks may run code, which no run folder may name
     given = {
         "tasks": options.tasks.split(",") if options.tasks else None,
-        "task_folder": options.task_folder,
         "examples": options.examples,
         "num_fewshot": options.num_fewshot,
         "batch_size": options.batch_size,
