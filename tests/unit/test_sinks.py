@@ -340,3 +340,33 @@ def test_a_service_has_every_step_once_after_stops_kills_and_going_back(tmp_path
     launch(tmp_path, name, [50], 1.0, resumed=40)
     assert curve(tmp_path) == [(10, 8.0), (20, 8.0), (30, 4.0), (40, 2.0), (50, 1.0)]
     assert curve(tmp_path, "evaluation/arc/acc") == [(10, 8.0), (30, 4.0), (40, 2.0), (50, 1.0)]
+
+
+def test_a_run_writes_to_all_of_them(tmp_path, monkeypatch):
+    """A run of eight steps, which then goes back to step 4: everyone has each step once, with the run's own losses."""
+    for name in ("wandb", "mlflow"):
+        pytest.importorskip(name, reason=f"the extra {name} is not installed")
+    from tests.end_to_end.launch import launch_here, records
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "my_sinks.py").write_text(
+        "class Losses:\n"
+        "    def __init__(self, run): self.file = open(run.folder / 'losses.txt', 'a'); self.first = run.first_step\n"
+        "    def write(self, record): print(self.first, record['step'], record['loss'], file=self.file)\n"
+        "    def close(self): self.file.close()\n"
+    )
+    words = ("--metrics.wandb", "true", "--metrics.mlflow", "true", "--metrics.sink", "my_sinks:Losses")
+    words += ("--checkpoint.interval", "4", "--training.micro_batch_size", "8")
+    assert launch_here(tmp_path, *words, "--training.steps", "8") == 0
+    back = ("--checkpoint.load", "4", "--checkpoint.go_back", "1", "--training.seed", "0", "--optimizer.lr", "0.5")
+    allowed = ("--job.allow_run_change", "true")
+    assert launch_here(tmp_path, *words, *back, *allowed, "--training.steps", "6") == 0
+    expected = [(record["step"], record["loss"]) for record in records(tmp_path / "run")]
+    assert [step for step, _ in expected] == [1, 2, 3, 4, 5, 6]
+    assert wandb_curve(tmp_path / "run") == expected
+    assert mlflow_curve(tmp_path / "run") == expected
+    own = [line.split() for line in (tmp_path / "run/losses.txt").read_text().splitlines()]
+    assert [(int(first), int(step)) for first, step, _ in own] == [*((1, n) for n in range(1, 9)), (5, 5), (5, 6)]
+    assert [(int(step), float(loss)) for _, step, loss in [*own[:4], *own[8:]]] == expected

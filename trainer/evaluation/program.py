@@ -28,13 +28,14 @@ def main() -> int:
         trained = load_trained(run, step, settings.device)
         write_result(run, step, evaluate(trained, settings))
     except KeelError as error:
-        print(error, file=sys.stderr)
+        print(" ".join(str(error).split()), file=sys.stderr)
         return error.exit_code
     return 0
 
 
 def _end_with_the_run() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # not sys.stdin, whose lock would abort this process at its own end
+        pass
     os._exit(1)
 
 
