@@ -105,6 +105,12 @@ def _record(run: Path, config: Config, console: Console) -> None:
         console.line(f"metrics.sink {config.metrics.sink} is not told: Keel runs no code that a run folder names")
 
 
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 0")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
@@ -113,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tasks", metavar="NAME,...", help="tasks of lm-eval, or groups of them (default: the run's evaluation.tasks)")
     add("--task-folder", metavar="FOLDER", help="folder of further tasks, in lm-eval's YAML format")
     add("--examples", type=positive, metavar="N", help="first examples of each task to use (default: all)")
-    add("--num-fewshot", type=int, metavar="N", help="solved examples in each prompt (default: the task's own)")
+    add("--num-fewshot", type=_natural, metavar="N", help="solved examples in each prompt (default: the task's own)")
     add("--batch-size", type=positive, metavar="N", help="sequences computed at once (default: 16)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if available")
     add(

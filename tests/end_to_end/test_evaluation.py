@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,16 +14,14 @@ from checkpoint.export.hf import export_hf
 from configs.errors import UserError
 from configs.schema import Evaluation
 from scripts import evaluate as script
-from tests.end_to_end.launch import launch, launch_here, records
+from tests.end_to_end.launch import ROOT, launch, launch_here, records
 from tests.evaluation_tasks import TASKS, write_tasks
 from trainer.data.hf_tokenizer import tokenizer_files
 from trainer.data.tokenizer import train_sentencepiece
-
-pytest.importorskip("lm_eval", reason="the extra evaluation is not installed")
-
 from trainer.evaluation.tasks import evaluate, find_tasks
 from trainer.sampling.load import load_trained
 
+pytestmark = pytest.mark.skipif(find_spec("lm_eval") is None, reason="the extra evaluation is not installed")
 VOCAB = 320
 TEXT = "def main(argv):\n    return [str(x) for x in argv]\n\n\nclass A(dict):\n    'naïve 漢字 🙂 for x in y: pass'\n"
 
@@ -55,8 +56,8 @@ def evaluations(run: Path) -> list[tuple[int, set[str]]]:
 
 def test_the_scores_are_those_of_the_export_in_transformers(trained: Path, tmp_path: Path):
     """And do not depend on the batch; rolling likelihoods there need no BOS, since lm-eval puts it there."""
-    import lm_eval
-
+    lm_eval = pytest.importorskip("lm_eval")
+    pytest.importorskip("accelerate", reason="lm-eval needs accelerate for models of transformers")
     model = load_trained(trained / "run", None, "cpu", "float32")
     ours = evaluate(model, settings(trained))
     alone = evaluate(model, settings(trained, batch_size=1))
@@ -100,6 +101,44 @@ def test_the_command_adds_results_to_the_record_and_the_curves(trained: Path, tm
     assert evaluations(run) == [(4, {"local_choice"})]
     assert [r["step"] for r in records(run) if "loss" in r] == list(range(1, 21))
     assert (run / "evaluations/abandoned-001/step-00000008").is_dir()
+
+
+def test_a_run_that_trains_records_what_others_have_evaluated(trained: Path, tmp_path: Path, capsys):
+    """While a run has its folder, the command leaves the result to it."""
+    run = shutil.copytree(trained / "run", tmp_path / "run")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD_LOCK, str(run)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    before = (run / "metrics.jsonl").read_bytes()
+    chosen = ["--tasks", "local_choice", "--task-folder", str(trained / "tasks"), "--examples", "2", "--device", "cpu"]
+    assert script.main([str(run), *chosen]) == 0
+    holder.communicate()
+    assert "the run is training, and records the result at its next checkpoint" in capsys.readouterr().out
+    assert (run / "metrics.jsonl").read_bytes() == before
+    for steps in ("10", "12"):
+        assert launch_here(tmp_path, *words(trained), "--training.steps", steps) == 0
+        assert evaluations(run) == [(8, {"local_choice"})]
+
+
+HOLD_LOCK = """
+import pathlib, sys
+from checkpoint.lock import lock
+lock(pathlib.Path(sys.argv[1]), print)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_process_beside_a_run_ends_with_it(trained: Path, tmp_path: Path):
+    """However the run dies, the process's standard input ends."""
+    run = shutil.copytree(trained / "run", tmp_path / "run")
+    command = [sys.executable, "-m", "trainer.evaluation.program", str(run), "8"]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.communicate(timeout=600)
+    assert process.returncode == 1
+    assert not (run / "evaluations").exists()
 
 
 def test_beside_a_run_every_due_checkpoint_is_evaluated_and_training_is_the_same(trained: Path, tmp_path: Path):
