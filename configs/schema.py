@@ -482,6 +482,28 @@ class Validation(Table):
     """0: always the most likely token; 1: drawn from the model's own distribution, the same at any mesh."""
 
 
+_NO_TASKS = "so there is nothing to run"
+
+
+class Evaluation(Table):
+    """Tasks of lm-eval, run on checkpoints in a process beside the run, or by `keel evaluate` (docs/evaluation.md)."""
+
+    tasks: list[str] = []
+    """Names of tasks or groups of tasks (needs the package lm-eval)."""
+    interval: Annotated[NonNegativeInt, only_with("tasks", reason=_NO_TASKS)] = 0
+    """Evaluate every checkpoint whose step is a multiple of this; 0: only `keel evaluate` does."""
+    task_folder: Annotated[str | None, only_with("tasks", reason=_NO_TASKS)] = None
+    """Folder of further tasks, in lm-eval's YAML format."""
+    examples: Annotated[PositiveInt | None, only_with("tasks", reason=_NO_TASKS)] = None
+    """Number of first examples of each task to use; default: all."""
+    num_fewshot: Annotated[NonNegativeInt | None, only_with("tasks", reason=_NO_TASKS)] = None
+    """Number of solved examples in each prompt; default: the task's own."""
+    batch_size: Annotated[PositiveInt, only_with("tasks", reason=_NO_TASKS)] = 16
+    """Sequences computed at once."""
+    device: Annotated[Literal["auto", "cpu", "cuda"], only_with("tasks", reason=_NO_TASKS)] = "cpu"
+    """Device beside the run; cpu leaves the GPUs to the training."""
+
+
 class Metrics(Table):
     """How metrics are logged."""
 
@@ -489,6 +511,12 @@ class Metrics(Table):
     """Steps between lines of metrics."""
     tensorboard: bool = True
     """Write TensorBoard files to the run folder."""
+    wandb: bool = False
+    """Log to Weights & Biases, whose own settings apply (needs the package wandb)."""
+    mlflow: bool = False
+    """Log to MLflow, whose own settings apply; default: to mlflow/ in the run folder (needs the package mlflow)."""
+    sink: Annotated[str | None, Field(pattern=r"^[\w.]+:\w+$")] = None
+    """A class of your own that gets every record, as "my_module:MySink" (docs/loggers.md)."""
 
 
 class Profile(Table):
@@ -572,6 +600,8 @@ class Config(Table):
     """Saving and resuming."""
     validation: Validation = Validation()
     """Loss on held-out data."""
+    evaluation: Evaluation = Evaluation()
+    """Tasks of lm-eval on checkpoints."""
     metrics: Metrics = Metrics()
     """How metrics are logged."""
     profile: Profile = Profile()

@@ -24,6 +24,7 @@ _SCRIPTS = {
     "plan": ("plan", "check whether a job fits before requesting machines"),
     "runs": ("runs", "list runs: state, step, loss, speed"),
     "sample": ("sample", "continue texts with a trained model"),
+    "evaluate": ("evaluate", "run tasks of lm-eval on a trained model"),
     "data": ("data", "show what a step trains on, and which steps train on a text"),
     "checkpoint": ("checkpoint", "inspect, verify, compare and prune checkpoints"),
     "export": ("export_hf", "export a checkpoint's model to Hugging Face format"),

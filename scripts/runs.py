@@ -66,7 +66,7 @@ def _number(value: Any, form: str) -> str:
 
 
 def _last_record(path: Path) -> dict[str, Any]:
-    """The last complete line of a run's metrics; empty if there is none."""
+    """The last complete line of a step in a run's metrics; empty if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -78,7 +78,7 @@ def _last_record(path: Path) -> dict[str, Any]:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict):
+        if isinstance(record, dict) and "evaluation" not in record:
             return record
     return {}
 

@@ -192,6 +192,7 @@ SLOW = {
     ),
     "end_to_end/test_divergence.py": ("*",),
     "end_to_end/test_documented_commands.py": ("test_everything_that_is_documented_works",),
+    "end_to_end/test_evaluation.py": ("*",),
     "end_to_end/test_faults.py": (
         "test_nobody_waits_*",
         "test_a_stopped_rank_*",
@@ -226,6 +227,7 @@ SLOW = {
         "test_the_benchmark_measures_what_it_says",
         "test_a_plan_of_7b*",
     ),
+    "unit/test_sinks.py": ("test_a_service_*", "test_a_run_writes*"),
     "unit/test_slow.py": ("*",),
     "unit/test_torch_internals.py": ("test_listening_begins_and_ends*",),
 }

@@ -17,8 +17,10 @@ from trainer.data.prepare import prepare
 from trainer.data.prepared_folder import described
 from trainer.data.text import documents
 from trainer.data.tokenizer import train_sentencepiece
+from trainer.evaluation.tasks import find_tasks
 from trainer.lifecycle import EXIT_PREEMPTED, StopRequest
 from trainer.report.console import Console
+from trainer.report.sinks.choose import choose_sinks
 
 
 class PreparationStopped(KeelError):
@@ -34,9 +36,13 @@ def require_inputs(job: LoadedConfig) -> None:
 
     Raises:
         ConfigError: the checkpoint that checkpoint.load names does not exist.
-        UserError: a tokenizer, data or checkpoint.init_from is missing, or a checkpoint cannot be read.
+        UserError: a tokenizer, data or checkpoint.init_from is missing, a checkpoint cannot be read, or [metrics] asks
+            for a package or a class that is not there, or [evaluation] for a task.
     """
     config = job.config
+    choose_sinks(config.metrics, config.job.folder)
+    if config.evaluation.interval:
+        find_tasks(config.evaluation)
     choice = choose(config.job.folder / "checkpoints", config.checkpoint.load, config.checkpoint.go_back)
     if missing := missing_paths(job):
         raise UserError("\n".join(missing))

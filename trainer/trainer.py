@@ -27,6 +27,7 @@ from parallelisms.mesh import build_mesh, groups_of_axes
 from parallelisms.ranks import gather, on_rank_zero
 from trainer.data.loader import MicroBatch, build_loader, merge_state_dicts
 from trainer.data.tokenizer import load_tokenizer
+from trainer.evaluation.beside import Evaluations
 from trainer.exports import Exports
 from trainer.guards.agreement import compare_data, on_all_ranks
 from trainer.guards.copies import see_that_copies_are_equal
@@ -45,7 +46,7 @@ from trainer.planning.flops import peak_flops
 from trainer.planning.skeleton import skeleton
 from trainer.preparation import prepare_data, require_inputs
 from trainer.report.console import Console
-from trainer.report.metrics import Kind, Memory, TimeLedger, memory_counts, memory_of
+from trainer.report.metrics import EvaluationMetrics, Kind, Memory, TimeLedger, memory_counts, memory_of
 from trainer.report.profile import StepProfiler
 from trainer.report.step_records import StepRecords, tokens_per_step
 from trainer.sampling.periodic import Sampler
@@ -123,7 +124,7 @@ class Trainer:
             self._load(saved)
             self.checkpoints.begin_line()
             self.checkpoints.check_room(self.learner.state())
-            self.exports = self._build_exports()
+            self.exports, self.evaluations = self._build_exports(), self._build_evaluations()
             self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
             self.records = StepRecords(config, console, ledger, self.peak)
             on_rank_zero(None, lambda: self.records.open(self.run.step))
@@ -206,6 +207,12 @@ class Trainer:
             return None
         log, warn = self.console.line, self.console.warning
         return Exports(self.config, self.folder, self.checkpoints.latest_step(), log, warn)
+
+    def _build_evaluations(self) -> Evaluations:
+        def record(result: EvaluationMetrics) -> None:
+            self.records.write_evaluation(result)
+
+        return Evaluations(self.config, self.checkpoints.latest_step(), record, self.console.line, self.console.warning)
 
     def train(self) -> State:
         """Train up to `training.steps` or until a signal, then save."""
@@ -398,7 +405,7 @@ class Trainer:
         """Reset a rewound run's records to what they would be if it had been resumed there."""
         self.compared_step = None
         self.profiler.finish()
-        self.exports = self._build_exports()
+        self.exports, self.evaluations = self._build_exports(), self._build_evaluations()
         on_rank_zero(None, lambda: self.records.open(self.run.step))
 
     def _compare_copies(self) -> None:
@@ -526,17 +533,22 @@ class Trainer:
         return memory_of(self.mesh.max_over_all(torch.tensor(memory_counts(self.device.type))).tolist())
 
     def _poll_exports(self) -> None:
-        if self.exports and self.rank == 0:
-            self.exports.poll(self.checkpoints.latest_step())
+        if self.rank == 0:
+            if self.exports:
+                self.exports.poll(self.checkpoints.latest_step())
+            self.evaluations.poll(self.checkpoints.latest_step())
 
     def _finish_exports(self) -> None:
-        """Finish the exports that are due, including the last checkpoint's; after a signal, the next launch does."""
+        """Finish the exports and evaluations that are due, including the last checkpoint's.
+
+        After a signal, the next launch does.
+        """
         exports, stopped = self.exports, self.run.step < self.config.training.steps
-        if exports is None:
-            return
         if not stopped:
             self._poll_exports()
-        self.watchdog.on_first_rank("exports", lambda: exports.finish(lambda: stopped or bool(self.stop)))
+        if exports is not None:
+            self.watchdog.on_first_rank("exports", lambda: exports.finish(lambda: stopped or bool(self.stop)))
+        self.watchdog.on_first_rank("evaluations", lambda: self.evaluations.finish(lambda: stopped or bool(self.stop)))
 
     def _close(self) -> None:
         self.learner.finish_update()

@@ -1,13 +1,16 @@
-"""The loss on text that is not trained on."""
+"""The loss on text that is not trained on, as a whole and by source."""
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from trainer.data.loader import MicroBatch
 from trainer.step import Learner
+
+_LARGEST_EXPONENT = 709.0
 
 
 @dataclass(frozen=True)
@@ -15,9 +18,13 @@ class ValidationResult:
     """The result of a validation, the same on all ranks; the fields are keys of `StepMetrics`."""
 
     validation_loss: float
-    """Mean cross-entropy over the valid target tokens, in nats."""
+    """Mean cross-entropy over the valid target tokens, in nats: the sources' losses, weighted by their tokens."""
+    validation_perplexity: float
+    """exp of the loss."""
     validation_bits_per_byte: float | None
     """Cross-entropy per byte of text, which is comparable across tokenizers; None without a tokenizer."""
+    validation_by_source: dict[str, dict[str, float | None]]
+    """By name of the source: `loss`, `perplexity` and `bits_per_byte`."""
     samples: list[dict[str, str]] | None = None
     """The texts that the model continued (see `StepMetrics`); None if there are none, or a signal came."""
 
@@ -32,20 +39,34 @@ def validate(
 
     Args:
         learner: its model is not changed.
-        steps: the same number of micro-batches on every rank.
+        steps: the same number of micro-batches on every rank, each with samples of one source.
         token_bytes: (vocab,) bytes of text per token.
         is_over: called before each step; must return the same on all ranks.
 
     Returns:
         The result, or None if `is_over` ended the validation.
     """
-    total = torch.zeros(3, dtype=torch.float64, device=learner.mesh.device)
+    sources = [source.name for source in learner.config.validation.sources]
+    total = torch.zeros(len(sources), 3, dtype=torch.float64, device=learner.mesh.device)
     for micro_batches in steps:
         if is_over():
             return None
-        total += learner.evaluate(micro_batches, token_bytes)
-    loss_sum, tokens, n_bytes = learner.mesh.sum_over_tokens(total).tolist()
+        sums = learner.evaluate(micro_batches, token_bytes)
+        name = micro_batches[0].source
+        if name is not None:  # otherwise this rank had padding only
+            total[sources.index(name)] += sums
+    total = learner.mesh.sum_over_tokens(total)
+    whole = _means(*total.sum(0).tolist())
     return ValidationResult(
-        validation_loss=loss_sum / tokens if tokens else math.nan,
-        validation_bits_per_byte=loss_sum / math.log(2) / n_bytes if n_bytes else None,
+        **{f"validation_{name}": mean for name, mean in whole.items()},
+        validation_by_source={name: _means(*sums) for name, sums in zip(sources, total.tolist(), strict=True)},
     )
+
+
+def _means(loss_sum: float, tokens: float, n_bytes: float) -> dict[str, Any]:
+    loss = loss_sum / tokens if tokens else math.nan
+    return {
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < _LARGEST_EXPONENT else loss * math.inf,
+        "bits_per_byte": loss_sum / math.log(2) / n_bytes if n_bytes else None,
+    }

@@ -55,6 +55,18 @@ def _export(config: Config, _: int | None) -> Iterator[Problem]:
         )
 
 
+def _evaluation(config: Config, _: int | None) -> Iterator[Problem]:
+    table, interval = config.evaluation, config.checkpoint.interval
+    if table.interval and (not interval or table.interval % interval):
+        yield (
+            "evaluation.interval",
+            f"an evaluation needs a checkpoint, but interval {table.interval} is not a multiple of checkpoint.interval "
+            f"{interval}; change one of them",
+        )
+    if table.tasks and config.tokenizer.path is None:
+        yield "evaluation.tasks", "tasks are texts, and the job has no tokenizer; set tokenizer.path"
+
+
 def _profile(config: Config, _: int | None) -> Iterator[Problem]:
     profile, steps = config.profile, config.training.steps
     last = profile.start_step + profile.steps - 1
@@ -62,4 +74,4 @@ def _profile(config: Config, _: int | None) -> Iterator[Problem]:
         yield "profile.start_step", f"the trace would end at step {last}, after training.steps {steps}; start earlier"
 
 
-RULES: tuple[Rule, ...] = (_job, _checkpoint, _export, _profile)
+RULES: tuple[Rule, ...] = (_job, _checkpoint, _export, _evaluation, _profile)

@@ -88,6 +88,7 @@ NOT_RUN = {  # beginning of a line: why not
     "vllm": "not installed, as the page says",
     "curl": "not installed, as the page says",
     "lm_eval": "not installed, as the page says",
+    "keel evaluate": "lm-eval may not be installed; tests/end_to_end/test_evaluation.py",
 }
 LONG = (  # beginning of a line that is run by `pytest -m long` alone
     "python scripts/parity.py --rows",
@@ -100,7 +101,13 @@ NO_COMMANDS = {  # first line of an indented block that is neither a command nor
     "def main(self):": "a sampled text",
     "weight * sum over experts i of f_i P_i": "a formula",
 }
-PRINTED = ("error: ", "warning: ", "step ", '{"')  # beginnings of indented blocks that show what Keel prints or writes
+PRINTED = (
+    "error: ",
+    "warning: ",
+    "step ",
+    '{"',
+    "validation loss ",
+)  # beginnings of indented blocks that show what Keel prints or writes
 SYNTHETIC = """
 [[data.sources]]
 name = "noise"
@@ -147,6 +154,14 @@ PROGRAMS = {  # first line of a Python block: what precedes and follows it, what
         "assert all(state['step'] == 300 for state in optimizer.state.values())\n"
         "for p in model.parameters():\n    p.grad = torch.ones_like(p)\n"
         "optimizer.step()\n",
+        "PYTHONPATH=. python {program}",
+    ),
+    "class Losses:": (
+        "",
+        "from pathlib import Path\nfrom types import SimpleNamespace\n"
+        "sink = Losses(SimpleNamespace(folder=Path('.')))\nsink.write({'step': 3, 'loss': 1.5})\n"
+        "sink.write({'step': 3, 'evaluation': {}})\nsink.close()\n"
+        "assert Path('losses.txt').read_text() == '3 1.5\\n'\n",
         "PYTHONPATH=. python {program}",
     ),
     "from torch.optim import SGD": (

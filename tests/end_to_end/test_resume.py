@@ -2,6 +2,7 @@
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,19 +27,34 @@ CASES = {  # the whole matrix, without the command line: `python -m tests.tortur
     "FSDP 2, experts with a bias": (2, f"--checkpoint.mode async {EXPERTS}", (9,)),
 }
 FIRST, *OTHERS = CASES
+VALIDATION = """ --validation.interval 3 --validation.sequences 12 --validation.sources '[
+    {name = "noise", kind = "synthetic"}, {name = "other noise", kind = "synthetic", weight = 0.5}]'"""
 
 
 @pytest.mark.parametrize("case", [FIRST, *(pytest.param(case, marks=pytest.mark.long) for case in OTHERS)])
 def test_stops_leave_no_trace_in_losses_and_weights(tmp_path: Path, case: str):
     ranks, words, stops = CASES[case]
-    words += " --training.micro_batch_size 4"
+    words += f" --training.micro_batch_size 4 {VALIDATION}"
     launch(tmp_path, f"{words} --job.output_dir straight", ranks)
     for steps in (*stops, 20):
         launch(tmp_path, f"{words} --job.output_dir stopped --training.steps {steps}", ranks)
         assert [step for step, *_ in curve(tmp_path / "stopped")] == list(range(1, steps + 1))
         assert status(tmp_path / "stopped") | {"state": "done", "step": steps} == status(tmp_path / "stopped")
     assert curve(tmp_path / "stopped") == curve(tmp_path / "straight")
+    assert validations(tmp_path / "stopped") == validations(tmp_path / "straight")
     assert_same_tensors(tensors(tmp_path / "stopped"), tensors(tmp_path / "straight"))
+
+
+def validations(run: Path) -> dict[int, dict[str, Any]]:
+    """What the validations found, by step; each must have found something of each source."""
+    found = {
+        record["step"]: {key: value for key, value in record.items() if key.startswith("validation_")}
+        for record in records(run)
+        if "validation_loss" in record
+    }
+    assert list(found) == [3, 6, 9, 12, 15, 18]
+    assert all(list(values["validation_by_source"]) == ["noise", "other noise"] for values in found.values())
+    return found
 
 
 @pytest.mark.long

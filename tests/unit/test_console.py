@@ -190,6 +190,21 @@ def test_a_validation_is_said_below_the_row(streams):
     assert validation.strip() == "validation loss 4.5000, 1.9300 bits per byte"
 
 
+def test_a_validation_of_several_sources_says_each_below_the_whole(streams):
+    console = Console(0, *streams)
+    by_source = {
+        "code": {"loss": 4.0, "perplexity": 54.6, "bits_per_byte": 2.0},
+        "prose": {"loss": 7.5, "perplexity": 1808.04, "bits_per_byte": None},
+    }
+    with console.training(0, 100, show_mfu=False):
+        console.step(metrics(10, validation_loss=4.5, validation_perplexity=90.017, validation_by_source=by_source))
+    assert [line.strip() for line in rows_of(streams[0])[2:]] == [
+        "validation loss 4.5000, perplexity 90.02",
+        "code: loss 4.0000, 2.0000 bits per byte, perplexity 54.60",
+        "prose: loss 7.5000, perplexity 1,808.04",
+    ]
+
+
 def test_progress_in_a_pipe_is_a_line_now_and_then(streams, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(console_module.time, "monotonic", lambda: now[0])

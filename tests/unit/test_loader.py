@@ -240,6 +240,34 @@ def validation(sources, sequences):
     return {"interval": 1, "sequences": sequences, "sources": sources}
 
 
+@pytest.mark.parametrize(("dp_size", "micro_batch"), [(1, 1), (2, 2), (4, 3)])
+def test_a_validation_reads_one_source_after_the_other(corpus, dp_size, micro_batch):
+    """Each micro-batch is of one source, and all together are the mixture's first sequences."""
+    sources = config(corpus).model_dump()["data"]["sources"]
+    job = config(corpus, micro_batch, training=training(48, micro_batch), validation=validation(sources, 20))
+    loaders = [build_loader(job, rank, dp_size, 0, validation=True) for rank in range(dp_size)]
+    names = [source["name"] for source in sources]
+    owners, _ = Mixture(names, [source["weight"] for source in sources], SEED).locate(np.arange(20))
+    seen, order = {}, []
+    for steps in zip(*loaders, strict=True):
+        batches = [batch for step in steps for batch in step]
+        assert len({batch.source for batch in batches if batch.samples}) == 1
+        assert all(batch.source is None for batch in batches if not batch.samples)
+        order.append(batches[0].source)
+        seen |= {sample: batch.source for batch in batches for sample in batch.samples}
+    assert seen == {sample: names[owner] for sample, owner in enumerate(owners.tolist())}
+    assert order == sorted(order, key=names.index)
+    for loader in loaders:
+        loader.close()
+
+
+def test_a_validation_needs_a_sequence_of_each_source(corpus):
+    path = str(corpus / "code")
+    sources = [{"name": name, "kind": "tokens", "path": path, "weight": w} for name, w in (("a", 9.0), ("rare", 0.1))]
+    with pytest.raises(ConfigError, match=r"validation\.sequences 4 has no sequence of the source 'rare'"):
+        build_loader(config(corpus, validation=validation(sources, 4)), 0, 1, 0, validation=True)
+
+
 @pytest.mark.parametrize(("kind", "path"), [("tokens", "code"), ("text", "text.jsonl")])
 def test_validation_asks_for_no_more_than_there_is(corpus, kind, path):
     sources = [{"name": "held out", "kind": kind, "path": str(corpus / path)}]

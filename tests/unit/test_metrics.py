@@ -13,8 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from configs.schema import Metrics
 from trainer.guards.outages import Outages
 from trainer.report.metrics import Kind, MetricsLog, StepMetrics, Throughput, TimeLedger, cut_back, memory_peak_bytes
+from trainer.report.sinks.choose import choose_sinks
+from trainer.report.sinks.worker import Sinks
 
 CONTRACT_KEYS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "data_seconds", "mfu"),
@@ -50,7 +53,8 @@ def refuse(line):
 
 
 def open_log(folder, tensorboard=False, resumed_step=0, say=refuse):
-    return MetricsLog(folder, tensorboard, Outages(say, say), resumed_step)
+    sinks = Sinks(choose_sinks(Metrics(tensorboard=tensorboard), folder), say)
+    return MetricsLog(folder, Outages(say, say), resumed_step, sinks, name="test", config={})
 
 
 def read(folder):
@@ -79,6 +83,15 @@ def test_a_value_that_is_not_finite_is_null_and_named():
     assert (record["loss"], record["grad_norm"]) == (None, None)
     assert record["skipped"] == "loss is nan, grad_norm is inf"
     assert record["lr"] == 1e-4
+
+
+def test_a_value_inside_a_table_that_is_not_finite_is_null_and_named():
+    by_source = {"code": {"loss": math.nan, "bits_per_byte": None}, "prose": {"loss": 2.5, "bits_per_byte": 1.25}}
+    record = json.loads(
+        metrics(1, validation_loss=2.5, validation_by_source=by_source).to_json(), parse_constant=refuse
+    )
+    assert record["validation_by_source"] == by_source | {"code": {"loss": None, "bits_per_byte": None}}
+    assert record["skipped"] == "validation_by_source.code.loss is nan"
 
 
 def test_a_line_reaches_the_disk_without_a_further_call(tmp_path):
@@ -183,7 +196,7 @@ def test_experts_have_keys_and_curves_of_their_own(tmp_path):
 def test_metrics_need_neither_torch_nor_tensorboard_unless_asked(tmp_path):
     program = (
         "import sys, pathlib, trainer.report.metrics as m; from trainer.guards.outages import Outages;"
-        "m.MetricsLog(pathlib.Path(sys.argv[1]), tensorboard=False, outages=Outages(print, print));"
+        "m.MetricsLog(pathlib.Path(sys.argv[1]), Outages(print, print), name='test', config={});"
         "m.memory_peak_bytes('cpu'); sys.exit('torch' in sys.modules or 'tensorboard' in sys.modules)"
     )
     root = Path(__file__).parents[2]
@@ -272,6 +285,7 @@ def test_curves_miss_nothing_after_an_outage(tmp_path):
 
     said = []
     log = open_log(tmp_path, tensorboard=True, say=said.append)
+    log.flush()
     (events,) = (tmp_path / "tensorboard").iterdir()
     log.write(metrics(10))
     log.flush()

@@ -13,7 +13,18 @@ PARTS = {
     # part: (its files and folders, those of them that are other parts, code lines at most)
     "the training path": (
         ("train.py", "models", "parallelisms", "trainer", "checkpoint"),
-        ("guards", "planning", "report", "microscope", "sampling", "export", "prepare.py", "preparation.py")
+        (
+            "guards",
+            "planning",
+            "report",
+            "microscope",
+            "sampling",
+            "export",
+            "evaluation",
+            "validation.py",
+            "prepare.py",
+            "preparation.py",
+        )
         + ("text.py", "exports.py", "tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py")
         + ("bad_files.py", "hub.py", "inputs.py", "listing.py", "packing.py", "token_writer.py", "announce.py")
         + ("prepared_folder.py", "shard.py", "exact_reduction.py", "exact_numbers.py"),
@@ -30,7 +41,7 @@ PARTS = {
     ),
     "what guards a run": (("trainer/guards", "parallelisms/guards"), (), 1600),
     "what a launch tells": (("trainer/announce.py",), (), 100),
-    "job files: schema, reading, checks": (("configs",), (), 2215),
+    "job files: schema, reading, checks": (("configs",), (), 2260),
     "sums whose bits no mesh changes": (
         ("parallelisms/exact_reduction.py", "parallelisms/exact_numbers.py"),
         (),
@@ -38,7 +49,9 @@ PARTS = {
     ),
     "which step trains on what": (("trainer/microscope",), (), 280),
     "sampling": (("trainer/sampling", "scripts/sample.py"), (), 540),
-    "estimates and reports": (("trainer/planning", "trainer/report"), ("step_records.py",), 1785),
+    "what judges a model": (("trainer/validation.py", "trainer/evaluation", "scripts/evaluate.py"), (), 520),
+    "sinks of a run's records": (("trainer/report/sinks",), (), 460),
+    "estimates and reports": (("trainer/planning", "trainer/report"), ("step_records.py", "sinks"), 1785),
     "the records of a run's steps": (("trainer/report/step_records.py",), (), 100),
 }
 NOT_CODE = (

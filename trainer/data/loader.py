@@ -45,6 +45,8 @@ class MicroBatch:
     """With data.document_mask: the document's number within its window, from 0."""
     samples: list[int]
     """Indices of the samples in the run; further rows are padding, with all targets IGNORED."""
+    source: str | None = None
+    """Name of the source that all samples are from, as in a validation; None: several, or no sample."""
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """Copy to `device`, except the document ids, which are counted first; copies from pinned memory don't block."""
@@ -118,8 +120,10 @@ class BatchReader:
         if starts is not None:
             targets[torch.from_numpy(starts[:, 1:])] = IGNORED
             positions, document_ids = map(self._tensor, _documents(starts[:, :-1]))
-        kept = samples[samples != _NO_SAMPLE].tolist()
-        return MicroBatch(self._tensor(windows[:, :-1]), targets, positions, document_ids, kept)
+        kept, names = samples[samples != _NO_SAMPLE].tolist(), list(self._sources)
+        read_from = np.unique(sources[sources >= 0]).tolist()
+        source = names[read_from[0]] if len(read_from) == 1 else None
+        return MicroBatch(self._tensor(windows[:, :-1]), targets, positions, document_ids, kept, source)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         """A contiguous copy, in pinned memory if it goes to a GPU."""
@@ -201,13 +205,13 @@ def build_loader(
 
     Args:
         start_sample: the first sample; must be at the end of a step.
-        validation: read validation.sequences samples of validation.sources instead. Every pass is the same, and has the
-            same number of micro-batches on all ranks (the last may be padded).
+        validation: read validation.sequences samples of validation.sources instead, one source after the other. Every
+            pass is the same, and has the same number of micro-batches on all ranks (a source's last may be padded).
         states, order: on a resume, `sources` and `order` of the merged state dict.
 
     Raises:
-        ConfigError: the weights differ too much, the tokenizer's size is not the model's, or the samples have another
-            order than `order`.
+        ConfigError: the weights differ too much, the tokenizer's size is not the model's, the samples have another
+            order than `order`, or a validation has no sample of one of its sources.
         UserError: data is missing, damaged, too short, or (unless job.allow_run_change) differs from that of `states`.
     """
     sources = _build_sources(config, validation, states or {})
@@ -216,18 +220,20 @@ def build_loader(
     own_order = _order_of(config, mixture, sources)
     if order is not None:
         _check_same_order(order, own_order)
-    plan = _validation_samples if validation else _training_samples
+    plan = partial(_training_samples, config, dp_rank, dp_size)
     pin_memory = config.job.device != "cpu" and torch.cuda.is_available()
     reader = BatchReader(mixture, sources, config.training.seq_len, config.data.document_mask, pin_memory)
     if validation:
         # Makes the sources check now, and on all ranks alike, that they have enough samples.
-        reader.locate(np.arange(config.validation.sequences))
+        read_from, _ = reader.locate(np.arange(config.validation.sequences))
+        _check_all_are_read(config, read_from)
+        plan = partial(_validation_samples, config, dp_rank, dp_size, read_from)
     device = torch.cuda.current_device() if pin_memory else None
 
     def make_steps(first_sample: int) -> Iterator[Step]:
         if device is not None:
             torch.cuda.set_device(device)  # a new thread defaults to GPU 0, and pinning would open a context there
-        for samples in plan(config, dp_rank, dp_size, first_sample):
+        for samples in plan(first_sample):
             yield from reader.steps(samples)
 
     if validation:
@@ -252,13 +258,28 @@ def _training_samples(config: Config, dp_rank: int, dp_size: int, start_sample: 
         start_sample += n_steps * size
 
 
-def _validation_samples(config: Config, dp_rank: int, dp_size: int, start_sample: int) -> Iterator[np.ndarray]:
-    """A rank's samples of a validation, one micro-batch per step: (steps, 1, micro_batch), padded with _NO_SAMPLE."""
+def _validation_samples(
+    config: Config, dp_rank: int, dp_size: int, sources: np.ndarray, start_sample: int
+) -> Iterator[np.ndarray]:
+    """A rank's samples of a validation: for each source (steps, 1, micro_batch), padded with _NO_SAMPLE.
+
+    A micro-batch has one source's samples only, so that its loss is that source's. `sources` holds each sample's.
+    """
     at_once = dp_size * config.training.micro_batch_size
-    n_steps = -(-(config.validation.sequences - start_sample) // at_once)
-    samples = start_sample + np.arange(n_steps * at_once)
-    samples[samples >= config.validation.sequences] = _NO_SAMPLE
-    yield samples.reshape(n_steps, dp_size, -1)[:, dp_rank : dp_rank + 1]
+    for source in np.unique(sources):
+        samples = start_sample + np.flatnonzero(sources[start_sample:] == source)
+        padding = np.full(-len(samples) % at_once, _NO_SAMPLE)
+        yield np.concatenate((samples, padding)).reshape(-1, dp_size, at_once // dp_size)[:, dp_rank : dp_rank + 1]
+
+
+def _check_all_are_read(config: Config, sources: np.ndarray) -> None:
+    """Raise ConfigError if one of validation.sources is the source of no sample."""
+    for index, source in enumerate(config.validation.sources):
+        if not np.any(sources == index):
+            raise ConfigError(
+                f"validation.sequences {config.validation.sequences} has no sequence of the source {source.name!r} "
+                f"(weight {source.weight:g}); raise validation.sequences, or that weight"
+            )
 
 
 def _build_sources(config: Config, validation: bool, states: dict[str, dict[str, Any]]) -> dict[str, SampleSource]:

@@ -271,9 +271,11 @@ class Console:
             self.line(header, "dim")
         self.line(self._steps.row(metrics))
         if metrics.validation_loss is not None:
-            per_byte = metrics.validation_bits_per_byte
-            bits = "" if per_byte is None else f", {per_byte:.4f} bits per byte"
-            self.note(f"validation loss {metrics.validation_loss:.4f}{bits}")
+            whole = (metrics.validation_loss, metrics.validation_perplexity, metrics.validation_bits_per_byte)
+            self.note(f"validation {_losses(*whole)}")
+            by_source = metrics.validation_by_source or {}
+            for name, own in by_source.items() if len(by_source) > 1 else ():
+                self.note(f"  {name}: {_losses(own['loss'], own['perplexity'], own['bits_per_byte'])}")
             for number, sample in enumerate(metrics.samples or [], 1):
                 label = f"sample {number}"
                 for line in (sample["prompt"] + sample["text"]).split("\n"):
@@ -330,6 +332,11 @@ class _LoggingHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         say = self._console.error if record.levelno >= logging.ERROR else self._console.warning
         say(self.format(record))
+
+
+def _losses(loss: float | None, perplexity: float | None, bits_per_byte: float | None) -> str:
+    bits = "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits per byte"
+    return f"loss {loss:.4f}{bits}" + ("" if perplexity is None else f", perplexity {perplexity:,.2f}")
 
 
 # --------------------------------------------------------------------------- rows of the training table

@@ -1,22 +1,20 @@
-"""What a run records: `metrics.jsonl`, TensorBoard files, and where the time went.
+"""What a run records: `metrics.jsonl`, and where the time went.
 
 `metrics.jsonl` has one JSON object per logged step, in the file as soon as it is logged, with the keys of `StepMetrics`
-in their order. A validated step is always logged, with the two validation keys added; so is a step with an incident,
+in their order. A validated step is always logged, with the keys of the validation added; so is a step with an incident,
 such as a spike of the loss, with the key `incidents`. A mixture of experts adds three keys of its own, and so does the
 step after a window in which the ranks were compared. Floats are written with `repr`, so that reading them back gives
 the same bits. JSON has no NaN: a non-finite value is null, and the key `skipped` says what it was. A resume truncates
-the file to the step that it resumes from, so that no step appears twice; a purge step does the same for TensorBoard.
+the file to the step that it resumes from, so that no step appears twice. The result of an evaluation is a line of its
+own (`EvaluationMetrics`), which may come after those of later steps. The sinks get each record, too (`sinks/`).
 
 Throughput is that of training alone. `TimeLedger` assigns every second of the process to exactly one kind of work;
 tokens per second counts training and waiting for data, but never compilation, validation or checkpoints.
 """
 
-import itertools
 import json
 import math
-import os
 import resource
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,9 +27,11 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from configs.files import AppendedFile, link_refused, require_plain, write_atomically
-from configs.untrusted import parse_json, printable
+from configs.files import AppendedFile, require_plain, write_atomically
+from configs.untrusted import parse_json
 from trainer.guards.outages import Outages
+from trainer.report.sinks.sink import SinkRun
+from trainer.report.sinks.worker import Sinks
 
 # --------------------------------------------------------------------------- time
 
@@ -206,7 +206,13 @@ class StepMetrics:
     time: float
     """Seconds since the epoch."""
     validation_loss: float | None = None
+    """Mean over all valid target tokens of the validation, in nats."""
+    validation_perplexity: float | None = None
+    """exp of validation_loss."""
     validation_bits_per_byte: float | None = None
+    """Bits per byte of text of all sources together; null without a tokenizer."""
+    validation_by_source: dict[str, dict[str, float | None]] | None = None
+    """By name of the source, its own `loss`, `perplexity` and `bits_per_byte`."""
     samples: list[dict[str, str]] | None = None
     """Of each prompt of validation.samples, the `prompt` and the `text` that the model continued it with."""
     tokens_per_expert: dict[int, list[int]] | None = None
@@ -226,19 +232,48 @@ class StepMetrics:
 
     def to_json(self) -> str:
         """Format as one line of JSON; the keys of validation, experts and lag are left out if they have no value."""
-        record = asdict(self)
-        for key in [key for key in _OPTIONAL if record[key] is None]:
-            del record[key]
-        bad = {key: value for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
-        if bad:
-            record |= dict.fromkeys(bad)
-            record["skipped"] = ", ".join(f"{key} is {value}" for key, value in bad.items())
-        return json.dumps(record, allow_nan=False)
+        return _json({key: value for key, value in asdict(self).items() if value is not None or key not in _OPTIONAL})
+
+
+@dataclass(frozen=True)
+class EvaluationMetrics:
+    """The result of an evaluation of a checkpoint, as written to `metrics.jsonl`."""
+
+    step: int
+    """The checkpoint's."""
+    evaluation: dict[str, dict[str, float]]
+    """By task, its metrics, such as `acc` and `acc_stderr`."""
+    time: float
+    """Seconds since the epoch, when it ended."""
+
+    def to_json(self) -> str:
+        """Format as one line of JSON."""
+        return _json(asdict(self))
+
+
+def _json(record: dict[str, Any]) -> str:
+    bad: list[str] = []
+    record = {key: _finite(value, key, bad) for key, value in record.items()}
+    if bad:
+        record["skipped"] = ", ".join(bad)
+    return json.dumps(record, allow_nan=False)
+
+
+def _finite(value: Any, name: str, bad: list[str]) -> Any:
+    """The value, also of tables in tables, with null for what is not finite; `bad` then gets its name and value."""
+    if isinstance(value, dict):
+        return {key: _finite(each, f"{name}.{key}", bad) for key, each in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        bad.append(f"{name} is {value}")
+        return None
+    return value
 
 
 _OPTIONAL = (
     "validation_loss",
+    "validation_perplexity",
     "validation_bits_per_byte",
+    "validation_by_source",
     "samples",
     "tokens_per_expert",
     "load_imbalance",
@@ -254,18 +289,27 @@ METRICS_NAME = "metrics.jsonl"
 
 
 class MetricsLog:
-    """The run folder's `metrics.jsonl` and, if enabled, its `tensorboard/`. Only rank 0 has one."""
+    """The run folder's `metrics.jsonl`, and the run's sinks. Only rank 0 has one."""
 
-    def __init__(self, run_folder: Path, tensorboard: bool, outages: Outages, resumed_step: int = 0) -> None:
+    def __init__(
+        self,
+        run_folder: Path,
+        outages: Outages,
+        resumed_step: int = 0,
+        sinks: Sinks | None = None,
+        name: str = "",
+        config: dict[str, Any] | None = None,
+    ) -> None:
         """
         Args:
             run_folder: must exist.
-            tensorboard: also write event files.
             outages: told if a record can't be written; the record is then kept for the next time.
             resumed_step: records of later steps are removed; 0 removes everything.
+            sinks: get the records, too.
+            name, config: for the sinks (see `SinkRun`).
 
         Raises:
-            OSError: the file can't be truncated, or `metrics.jsonl` or `tensorboard` is a link.
+            OSError: the file can't be truncated, or is a link.
         """
         path = run_folder / METRICS_NAME
         self.unreadable_lines = cut_back(path, resumed_step)
@@ -273,48 +317,40 @@ class MetricsLog:
         self._outages = outages
         self._file = AppendedFile(path)
         self._file.touch()  # a run that is stopped before its first step has an empty file, not none
-        self._curves = _Curves(run_folder / "tensorboard", resumed_step + 1) if tensorboard else None
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="metrics")
         self._written: list[futures.Future[None]] = []
-        self.flush()
+        self._sinks = sinks or Sinks({}, print)
+        self._sinks.open(SinkRun(name, run_folder, config or {}, outages, resumed_step + 1, path, path.stat().st_size))
 
-    def write(self, metrics: StepMetrics, afterwards: Callable[[], None] = lambda: None) -> None:
-        """Append a logged step, then call `afterwards`; in a thread, since a disk may be slower than a step."""
+    def write(self, metrics: StepMetrics | EvaluationMetrics, afterwards: Callable[[], None] = lambda: None) -> None:
+        """Append a record, then call `afterwards`; in a thread, since a disk may be slower than a step."""
         self._wait(timeout=0)
         self._written.append(self._thread.submit(self._write, metrics, afterwards))
 
-    def _write(self, metrics: StepMetrics, afterwards: Callable[[], None]) -> None:
+    def _write(self, metrics: StepMetrics | EvaluationMetrics, afterwards: Callable[[], None]) -> None:
         self._file.write(f"{metrics.to_json()}\n".encode())
-        if self._curves:
-            self._curves.write(metrics)
-        self._flush()
+        self._outages.flush(self._file)
+        self._sinks.put({key: value for key, value in asdict(metrics).items() if value is not None})
         afterwards()
 
     def close(self) -> None:
         """Write the records still pending, or report that they are missing."""
         self._wait()
         self._thread.shutdown()
-        for file in self._files:
-            self._outages.give_up(file)
+        self._outages.give_up(self._file)
+        self._sinks.close()
 
     def flush(self) -> None:
         """Write pending records; called before a save, so that no earlier step is missing."""
         self._wait()
-        self._flush()
+        self._outages.flush(self._file)
+        self._sinks.flush()
 
     def _wait(self, timeout: float | None = None) -> None:
         """Wait for what `write` was given; raises what its thread raised."""
         for done in futures.wait(self._written, timeout).done:
             self._written.remove(done)
             done.result()
-
-    def _flush(self) -> None:
-        for file in self._files:
-            self._outages.flush(file)
-
-    @property
-    def _files(self) -> list[AppendedFile]:
-        return [self._file, self._curves.file] if self._curves else [self._file]
 
 
 _MAX_RECORD_CHARACTERS = 1 << 20
@@ -338,6 +374,11 @@ def cut_back(path: Path, step: int) -> int:
     return steps.count(None)
 
 
+def last_step(path: Path) -> int:
+    """The last step of a `metrics.jsonl`; 0 if there is none."""
+    return max((step for line in _lines(path) if (step := _step_of(line)) is not None), default=0)
+
+
 def _lines(path: Path) -> Iterator[str]:
     """The lines of a file with their line ends; a very long one, which is not a record, comes in parts."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
@@ -351,98 +392,3 @@ def _step_of(line: str) -> int | None:
     except (ValueError, KeyError, TypeError):
         return None
     return step if type(step) is int else None
-
-
-# --------------------------------------------------------------------------- TensorBoard
-
-_TAGS = {
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "lr": "train/lr",
-    "validation_loss": "validation/loss",
-    "validation_bits_per_byte": "validation/bits_per_byte",
-    "tokens_per_second": "speed/tokens_per_second",
-    "step_seconds": "speed/step_seconds",
-    "data_seconds": "speed/data_seconds",
-    "mfu": "speed/mfu",
-    "tflops": "speed/tflops",
-    "lag_seconds": "speed/lag_seconds",
-    "memory_peak_bytes": "memory/peak_bytes",
-    "memory_reserved_peak_bytes": "memory/reserved_peak_bytes",
-    "memory_percent": "memory/percent_reserved",
-    "allocator_retries": "memory/allocator_retries",
-    "allocator_ooms": "memory/allocator_ooms",
-    "load_imbalance": "router/load_imbalance",
-    "router_entropy": "router/entropy",
-}
-
-
-class _Curves:
-    """An event file in TensorBoard's format, with records made by TensorBoard's record writer.
-
-    TensorBoard's event writer is not used: it writes in a thread that ends for good at the first error, and reports the
-    error only at a later call. Nor is torch's SummaryWriter, which wraps it and costs 0.8 s of imports.
-    """
-
-    _numbers = itertools.count()
-    """Numbers this process's files, for their names."""
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event_type, self._summary_type = event_pb2.Event, summary_pb2.Summary
-        self._histogram_type = summary_pb2.HistogramProto
-        self._text_type = tensor_pb2.TensorProto
-        if folder.is_symlink():
-            raise link_refused(folder)
-        folder.mkdir(exist_ok=True)
-        self.file = AppendedFile(folder / _event_file_name(next(self._numbers)))
-        self._records = RecordWriter(self.file)
-        self._add(wall_time=time.time(), file_version="brain.Event:2")
-        # Makes TensorBoard drop this step and later ones from earlier files.
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._add(step=first_step, wall_time=time.time(), session_log=start)
-
-    def write(self, metrics: StepMetrics) -> None:
-        record = asdict(metrics)
-        values = [
-            self._summary_type.Value(tag=tag, simple_value=record[key])
-            for key, tag in _TAGS.items()
-            if record[key] is not None
-        ]
-        for layer, tokens in (metrics.tokens_per_expert or {}).items():
-            histogram = self._bars(tokens)
-            values.append(self._summary_type.Value(tag=f"router/tokens_per_expert/{layer}", histo=histogram))
-        for number, sample in enumerate(metrics.samples or [], 1):
-            values.append(self._text(f"samples/{number}", sample["prompt"] + sample["text"]))
-        self._add(step=metrics.step, wall_time=metrics.time, summary=self._summary_type(value=values))
-
-    def _text(self, tag: str, text: str) -> Any:
-        """A text as it is: the dashboard reads Markdown, in which indented lines are shown unchanged."""
-        lines = "".join(f"    {line}\n" for line in printable(text).split("\n"))
-        value = self._summary_type.Value(tag=tag)
-        value.metadata.plugin_data.plugin_name = "text"
-        value.tensor.CopyFrom(self._text_type(dtype="DT_STRING", string_val=[lines.encode()]))
-        value.tensor.tensor_shape.dim.add(size=1)
-        return value
-
-    def _bars(self, heights: list[int]) -> Any:
-        """A histogram with a bar of width 1 for each number."""
-        return self._histogram_type(
-            min=0,
-            max=len(heights),
-            num=sum(heights),
-            sum=sum(i * height for i, height in enumerate(heights)),
-            sum_squares=sum(i * i * height for i, height in enumerate(heights)),
-            bucket_limit=range(1, len(heights) + 1),
-            bucket=heights,
-        )
-
-    def _add(self, **event: Any) -> None:
-        self._records.write(self._event_type(**event).SerializeToString())
-
-
-def _event_file_name(number: int) -> str:
-    """A name by which TensorBoard finds event files and reads them in order."""
-    return f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"

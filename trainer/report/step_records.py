@@ -15,7 +15,9 @@ from trainer.guards.verdict import StepResult
 from trainer.lifecycle import refresh_status
 from trainer.planning.flops import flops_per_token, mfu, tflops_per_device
 from trainer.report.console import Console
-from trainer.report.metrics import Memory, MetricsLog, StepMetrics, TimeLedger
+from trainer.report.metrics import EvaluationMetrics, Memory, MetricsLog, StepMetrics, TimeLedger
+from trainer.report.sinks.choose import choose_sinks
+from trainer.report.sinks.worker import Sinks
 from trainer.saved_state import RunState
 from trainer.validation import ValidationResult
 
@@ -36,9 +38,11 @@ class StepRecords:
         """
         if self._log:
             self._log.close()
-        folder = self._config.job.folder
+        config, folder = self._config, self._config.job.folder
         try:
-            self._log = MetricsLog(folder, self._config.metrics.tensorboard, self._console.outages, step)
+            sinks = Sinks(choose_sinks(config.metrics, folder), self._console.warning)
+            run = config.job.name, config.model_dump(mode="json")
+            self._log = MetricsLog(folder, self._console.outages, step, sinks, *run)
         except OSError as error:
             raise UserError(f"{error.filename or folder} can't be written: {error.strerror}") from None
         if self._log.unreadable_lines:
@@ -88,6 +92,11 @@ class StepRecords:
         self._console.step(metrics)
         if self._log:
             self._log.write(metrics, partial(self._write_status, run.step) if writes_status else lambda: None)
+
+    def write_evaluation(self, result: EvaluationMetrics) -> None:
+        """Record the result of an evaluation; on rank 0."""
+        if self._log:
+            self._log.write(result)
 
     def _write_status(self, step: int) -> None:
         with self._console.outages.tolerate(self._config.job.folder / "status.json"):

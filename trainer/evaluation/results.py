@@ -1,0 +1,80 @@
+"""The results of evaluations: `evaluations/step-00000100/TIME.json` in the run folder, then lines of metrics.jsonl.
+
+Every evaluation leaves a file. Whoever has the run's folder (the run itself while it trains, otherwise `keel evaluate`)
+records those that metrics.jsonl lacks. So a result is recorded once, whatever dies in between.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from checkpoint.manifest import step_folder, steps_in
+from configs.files import write_atomically
+from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
+from trainer.evaluation.tasks import Scores
+from trainer.report.metrics import METRICS_NAME, EvaluationMetrics
+
+FOLDER = "evaluations"
+
+
+def write_result(run_folder: Path, step: int, scores: Scores) -> Path:
+    """Write the scores of the checkpoint of `step`; returns the file.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    folder = step_folder(run_folder / FOLDER, step)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{time.time():.6f}.json"
+    write_atomically(path, [json.dumps({"step": step, "evaluation": scores}, indent=2) + "\n"])
+    return path
+
+
+def is_evaluated(run_folder: Path, step: int) -> bool:
+    """Whether the checkpoint of `step` has a result."""
+    return any(step_folder(run_folder / FOLDER, step).glob("*.json"))
+
+
+def unrecorded(run_folder: Path, known: set[tuple[int, float]]) -> Iterator[EvaluationMetrics]:
+    """The results that are not `known` by step and time; they are from then on. Files in another form are left out."""
+    root = run_folder / FOLDER
+    for step in steps_in(root):
+        for path in sorted(step_folder(root, step).glob("*.json")):
+            try:
+                if (step, float(path.stem)) in known:
+                    continue
+                known.add((step, float(path.stem)))
+                yield EvaluationMetrics(
+                    step, parse_json(read_file(path, MAX_JSON_BYTES))["evaluation"], float(path.stem)
+                )
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+
+
+def recorded(run_folder: Path) -> set[tuple[int, float]]:
+    """Step and time of each evaluation in metrics.jsonl."""
+    found = set()
+    with (run_folder / METRICS_NAME).open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if '"evaluation"' in line:
+                said = parse_json(line)
+                found.add((said["step"], said["time"]))
+    return found
+
+
+def described(result: EvaluationMetrics) -> str:
+    """A line for people."""
+    scores = [
+        f"{task} {name} {value:.4f}{_plus_minus(metrics, name)}"
+        for task, metrics in result.evaluation.items()
+        for name, value in metrics.items()
+        if "_stderr" not in name
+    ]
+    return f"evaluation of step {result.step}: {', '.join(scores)}"
+
+
+def _plus_minus(metrics: dict[str, float], name: str) -> str:
+    metric, comma, how = name.partition(",")
+    error = metrics.get(f"{metric}_stderr{comma}{how}")
+    return "" if error is None else f" ± {error:.4f}"

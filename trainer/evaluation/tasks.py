@@ -1,0 +1,77 @@
+"""Runs tasks of lm-eval (the extra `evaluation`) on a model of Keel."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.errors import KeelError, UserError, listed
+from configs.schema import Evaluation
+from trainer.report.sinks.choose import require_package
+from trainer.sampling.load import Trained
+
+Scores = dict[str, dict[str, float]]
+"""By task and group of tasks, its metrics, such as `acc` and `acc_stderr`."""
+
+
+def evaluate(trained: Trained, settings: Evaluation) -> Scores:
+    """Run the tasks of `settings` on a model.
+
+    Raises:
+        UserError: a task is unknown, or lm-eval can't run it (no network, missing data).
+    """
+    manager = find_tasks(settings)
+    from lm_eval.evaluator import simple_evaluate
+
+    from trainer.evaluation.lm import KeelLM
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    try:
+        results = simple_evaluate(
+            KeelLM(trained, settings.batch_size),
+            tasks=[*settings.tasks],
+            num_fewshot=settings.num_fewshot,
+            limit=settings.examples,
+            task_manager=manager,
+            log_samples=False,
+        )
+    except KeelError:
+        raise
+    except Exception as error:  # of lm-eval, datasets, a task's own code: without a common base
+        raise UserError(f"lm-eval can't run {', '.join(settings.tasks)}: {type(error).__name__}: {error}") from error
+    assert results is not None  # this process has lm-eval's rank 0
+    return {task: _numbers(found) for task, found in results["results"].items()}
+
+
+def find_tasks(settings: Evaluation) -> Any:
+    """lm-eval's TaskManager, which knows all tasks of `settings`.
+
+    Raises:
+        UserError: lm-eval is not installed, or a task is unknown.
+    """
+    require_package("lm_eval", "an evaluation", "lm-eval")
+    from lm_eval.tasks import TaskManager
+
+    if settings.task_folder and not Path(settings.task_folder).is_dir():
+        raise UserError(f"evaluation.task_folder is {settings.task_folder}: no such folder")
+    own = TaskManager(include_path=settings.task_folder, include_defaults=False)
+    if not _unknown(settings.tasks, own):
+        return own
+    manager = TaskManager(include_path=settings.task_folder)  # reads 15,000 files: ten seconds
+    if missing := _unknown(settings.tasks, manager):
+        folder = f", nor in {settings.task_folder}" if settings.task_folder else ""
+        raise UserError(f"lm-eval has no task {listed(missing, ', ')}{folder}; lm-eval ls tasks lists its own")
+    return manager
+
+
+def _unknown(tasks: Sequence[str], manager: Any) -> list[str]:
+    return [task for task in tasks if task not in manager.all_tasks]
+
+
+def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a task's results, named `acc` instead of `acc,none`; other filters keep their name."""
+    return {
+        name.removesuffix(",none"): float(value)
+        for name, value in found.items()
+        if isinstance(value, (int, float)) and "," in name
+    }

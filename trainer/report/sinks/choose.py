@@ -1,0 +1,83 @@
+"""The sinks that `[metrics]` asks for, checked before anything is built."""
+
+import os
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from configs.errors import UserError
+from configs.files import link_refused
+from configs.schema import Metrics
+from trainer.report.sinks.mlflow import MLflow
+from trainer.report.sinks.tensorboard import TensorBoard
+from trainer.report.sinks.wandb import WandB
+from trainer.report.sinks.worker import MakeSink
+
+_LOGIN_SECONDS = 60
+
+
+def choose_sinks(settings: Metrics, folder: Path, with_own: bool = True) -> dict[str, MakeSink]:
+    """What opens each sink, by its name for people.
+
+    Args:
+        folder: the run folder.
+        with_own: also import `metrics.sink`.
+
+    Raises:
+        UserError: a package is missing, W&B is not logged in, or there is no class of the name in `metrics.sink`.
+        OSError: `tensorboard/` is a link.
+    """
+    sinks: dict[str, MakeSink] = {}
+    if settings.tensorboard:
+        if (folder / "tensorboard").is_symlink():
+            raise link_refused(folder / "tensorboard")
+        sinks["TensorBoard"] = TensorBoard
+    if settings.wandb:
+        require_package("wandb", "metrics.wandb = true", "wandb")
+        _require_login()
+        sinks["W&B"] = WandB
+    if settings.mlflow:
+        require_package("mlflow", "metrics.mlflow = true", "mlflow-skinny")
+        sinks["MLflow"] = MLflow
+    if settings.sink and with_own:
+        sinks[f"metrics.sink {settings.sink}"] = _own_sink(settings.sink)
+    return sinks
+
+
+def require_package(name: str, key: str, package: str) -> None:
+    """Raise UserError if the package that a setting needs is not installed."""
+    if find_spec(name) is None:
+        raise UserError(f"{key} needs the package {name}; install it: pip install {package}")
+
+
+def _require_login() -> None:
+    """Log in to W&B, unless it is to work offline; asks on a terminal, as W&B always does."""
+    import wandb
+
+    if wandb.setup().settings.mode not in ("online", "shared"):
+        return
+    try:
+        is_ready = wandb.login(timeout=_LOGIN_SECONDS)
+    except Exception as error:  # W&B's own, without a common base
+        raise UserError(f"metrics.wandb = true: {error} Or work offline: WANDB_MODE=offline") from None
+    if not is_ready:
+        raise UserError("metrics.wandb = true, and W&B is not logged in: wandb login, or WANDB_MODE=offline")
+
+
+def _own_sink(name: str) -> Any:
+    """Import `module:Class`, from the current folder or an installed package."""
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(import_module(module), attribute, None)
+    except Exception as error:
+        raise UserError(
+            f'metrics.sink is "{name}", and {module} can\'t be imported ({type(error).__name__}: {error}); Keel looks '
+            "for it in the current folder and among installed packages"
+        ) from None
+    if not callable(found):
+        raise UserError(f'metrics.sink is "{name}", but {module} has no class {attribute}')
+    return found
