@@ -23,6 +23,7 @@ _SCRIPTS = {
     "prepare": ("prepare_data", "turn text into token files"),
     "plan": ("plan", "check whether a job fits before requesting machines"),
     "runs": ("runs", "list runs: state, step, loss, speed"),
+    "report": ("report", "show runs as one page: curves, samples, and what they say in words"),
     "sample": ("sample", "continue texts with a trained model"),
     "evaluate": ("evaluate", "run tasks of lm-eval on a trained model"),
     "data": ("data", "show what a step trains on, and which steps train on a text"),

@@ -38,6 +38,7 @@ from trainer.numerics import set_numerics
 from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
 from trainer.report.summary import closing_title
+from trainer.report.wall_clock import end_of
 from trainer.trainer import Trainer
 
 # If all ranks fail alike, rank 0 reports the error. Another rank waits this long before it reports its own.
@@ -107,7 +108,7 @@ def _open_folder(folder: Path, console: Console) -> None:
         before = read_status(folder)
         if before.get("state") == "running":  # this launch holds the lock, so that one has ended
             console.warning(silent_end(before, folder))
-        write_status(folder, "running", step=before.get("step", 0), reason="starting")
+        write_status(folder, "running", step=before.get("step", 0), reason="starting", previous=end_of(before))
     except OSError as error:
         raise UserError(
             f"the run folder {folder} can't be written ({error.filename or folder}: {error.strerror}); "

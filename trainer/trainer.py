@@ -49,6 +49,7 @@ from trainer.report.console import Console
 from trainer.report.metrics import EvaluationMetrics, Kind, Memory, TimeLedger, memory_counts, memory_of
 from trainer.report.profile import StepProfiler
 from trainer.report.step_records import StepRecords, tokens_per_step
+from trainer.report.wall_clock import describe_launch
 from trainer.sampling.periodic import Sampler
 from trainer.saved_state import RunState, too_many_skipped
 from trainer.step import Terms, build_learner
@@ -126,7 +127,8 @@ class Trainer:
             self.checkpoints.check_room(self.learner.state())
             self.exports, self.evaluations = self._build_exports(), self._build_evaluations()
             self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
-            self.records = StepRecords(config, console, ledger, self.peak)
+            launch = describe_launch(config, self.mesh, self.first_step, ledger)
+            self.records = StepRecords(config, console, ledger, self.peak, launch)
             on_rank_zero(None, lambda: self.records.open(self.run.step))
         waits = CollectiveWaits(groups_of_axes(self.mesh).values(), self.device)
         self.phases = PhaseClock(waits, config.fault.lag_ratio, self.mesh.sizes.pp > 1, COMPILING_STEPS)

@@ -3,10 +3,11 @@
 `metrics.jsonl` has one JSON object per logged step, in the file as soon as it is logged, with the keys of `StepMetrics`
 in their order. A validated step is always logged, with the keys of the validation added; so is a step with an incident,
 such as a spike of the loss, with the key `incidents`. A mixture of experts adds three keys of its own, and so does the
-step after a window in which the ranks were compared. Floats are written with `repr`, so that reading them back gives
-the same bits. JSON has no NaN: a non-finite value is null, and the key `skipped` says what it was. A resume truncates
-the file to the step that it resumes from, so that no step appears twice. The result of an evaluation is a line of its
-own (`EvaluationMetrics`), which may come after those of later steps. The sinks get each record, too (`sinks/`).
+step after a window in which the ranks were compared. docs/metrics.md describes every key. Floats are written with
+`repr`, so that reading them back gives the same bits. JSON has no NaN: a non-finite value is null, and the key
+`skipped` says what it was. A resume truncates the file to the step that it resumes from, so that no step appears twice.
+The result of an evaluation is a line of its own (`EvaluationMetrics`), which may come after those of later steps. The
+sinks get each record, too (`sinks/`).
 
 Throughput is that of training alone. `TimeLedger` assigns every second of the process to exactly one kind of work;
 tokens per second counts training and waiting for data, but never compilation, validation or checkpoints.
@@ -46,6 +47,11 @@ class Kind(StrEnum):
     DATA = "waiting for data"
     VALIDATION = "validation"
     CHECKPOINT = "checkpoint"
+
+    @property
+    def key(self) -> str:
+        """Its name in `StepMetrics.seconds_by_kind`: "startup"."""
+        return self.name.lower()
 
 
 @dataclass(frozen=True)
@@ -229,6 +235,12 @@ class StepMetrics:
     """How long it kept them waiting, per step."""
     phase_seconds: dict[str, float] | None = None
     """By phase, per step: time outside of collectives on the rank that spent the most."""
+    launches: list[dict[str, Any]] | None = None
+    """The launches since the previous line (`describe_launch`), with those whose lines a resume has removed."""
+    seconds_by_kind: dict[str, float] | None = None
+    """Seconds of rank 0 since the previous line of this launch, or since its start, by `Kind.key`; the sum is all."""
+    goodput: float | None = None
+    """Seconds that trained the steps up to here over all seconds since the run's first launch began, 0 to 1."""
 
     def to_json(self) -> str:
         """Format as one line of JSON; the keys of validation, experts and lag are left out if they have no value."""
@@ -282,6 +294,9 @@ _OPTIONAL = (
     "slowest_rank",
     "lag_seconds",
     "phase_seconds",
+    "launches",
+    "seconds_by_kind",
+    "goodput",
 )
 
 
@@ -367,19 +382,19 @@ def cut_back(path: Path, step: int) -> int:
     require_plain(path)
     if not path.exists():
         return 0
-    steps = [_step_of(line) for line in _lines(path)]
+    steps = [_step_of(line) for line in read_lines(path)]
     keeps = [found is not None and found <= step for found in steps]
     if not all(keeps):
-        write_atomically(path, compress(_lines(path), keeps))
+        write_atomically(path, compress(read_lines(path), keeps))
     return steps.count(None)
 
 
 def last_step(path: Path) -> int:
     """The last step of a `metrics.jsonl`; 0 if there is none."""
-    return max((step for line in _lines(path) if (step := _step_of(line)) is not None), default=0)
+    return max((step for line in read_lines(path) if (step := _step_of(line)) is not None), default=0)
 
 
-def _lines(path: Path) -> Iterator[str]:
+def read_lines(path: Path) -> Iterator[str]:
     """The lines of a file with their line ends; a very long one, which is not a record, comes in parts."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         yield from iter(partial(file.readline, _MAX_RECORD_CHARACTERS), "")

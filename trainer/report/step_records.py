@@ -15,9 +15,10 @@ from trainer.guards.verdict import StepResult
 from trainer.lifecycle import refresh_status
 from trainer.planning.flops import flops_per_token, mfu, tflops_per_device
 from trainer.report.console import Console
-from trainer.report.metrics import EvaluationMetrics, Memory, MetricsLog, StepMetrics, TimeLedger
+from trainer.report.metrics import METRICS_NAME, EvaluationMetrics, Memory, MetricsLog, StepMetrics, TimeLedger
 from trainer.report.sinks.choose import choose_sinks
 from trainer.report.sinks.worker import Sinks
+from trainer.report.wall_clock import WallClock
 from trainer.saved_state import RunState
 from trainer.validation import ValidationResult
 
@@ -25,10 +26,17 @@ from trainer.validation import ValidationResult
 class StepRecords:
     """The records of a launch's steps; every rank has them, and rank 0 writes."""
 
-    def __init__(self, config: Config, console: Console, ledger: TimeLedger, peak: float | None) -> None:
-        """`peak`: the device's peak FLOP/s; None if it is unknown."""
+    def __init__(
+        self, config: Config, console: Console, ledger: TimeLedger, peak: float | None, launch: dict[str, Any]
+    ) -> None:
+        """
+        Args:
+            peak: the device's peak FLOP/s; None if it is unknown.
+            launch: from `describe_launch`.
+        """
         self._config, self._console, self._ledger, self._peak = config, console, ledger, peak
         self._log: MetricsLog | None = None
+        self._wall_clock = WallClock(ledger, launch)
 
     def open(self, step: int) -> None:
         """Begin after `step` steps; called on rank 0 only.
@@ -40,6 +48,7 @@ class StepRecords:
             self._log.close()
         config, folder = self._config, self._config.job.folder
         try:
+            self._wall_clock.open(folder / METRICS_NAME, step, goes_on=config.checkpoint.load != "none")
             sinks = Sinks(choose_sinks(config.metrics, folder), self._console.warning)
             run = config.job.name, config.model_dump(mode="json")
             self._log = MetricsLog(folder, self._console.outages, step, sinks, *run)
@@ -71,6 +80,7 @@ class StepRecords:
         training, speed = self._config.training, self._ledger.throughput(tokens_per_step(self._config))
         flops = flops_per_token(self._config.model, training.seq_len, frozen).causal
         tflops = tflops_per_device(speed.tokens_per_second, flops, dist.get_world_size())
+        now = time.time()
         metrics = StepMetrics(
             step=run.step,
             loss=result.loss,
@@ -81,13 +91,14 @@ class StepRecords:
             mfu=mfu(tflops, self._peak),
             tflops=tflops,
             **asdict(memory),
-            time=time.time(),
+            time=now,
             **(vars(validation) if validation else {}),
             incidents=incidents or None,
             **(vars(balance) if balance else {}),
             slowest_rank=lag.rank if lag else None,
             lag_seconds=lag.seconds if lag else None,
             phase_seconds=lag.phase_seconds if lag else None,
+            **self._wall_clock.record(now),
         )
         self._console.step(metrics)
         if self._log:

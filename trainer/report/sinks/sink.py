@@ -47,6 +47,7 @@ TAGS = {
     "mfu": "speed/mfu",
     "tflops": "speed/tflops",
     "lag_seconds": "speed/lag_seconds",
+    "goodput": "speed/goodput",
     "memory_peak_bytes": "memory/peak_bytes",
     "memory_reserved_peak_bytes": "memory/reserved_peak_bytes",
     "memory_percent": "memory/percent_reserved",
