@@ -222,6 +222,7 @@ SLOW = {
     "unit/test_agreement.py": ("test_ranks_that_agree_need_one_gather*",),
     "unit/test_connections.py": ("test_gloo_connects_*",),
     "unit/test_garbage.py": ("*",),
+    "unit/test_page.py": ("test_a_long_run*",),
     "unit/test_hf_export.py": ("test_memory_is_that_of_a_shard",),
     "unit/test_scripts.py": (
         "test_the_benchmark_measures_what_it_says",

@@ -19,9 +19,12 @@ MOST_POINTS = 2000
 """Points of the widest chart's curves."""
 _FEWER_POINTS = 800
 _MAP_POINTS = 400
-_SMOOTH_FROM, _SMOOTH_BINS = 300, 150
+_SMOOTH_FROM, _SMOOTH_POINTS, _SMOOTH_BINS = 200, 16, 150
+"""Points from which a curve gets a line of medians; points in a bin at least; bins at most."""
 _LOG_FROM = 20.0
 """Largest value over the median from which a chart is logarithmic at first."""
+_DOTS_BELOW = 40
+"""Points of a curve of which each is shown."""
 MOST_NAMES = 64
 """Lines of one chart; of more names, evenly chosen ones are drawn, and the title says so."""
 
@@ -62,7 +65,6 @@ FIGURES = (
     Figure("Learning rate", (Line("lr"),), "small"),
     Figure("Tokens per second", (Line("tokens_per_second"),), "count", "of all ranks"),
     Figure("MFU", (Line("mfu"),), "share"),
-    Figure("TFLOP/s per device", (Line("tflops"),)),
     Figure("Step", (Line("step_seconds", "step"), Line("data_seconds", "waiting for data", dashed=True)), "seconds"),
     Figure(
         "Memory",
@@ -83,7 +85,8 @@ FIGURES = (
     Figure("Load imbalance", (Line("load_imbalance"),), note="busiest expert over the mean"),
     Figure("Router entropy", (Line("router_entropy"),), note="nats"),
 )
-_NOT_DRAWN = {"step", "tokens", "time", "seconds_by_kind", "launches", "incidents", "samples", "slowest_rank"}
+_NOT_DRAWN = {"step", "tokens", "time", "seconds_by_kind", "launches", "incidents", "samples", "slowest_rank", "tflops"}
+"""Keys that are in other parts of the page; TFLOP/s are proportional to tokens per second."""
 
 
 @dataclass
@@ -136,10 +139,15 @@ def _curves(
     has_trend = smoothed and len(values) >= _SMOOTH_FROM
     kept = thin(values, most)
     x, y = [steps[i] for i in kept], [_short(values[i]) for i in kept]
-    yield facts | {"faint": has_trend, "x": x, "y": y}
+    yield facts | {"faint": has_trend, "dots": len(x) < _DOTS_BELOW, "x": x, "y": y}
     if has_trend:
-        middles, medians, _ = smooth(values, _SMOOTH_BINS)
-        yield facts | {"faint": False, "x": [steps[i] for i in middles], "y": [_short(value) for value in medians]}
+        middles, medians = smooth(values, min(_SMOOTH_BINS, len(values) // _SMOOTH_POINTS))
+        yield facts | {
+            "faint": False,
+            "dots": False,
+            "x": [steps[i] for i in middles],
+            "y": [_short(value) for value in medians],
+        }
 
 
 def _charts_by_name(key: str, runs: Sequence[Recorded]) -> Iterator[Chart]:

@@ -141,13 +141,13 @@ def _figures(run: Recorded) -> Iterator[tuple[str, str]]:
             yield name, form(value)
 
 
-_CONTROLS = """<section id="controls"><h2>Curves</h2><div class="controls">
+_CONTROLS = """<section><h2>Curves</h2><p class="hint">Drag over a chart to zoom all of them, double-click to zoom out;
+on a touch screen, slide over a chart to read values.</p></section><div class="controls">
 <span class="switch" data-choice="axis"><button value="step" class="on">Steps</button>
 <button value="tokens">Tokens</button><button value="hours">Time</button></span>
 <span class="switch" data-choice="range"><button value="1" class="on">All</button>
 <button value="0.5">Last half</button><button value="0.1">Last tenth</button></span>
-</div><p class="hint">Drag over a chart to zoom all of them, double-click to zoom out; on a touch screen, slide over a
-chart to read values.</p></section>
+</div>
 <noscript><p>The curves need JavaScript.</p></noscript>"""
 
 

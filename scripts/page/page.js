@@ -16,6 +16,7 @@
     const found = table.find(([factor]) => Math.abs(v) >= factor);
     return found ? digits(v / found[0], 4) + gap + found[1] : digits(v, 4);
   };
+  const POWERS = Array.from({ length: 50 }, (_, i) => 2 ** i); // distances of ticks in bytes
   const FORMS = {
     number: v => Math.abs(v) >= 1e5 || (v && Math.abs(v) < 1e-3) ? v.toExponential(2) : digits(v, 5),
     count: v => scaled(v, SUFFIXES, ""),
@@ -67,11 +68,11 @@
   function line(series, u) {
     const stroke = hue(series);
     return {
-      stroke: series.faint ? stroke + "55" : stroke,
+      stroke: series.faint ? stroke + "70" : stroke,
       width: series.faint ? 1 : 1.8,
       dash: series.dashed ? [5, 4] : undefined,
       spanGaps: true,
-      points: { show: !series.faint && series.x.length < 40, size: 5, fill: stroke },
+      points: { show: series.dots, size: 5, fill: stroke },
     };
   }
 
@@ -184,7 +185,7 @@
         y: { distr: isLog ? 3 : 1 } },
       axes: [
         { ...axisLook, space: 64, size: 32, values: (u, ticks) => ticks.map(AXES[axis]) },
-        { ...axisLook, size: 66, space: 32, values: (u, ticks) => ticks.map(tick => tick == null ? "" : FORMS[chart.unit](tick)) },
+        { ...axisLook, size: 70, space: 32, incrs: chart.unit === "bytes" ? POWERS : undefined, values: (u, ticks) => ticks.map(tick => tick == null ? "" : FORMS[chart.unit](tick)) },
       ],
       series: [{}, ...chart.series.map(series => line(series))],
       hooks: {

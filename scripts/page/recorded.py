@@ -11,6 +11,7 @@ from typing import Any
 
 import tomli
 
+from checkpoint.manifest import RunChange, read_manifest, step_folder, steps_in
 from configs.errors import UserError
 from configs.reading.toml_text import value_text
 from configs.untrusted import MAX_JSON_BYTES, parse_json, printable, read_file
@@ -73,6 +74,15 @@ class Recorded:
     def step(self) -> int:
         """Steps completed."""
         return max(int(self.status.get("step", 0)), self.records[-1]["step"] if self.records else 0)
+
+    @cached_property
+    def run_changes(self) -> list[RunChange]:
+        """Run keys that were changed on a resume, as the newest checkpoint knows them; empty without a readable one."""
+        root = self.folder / "checkpoints"
+        try:
+            return read_manifest(step_folder(root, steps_in(root)[-1])).run_changes
+        except (IndexError, UserError):
+            return []
 
     @cached_property
     def launches(self) -> list[Launch]:

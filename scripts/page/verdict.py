@@ -34,7 +34,21 @@ class Sentence:
 
 def verdict(run: Recorded) -> list[Sentence]:
     """Judge a run by its records, the most important first."""
-    parts = (_end, _loss, _validation, _rises, _incidents, _not_finite, _launches, _time, _speed, _memory, _lag, _read)
+    parts = (
+        _end,
+        _loss,
+        _validation,
+        _rises,
+        _incidents,
+        _not_finite,
+        _launches,
+        _changes,
+        _time,
+        _speed,
+        _memory,
+        _lag,
+        _read,
+    )
     return [sentence for part in parts for sentence in part(run)]
 
 
@@ -183,6 +197,11 @@ def _launches(run: Recorded) -> Iterator[Sentence]:
     text = f"It was launched {len(launches)} times. {'. '.join(told[:_SHOWN])}."
     more = f" {len(told) - _SHOWN} more are in the table." if len(told) > _SHOWN else ""
     yield Sentence("plain", text + more)
+
+
+def _changes(run: Recorded) -> Iterator[Sentence]:
+    for change in run.run_changes:
+        yield Sentence("watch", f"From step {change.step:,} on, run keys were changed: {'; '.join(change.changes)}.")
 
 
 def how_it_ended(launch: Launch) -> str:

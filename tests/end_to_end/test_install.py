@@ -55,9 +55,8 @@ def installed(request, tmp_path_factory):
 
 
 def test_the_packages_and_their_files_are_there(installed, tmp_path):
-    names = (
-        "checkpoint.export configs.reading configs.checks models parallelisms.guards scripts.benchmarks trainer.data"
-    )
+    names = "checkpoint.export configs.reading configs.checks models parallelisms.guards scripts.benchmarks"
+    names += " scripts.page trainer.data"
     program = (
         f"import importlib.util as u; [print(u.find_spec(name).origin) for name in '{names} train'.split()]; "
         "from configs.load import JOB_FILES as files; print(files); print(*(file.name for file in files.glob('*')))"
@@ -75,6 +74,11 @@ def test_the_command_answers_from_any_folder(installed, tmp_path):
     valid = installed.run("keel", "train", "debug", "--validate", "--ranks", "2", cwd=tmp_path)
     assert "debug.toml is valid" in valid.stdout, valid.stderr
     assert "2 ranks: dp_shard 2," in valid.stdout
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5}\n')
+    told = installed.run("keel", "report", "run", "--output", "page.html", cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    assert "uPlot" in (tmp_path / "page.html").read_text()
     planned = installed.run("keel", "plan", "--help", cwd=tmp_path)
     assert planned.stdout.startswith("usage: keel plan ")
 

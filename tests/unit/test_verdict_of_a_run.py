@@ -62,7 +62,9 @@ def test_rises_are_counted_and_their_steps_named(tmp_path):
     losses = noise(400)
     losses[199], losses[299] = 9.0, 12.0
     text, mood = find(write_run(tmp_path / "run", losses, every=10), "The loss rose")
-    assert text.startswith("The loss rose 2 times by more than 5 sigma, at steps 2,000 (9 after 3.998, 104 sigma; back at ")
+    assert text.startswith(
+        "The loss rose 2 times by more than 5 sigma, at steps 2,000 (9 after 3.998, 104 sigma; back at "
+    )
     assert "; 3,000 (12 after 3.983, 164 sigma" in text
     assert "back at step 2,0" in text
     assert mood == "watch"
@@ -93,7 +95,9 @@ def test_little_is_said_of_few_steps(tmp_path):
 def test_steps_that_were_not_finite(tmp_path):
     losses = noise(60)
     losses[9], losses[20] = None, None
-    assert find(write_run(tmp_path / "run", losses), "2 logged steps had a loss or gradient norm that was not finite") == (
+    assert find(
+        write_run(tmp_path / "run", losses), "2 logged steps had a loss or gradient norm that was not finite"
+    ) == (
         "2 logged steps had a loss or gradient norm that was not finite, and changed nothing: steps 10, 21.",
         "bad",
     )
@@ -109,7 +113,10 @@ def test_the_validation_loss_is_compared_with_its_lowest(tmp_path):
     )
     measured[59] = 3.0
     run = write_run(tmp_path / "better", noise(60), validation_loss=measured)
-    assert find(run, "The last validation loss") == ("The last validation loss is 3.0000, at step 60: the lowest of 3.", "good")
+    assert find(run, "The last validation loss") == (
+        "The last validation loss is 3.0000, at step 60: the lowest of 3.",
+        "good",
+    )
 
 
 def test_stops_and_resumes(tmp_path):
@@ -128,7 +135,9 @@ def test_stops_and_resumes(tmp_path):
 
 def test_where_the_time_went(tmp_path):
     spent = [{"training": 0.5, "data": 0.1, "checkpoint": 0.0}] * 60
-    run = write_run(tmp_path / "run", noise(60), seconds_by_kind=spent, launches=[[launch(BEGAN - 60, 0)]] + [None] * 59)
+    run = write_run(
+        tmp_path / "run", noise(60), seconds_by_kind=spent, launches=[[launch(BEGAN - 60, 0)]] + [None] * 59
+    )
     assert find(run, "25% of the 2 min 00 s since the first launch trained it (goodput)")[0].endswith(
         "; 70% stopped, or on steps that were lost, 5% waiting for data."
     )
@@ -167,14 +176,19 @@ def test_incidents_and_lag(tmp_path):
     run = write_run(tmp_path / "run", noise(60), incidents=incidents, **columns)
     assert find(run, "Once a spike of the loss was skipped, at step 11.")
     assert find(run, "Once the run went back to a checkpoint from before a spike, at step 12.")
-    assert find(run, "In 6 of 6 comparisons a rank kept the others waiting for over 10% of a step, in 6 of them rank 3.")
+    assert find(
+        run, "In 6 of 6 comparisons a rank kept the others waiting for over 10% of a step, in 6 of them rank 3."
+    )
 
 
 @pytest.mark.parametrize(
     ("status", "expected"),
     [
         ({"state": "failed", "reason": "no room\nat all"}, ("Failed at step 30: no room.", "bad")),
-        ({"state": "preempted", "reason": "SIGTERM"}, ("Stopped at step 30: SIGTERM. The same command resumes it.", "watch")),
+        (
+            {"state": "preempted", "reason": "SIGTERM"},
+            ("Stopped at step 30: SIGTERM. The same command resumes it.", "watch"),
+        ),
         ({"state": "running"}, ("Running, at step 30.", "plain")),
         ({"state": "running", "time": 1e9}, ("At step 30 it last said that it was running,", "bad")),
     ],
