@@ -1,0 +1,115 @@
+"""The page of `keel report` in headless Chromium: curves are really drawn, at any width and color scheme, and nothing is
+loaded. Without Chromium (`apt-get install chromium`) these tests are skipped.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+
+import pytest
+
+from scripts.page.html import page
+from tests.unit.test_verdict_of_a_run import BEGAN, launch, noise, write_run
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+TIMEOUT_SECONDS = 300
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here (apt-get install chromium)")
+
+MEASURE = """<script>
+const canvases = [...document.querySelectorAll(".chart canvas")].map(canvas => {
+  const { width, height } = canvas, pixels = canvas.getContext("2d").getImageData(0, 0, width, height).data;
+  const colors = {};
+  for (let i = 0; i < pixels.length; i += 4) {
+    const [r, g, b, alpha] = pixels.slice(i, i + 4);
+    if (alpha === 255) { const c = `rgb(${r}, ${g}, ${b})`; colors[c] = (colors[c] || 0) + 1; }
+  }
+  return { width: canvas.parentNode.clientWidth, colors };
+});
+const read = name => { const probe = document.body.appendChild(document.createElement("i")); probe.style.color = `var(${name})`;
+  return getComputedStyle(probe).color; };
+const found = {
+  canvases,
+  runs: [read("--run-0"), read("--run-1")],
+  titles: [...document.querySelectorAll(".chart h3")].map(head => head.firstChild.textContent),
+  values: [...document.querySelectorAll(".chart .values")].map(values => values.textContent),
+  widest: Math.max(...[...document.querySelectorAll("body *")].filter(each => !each.closest(".scroll"))
+    .map(each => each.getBoundingClientRect().right)),
+  back: getComputedStyle(document.body).backgroundColor,
+};
+document.body.dataset.found = JSON.stringify(found);
+</script></body>"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A page of two runs, the second with a resume and a spike, to which a script is added that measures it."""
+    folder = tmp_path_factory.mktemp("browser")
+    runs = []
+    for name in ("first", "second"):
+        n, losses = 250, noise(250)
+        launches = [[launch(BEGAN, 0)] if i == 0 else None for i in range(n)]
+        if name == "second":
+            losses[120], launches[100] = 9.0, [launch(BEGAN + 100, 100, 2, {"tp": 2})]
+        columns = {"lr": [1e-3 * (1 - i / n) for i in range(n)], "tokens": [100 * i for i in range(n)]}
+        columns |= {"launches": launches, "seconds_by_kind": [{"training": 1.0}] * n}
+        runs.append(write_run(folder / name, losses, **columns))
+    (folder / "page.html").write_text(page(runs, "").replace("</body>", MEASURE))
+    return folder
+
+
+def browse(folder, width, is_dark):
+    """Open the page; returns what it has measured, and the addresses that the browser has asked for."""
+    log = folder / "net.json"
+    options = [
+        *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"),
+        *("--disable-component-update", "--disable-extensions", "--virtual-time-budget=10000", "--dump-dom"),
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # nor do the browser's own requests get anywhere
+        f"--user-data-dir={folder / 'profile'}",
+        f"--window-size={width},900",
+        f"--blink-settings=preferredColorScheme={0 if is_dark else 1}",
+        f"--log-net-log={log}",
+    ]
+    command = [CHROMIUM, *options, (folder / "page.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True)
+    found = re.search(r'data-found="(.*?)"', done.stdout)
+    assert found, done.stdout[-2000:] + done.stderr
+    return json.loads(unescape(found[1])), requests(log.read_text())
+
+
+def requests(log):
+    """The addresses that pages have asked for, by a browser's log of its network; its own updates have no origin."""
+    told = [event.get("params", {}) for event in json.loads(log)["events"]]
+    return {each["url"] for each in told if "url" in each and each.get("initiator", "not an origin") != "not an origin"}
+
+
+@pytest.mark.parametrize(("width", "is_dark"), [(1400, False), (500, True)], ids=["wide, light", "narrow, dark"])
+def test_curves_are_drawn_and_nothing_is_loaded(folder, width, is_dark):
+    found, asked = browse(folder, width, is_dark)
+    assert found["titles"] == ["Loss", "Gradient norm", "Learning rate"]
+    assert len(found["canvases"]) == 3
+    for canvas in found["canvases"]:
+        drawn = {color: canvas["colors"].get(color, 0) for color in found["runs"]}
+        assert drawn[found["runs"][1]] > 100, drawn  # the second run is drawn over the first
+    loss = found["canvases"][0]
+    assert loss["width"] > 0.8 * min(width, 1400)
+    assert "first · training" in found["values"][0]
+    assert found["widest"] <= width
+    shade = sum(map(int, re.findall(r"\d+", found["back"])[:3])) / 3
+    assert shade < 60 if is_dark else shade > 200
+    assert asked == set()
+
+
+def test_the_log_shows_what_a_page_asks_for(folder):
+    """Else the test above could not fail: the policy allows this one what the report's forbids."""
+    original = (folder / "page.html").read_text()
+    policy = re.search(r'<meta http-equiv="Content-Security-Policy".*?>', original)[0]
+    asking = original.replace(policy, "").replace("<main>", '<main><img src="http://127.0.0.1:9/pixel.png">')
+    (folder / "asking").mkdir()
+    (folder / "asking" / "page.html").write_text(asking)
+    _, asked = browse(folder / "asking", 800, is_dark=False)
+    assert any("127.0.0.1:9/pixel.png" in address for address in asked)
+    (folder / "asking" / "page.html").write_text(asking.replace("<head>", f"<head>{policy}"))
+    _, asked = browse(folder / "asking", 800, is_dark=False)
+    assert asked == set()
