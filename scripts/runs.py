@@ -100,7 +100,7 @@ def _last_record(path: Path) -> dict[str, Any]:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict) and "evaluation" not in record:
+        if isinstance(record, dict) and "loss" in record:
             return record
     return {}
 

@@ -20,9 +20,11 @@ _LEFTOVERS = tuple(
     f"{place}/{name}" for place in ("checkpoints", "exports") for name in (f"step-*{UNFINISHED}", "abandoned-*")
 )
 _EVERYTHING = (
-    *("checkpoints/step-*", "exports/step-*", "tensorboard/events.out.tfevents.*", "profile/step-*-rank-*"),
-    *("hangs/step-*", "crashes/rank-*", "run.log", "metrics.jsonl", "config.toml", "status.json"),
+    *("checkpoints/step-*", "exports/step-*", "evaluations/*", "tensorboard/events.out.tfevents.*"),
+    *("wandb", "mlflow", "mlflow.json", "profile/step-*-rank-*", "hangs/step-*", "crashes/rank-*"),
+    *("scores.json", "run.log", "metrics.jsonl", "config.toml", "status.json"),
 )
+"""The last is what makes a folder a run: after a crash midway it is still one, and can be cleaned again."""
 
 
 @dataclass(frozen=True)

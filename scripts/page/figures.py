@@ -1,7 +1,8 @@
 """Which curves the page draws, from whatever keys the records have.
 
-Known keys have a chart with a title and a unit. Any other key with numbers gets a chart of its own, and a key with
-numbers by name (`{"web": 3.1, "code": 2.2}`, also nested) one chart per run with a line for each name.
+Known keys have a chart with a title and a unit. Any other key with numbers gets a chart of its own. A key with numbers
+by name (`{"web": 3.1, "code": 2.2}`) gets a chart with a line for each name, and one with several measures of each name
+(`{"web": {"loss": 3.1, "perplexity": 22.2}}`) a chart for each measure.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from scripts.page.recorded import Record, Recorded, is_number
+from scripts.page.recorded import Recorded, is_number
 from scripts.page.rises import FEWEST, rises
 from scripts.page.thin import smooth, thin
 
@@ -25,6 +26,8 @@ _LOG_FROM = 20.0
 """Largest value over the median from which a chart is logarithmic at first."""
 _DOTS_BELOW = 40
 """Points of a curve of which each is shown."""
+_TOGETHER = 8
+"""Lines of all runs that share a chart; of more, each run has its own chart."""
 MOST_NAMES = 64
 """Lines of one chart; of more names, evenly chosen ones are drawn, and the title says so."""
 
@@ -85,6 +88,8 @@ FIGURES = (
     Figure("Load imbalance", (Line("load_imbalance"),), note="busiest expert over the mean"),
     Figure("Router entropy", (Line("router_entropy"),), note="nats"),
 )
+_ERROR = "_stderr"
+"""How a measure ends that is the standard error of another, which the page's table has."""
 _NOT_DRAWN = {"step", "tokens", "time", "seconds_by_kind", "launches", "incidents", "samples", "slowest_rank", "tflops"}
 """Keys that are in other parts of the page; TFLOP/s are proportional to tokens per second."""
 
@@ -150,41 +155,54 @@ def _curves(
         }
 
 
+Curves = dict[str, tuple[list[int], list[float]]]
+"""Steps and values by name."""
+
+
 def _charts_by_name(key: str, runs: Sequence[Recorded]) -> Iterator[Chart]:
-    for number, run in enumerate(runs):
-        curves: dict[str, tuple[list[int], list[float]]] = {}
-        for record in run.records:
-            for name, value in _named_numbers(record, key):
-                steps, values = curves.setdefault(name, ([], []))
-                steps.append(record["step"])
-                values.append(value)
-        if not curves:
-            continue
-        names = [name for i, name in enumerate(curves) if i in set(thin(range(len(curves)), MOST_NAMES).tolist())]
-        which = f"{len(names)} of {len(curves)} names" if len(names) < len(curves) else ""
-        whose = run.name if len(runs) > 1 else ""
-        chart = Chart(title_of(key), "number", ", ".join(filter(None, (whose, which))), may_be_log=True)
-        for name in names:
-            steps, values = curves[name]
-            chart.series += _curves(number, Line(key, name), steps, values, _FEWER_POINTS // 2, smoothed=False)
-        chart.log = all(_spans_decades(series["y"]) for series in chart.series)
-        for place, series in enumerate(chart.series):
-            series["color"] = place
-        yield chart
+    """A chart for each measure of a key's objects, or, if they are many lines, one for each run and measure."""
+    found = [_by_measure(key, run) for run in runs]
+    for measure in dict.fromkeys(measure for each in found for measure in each):
+        title = f"{title_of(key)}: {title_of(measure).lower()}" if measure else title_of(key)
+        of_runs = [(number, each[measure]) for number, each in enumerate(found) if measure in each]
+        if len(runs) > 1 and sum(len(curves) for _, curves in of_runs) > _TOGETHER:
+            for number, curves in of_runs:
+                yield _chart_of_names(title, runs[number].name, {("", number): curves})
+        else:
+            yield _chart_of_names(
+                title, "", {(runs[number].name if len(runs) > 1 else "", number): curves for number, curves in of_runs}
+            )
 
 
-def _named_numbers(record: Record, key: str) -> Iterator[tuple[str, float]]:
-    """The numbers by name in a key's objects; nested names are joined by "/"."""
+def _by_measure(key: str, run: Recorded) -> dict[str, Curves]:
+    """The curves of a run's numbers by name, by measure ("" if there is only one)."""
+    measures: dict[str, Curves] = {}
+    for record in run.records:
+        value = record.get(key)
+        for name, item in value.items() if isinstance(value, dict) else ():
+            for measure, number in item.items() if isinstance(item, dict) else (("", item),):
+                if is_number(number) and not measure.endswith(_ERROR):
+                    steps, values = measures.setdefault(measure, {}).setdefault(name, ([], []))
+                    steps.append(record["step"])
+                    values.append(number)
+    return measures
 
-    def walk(value: Any, name: str) -> Iterator[tuple[str, float]]:
-        if isinstance(value, dict):
-            for part, item in value.items():
-                yield from walk(item, f"{name}/{part}" if name else str(part))
-        elif name and is_number(value):
-            yield name, value
 
-    found = record.get(key)
-    return walk(found, "") if isinstance(found, dict) else iter(())
+def _chart_of_names(title: str, note: str, of_runs: dict[tuple[str, int], Curves]) -> Chart:
+    lines = [
+        (number, " · ".join(filter(None, (run, name))), *curve)
+        for (run, number), curves in of_runs.items()
+        for name, curve in curves.items()
+    ]
+    kept = thin(range(len(lines)), MOST_NAMES)
+    which = f"{len(kept)} of {len(lines)} names" if len(kept) < len(lines) else ""
+    chart = Chart(title, "number", ", ".join(filter(None, (note, which))), may_be_log=True)
+    for place, i in enumerate(kept):
+        run, label, steps, values = lines[i]
+        for series in _curves(run, Line("", label), steps, values, _FEWER_POINTS // 2, smoothed=False):
+            chart.series.append(series | {"place": place, "places": len(kept)})
+    chart.log = all(_spans_decades(series["y"]) for series in chart.series)
+    return chart
 
 
 def _spans_decades(values: Sequence[float]) -> bool:

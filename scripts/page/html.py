@@ -14,7 +14,7 @@ from typing import Any
 from configs.reading.toml_text import value_text
 from configs.untrusted import printable, shortened
 from scripts.page.figures import axes, charts, marks, spans
-from scripts.page.recorded import Recorded, differences
+from scripts.page.recorded import Recorded, differences, is_number
 from scripts.page.thin import thin
 from scripts.page.verdict import comparison, verdict
 from trainer.report.console import count, duration, size
@@ -55,6 +55,7 @@ def page(runs: Sequence[Recorded], version: str) -> str:
             '<div id="charts"></div>',
             _section("Where the time went", "".join(_time(run, n, len(runs)) for n, run in enumerate(runs))),
             _section("Stops and resumes", "".join(_launches(run, n, len(runs)) for n, run in enumerate(runs))),
+            _section("Evaluation", _evaluation(runs)),
             _section("Samples", "".join(_samples(run, n, len(runs)) for n, run in enumerate(runs))),
             _section("Environment", _environment(runs)),
             _section("Configuration", "".join(_config(run, n, len(runs)) for n, run in enumerate(runs))),
@@ -220,6 +221,28 @@ def _config(run: Recorded, number: int, n_runs: int) -> str:
     lines = "\n".join(f"{_text(key)} = {_text(value_text(value))}" for key, value in run.config.items())
     name = f"{_dot(number)}{_text(run.name)}: " if n_runs > 1 else ""
     return f"<details><summary>{name}{len(run.config)} keys</summary><pre>{lines}</pre></details>"
+
+
+def _evaluation(runs: Sequence[Recorded]) -> str:
+    """The newest result of each task and measure, with its standard error and step."""
+    found = [_results(run) for run in runs]
+    names = list(dict.fromkeys(name for results in found for name in results))
+    rows = [[_text(name), *(results.get(name, "-") for results in found)] for name in names]
+    return _table(["task", *(_heads(runs) if len(runs) > 1 else ["result"])], rows) if rows else ""
+
+
+def _results(run: Recorded) -> dict[str, str]:
+    results = {}
+    for record in run.records:
+        tasks = record.get("evaluation")
+        for task, measures in tasks.items() if isinstance(tasks, dict) else ():
+            for measure, value in measures.items() if isinstance(measures, dict) else ():
+                if is_number(value) and not measure.endswith("_stderr"):
+                    error = measures.get(f"{measure}_stderr")
+                    spread = f" ± {error:.4f}" if is_number(error) else ""
+                    step = f"<small>step {record['step']:,}</small>"
+                    results[f"{task}: {measure}"] = f"{value:.4f}{spread} {step}"
+    return results
 
 
 # --------------------------------------------------------------------------- time

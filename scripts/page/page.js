@@ -63,7 +63,12 @@
 
   // ------------------------------------------------------------------ one chart
 
-  const hue = series => color(`--run-${(series.color === undefined ? series.run : series.color) % 8}`);
+  /** A run's color, or that of a line among others; of many, as for layers, a color between two hues. */
+  function hue(series) {
+    if (series.place === undefined) return color(`--run-${series.run % 8}`);
+    if (series.places <= 8) return color(`--run-${series.place}`);
+    return `hsl(${250 - 230 * series.place / (series.places - 1)} 65% ${color("--many")})`;
+  }
 
   function line(series, u) {
     const stroke = hue(series);
@@ -154,7 +159,7 @@
       const swatch = entry.appendChild(document.createElement("i"));
       swatch.style.borderColor = hue(series);
       if (series.dashed) swatch.className = "dashed";
-      const name = series.color === undefined && several ? data.runs[series.run].name : "";
+      const name = series.place === undefined && several ? data.runs[series.run].name : "";
       entry.append([name, series.label].filter(Boolean).join(" · "));
       texts[number] = entry.appendChild(document.createElement("b"));
     });

@@ -123,7 +123,7 @@ class Recorded:
 
     def wall_seconds(self) -> float | None:
         """Seconds from the start of the first launch to the last record; None if launches were not recorded."""
-        ends = [record["time"] for record in self.records if is_number(record.get("time"))]
+        ends = [record["time"] for record in self.records if "loss" in record and is_number(record.get("time"))]
         return max(0.0, max(ends) - self.launches[0].started) if self.launches and ends else None
 
 
@@ -162,14 +162,15 @@ def read_run(folder: Path, name: str) -> Recorded:
     """
     if not (folder / METRICS_NAME).is_file():
         raise UserError(f"{folder} is not a run folder: it has no {METRICS_NAME}")
-    records, unreadable = {}, 0
+    records: dict[int, Record] = {}
+    unreadable = 0
     try:
         for line in read_lines(folder / METRICS_NAME):
             record = _record(line)
             if record is None:
                 unreadable += bool(line.strip())
             else:
-                records[record["step"]] = record
+                records[record["step"]] = _merged(records.get(record["step"], {}), record)
         config = flat(read_config(folder))
     except OSError as error:
         raise UserError(f"{error.filename or folder} can't be read: {error.strerror}") from None
@@ -183,6 +184,19 @@ def _record(line: str) -> Record | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and type(record.get("step")) is int else None
+
+
+def _merged(known: Record, record: Record) -> Record:
+    """What two lines say of a step: of two that trained, the later counts; others, as of an evaluation, add keys."""
+    if "loss" in record:
+        return {**known, **record}
+    added = {key: value for key, value in record.items() if key not in known}
+    tables = {
+        key: {**known[key], **value}
+        for key, value in record.items()
+        if isinstance(value, dict) and isinstance(known.get(key), dict)
+    }
+    return {**known, **added, **tables}
 
 
 def read_config(folder: Path) -> dict[str, Any]:

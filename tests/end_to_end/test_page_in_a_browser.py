@@ -1,5 +1,5 @@
-"""The page of `keel report` in headless Chromium: curves are really drawn, at any width and color scheme, and nothing is
-loaded. Without Chromium (`apt-get install chromium`) these tests are skipped.
+"""The page of `keel report` in headless Chromium: curves are really drawn, at any width and color scheme, and nothing
+is loaded. Without Chromium (`apt-get install chromium`) these tests are skipped.
 """
 
 import json
@@ -27,8 +27,11 @@ const canvases = [...document.querySelectorAll(".chart canvas")].map(canvas => {
   }
   return { width: canvas.parentNode.clientWidth, colors };
 });
-const read = name => { const probe = document.body.appendChild(document.createElement("i")); probe.style.color = `var(${name})`;
-  return getComputedStyle(probe).color; };
+const read = name => {
+  const probe = document.body.appendChild(document.createElement("i"));
+  probe.style.color = `var(${name})`;
+  return getComputedStyle(probe).color;
+};
 const found = {
   canvases,
   runs: [read("--run-0"), read("--run-1")],

@@ -12,6 +12,7 @@ import pytest
 from scripts import report
 from scripts.page.figures import MOST_NAMES, MOST_POINTS, charts, marks, spans
 from scripts.page.html import page
+from scripts.page.recorded import read_run
 from tests.unit.test_verdict_of_a_run import BEGAN, launch, noise, write_run
 
 
@@ -60,17 +61,54 @@ def test_known_keys_have_their_charts_and_other_numbers_get_one(tmp_path):
 
 
 def test_numbers_by_name_are_one_chart_with_a_line_each(tmp_path):
-    by_source = [
-        {"web": 3.0 + i, "code": {"py": 2.0, "c": 1.0}, "kind": "text"} if i % 10 == 0 else None for i in range(40)
-    ]
+    sources = [{"web": {"loss": 3.0 + i, "bits": 1.0}, "code": {"loss": 2.0}, "kind": "text"} for i in range(40)]
+    by_source = [each if i % 10 == 0 else None for i, each in enumerate(sources)]
     layers = [{str(layer): 1.0 for layer in range(200)}] * 40
-    columns = {"validation_loss_by_source": by_source, "gradient_norms": layers}
-    found = {chart["title"]: chart for chart in charts([write_run(tmp_path / "run", noise(40), **columns)])}
-    sources = {series["label"]: series for series in found["Validation loss by source"]["series"]}
-    assert sources.keys() == {"web", "code/py", "code/c"}
-    assert (sources["web"]["x"], sources["web"]["y"]) == ([1, 11, 21, 31], [3.0, 13.0, 23.0, 33.0])
-    assert len(found["Gradient norms"]["series"]) <= MOST_NAMES + 2
-    assert found["Gradient norms"]["note"].endswith("of 200 names")
+    columns = {"validation_by_source": by_source, "layer_grad_norms": layers}
+    run = write_run(tmp_path / "run", noise(40), **columns)
+    found = {chart["title"]: chart for chart in charts([run])}
+    lines = {series["label"]: series for series in found["Validation by source: loss"]["series"]}
+    assert lines.keys() == {"web", "code"}
+    assert (lines["web"]["x"], lines["web"]["y"]) == ([1, 11, 21, 31], [3.0, 13.0, 23.0, 33.0])
+    assert [series["label"] for series in found["Validation by source: bits"]["series"]] == ["web"]
+    assert len(found["Layer grad norms"]["series"]) <= MOST_NAMES + 2
+    assert found["Layer grad norms"]["note"].endswith("of 200 names")
+    both = charts([run, replace(run, name="other")])
+    (shared,) = [chart for chart in both if chart["title"] == "Validation by source: loss"]
+    assert [series["label"] for series in shared["series"]] == [
+        "run · web",
+        "run · code",
+        "other · web",
+        "other · code",
+    ]
+    assert [chart["note"].partition(",")[0] for chart in both if chart["title"] == "Layer grad norms"] == [
+        "run",
+        "other",
+    ]
+
+
+def test_results_of_an_evaluation_join_their_steps(tmp_path):
+    """They are lines of their own, which may come days after the run's last."""
+    run = write_run(tmp_path / "run", noise(40))
+    began = run.records[0]["time"]
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        for step, result in (
+            (20, {"a": {"acc": 0.25, "acc_stderr": 0.05}}),
+            (20, {"b": {"acc": 0.5}}),
+            (99, {"a": {"acc": 0.75}}),
+        ):
+            file.write(json.dumps({"step": step, "evaluation": result, "time": began + 1e6}) + "\n")
+    run = read_run(run.folder, "run")
+    assert run.records[19]["evaluation"] == {"a": {"acc": 0.25, "acc_stderr": 0.05}, "b": {"acc": 0.5}}
+    assert run.records[19]["time"] == began + 19
+    (chart,) = [chart for chart in charts([run]) if chart["title"] == "Evaluation: acc"]
+    assert [(series["label"], series["x"], series["y"]) for series in chart["series"]] == [
+        ("a", [20, 99], [0.25, 0.75]),
+        ("b", [20], [0.5]),
+    ]
+    cells = made(run).texts["td"]
+    assert "0.7500" in cells
+    assert "0.5000" in cells
 
 
 def test_a_long_run_gives_a_small_page_soon_with_every_extreme(tmp_path):
@@ -171,7 +209,7 @@ def test_a_strangers_text_stays_text(tmp_path):
     assert [tag for tag, _ in found.tags].count("script") == 3
     assert not any(tag in ("img", "i") and "onerror" in attributes for tag, attributes in found.tags)
     assert "\u202e" not in text
-    assert found.data["charts"][-1]["series"][0]["label"].startswith("</script>")
+    assert found.data["charts"][-1]["series"][0]["label"].startswith("run · </script>")
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
