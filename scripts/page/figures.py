@@ -169,9 +169,10 @@ def _charts_by_name(key: str, runs: Sequence[Recorded]) -> Iterator[Chart]:
             for number, curves in of_runs:
                 yield _chart_of_names(title, runs[number].name, {("", number): curves})
         else:
-            yield _chart_of_names(
-                title, "", {(runs[number].name if len(runs) > 1 else "", number): curves for number, curves in of_runs}
-            )
+            several = len(of_runs) > 1
+            note = runs[of_runs[0][0]].name if len(runs) > 1 and not several else ""
+            named = {(runs[number].name if several else "", number): curves for number, curves in of_runs}
+            yield _chart_of_names(title, note, named)
 
 
 def _by_measure(key: str, run: Recorded) -> dict[str, Curves]:
@@ -219,9 +220,10 @@ def _short(value: float) -> float:
 
 def marks(run: Recorded) -> list[dict[str, Any]]:
     """What happened at which step: kind (resume, rise, incident, not finite), step, and words."""
-    found = [
-        {"kind": "resume", "step": launch.step, "text": f"resumed on {launch.mesh}"} for launch in run.launches[1:]
-    ]
+    found: list[dict[str, Any]] = []
+    for launch in run.launches[1:]:
+        hours = _short((launch.started - run.launches[0].started) / 3600)
+        found.append({"kind": "resume", "step": launch.step, "hours": hours, "text": f"resumed on {launch.mesh}"})
     steps, losses = run.column("loss")
     if len(losses) > FEWEST:
         for rise in rises(losses):

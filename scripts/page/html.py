@@ -134,12 +134,14 @@ def _figures(run: Recorded) -> Iterator[tuple[str, str]]:
         "tokens_per_second": ("tokens/s", count),
         "mfu": ("MFU", "{:.1%}".format),
         "goodput": ("goodput", "{:.0%}".format),
-        "memory_peak_bytes": ("memory", size),
     }
     for key, (name, form) in forms.items():
         value = run.last(key)
         if value is not None:
             yield name, form(value)
+    peaks = run.column("memory_peak_bytes")[1]
+    if peaks:
+        yield "peak memory", size(max(peaks))
 
 
 _CONTROLS = """<section><h2>Curves</h2><p class="hint">Drag over a chart to zoom all of them, double-click to zoom out;

@@ -5,6 +5,8 @@
   const place = document.getElementById("charts");
   const color = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const several = data.runs.length > 1;
+  const EXPANDED = 2; // of uPlot: a gap goes on where the curve has no point of its own
+  const MANY = 10; // entries of a chart's values from which they scroll
   let axis = "step", range = 1, plots = [], isZooming = false;
 
   // ------------------------------------------------------------------ numbers for people
@@ -48,13 +50,21 @@
     return values[low] + (values[high] - values[low]) * (step - steps[low]) / (steps[high] - steps[low]);
   }
 
-  /** Columns for uPlot: ascending x without repetition, which its join needs. */
+  /** Where a mark is: that of a resume in time is when its launch began. */
+  const whereIs = (run, mark) => axis === "hours" && mark.hours !== undefined ? mark.hours : at(run, mark.step);
+
+  /** Columns for uPlot: ascending x without repetition, which its join needs; null where no launch was running. */
   function columns(series) {
     const x = [], y = [];
+    const stops = axis === "hours" ? data.runs[series.run].marks.filter(mark => mark.kind === "resume") : [];
     series.x.forEach((step, i) => {
-      const value = at(series.run, step);
+      const value = at(series.run, step), last = x[x.length - 1];
       if (value === null) return;
-      if (x.length && value <= x[x.length - 1]) { y[y.length - 1] = series.y[i]; return; }
+      if (x.length && value <= last) { y[y.length - 1] = series.y[i]; return; }
+      if (i && stops.some(mark => series.x[i - 1] <= mark.step && mark.step < step)) {
+        x.push((last + value) / 2);
+        y.push(null);
+      }
       x.push(value);
       y.push(series.y[i]);
     });
@@ -76,7 +86,6 @@
       stroke: series.faint ? stroke + "70" : stroke,
       width: series.faint ? 1 : 1.8,
       dash: series.dashed ? [5, 4] : undefined,
-      spanGaps: true,
       points: { show: series.dots, size: 5, fill: stroke },
     };
   }
@@ -92,7 +101,7 @@
     ctx.clip();
     data.runs.forEach((run, number) => {
       for (const mark of run.marks) {
-        const value = at(number, mark.step), isLine = mark.kind === "resume";
+        const value = whereIs(number, mark), isLine = mark.kind === "resume";
         if (value === null || (!isLine && !chart.wide)) continue;
         const x = u.valToPos(value, "x", true);
         ctx.beginPath();
@@ -153,17 +162,21 @@
     }
     const values = card.appendChild(document.createElement("div")), texts = [];
     values.className = "values";
+    let entry, run;
     chart.series.forEach((series, number) => {
       if (series.faint) return;
-      const entry = values.appendChild(document.createElement("span"));
+      const isNew = series.place !== undefined || series.run !== run; // else it follows on the same line
+      if (isNew) entry = values.appendChild(document.createElement("span"));
       const swatch = entry.appendChild(document.createElement("i"));
       swatch.style.borderColor = hue(series);
       if (series.dashed) swatch.className = "dashed";
-      const name = series.place === undefined && several ? data.runs[series.run].name : "";
+      const name = series.place === undefined && several && isNew ? data.runs[series.run].name : "";
       entry.append([name, series.label].filter(Boolean).join(" · "));
       texts[number] = entry.appendChild(document.createElement("b"));
+      run = series.run;
     });
     texts.where = values.appendChild(document.createElement("span"));
+    if (values.children.length > MANY) values.classList.add("many");
     return { card, texts };
   }
 
@@ -184,10 +197,10 @@
         drag: { x: true, y: false },
         dataIdx: (u, number, i) => nearest(u.data[number], i),
         points: { size: 7 },
+        bind: { dblclick: u => () => u.setScale("x", extent(1)) },
         y: false,
       },
-      scales: { x: { time: false, range: (u, low, high) => low === high ? [low - 1, high + 1] : [low, high] },
-        y: { distr: isLog ? 3 : 1 } },
+      scales: { x: { time: false, auto: false, ...full }, y: { distr: isLog ? 3 : 1 } },
       axes: [
         { ...axisLook, space: 64, size: 32, values: (u, ticks) => ticks.map(AXES[axis]) },
         { ...axisLook, size: 70, space: 32, incrs: chart.unit === "bytes" ? POWERS : undefined, values: (u, ticks) => ticks.map(tick => tick == null ? "" : FORMS[chart.unit](tick)) },
@@ -198,8 +211,7 @@
         setCursor: [u => showValues(u, chart, texts)],
         setScale: [(u, key) => { if (key === "x") zoomOthers(u); }],
       },
-    }, uPlot.join(chart.series.map(columns)), box);
-    u.setScale("x", full);
+    }, uPlot.join(chart.series.map(columns), chart.series.map(() => [EXPANDED, EXPANDED])), box);
     showValues(u, chart, texts);
     touch(u);
     new ResizeObserver(() => { const next = size(); if (next.width !== u.width) u.setSize(next); }).observe(card);
@@ -228,14 +240,14 @@
 
   // ------------------------------------------------------------------ all charts
 
-  /** The range of x over all curves, or its last part. */
-  function extent() {
+  /** The last part of the range of x over all curves. */
+  function extent(part) {
     let low = Infinity, high = -Infinity;
     for (const chart of data.charts) for (const series of chart.series) {
       const [x] = columns(series);
       if (x.length) { low = Math.min(low, x[0]); high = Math.max(high, x[x.length - 1]); }
     }
-    return { min: high - (high - low) * range, max: high };
+    return low < high ? { min: high - (high - low) * part, max: high } : { min: low - 1, max: high + 1 };
   }
 
   function draw() {
@@ -243,7 +255,7 @@
     place.replaceChildren();
     plots = [];
     isZooming = true;
-    const full = extent();
+    const full = extent(range);
     plots = data.charts.map(chart => plot(chart, full));
     isZooming = false;
   }

@@ -193,7 +193,10 @@ def _launches(run: Recorded) -> Iterator[Sentence]:
     launches = run.launches
     if len(launches) < 2:
         return
-    told = [f"{how_it_ended(launch)}; {how_it_went_on(before, launch)}" for before, launch in pairwise(launches)]
+    told = [
+        f"Launch {number} {_how_it_ended(launch)}; launch {number + 1} {_how_it_went_on(before, launch)}"
+        for number, (before, launch) in enumerate(pairwise(launches), 1)
+    ]
     text = f"It was launched {len(launches)} times. {'. '.join(told[:_SHOWN])}."
     more = f" {len(told) - _SHOWN} more are in the table." if len(told) > _SHOWN else ""
     yield Sentence("plain", text + more)
@@ -201,31 +204,30 @@ def _launches(run: Recorded) -> Iterator[Sentence]:
 
 def _changes(run: Recorded) -> Iterator[Sentence]:
     for change in run.run_changes:
-        yield Sentence("watch", f"From step {change.step:,} on, run keys were changed: {'; '.join(change.changes)}.")
+        changes = "; ".join(change.changes)
+        yield Sentence("watch", f"On the resume from step {change.step:,}, run keys were changed: {changes}.")
 
 
-def how_it_ended(launch: Launch) -> str:
+def _how_it_ended(launch: Launch) -> str:
     """How the launch before this one ended."""
     before = launch.previous
-    if not before:
-        return "How the first ended is not recorded"
-    reason, step = f": {before['reason']}" if before.get("reason") else "", before.get("step")
+    reason, step = f" ({before['reason']})" if before.get("reason") else "", before.get("step")
     words = {
-        "done": f"At step {step} one was done",
-        "preempted": f"At step {step} one was stopped{reason}",
-        "failed": f"At step {step} one failed{reason}",
-        "running": f"At step {step} or later one ended without a word",
+        "done": f"was done at step {step}",
+        "preempted": f"was stopped at step {step}{reason}",
+        "failed": f"failed at step {step}{reason}",
+        "running": f"ended without a word at step {step} or later",
     }
-    return words.get(str(before.get("state")), "How one ended is not recorded")
+    return words.get(str(before.get("state")), "ended, it is not recorded how")
 
 
-def how_it_went_on(before: Launch, launch: Launch) -> str:
+def _how_it_went_on(before: Launch, launch: Launch) -> str:
     """From where a launch went on, and on what if that has changed."""
     step = launch.previous.get("step")
     lost = step - launch.step if isinstance(step, int) else 0
     again = f", so {lost} {'step was' if lost == 1 else 'steps were'} computed again" if lost > 0 else ""
     moved = f" on {launch.mesh}" if launch.mesh != before.mesh else ""
-    return f"the next began from step {launch.step:,}{moved}{again}"
+    return f"began from step {launch.step:,}{moved}{again}"
 
 
 # --------------------------------------------------------------------------- time, speed, memory

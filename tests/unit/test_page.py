@@ -209,7 +209,7 @@ def test_a_strangers_text_stays_text(tmp_path):
     assert [tag for tag, _ in found.tags].count("script") == 3
     assert not any(tag in ("img", "i") and "onerror" in attributes for tag, attributes in found.tags)
     assert "\u202e" not in text
-    assert found.data["charts"][-1]["series"][0]["label"].startswith("run · </script>")
+    assert found.data["charts"][-1]["series"][0]["label"].startswith("</script>")
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):

@@ -128,8 +128,9 @@ def test_stops_and_resumes(tmp_path):
     launches[40] = [launch(BEGAN + 40, 40, 2, {"tp": 2}, crash)]
     run = write_run(tmp_path / "run", noise(60), launches=launches)
     assert find(run, "It was launched 3 times")[0] == (
-        "It was launched 3 times. At step 20 one was stopped: SIGTERM; the next began from step 20 on 2 ranks (tp 2). "
-        "At step 45 or later one ended without a word; the next began from step 40, so 5 steps were computed again."
+        "It was launched 3 times. Launch 1 was stopped at step 20 (SIGTERM); launch 2 began from step 20 on 2 ranks "
+        "(tp 2). Launch 2 ended without a word at step 45 or later; launch 3 began from step 40, so 5 steps were "
+        "computed again."
     )
 
 
