@@ -41,7 +41,31 @@ const found = {
     .map(each => each.getBoundingClientRect().right)),
   back: getComputedStyle(document.body).backgroundColor,
 };
-document.body.dataset.found = JSON.stringify(found);
+const charts = () => [...document.querySelectorAll(".chart canvas")].map(canvas => canvas.toDataURL());
+const pause = () => new Promise(done => setTimeout(done, 300));
+const send = (kind, part) => {
+  const over = document.querySelector(".u-over"), { left, top, width } = over.getBoundingClientRect();
+  const at = { clientX: left + part * width, clientY: top + 20, movementX: 9, bubbles: true, button: 0 };
+  (kind === "mouseup" ? document : over).dispatchEvent(new MouseEvent(kind, at));
+};
+const click = words => [...document.querySelectorAll("button")].find(each => each.textContent === words).click();
+(async () => {
+  send("mouseenter", 0.5); send("mousemove", 0.5); await pause();
+  found.hovered = [...document.querySelectorAll(".chart .values")].map(values => values.lastChild.textContent);
+  const whole = charts();
+  send("mousedown", 0.2); send("mousemove", 0.4); await pause(); send("mouseup", 0.4); await pause();
+  const zoomed = charts();
+  send("dblclick", 0.5); await pause();
+  const back = charts();
+  click("Time"); await pause();
+  const hours = charts();
+  click("Last half"); await pause();
+  const half = charts();
+  const differ = (a, b) => a.map((each, i) => each !== b[i]);
+  found.differ = { zoomed: differ(whole, zoomed), back: differ(whole, back) };
+  Object.assign(found.differ, { hours: differ(back, hours), half: differ(hours, half) });
+  document.body.dataset.found = JSON.stringify(found);
+})();
 </script></body>"""
 
 
@@ -102,6 +126,9 @@ def test_curves_are_drawn_and_nothing_is_loaded(folder, width, is_dark):
     shade = sum(map(int, re.findall(r"\d+", found["back"])[:3])) / 3
     assert shade < 60 if is_dark else shade > 200
     assert asked == set()
+    assert [text[:5] for text in found["hovered"]] == ["at 12"] * 3  # the middle of 250 steps, in all charts
+    changed = {name: set(charts) for name, charts in found["differ"].items()}
+    assert changed == {"zoomed": {True}, "back": {False}, "hours": {True}, "half": {True}}
 
 
 def test_the_log_shows_what_a_page_asks_for(folder):
