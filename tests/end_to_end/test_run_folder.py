@@ -42,7 +42,9 @@ def test_metrics(prepared: Path):
     assert [record["step"] for record in found] == list(range(1, 21))
     for record in found:
         validated = record["step"] % 10 == 0
-        assert list(record) == KEYS + ["validation_loss", "validation_bits_per_byte"] * validated
+        of_some = ["validation_loss", "validation_bits_per_byte"] * validated + ["launches"] * (record["step"] == 1)
+        assert list(record) == [*KEYS, *of_some, "seconds_by_kind", "goodput"]
+        assert 0 < record["goodput"] < 1
         assert record["mfu"] is None  # no one states the peak of this CPU
         assert record["tokens"] == record["step"] * 8 * 16
         assert record["tokens_per_second"] > 0
