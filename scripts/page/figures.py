@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from scripts.page.recorded import Recorded, is_number
+from scripts.page.recorded import Recorded, is_number, was_not_finite
 from scripts.page.rises import FEWEST, rises
 from scripts.page.thin import smooth, thin
 
@@ -232,8 +232,8 @@ def marks(run: Recorded) -> list[dict[str, Any]]:
     for incident in run.incidents:
         found.append({"kind": "incident", "step": incident["step"], "text": str(incident.get("what"))})
     for record in run.records:
-        if record.get("skipped"):
-            found.append({"kind": "not finite", "step": record["step"], "text": str(record["skipped"])})
+        if was_not_finite(record):
+            found.append({"kind": "not finite", "step": record["step"], "text": str(record.get("skipped"))})
     return found
 
 

@@ -16,7 +16,7 @@ from configs.untrusted import printable, shortened
 from scripts.page.figures import axes, charts, marks, spans
 from scripts.page.recorded import Recorded, differences, is_number
 from scripts.page.thin import thin
-from scripts.page.verdict import comparison, verdict
+from scripts.page.verdict import NOT_RECORDED, comparison, verdict
 from trainer.report.console import count, duration, size
 from trainer.report.metrics import Kind
 
@@ -191,7 +191,7 @@ def _launches(run: Recorded, number: int, n_runs: int) -> str:
         facts = [launch.mesh, f"{launch.facts.get('device')} on {launch.facts.get('host')}"]
         reached = f"{step:,}" if isinstance(step, int) else "?"
         rows.append([str(place), *map(_text, (began, f"{launch.step:,}", reached, *facts, ended))])
-    head = ["launch", "began", "from step", "to step", "mesh", "device", "end"]
+    head = ["launch", "began", "from step", "to step", "mesh", "device", "last status"]
     return _run_heading(run, number, n_runs) + _table(head, rows)
 
 
@@ -258,7 +258,7 @@ def _time(run: Recorded, number: int, n_runs: int) -> str:
     rest = max(0.0, wall - sum(spent.values()))
     words = {kind.key: kind.value for kind in Kind}
     shares = [(words.get(kind, kind), _color(kind), value) for kind, value in spent.items()]
-    shares.append(("stopped, or on steps that were lost", "--kind-none", rest))
+    shares.append((NOT_RECORDED, "--kind-none", rest))
     bar = "".join(
         f'<i style="width:{100 * value / wall:.3f}%;background:var({color})" title="{_text(name)}"></i>'
         for name, color, value in shares

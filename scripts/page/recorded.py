@@ -132,6 +132,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
+def was_not_finite(record: Record) -> bool:
+    """Whether a step changed nothing because its loss or gradient norm was not finite."""
+    return any(key in record and record[key] is None for key in ("loss", "grad_norm"))
+
+
 def read_runs(folders: list[Path]) -> list[Recorded]:
     """Read run folders; each gets the shortest name that tells it from the others.
 

@@ -1,8 +1,8 @@
 """Where a loss rises, and whether it still falls, by statistics that a few outliers do not move.
 
 A loss is compared with the median of the logged ones before it, in units of their spread: 1.4826 times the median
-absolute deviation from that median, which is the standard deviation if the noise is Gaussian. A spike of any height
-moves neither. Only the past counts, so a loss that falls is never called a rise.
+absolute deviation from that median, which is the standard deviation if the noise is Gaussian. A spike of any height hardly moves
+either. Only the past counts, so a fall of the loss makes no rise.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-SIGMAS = 5.0
-"""A loss this far above the median is a rise; more where fewer than `WINDOW` losses precede it."""
+SIGMAS = 5.5
+"""A loss further above the median is a rise; the limit is higher where fewer than `WINDOW` losses precede it."""
 WINDOW = 100
 """Logged losses that a loss is compared with."""
 FEWEST = 20
 """With fewer before it, a loss is not judged."""
 _SMALL_WINDOW = 10.0
-"""The limit of a window of n losses is `SIGMAS` * (1 + 10 / n): a spread measured on few of them is often too small."""
+"""The limit of n < `WINDOW` losses is `SIGMAS` * (1 + 10 / n): a spread measured on few of them is often too small."""
 _LEAST_SPREAD = 1e-3
 """The spread counts as at least this fraction of the median; a loss that hardly varies would rise at every rounding."""
 _APART = 10
@@ -76,7 +76,7 @@ def _before(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
         stop = min(start + _CHUNK, len(values))
         windows = np.lib.stride_tricks.sliding_window_view(values[start - WINDOW : stop - 1], WINDOW)
         medians[start:stop], spreads[start:stop] = _location_and_spread(windows)
-        limits[start:stop] = SIGMAS * (1 + _SMALL_WINDOW / WINDOW)
+        limits[start:stop] = SIGMAS
     return medians, spreads, limits
 
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Literal
 
-from scripts.page.recorded import Launch, Recorded, is_number
-from scripts.page.rises import FEWEST, SIGMAS, TREND_FEWEST, Rise, rises, trend
+from scripts.page.recorded import Launch, Recorded, is_number, was_not_finite
+from scripts.page.rises import FEWEST, SIGMAS, TREND_FEWEST, WINDOW, Rise, rises, trend
 from trainer.report.console import count, duration, size
 from trainer.report.metrics import Kind
 
@@ -21,6 +21,8 @@ _DATA_SHARE = 0.05
 _MEMORY_PERCENT = 95.0
 _LAG_SHARE = 0.1
 _FEW = 20
+NOT_RECORDED = "stopped, or not recorded"
+"""The rest of the wall clock: no launch, steps that were lost, and a launch's work after its last record."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +129,16 @@ def _rises(run: Recorded) -> Iterator[Sentence]:
         return
     found = rises(losses)
     if not found:
-        yield Sentence("good", f"No logged loss was more than {SIGMAS:g} sigma above those before it.")
+        limit = f"{SIGMAS:g} sigma, or more where fewer than {WINDOW} precede it"
+        yield Sentence(
+            "good", f"After the first {FEWEST} logged steps, no loss was far above those before it ({limit})."
+        )
         return
     times = "once" if len(found) == 1 else f"{len(found)} times"
     each = [_rise(rise, steps, losses) for rise in found[:_SHOWN]]
     rest = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     at = "step" if len(found) == 1 else "steps"
-    text = f"The loss rose {times} by more than {SIGMAS:g} sigma, at {at} {'; '.join(each)}{rest}."
+    text = f"The loss rose {times} by more than 5 sigma, at {at} {'; '.join(each)}{rest}."
     yield Sentence("bad" if any(rise.back is None for rise in found) else "watch", text)
 
 
@@ -173,7 +178,7 @@ def _times(n: int) -> str:
 
 
 def _not_finite(run: Recorded) -> Iterator[Sentence]:
-    steps = [record["step"] for record in run.records if record.get("skipped")]
+    steps = [record["step"] for record in run.records if was_not_finite(record)]
     if steps:
         text = f"{len(steps)} logged {_plural(steps)} had a loss or gradient norm that was not finite, and changed "
         yield Sentence("bad", f"{text}nothing: {_steps(steps)}.")
@@ -194,10 +199,10 @@ def _launches(run: Recorded) -> Iterator[Sentence]:
     if len(launches) < 2:
         return
     told = [
-        f"Launch {number} {_how_it_ended(launch)}; launch {number + 1} {_how_it_went_on(before, launch)}"
-        for number, (before, launch) in enumerate(pairwise(launches), 1)
+        f"Launch {number} {_how_it_went_on(before, launch)}"
+        for number, (before, launch) in enumerate(pairwise(launches), 2)
     ]
-    text = f"It was launched {len(launches)} times. {'. '.join(told[:_SHOWN])}."
+    text = f"{len(launches)} launches have logged steps. {'. '.join(told[:_SHOWN])}."
     more = f" {len(told) - _SHOWN} more are in the table." if len(told) > _SHOWN else ""
     yield Sentence("plain", text + more)
 
@@ -208,26 +213,26 @@ def _changes(run: Recorded) -> Iterator[Sentence]:
         yield Sentence("watch", f"On the resume from step {change.step:,}, run keys were changed: {changes}.")
 
 
-def _how_it_ended(launch: Launch) -> str:
-    """How the launch before this one ended."""
-    before = launch.previous
-    reason, step = f" ({before['reason']})" if before.get("reason") else "", before.get("step")
-    words = {
-        "done": f"was done at step {step}",
-        "preempted": f"was stopped at step {step}{reason}",
-        "failed": f"failed at step {step}{reason}",
-        "running": f"ended without a word at step {step} or later",
-    }
-    return words.get(str(before.get("state")), "ended, it is not recorded how")
-
-
 def _how_it_went_on(before: Launch, launch: Launch) -> str:
-    """From where a launch went on, and on what if that has changed."""
+    """From where a launch went on, on what if that has changed, and what the status had said before it."""
     step = launch.previous.get("step")
     lost = step - launch.step if isinstance(step, int) else 0
     again = f", so {lost} {'step was' if lost == 1 else 'steps were'} computed again" if lost > 0 else ""
     moved = f" on {launch.mesh}" if launch.mesh != before.mesh else ""
-    return f"began from step {launch.step:,}{moved}{again}"
+    return f"began from step {launch.step:,}{moved}{_after(launch)}{again}"
+
+
+def _after(launch: Launch) -> str:
+    """How the run had ended before: not always by the launch before it, since one may end before it logs a step."""
+    before = launch.previous
+    reason, step = f" ({before['reason']})" if before.get("reason") else "", before.get("step")
+    words = {
+        "done": f", after it was done at step {step}",
+        "preempted": f", after a stop at step {step}{reason}",
+        "failed": f", after a failure at step {step}{reason}",
+        "running": f", after an end without a word at step {step} or later",
+    }
+    return words.get(str(before.get("state")), "")
 
 
 # --------------------------------------------------------------------------- time, speed, memory
@@ -240,7 +245,7 @@ def _time(run: Recorded) -> Iterator[Sentence]:
         return
     shares = [(value / wall, _kind(kind)) for kind, value in spent.items() if kind != "training"]
     rest = max(0.0, wall - sum(spent.values()))
-    shares.append((rest / wall, "stopped, or on steps that were lost"))
+    shares.append((rest / wall, NOT_RECORDED))
     told = ", ".join(f"{share:.0%} {what}" for share, what in sorted(shares, reverse=True) if share >= 0.01)
     trained = min(1.0, spent.get("training", 0.0) / wall)
     text = f"{trained:.0%} of the {duration(wall)} since the first launch trained it (goodput)"
@@ -274,7 +279,7 @@ def _memory(run: Recorded) -> Iterator[Sentence]:
         for key in ("memory_peak_bytes", "memory_reserved_peak_bytes", "memory_percent")
     )
     if peak:
-        held = f", {size(reserved)} reserved ({percent:.0f}% of the device)" if reserved else " in each process"
+        held = f", {size(reserved)} reserved ({percent:.0f}% of the device)" if reserved else " in a process"
         yield Sentence("watch" if percent > _MEMORY_PERCENT else "plain", f"Memory: at most {size(peak)}{held}.")
     retries = max(run.column("allocator_retries")[1], default=0.0)
     if retries:

@@ -61,6 +61,7 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     " | python scripts/sample.py runs/debug --file - --max-tokens 9 --seed 1",
     "keel --help": "python scripts/keel.py --help",
     "keel runs": "python scripts/keel.py runs",
+    "keel report runs/debug --output report.html": "python scripts/keel.py report runs/debug --output report.html",
     "keel train": "python scripts/keel.py train --help",
     "keel train JOB --ranks N": "python scripts/keel.py train debug --ranks 2 --validate",
     "python scripts/benchmark.py": "python scripts/benchmark.py --rounds 1 --steps 1 --variants bare-eager,keel-eager",

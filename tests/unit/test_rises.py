@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scripts.page.rises import WINDOW, rises, trend
+from scripts.page.rises import SIGMAS, WINDOW, rises, trend
 
 
 def noise(n, seed, sigma=0.05):
@@ -78,7 +78,7 @@ def test_each_window_is_the_past_alone():
     for i in range(WINDOW, len(losses)):
         past = losses[i - WINDOW : i]
         spread = 1.4826 * np.median(np.abs(past - np.median(past)))
-        expected += [i] if losses[i] > np.median(past) + 5.5 * max(spread, 1e-3 * abs(np.median(past))) else []
+        expected += [i] if losses[i] > np.median(past) + SIGMAS * max(spread, 1e-3 * abs(np.median(past))) else []
     found = {i for rise in rises(losses) for i in range(rise.first, rise.last + 1)}
     assert set(expected) <= found
     assert {rise.first for rise in rises(losses) if rise.first >= WINDOW} <= set(expected)
