@@ -1,7 +1,7 @@
 """Where a loss rises, and whether it still falls, by statistics that a few outliers do not move.
 
 A loss is compared with the median of the logged ones before it, in units of their spread: 1.4826 times the median
-absolute deviation from that median, which is the standard deviation if the noise is Gaussian. A spike of any height hardly moves
+absolute deviation from that median, which is the standard deviation if the noise is Gaussian. A spike hardly moves
 either. Only the past counts, so a fall of the loss makes no rise.
 """
 

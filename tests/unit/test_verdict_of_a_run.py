@@ -129,7 +129,8 @@ def test_stops_and_resumes(tmp_path):
     run = write_run(tmp_path / "run", noise(60), launches=launches)
     assert find(run, "3 launches")[0] == (
         "3 launches have logged steps. Launch 2 began from step 20 on 2 ranks (tp 2), after a stop at step 20 "
-        "(SIGTERM). Launch 3 began from step 40, after an end without a word at step 45 or later, so 5 steps were computed again."
+        "(SIGTERM). Launch 3 began from step 40, after an end without a word at step 45 or later, so 5 steps were "
+        "computed again."
     )
 
 
