@@ -192,7 +192,7 @@ def _launches(run: Recorded, number: int, n_runs: int) -> str:
         reached = f"{step:,}" if isinstance(step, int) else "?"
         rows.append([str(place), *map(_text, (began, f"{launch.step:,}", reached, *facts, ended))])
     head = ["launch", "began", "from step", "to step", "mesh", "device", "last status"]
-    return _run_heading(run, number, n_runs) + _table(head, rows)
+    return _run_heading(run, number, n_runs) + _table(head, rows, "launches")
 
 
 def _environment(runs: Sequence[Recorded]) -> str:
