@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from configs.load import load
 from tests.end_to_end.launch import ENVIRONMENT, ROOT, TEXT, launch, records, status
 
+VALIDATION_KEYS = [f"validation_{name}" for name in ("loss", "perplexity", "bits_per_byte", "by_source")]
 KEYS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "data_seconds"),
     *("mfu", "tflops", "memory_peak_bytes", "memory_reserved_peak_bytes", "memory_percent", "allocator_retries"),
@@ -42,7 +43,7 @@ def test_metrics(prepared: Path):
     assert [record["step"] for record in found] == list(range(1, 21))
     for record in found:
         validated = record["step"] % 10 == 0
-        of_some = ["validation_loss", "validation_bits_per_byte"] * validated + ["launches"] * (record["step"] == 1)
+        of_some = VALIDATION_KEYS * validated + ["launches"] * (record["step"] == 1)
         assert list(record) == [*KEYS, *of_some, "seconds_by_kind", "goodput"]
         assert 0 < record["goodput"] < 1
         assert record["mfu"] is None  # no one states the peak of this CPU
@@ -56,6 +57,9 @@ def test_metrics(prepared: Path):
     assert found[-1]["loss"] < found[0]["loss"]
     bits, loss = found[-1]["validation_bits_per_byte"], found[-1]["validation_loss"]
     assert 1 < loss / math.log(2) / bits < 4  # bytes a token
+    assert found[-1]["validation_perplexity"] == math.exp(loss)
+    (own,) = found[-1]["validation_by_source"].values()
+    assert own == {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": bits}
 
 
 def test_tensorboard_has_the_same_curve(prepared: Path):

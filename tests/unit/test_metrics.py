@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from configs.schema import Metrics
 from trainer.guards.outages import Outages
 from trainer.report.metrics import Kind, MetricsLog, StepMetrics, Throughput, TimeLedger, cut_back, memory_peak_bytes
+from trainer.report.sinks import worker
 from trainer.report.sinks.choose import choose_sinks
 from trainer.report.sinks.worker import Sinks
 
@@ -50,6 +51,13 @@ def metrics(step, **changes):
 
 def refuse(line):
     raise AssertionError(line)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """TensorBoard's import may take long on a loaded machine."""
+    monkeypatch.setattr(worker, "PATIENCE_SECONDS", 600)
+    monkeypatch.setattr(worker, "CLOSING_SECONDS", 600)
 
 
 def open_log(folder, tensorboard=False, resumed_step=0, say=refuse):

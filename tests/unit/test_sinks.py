@@ -25,6 +25,13 @@ from trainer.report.sinks.sink import SinkRun, curves
 from trainer.report.sinks.worker import Sinks
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A loaded machine is slow; the tests of the limits set their own."""
+    monkeypatch.setattr(worker, "PATIENCE_SECONDS", 600)
+    monkeypatch.setattr(worker, "CLOSING_SECONDS", 600)
+
+
 class Kept:
     """A sink that keeps what it gets."""
 
@@ -253,7 +260,10 @@ LAUNCHES = """
     from trainer.guards.outages import Outages
     from trainer.report.metrics import EvaluationMetrics, MetricsLog
     from trainer.report.sinks.choose import choose_sinks
+    from trainer.report.sinks import worker
     from trainer.report.sinks.worker import Sinks
+
+    worker.PATIENCE_SECONDS = worker.CLOSING_SECONDS = 600  # a loaded machine is slow
 
     def launch(folder, name, steps, loss, resumed=0, is_killed=False):
         def refuse(text):

@@ -15,8 +15,8 @@ from trainer.report.sinks.sink import Record, Sink, SinkRun
 
 PATIENCE_SECONDS = 5.0
 """The longest wait for all sinks together, before a save."""
-CLOSING_SECONDS = 15.0
-"""The longest wait for all sinks together, at the end: half of job.grace_seconds' default."""
+CLOSING_SECONDS = 10.0
+"""The longest wait for all sinks together, at the end: a third of job.grace_seconds' default."""
 MAX_WAITING = 10_000
 """Records that may wait for a sink; further ones are lost to it."""
 
