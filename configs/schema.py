@@ -401,9 +401,17 @@ class Pipeline(Table):
 
 
 class ActivationCheckpoint(Table):
-    """Which activations the backward pass recomputes instead of keeping."""
+    """Which activations the backward pass recomputes instead of keeping (docs/activation_checkpointing.md)."""
 
-    mode: Literal["none", "full", "selective", "budget"] = "none"
+    memory_limit_gib: Annotated[
+        NonNegativeFloat | Literal["device"],
+        only_with("job.device", "auto", "cuda", reason="whose memory is no GPU's", of="device"),
+    ] = 0.0
+    """Choose the least recomputation with which a rank's tensors take at most this by estimate; device: nine tenths of
+    the GPU's memory; 0: as the other keys say."""
+    mode: Annotated[
+        Literal["none", "full", "selective", "budget"], only_with("memory_limit_gib", 0, reason="which chooses it")
+    ] = "none"
     """none; full: recompute whole blocks; selective: all but some ops; budget: torch.compile's choice."""
     save_ops: Annotated[list[str], only_with("mode", "selective")] = []
     """Ops whose outputs are kept ("aten.mm" means all its overloads); default: the model's list."""

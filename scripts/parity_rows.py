@@ -127,6 +127,23 @@ def table() -> Iterator[Row]:
     yield from expert_rows()
     yield from owner_table()
     yield from freeze_rows()
+    yield from memory_rows()
+
+
+def memory_rows() -> Iterator[Row]:
+    """Recomputation chosen by a memory limit, which falls on some of the layers; accumulating two steps."""
+    meshes: dict[str, tuple[dict[str, int], int, str]] = {  # sizes of the axes, micro-batch, GiB
+        "FSDP 2": ({"dp_shard": 2}, 2, "0.0055"),
+        "TP 2": ({"tp": 2}, 4, "0.005"),
+        "PP 2": ({"pp": 2}, 4, "0.007"),
+    }
+    for (name, (sizes, micro_batch, limit)), compiled in itertools.product(meshes.items(), (False, True)):
+        overrides = _by_key(sizes) | {
+            "activation_checkpoint.memory_limit_gib": limit,
+            "compile.enable": str(compiled).lower(),
+            "training.micro_batch_size": micro_batch,
+        }
+        yield Row(f"memory limit, {name}, {_how(compiled)}", 2, words(overrides))
 
 
 def _zero_rows() -> Iterator[Row]:

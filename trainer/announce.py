@@ -45,6 +45,8 @@ def say_hello(trainer: Trainer) -> None:
     trainer.console.table(f"Keel trains {config.job.name}", rows)
     if config.training.reduction == "exact":
         trainer.console.line(_what_decides_bits(config, mesh))
+    if trainer.recomputation:
+        trainer.console.line(str(trainer.recomputation))
     for complaint in slow_attention(config, mesh.device.type):
         trainer.console.warning(complaint)
     if trainer.rank == 0 and config.activation_checkpoint.mode != "none":

@@ -43,6 +43,7 @@ from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import State, StopRequest, write_status
 from trainer.lr_schedule import learning_rate
 from trainer.planning.flops import peak_flops
+from trainer.planning.least_recomputation import chosen, least_recomputation
 from trainer.planning.skeleton import skeleton
 from trainer.preparation import prepare_data, require_inputs
 from trainer.report.console import Console
@@ -103,7 +104,7 @@ class Trainer:
         Raises:
             KeelError: the job, its data or its checkpoint is at fault; raised on all ranks alike.
         """
-        self.config = config = job.config
+        config = job.config
         self.spikes = config.fault.spikes
         self.console, self.stop, self.ledger, self.watchdog = console, stop, ledger, watchdog
         self.folder = config.job.folder
@@ -112,6 +113,8 @@ class Trainer:
         self.peak = peak_flops(device_name(device), config.training.compute_dtype)
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), self.device)
         with mistakes_of_the_job():
+            self.recomputation = least_recomputation(config, self.mesh)
+            self.config = config = chosen(config, self.recomputation)
             on_rank_zero(None, lambda: require_inputs(job))
             with ledger.measure(Kind.PREPARATION):
                 watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, stop))

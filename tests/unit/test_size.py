@@ -41,7 +41,7 @@ PARTS = {
     ),
     "what guards a run": (("trainer/guards", "parallelisms/guards"), (), 1600),
     "what a launch tells": (("trainer/announce.py",), (), 100),
-    "job files: schema, reading, checks": (("configs",), (), 2260),
+    "job files: schema, reading, checks": (("configs",), (), 2320),
     "sums whose bits no mesh changes": (
         ("parallelisms/exact_reduction.py", "parallelisms/exact_numbers.py"),
         (),
@@ -51,7 +51,8 @@ PARTS = {
     "sampling": (("trainer/sampling", "scripts/sample.py"), (), 540),
     "what judges a model": (("trainer/validation.py", "trainer/evaluation", "scripts/evaluate.py"), (), 520),
     "sinks of a run's records": (("trainer/report/sinks",), (), 460),
-    "estimates and reports": (("trainer/planning", "trainer/report"), ("step_records.py", "sinks"), 1785),
+    "estimates and reports": (("trainer/planning", "trainer/report"), ("step_records.py", "sinks", "least_recomputation.py"), 1785),
+    "how much is recomputed": (("trainer/planning/least_recomputation.py",), (), 150),
     "the records of a run's steps": (("trainer/report/step_records.py",), (), 100),
 }
 NOT_CODE = (
