@@ -23,6 +23,7 @@ from tests.gpu.kernels import (
     attention_tflops,
     context_gradient_error,
     copy_terabytes_per_second,
+    head_gradient_error,
     matmul_tflops,
 )
 from tests.gpu.runs import Failed, benchmark, differences, null_gpu_bytes
@@ -80,6 +81,7 @@ def right(folder: Path) -> Iterator[Figure]:
                 work = lambda b=backend, s=seq_len, d=head_dim, i=place: attention_tflops(b, s, d)[i]  # noqa: E731
                 yield _figure(f"{name}, {direction}", "TFLOP/s", None, work)
     yield _figure("context parallelism's gradients", "relative error", 0.005, context_gradient_error)
+    yield _figure("the head's gradient over chunks", "relative error", 1e-6, head_gradient_error)
     expected = (1e-5, 0.02, 0.0)
     try:
         found = differences(folder / "runs")

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parallelisms.attention.blocked import attend, attend_backward
+from trainer.loss import _add_product_
 
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLASH_ATTENTION}
 
@@ -73,6 +74,17 @@ def context_gradient_error() -> float:
     gradients = torch.autograd.grad(reference, exact, grad[:, :, half].float())
     errors = [(a.float() - b).norm() / b.norm() for a, b in zip(ours, gradients, strict=True)]
     return max(error.item() for error in errors)
+
+
+def head_gradient_error() -> float:
+    """Largest error of the head's gradient, added up over chunks of bfloat16, relative to its largest value."""
+    chunks = [(torch.randn(512, 1000, device="cuda"), torch.randn(512, 256, device="cuda")) for _ in range(4)]
+    rounded = [(a.bfloat16(), b.bfloat16()) for a, b in chunks]
+    total = torch.zeros(1000, 256, device="cuda")
+    for a, b in rounded:
+        _add_product_(total, a.T, b)
+    exact = sum(a.double().T @ b.double() for a, b in rounded)
+    return ((total - exact).abs().max() / exact.abs().max()).item()
 
 
 def _heads(batch: int, heads: int, seq_len: int, head_dim: int) -> Tensor:

@@ -411,7 +411,8 @@ class RankMemory:
         if not peak:
             return (waiting - 1) * ahead
         rows = chunk_rows(tokens, vocabulary * softmax, self.device_type)
-        chunk, product = rows * vocabulary, vocabulary * model.dim * compute
+        chunk = rows * vocabulary
+        product = vocabulary * model.dim * compute if self.device_type == "cpu" else 0  # a GPU adds it up in its kernel
         logits, in_place = chunk * compute, softmax == compute
         # The previous chunk's last operand is still alive.
         before = logits if rows < tokens and not in_place else 0
