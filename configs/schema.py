@@ -389,6 +389,14 @@ class Context(Table):
     """gather: all keys and values at once; ring: one rank's at a time; all_to_all: whole sequences, fewer heads."""
 
 
+class Attention(Table):
+    """Which kernel computes attention (docs/attention.md)."""
+
+    backend: Literal["auto", "cudnn", "flash2", "flash3", "flex"] = "auto"
+    """auto: torch's choice; cudnn; flash2: FlashAttention 2 (on a CPU, torch's own); flash3: FlashAttention 3, an extra
+    package for Hopper GPUs; flex: compiled by torch. What can't run is refused."""
+
+
 class Pipeline(Table):
     """How pipeline ranks divide the layers and order the micro-batches."""
 
@@ -598,6 +606,8 @@ class Config(Table):
     """Overlap of communication and computation."""
     context: Context = Context()
     """Context parallelism."""
+    attention: Attention = Attention()
+    """Kernel of attention."""
     pipeline: Pipeline = Pipeline()
     """Pipeline parallelism."""
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()

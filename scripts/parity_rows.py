@@ -128,6 +128,21 @@ def table() -> Iterator[Row]:
     yield from owner_table()
     yield from freeze_rows()
     yield from memory_rows()
+    yield from attention_rows()
+
+
+def attention_rows() -> Iterator[Row]:
+    """The kernel that a CPU can be told to use, on the axes that change attention; eager, accumulating two steps."""
+    meshes: dict[str, tuple[dict[str, object], int]] = {  # sizes of the axes and other settings, micro-batch
+        "FSDP 2": ({"dp_shard": 2}, 2),
+        "TP 2": ({"tp": 2}, 4),
+        "PP 2": ({"pp": 2}, 4),
+        "CP 2, gather": ({"cp": 2, "context.method": "gather"}, 4),
+        "CP 2, all_to_all": ({"cp": 2, "context.method": "all_to_all"}, 4),
+    }
+    for name, (sizes, micro_batch) in meshes.items():
+        overrides = {"attention.backend": "flash2"} | _selective(sizes, micro_batch, compiled=False)
+        yield Row(f"attention by flash2, {name}", 2, words(overrides))
 
 
 def memory_rows() -> Iterator[Row]:

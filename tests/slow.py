@@ -221,6 +221,7 @@ SLOW = {
     ),
     "torture/test_torture.py": ("*",),
     "unit/test_agreement.py": ("test_ranks_that_agree_need_one_gather*",),
+    "unit/test_attention_backend.py": ("test_one_graph_serves*",),
     "unit/test_connections.py": ("test_gloo_connects_*",),
     "unit/test_garbage.py": ("*",),
     "unit/test_hf_export.py": ("test_memory_is_that_of_a_shard",),

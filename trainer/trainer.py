@@ -22,6 +22,7 @@ from configs.errors import UserError, mistakes_of_the_job
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
 from configs.run_change import run_key_diff
+from parallelisms.attention.backend import attention_kernel
 from parallelisms.guards.collective_waits import CollectiveWaits
 from parallelisms.mesh import build_mesh, groups_of_axes
 from parallelisms.ranks import gather, on_rank_zero
@@ -115,6 +116,7 @@ class Trainer:
         with mistakes_of_the_job():
             self.recomputation = least_recomputation(config, self.mesh)
             self.config = config = chosen(config, self.recomputation)
+            self.attention = attention_kernel(config, device)
             on_rank_zero(None, lambda: require_inputs(job))
             with ledger.measure(Kind.PREPARATION):
                 watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, stop))

@@ -27,7 +27,7 @@ PARTS = {
         )
         + ("text.py", "exports.py", "tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py")
         + ("bad_files.py", "hub.py", "inputs.py", "listing.py", "packing.py", "token_writer.py", "announce.py")
-        + ("prepared_folder.py", "shard.py", "exact_reduction.py", "exact_numbers.py"),
+        + ("prepared_folder.py", "shard.py", "exact_reduction.py", "exact_numbers.py", "backend.py"),
         6060,
     ),
     "text to token files": (
@@ -52,6 +52,7 @@ PARTS = {
     "what judges a model": (("trainer/validation.py", "trainer/evaluation", "scripts/evaluate.py"), (), 520),
     "sinks of a run's records": (("trainer/report/sinks",), (), 460),
     "estimates and reports": (("trainer/planning", "trainer/report"), ("step_records.py", "sinks", "least_recomputation.py"), 1785),
+    "the kernels of attention": (("parallelisms/attention/backend.py",), (), 140),
     "how much is recomputed": (("trainer/planning/least_recomputation.py",), (), 150),
     "the records of a run's steps": (("trainer/report/step_records.py",), (), 100),
 }
