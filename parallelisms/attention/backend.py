@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -60,7 +59,7 @@ def attention_kernel(config: Config, device: torch.device) -> str:
         return "torch's kernel for CPUs"
     by_hand = config.mesh.cp > 1 and config.context.method != "all_to_all"
     if backend == "auto":
-        own = _own_choice(config) if by_hand or config.data.document_mask else _torchs_choice(config, device)
+        own = _own_choice(config) if by_hand or config.data.document_mask else _NAMES[_torchs_choice(config, device)]
         return f'{own} (attention.backend = "auto")'
     if backend == "flex":
         return "flex attention, compiled"
@@ -84,23 +83,24 @@ def _own_choice(config: Config) -> str:
     return _NAMES[SDPBackend.FLASH_ATTENTION if takes else SDPBackend.MATH]
 
 
-def _torchs_choice(config: Config, device: torch.device) -> str:
+def _torchs_choice(config: Config, device: torch.device) -> SDPBackend:
     q, k = _example(config, device)
-    choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=q.shape[1] != k.shape[1])
-    return _NAMES[SDPBackend(choice)]
+    return SDPBackend(torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=q.shape[1] != k.shape[1]))
 
 
 def _why_not(config: Config, device: torch.device, kernel: SDPBackend) -> str:
     """Why torch would not compute the job's attention with a kernel; empty if it would."""
-    q, k = _example(config, device)
-    parameters = SDPAParams(q, k, k, None, 0.0, True, q.shape[1] != k.shape[1])
-    takes = can_use_cudnn_attention if kernel == SDPBackend.CUDNN_ATTENTION else can_use_flash_attention
-    with warnings.catch_warnings(record=True) as said:
+    with sdpa_kernel(kernel), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        if takes(parameters, debug=True):
-            return ""
-    reasons = [str(warning.message).partition(" (Triggered internally")[0] for warning in said]
-    return f"torch can't use it for this job: {' '.join(reasons) or 'it gives no reason'}"
+        try:
+            _torchs_choice(config, device)
+        except RuntimeError:  # it warns of the reasons
+            reasons = [str(warning.message).partition(" (Triggered internally")[0] for warning in said]
+            of_this_one = [
+                reason for reason in reasons if "not used because" not in reason and "disabled" not in reason
+            ]
+            return f"torch can't use it for this job. {' '.join(of_this_one)}"
+    return ""
 
 
 def _example(config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
