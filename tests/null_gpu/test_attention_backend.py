@@ -25,7 +25,7 @@ JOBS = {
     "--attention.backend flex": "flex attention, compiled",
     "--attention.backend flash3": 'attention.backend is "flash3": the package flash_attn_interface (FlashAttention 3)',
     "--attention.backend flash2 --training.compute_dtype float32": "Expected query, key and value to all be of dtype",
-    "--attention.backend flash2 --model.head_dim 512": "head dim",
+    "--attention.backend flash2 --model.head_dim 512": "less than or equal to 256",
 }
 SAID = """
 import sys, torch
