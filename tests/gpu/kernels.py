@@ -57,17 +57,20 @@ def attention_tflops(backend: str, seq_len: int, head_dim: int) -> tuple[float, 
     return flops / ahead / 1e9, 2.5 * flops / back / 1e9
 
 
-def context_gradient_error() -> float:
+def context_gradient_error(kernel: str = "auto") -> float:
     """Largest relative error of context parallelism's gradients, for queries whose logsumexp is a part of a whole.
 
     The reference is plain attention in float32. FlashAttention's backward reads the logsumexp by a bare pointer.
+
+    Args:
+        kernel: `attention.backend`.
     """
     q, k, v, grad = (_heads(2, 8, 1024, 64) for _ in range(4))
     half = slice(512, None)  # strided, as a rank's second chunk is
-    out, logsumexp = attend(q, k, v, None, causal=False)
+    out, logsumexp = attend(q, k, v, None, False, kernel)
     out = out.to(q.dtype)
     parts = grad[:, :, half], q[:, :, half], k, v, out[:, :, half], logsumexp[:, :, half]
-    ours = attend_backward(*parts, documents=None, causal=False)
+    ours = attend_backward(*parts, None, False, kernel)
     exact = [t.float().requires_grad_() for t in (q[:, :, half], k, v)]
     with sdpa_kernel(SDPBackend.MATH):
         reference = F.scaled_dot_product_attention(*exact)
