@@ -9,17 +9,20 @@ loaded = load_for_run(command)
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
 from configs.display import help_text, summary
 from configs.errors import ConfigError
+from configs.layout import smallest_world_size
 from configs.load import LoadedConfig, load
 from configs.paths import missing_paths
 from configs.reading.keys import find, nearest
 from configs.reading.overrides import parse_overrides, split_flags
+from configs.reading.toml_text import value_text
+from configs.schema import Config
 
 Action = Literal["run", "validate", "print_config", "help"]
 
@@ -77,8 +80,17 @@ def parse_command_line(words: Sequence[str]) -> CommandLine:
     return CommandLine(configs[0], tuple(overrides), next(iter(actions), "run"))
 
 
-def answer(command: CommandLine, environment: Mapping[str, str] = os.environ) -> bool:
+Chooser = Callable[[Config, int], str]
+"""Says what `activation_checkpoint.memory_limit_gib` chooses for a job on so many ranks."""
+
+
+def answer(command: CommandLine, environment: Mapping[str, str] = os.environ, chooser: Chooser = lambda *_: "") -> bool:
     """Carry out `--help`, `--validate` or `--print-config`; under torchrun only rank 0 prints.
+
+    Args:
+        command: the parsed command line.
+        environment: where torchrun says how many ranks there are.
+        chooser: called by `--validate` for a job with a memory limit; the one thing here that needs torch.
 
     Returns:
         False if none of them was given, so that the job is to be run.
@@ -88,7 +100,7 @@ def answer(command: CommandLine, environment: Mapping[str, str] = os.environ) ->
     """
     if command.action == "run":
         return False
-    text = _answer(command, environment)
+    text = _answer(command, environment, chooser)
     if environment.get("RANK", "0") == "0":
         _print(text)
     return True
@@ -118,7 +130,7 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python reports the error again on exit
 
 
-def _answer(command: CommandLine, environment: Mapping[str, str]) -> str:
+def _answer(command: CommandLine, environment: Mapping[str, str], chooser: Chooser) -> str:
     if command.action == "help":
         return help_text(min(shutil.get_terminal_size().columns, 100))
     world_size = _world_size(environment)
@@ -126,7 +138,21 @@ def _answer(command: CommandLine, environment: Mapping[str, str]) -> str:
     if command.action == "print_config":
         return loaded.to_toml(with_origins=True)
     missing = "".join(f"warning: {line}; the machine that runs the job needs it\n" for line in missing_paths(loaded))
-    return f"{summary(loaded, world_size)}\n{missing}"
+    return f"{summary(loaded, world_size)}\n{missing}{_chosen(loaded.config, world_size, chooser)}"
+
+
+def _chosen(config: Config, world_size: int | None, chooser: Chooser) -> str:
+    """A line that says what the job's memory limit chooses; empty without one."""
+    limit = config.activation_checkpoint.memory_limit_gib
+    if not limit:
+        return ""
+    ranks = smallest_world_size(config.mesh) if config.mesh.dp_shard != -1 else world_size
+    if limit != "device" and ranks:
+        return f"{chooser(config, ranks)}\n"
+    by = "GPU's memory" if limit == "device" else "number of ranks"
+    how = "`keel plan --memory-gib 80`" if limit == "device" else "WORLD_SIZE=8 before this command"
+    name = f"activation_checkpoint.memory_limit_gib = {value_text(limit)}"
+    return f"{name} chooses what is recomputed by the {by} when the run starts; {how} tells the choice\n"
 
 
 def _world_size(environment: Mapping[str, str]) -> int | None:

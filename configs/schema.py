@@ -389,6 +389,14 @@ class Context(Table):
     """gather: all keys and values at once; ring: one rank's at a time; all_to_all: whole sequences, fewer heads."""
 
 
+class Attention(Table):
+    """Which kernel computes attention (docs/attention.md)."""
+
+    backend: Literal["auto", "cudnn", "flash2", "flash3", "flex"] = "auto"
+    """auto: torch's choice; cudnn; flash2: FlashAttention 2 (on a CPU, torch's own); flash3: FlashAttention 3, an extra
+    package for Hopper GPUs; flex: compiled by torch. What can't run is refused."""
+
+
 class Pipeline(Table):
     """How pipeline ranks divide the layers and order the micro-batches."""
 
@@ -401,9 +409,17 @@ class Pipeline(Table):
 
 
 class ActivationCheckpoint(Table):
-    """Which activations the backward pass recomputes instead of keeping."""
+    """Which activations the backward pass recomputes instead of keeping (docs/activation_checkpointing.md)."""
 
-    mode: Literal["none", "full", "selective", "budget"] = "none"
+    memory_limit_gib: Annotated[
+        NonNegativeFloat | Literal["device"],
+        only_with("job.device", "auto", "cuda", reason="whose memory is no GPU's", of="device"),
+    ] = 0.0
+    """Choose the least recomputation with which a rank's tensors take at most this by estimate; device: nine tenths of
+    the GPU's memory; 0: as the other keys say."""
+    mode: Annotated[
+        Literal["none", "full", "selective", "budget"], only_with("memory_limit_gib", 0, reason="which chooses it")
+    ] = "none"
     """none; full: recompute whole blocks; selective: all but some ops; budget: torch.compile's choice."""
     save_ops: Annotated[list[str], only_with("mode", "selective")] = []
     """Ops whose outputs are kept ("aten.mm" means all its overloads); default: the model's list."""
@@ -590,6 +606,8 @@ class Config(Table):
     """Overlap of communication and computation."""
     context: Context = Context()
     """Context parallelism."""
+    attention: Attention = Attention()
+    """Kernel of attention."""
     pipeline: Pipeline = Pipeline()
     """Pipeline parallelism."""
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()

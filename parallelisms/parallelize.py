@@ -12,6 +12,7 @@ from torch import nn
 
 from configs.schema import Config
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
+from parallelisms.attention.backend import apply_attention_backend
 from parallelisms.attention.context import apply_context_parallel
 from parallelisms.compile import apply_compile
 from parallelisms.expert import apply_expert_parallel
@@ -30,12 +31,13 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> dict[int, nn.Mo
     """
     stages = own_stages(model, config, mesh.pp.get_local_rank())
     for stage in stages.values():
+        apply_attention_backend(stage, config, mesh.device)
         if mesh.sizes.tp > 1:
             apply_tensor_parallel(stage, mesh.tp)
         if mesh.sizes.ep > 1:
             apply_expert_parallel(stage, mesh.ep)
         if mesh.sizes.cp > 1:
-            apply_context_parallel(stage, mesh.cp, config.context.method)
+            apply_context_parallel(stage, mesh.cp, config.context.method, config.attention.backend)
         apply_load_balance(stage, mesh, config)
         apply_activation_checkpoint(stage, config.activation_checkpoint)
         if config.compile.enable:

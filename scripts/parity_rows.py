@@ -127,6 +127,38 @@ def table() -> Iterator[Row]:
     yield from expert_rows()
     yield from owner_table()
     yield from freeze_rows()
+    yield from memory_rows()
+    yield from attention_rows()
+
+
+def attention_rows() -> Iterator[Row]:
+    """The kernel that a CPU can be told to use, on the axes that change attention; eager, accumulating two steps."""
+    meshes: dict[str, tuple[dict[str, object], int]] = {  # sizes of the axes and other settings, micro-batch
+        "FSDP 2": ({"dp_shard": 2}, 2),
+        "TP 2": ({"tp": 2}, 4),
+        "PP 2": ({"pp": 2}, 4),
+        "CP 2, gather": ({"cp": 2, "context.method": "gather"}, 4),
+        "CP 2, all_to_all": ({"cp": 2, "context.method": "all_to_all"}, 4),
+    }
+    for name, (sizes, micro_batch) in meshes.items():
+        overrides = {"attention.backend": "flash2"} | _selective(sizes, micro_batch, compiled=False)
+        yield Row(f"attention by flash2, {name}", 2, words(overrides))
+
+
+def memory_rows() -> Iterator[Row]:
+    """Recomputation chosen by a memory limit, which falls on some of the layers; accumulating two steps."""
+    meshes: dict[str, tuple[dict[str, int], int, str]] = {  # sizes of the axes, micro-batch, GiB
+        "FSDP 2": ({"dp_shard": 2}, 2, "0.0055"),
+        "TP 2": ({"tp": 2}, 4, "0.005"),
+        "PP 2": ({"pp": 2}, 4, "0.007"),
+    }
+    for (name, (sizes, micro_batch, limit)), compiled in itertools.product(meshes.items(), (False, True)):
+        overrides = _by_key(sizes) | {
+            "activation_checkpoint.memory_limit_gib": limit,
+            "compile.enable": str(compiled).lower(),
+            "training.micro_batch_size": micro_batch,
+        }
+        yield Row(f"memory limit, {name}, {_how(compiled)}", 2, words(overrides))
 
 
 def _zero_rows() -> Iterator[Row]:

@@ -19,7 +19,7 @@ if not __package__:  # run as a file, from any folder
 
 from configs.errors import KeelError
 from configs.layout import mesh_sizes, parameter_count
-from configs.load import LoadedConfig, load
+from configs.load import load
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
 from scripts.command import end, positive
@@ -27,7 +27,7 @@ from trainer.report.console import Console, Row, count, duration, size
 from trainer.report.metrics import memory_peak_bytes
 
 
-def shard_bytes(job: LoadedConfig, ranks: int) -> int:
+def shard_bytes(config: Config, ranks: int) -> int:
     """Bytes of the parameters that rank 0 of `ranks` holds, after all parallelisms are applied."""
     import torch
 
@@ -37,20 +37,30 @@ def shard_bytes(job: LoadedConfig, ranks: int) -> int:
     from trainer.step import build_stages
 
     with fake_ranks(ranks):
-        stages, _ = build_stages(job.config, build_mesh(mesh_sizes(job.config, ranks), torch.device("cpu")))
+        stages, _ = build_stages(config, build_mesh(mesh_sizes(config, ranks), torch.device("cpu")))
         locals_ = [local_part(p) for s in stages.values() for p in s.parameters()]
         assert all(p.is_meta for p in locals_)
         return sum(p.numel() * p.element_size() for p in locals_)
 
 
-def rows(job: LoadedConfig, ranks: int, device_bytes: int | None) -> list[Row]:
+def decided(config: Config, ranks: int, device_bytes: int | None, console: Console) -> Config:
+    """The job with what `activation_checkpoint.memory_limit_gib` chooses, which is printed."""
+    from trainer.planning.least_recomputation import chosen, planned_choice
+
+    choice = planned_choice(config, ranks, device_bytes)
+    if choice:
+        console.line(str(choice))
+    return chosen(config, choice)
+
+
+def rows(config: Config, ranks: int, device_bytes: int | None) -> list[Row]:
     """Return the rows of the plan; `device_bytes` is the memory of a GPU, None if unknown."""
     from trainer.planning.memory import estimate_memory
     from trainer.planning.takes_less import does_not_fit
 
     started = time.perf_counter()
-    held = shard_bytes(job, ranks)
-    config, sizes = job.config, mesh_sizes(job.config, ranks)
+    held = shard_bytes(config, ranks)
+    sizes = mesh_sizes(config, ranks)
     estimate = estimate_memory(config, sizes, "cuda")
     return [
         ("model", f"{count(parameter_count(config.model))} parameters"),
@@ -106,10 +116,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parser.parse_known_args(arguments)
     try:
         device_bytes = int(options.memory_gib * 2**30) if options.memory_gib else None
-        job, console = load(options.config, overrides, options.ranks), Console()
-        console.table(f"{job.config.job.name} on {options.ranks} ranks", rows(job, options.ranks, device_bytes))
-        for rank, kind in kinds_of_ranks(job.config, options.ranks).items() if options.trace else ():
-            console.table(f"one step of {kind}", traffic_rows(job.config, options.ranks, rank))
+        config, console = load(options.config, overrides, options.ranks).config, Console()
+        config = decided(config, options.ranks, device_bytes, console)
+        console.table(f"{config.job.name} on {options.ranks} ranks", rows(config, options.ranks, device_bytes))
+        for rank, kind in kinds_of_ranks(config, options.ranks).items() if options.trace else ():
+            console.table(f"one step of {kind}", traffic_rows(config, options.ranks, rank))
     except KeelError as error:
         print(error, file=sys.stderr)
         return error.exit_code

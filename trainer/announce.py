@@ -42,9 +42,12 @@ def say_hello(trainer: Trainer) -> None:
     data = [f"{source.name}: {source.kind} {source.path or ''}".rstrip() for source in config.data.sources]
     name = device_name(mesh.device)
     rows = startup_rows(config, mesh.sizes, name, trainer.peak, data, trainer.folder, trainer.first_step)
+    rows.insert(2, ("attention", trainer.attention))
     trainer.console.table(f"Keel trains {config.job.name}", rows)
     if config.training.reduction == "exact":
         trainer.console.line(_what_decides_bits(config, mesh))
+    if trainer.recomputation:
+        trainer.console.line(str(trainer.recomputation))
     for complaint in slow_attention(config, mesh.device.type):
         trainer.console.warning(complaint)
     if trainer.rank == 0 and config.activation_checkpoint.mode != "none":

@@ -24,8 +24,8 @@ from torch.autograd.function import once_differentiable
 from trainer.data.loader import IGNORED
 
 # Bytes of a chunk's logits, in the dtype of the softmax. CPU: half of a typical level-3 cache, the best of 1 to 64 MiB.
-# GPU: every chunk adds to the head's gradient, at 12 bytes per weight; 4,096 rows (2 GiB at 128K) keep that below a
-# tenth of the matrix products' time (estimated from 790 TFLOP/s and 4.3 TB/s).
+# GPU: every chunk adds to the head's gradient, at 8 bytes per weight; 4,096 rows (2 GiB at 128K) keep that below a
+# fifteenth of the matrix products' time (estimated from 790 TFLOP/s and 4.3 TB/s).
 _CPU_CHUNK_BYTES = 16 * 2**20
 _GPU_CHUNK_BYTES = 2 * 2**30
 # With fewer rows, reading the head takes longer than multiplying by it.
@@ -98,7 +98,10 @@ class _LossWithGradients(torch.autograd.Function):
         # Scaling in place makes autograd's version check turn a second backward into an error.
         scale = torch.mul if ctx.repeatable else torch.Tensor.mul_
         by_hidden = None if grad_hidden is None else scale(grad_hidden, grad_loss)
-        by_weight = None if grad_weight is None else scale(grad_weight, grad_loss).to(ctx.weight_dtype)
+        if grad_weight is None or grad_weight.dtype == ctx.weight_dtype:
+            by_weight = None if grad_weight is None else scale(grad_weight, grad_loss)
+        else:  # scaled and rounded in one pass
+            by_weight = torch.mul(grad_weight, grad_loss, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
         return by_hidden, by_weight, None, None, None
 
 
@@ -199,6 +202,8 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute total += a @ b; the sum over chunks stays in total's dtype if the product has lower precision."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
+    elif total.device.type == "cuda":  # the matrix product's kernel adds in total's dtype, and rounds nothing
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.add_(a @ b)
 

@@ -44,6 +44,7 @@ from trainer.optimizer import (
     saved_weights,
     set_lr,
 )
+from trainer.planning.least_recomputation import chosen, least_recomputation
 
 
 class Terms(NamedTuple):
@@ -236,6 +237,7 @@ class Learner:
 
 def build_learner(config: Config, mesh: Mesh) -> Learner:
     """Build the model on the meta device, parallelize it, then materialize this rank's initial weights."""
+    config = chosen(config, least_recomputation(config, mesh))
     stages, model_names = build_stages(config, mesh)
     for stage in stages.values():
         materialize(stage, mesh.device, config.training.seed, offload=config.fsdp.cpu_offload)

@@ -22,6 +22,7 @@ from configs.errors import UserError, mistakes_of_the_job
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
 from configs.run_change import run_key_diff
+from parallelisms.attention.backend import attention_kernel
 from parallelisms.guards.collective_waits import CollectiveWaits
 from parallelisms.mesh import build_mesh, groups_of_axes
 from parallelisms.ranks import gather, on_rank_zero
@@ -43,6 +44,7 @@ from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import State, StopRequest, write_status
 from trainer.lr_schedule import learning_rate
 from trainer.planning.flops import peak_flops
+from trainer.planning.least_recomputation import chosen, least_recomputation
 from trainer.planning.skeleton import skeleton
 from trainer.preparation import prepare_data, require_inputs
 from trainer.report.console import Console
@@ -104,7 +106,7 @@ class Trainer:
         Raises:
             KeelError: the job, its data or its checkpoint is at fault; raised on all ranks alike.
         """
-        self.config = config = job.config
+        config = job.config
         self.spikes = config.fault.spikes
         self.console, self.stop, self.ledger, self.watchdog = console, stop, ledger, watchdog
         self.folder = config.job.folder
@@ -113,6 +115,9 @@ class Trainer:
         self.peak = peak_flops(device_name(device), config.training.compute_dtype)
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), self.device)
         with mistakes_of_the_job():
+            self.recomputation = least_recomputation(config, self.mesh)
+            self.config = config = chosen(config, self.recomputation)
+            self.attention = attention_kernel(config, device)
             on_rank_zero(None, lambda: require_inputs(job))
             with ledger.measure(Kind.PREPARATION):
                 watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, stop))

@@ -5,7 +5,7 @@ expects an effect (the schema declares what each key needs, `idle.py` checks it)
 the mesh or the available devices leave it idle, so that one file runs on any number of ranks.
 """
 
-from configs.checks import activation_checkpoint, data, fsdp, job, mesh, model, training
+from configs.checks import activation_checkpoint, attention, data, fsdp, job, mesh, model, training
 from configs.checks.rule import Problem, Rule
 from configs.schema import Config, MissingKey
 
@@ -17,6 +17,7 @@ RULES: tuple[Rule, ...] = (
     *mesh.RULES,
     *fsdp.RULES,
     *activation_checkpoint.RULES,
+    *attention.RULES,
 )
 
 

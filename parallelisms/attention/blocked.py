@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from parallelisms.attention.backend import fused, fused_backward
+
 # Elements of a tile's mask, and of its scores for one head. On a CPU, whose kernel does not materialize scores, that is
 # 16 MiB in float32; on a GPU with 32 heads, 512 MiB of scores.
 _TILE_ELEMENTS = 1 << 22
@@ -43,7 +45,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, documents: DocumentPairs | None, causal: bool) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, documents: DocumentPairs | None, causal: bool, kernel: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """Compute the attention of `q` to this block of keys alone.
 
     Args:
@@ -51,14 +55,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: DocumentPairs | None, cau
         k, v: (batch, kv_heads, keys, head_dim); heads is a multiple of kv_heads.
         documents: restricts each query to keys of its own document. None: no restriction.
         causal: query i sees the keys up to i, and there are as many keys as queries. Otherwise it sees all keys.
+        kernel: `attention.backend`; "cudnn" takes the place of FlashAttention on a GPU.
 
     Returns:
-        Output, shaped like q, in the accumulation dtype, and logsumexp (batch, heads, queries). If a query sees no key
-        of the block, its output is 0 and its logsumexp -inf.
+        Output, shaped like q, in the dtype of q or in the accumulation dtype, as the kernel has it, and logsumexp
+        (batch, heads, queries) in the latter. If a query sees no key of the block, its output is 0 and its logsumexp
+        -inf.
     """
     if _flash_takes(q) and (documents is None or _takes_packed(q)):
-        out, logsumexp = _flash(q, k, v, causal) if documents is None else _flash_packed(q, k, v, documents, causal)
-        return out.to(logsumexp.dtype), logsumexp
+        return fused(q, k, v, causal, kernel) if documents is None else _flash_packed(q, k, v, documents, causal)
     out = q.new_empty(q.shape, dtype=accumulation_dtype(q.dtype))
     logsumexp = out.new_empty(q.shape[:-1])
     for rows, mask in _tiles(q, k, documents, causal):
@@ -75,21 +80,21 @@ def attend_backward(
     logsumexp: Tensor,
     documents: DocumentPairs | None,
     causal: bool,
+    kernel: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute this block's terms of the gradients of q, k and v, in the accumulation dtype.
+    """Compute this block's terms of the gradients of q, k and v, in the dtype in which the kernel has them.
 
     Args:
         grad: gradient of the output over all blocks, shaped like q.
         out, logsumexp: over all blocks, out in the dtype of q.
-        q, k, v, documents, causal: as passed to `attend` for this block.
+        q, k, v, documents, causal, kernel: as passed to `attend` for this block.
     """
     if _flash_takes(q) and (documents is None or _takes_packed(q)):
         # The CUDA kernel reads the logsumexp through a raw pointer: other strides silently give wrong gradients.
         whole = grad, q, k, v, out, logsumexp.contiguous()
-        gradients = (
-            _flash_backward(*whole, causal) if documents is None else _flash_packed_backward(*whole, documents, causal)
-        )
-        return tuple(gradient.to(logsumexp.dtype) for gradient in gradients)  # type: ignore[return-value]
+        if documents is not None:
+            return _flash_packed_backward(*whole, documents, causal)
+        return fused_backward(*whole, causal, kernel)
     by_q, by_k, by_v = (torch.zeros_like(tensor, dtype=logsumexp.dtype) for tensor in (q, k, v))
     for rows, mask in _tiles(q, k, documents, causal):
         by_q[:, :, rows], tile_by_k, tile_by_v = _attend_tile_backward(
@@ -124,24 +129,6 @@ def _takes_bias(q: Tensor) -> bool:
 def _takes_packed(q: Tensor) -> bool:
     """Whether the kernel takes packed sequences of any lengths."""
     return q.device.type == "cuda"
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    if q.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-
-
-def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    if q.device.type == "cpu":
-        op = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return op(grad, q, k, v, out, logsumexp, 0.0, causal)
-    random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the dropout's state; there is no dropout
-    lengths = None, None, q.shape[2], k.shape[2]  # cumulative lengths are for packed batches only
-    op = aten._scaled_dot_product_flash_attention_backward
-    return op(grad, q, k, v, out, logsumexp, *lengths, 0.0, causal, random, random)
 
 
 def _flash_packed(q: Tensor, k: Tensor, v: Tensor, documents: DocumentPairs, causal: bool) -> tuple[Tensor, Tensor]:

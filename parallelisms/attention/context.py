@@ -87,7 +87,7 @@ def part_of(seq_len: int, n_ranks: int, rank: int, method: Method, device: torch
     return torch.cat((chunks[rank], chunks[2 * n_ranks - 1 - rank]))
 
 
-def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method) -> None:
+def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method, kernel: str = "auto") -> None:
     """Let a model's attention see whole sequences while the model computes on `shard_batch`'s parts.
 
     Args:
@@ -95,6 +95,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method) -
         mesh: the single axis `cp`.
         method: gather and ring need a sequence length divisible by twice the number of ranks; all_to_all needs one
             divisible by the number of ranks, which must also divide the number of key and value heads.
+        kernel: `attention.backend`, for gather and ring; all_to_all uses the model's own `attend`.
     """
     group = mesh.get_group().group_name
     attention: list[Any] = [model.get_submodule(name) for name in plan_of(model).attention]
@@ -104,7 +105,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method) -
         return
     model.mask = _numbered  # type: ignore[assignment]
     for module in attention:
-        module.attend = partial(_attend_part, group=group, method=method)
+        module.attend = partial(_attend_part, group=group, method=method, kernel=kernel)
 
 
 class NumberedDocuments(Protocol):
@@ -132,11 +133,17 @@ def _numbered(documents: Any, _dtype: torch.dtype) -> NumberedDocuments:
 
 
 def _attend_part(
-    q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments | None, group: str, method: Method
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: NumberedDocuments | None,
+    group: str,
+    method: Method,
+    kernel: str = "auto",
 ) -> Tensor:
     """Causal attention of this rank's queries to the whole sequence; shapes as in the model's `attend`."""
     known = (None, None, None) if documents is None else (documents.numbers, documents.ends, documents.longest)
-    return _context_attention(q, k, v, *known, group, method)[0]
+    return _context_attention(q, k, v, *known, group, method, kernel)[0]
 
 
 # The name lets a model's pattern for attention ops (`save_ops`) match this one as well.
@@ -150,15 +157,17 @@ def _context_attention(
     longest: Tensor | None,
     group: str,
     method: str,
+    kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Output, shaped like q, and its logsumexp (batch, heads, seq / cp)."""
     ranks = _Ranks(q, numbers, ends, longest, group)
     own = torch.stack((k, v))
-    out, logsumexp = attend(q, k, v, ranks.documents(ranks.rank, ranks.all, ranks.all), causal=True)
+    out, logsumexp = attend(q, k, v, ranks.documents(ranks.rank, ranks.all, ranks.all), True, kernel)
+    out = out.to(logsumexp.dtype)
     for source, (k_there, v_there) in _TRANSPORTS[method](own, ranks.group).others():
         rows, keys = ranks.visible(source)
         documents_seen = ranks.documents(source, rows, keys)
-        block = attend(q[:, :, rows], k_there[:, :, keys], v_there[:, :, keys], documents_seen, causal=False)
+        block = attend(q[:, :, rows], k_there[:, :, keys], v_there[:, :, keys], documents_seen, False, kernel)
         merge_(out[:, :, rows], logsumexp[:, :, rows], *block)
     # In the memory layout of the following projection, so that one saved tensor serves both.
     out = out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
@@ -184,14 +193,16 @@ def _context_attention_backward(
     longest: Tensor | None,
     group: str,
     method: str,
+    kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's queries, keys and values; the latter two sum the contributions of all ranks."""
     ranks = _Ranks(q, numbers, ends, longest, group)
     own = torch.stack((k, v))
     of_own = ranks.documents(ranks.rank, ranks.all, ranks.all)
-    by_q, *by_own = attend_backward(grad, q, k, v, out, logsumexp, of_own, causal=True)
+    by_q, *by_own = attend_backward(grad, q, k, v, out, logsumexp, of_own, True, kernel)
+    by_q = by_q.to(logsumexp.dtype)
     transport = _TRANSPORTS[method](own, ranks.group)
-    transport.give_back(ranks.rank, torch.stack(by_own))
+    transport.give_back(ranks.rank, torch.stack(by_own).to(logsumexp.dtype))
     for source, (k_there, v_there) in transport.others():
         rows, keys = ranks.visible(source)
         by_rows, *by_keys = attend_backward(
@@ -202,7 +213,8 @@ def _context_attention_backward(
             out[:, :, rows],
             logsumexp[:, :, rows],
             ranks.documents(source, rows, keys),
-            causal=False,
+            False,
+            kernel,
         )
         by_q[:, :, rows] += by_rows
         by_source = torch.zeros_like(own, dtype=by_q.dtype)
@@ -218,13 +230,13 @@ def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, 
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *documents, ctx.group, ctx.method = inputs
+    q, k, v, *documents, ctx.group, ctx.method, ctx.kernel = inputs
     ctx.save_for_backward(q, k, v, *output, *documents)
 
 
 def _backward(ctx: Any, grad: Tensor, _by_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _context_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.group, ctx.method)
-    return *gradients, None, None, None, None, None
+    gradients = _context_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.group, ctx.method, ctx.kernel)
+    return *gradients, None, None, None, None, None, None
 
 
 _context_attention.register_autograd(_backward, setup_context=_save_for_backward)

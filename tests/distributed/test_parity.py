@@ -2,9 +2,11 @@
 
 import pytest
 
+from configs.load import load
 from parallelisms.torch_internals import has_zero_bubble
 from scripts.parity import dtype_overrides, refusals, run_rows
-from scripts.parity_rows import BOUNDS, REFUSED, Row, table, words
+from scripts.parity_rows import BOUNDS, REFUSED, Row, attention_rows, memory_rows, table, words
+from trainer.planning.least_recomputation import planned_choice
 
 CONFIG = "parity.toml"
 THREE_STEPS = ("--training.steps", "3")  # of the table's eight: enough for Adam's state and clipping to count
@@ -44,6 +46,10 @@ CHOSEN = [
     "owner 2 x CP 2, AdamW, eager",
     "owner 2 x TP 2, Muon, eager",
     "PP 2 x CP 2 x FSDP 2, selective, eager",
+    "memory limit, FSDP 2, eager",
+    "memory limit, PP 2, compiled",
+    "attention by flash2, TP 2",
+    "attention by flash2, CP 2, all_to_all",
 ]
 CHOSEN_OF_THE_LONGEST = [
     "FSDP 2 x TP 2 x PP 2, selective, eager",
@@ -82,7 +88,8 @@ def test_the_table_is_whole():
     dense = without_zero_bubble * 3 * 2 * 2 + zero_bubble * 2 * 2
     zero_stages, context, mixed, mixtures, experts = 9, 5 * 3 * 2 * 2, 6 * 2, 7 * 2 * 2, 12 * 2
     owner, documents, frozen = 4 * 2 * 3 + 3 * 2 * 2, 4 * 2 + 1, 27
-    assert len(ROWS) == dense + zero_stages + context + mixed + owner + mixtures + experts + documents + frozen
+    rest = owner + mixtures + experts + documents + frozen + len(list(memory_rows())) + len(list(attention_rows()))
+    assert len(ROWS) == dense + zero_stages + context + mixed + rest
 
 
 @pytest.mark.parametrize("name", CHOSEN)
@@ -92,6 +99,15 @@ def test_chosen_rows_in_float64(ranks, name):
             assert_parity(ranks, [ROWS[name]])
     else:
         assert_parity(ranks, [ROWS[name]])
+
+
+@pytest.mark.parametrize("row", [*memory_rows()], ids=lambda row: row.name)
+def test_the_memory_limits_of_rows_fall_on_some_layers(row):
+    config = load(CONFIG, row.overrides, row.ranks).config
+    choice = planned_choice(config, row.ranks, None)
+    assert choice
+    assert choice.table.mode != "none"
+    assert choice.table.layers
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from tests.gpu.kernels import (
     attention_tflops,
     context_gradient_error,
     copy_terabytes_per_second,
+    head_gradient_error,
     matmul_tflops,
 )
 from tests.gpu.runs import Failed, benchmark, differences, null_gpu_bytes
@@ -79,7 +81,10 @@ def right(folder: Path) -> Iterator[Figure]:
             for place, direction in enumerate(("forward", "backward")):
                 work = lambda b=backend, s=seq_len, d=head_dim, i=place: attention_tflops(b, s, d)[i]  # noqa: E731
                 yield _figure(f"{name}, {direction}", "TFLOP/s", None, work)
-    yield _figure("context parallelism's gradients", "relative error", 0.005, context_gradient_error)
+    for kernel in ("auto", "cudnn"):
+        work = partial(context_gradient_error, kernel)
+        yield _figure(f"context parallelism's gradients, {kernel}", "relative error", 0.005, work)
+    yield _figure("the head's gradient over chunks", "relative error", 1e-6, head_gradient_error)
     expected = (1e-5, 0.02, 0.0)
     try:
         found = differences(folder / "runs")

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parallelisms.attention.blocked import attend, attend_backward
+from trainer.loss import _add_product_
 
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLASH_ATTENTION}
 
@@ -56,23 +57,37 @@ def attention_tflops(backend: str, seq_len: int, head_dim: int) -> tuple[float, 
     return flops / ahead / 1e9, 2.5 * flops / back / 1e9
 
 
-def context_gradient_error() -> float:
+def context_gradient_error(kernel: str = "auto") -> float:
     """Largest relative error of context parallelism's gradients, for queries whose logsumexp is a part of a whole.
 
     The reference is plain attention in float32. FlashAttention's backward reads the logsumexp by a bare pointer.
+
+    Args:
+        kernel: `attention.backend`.
     """
     q, k, v, grad = (_heads(2, 8, 1024, 64) for _ in range(4))
     half = slice(512, None)  # strided, as a rank's second chunk is
-    out, logsumexp = attend(q, k, v, None, causal=False)
+    out, logsumexp = attend(q, k, v, None, False, kernel)
     out = out.to(q.dtype)
     parts = grad[:, :, half], q[:, :, half], k, v, out[:, :, half], logsumexp[:, :, half]
-    ours = attend_backward(*parts, documents=None, causal=False)
+    ours = attend_backward(*parts, None, False, kernel)
     exact = [t.float().requires_grad_() for t in (q[:, :, half], k, v)]
     with sdpa_kernel(SDPBackend.MATH):
         reference = F.scaled_dot_product_attention(*exact)
     gradients = torch.autograd.grad(reference, exact, grad[:, :, half].float())
     errors = [(a.float() - b).norm() / b.norm() for a, b in zip(ours, gradients, strict=True)]
     return max(error.item() for error in errors)
+
+
+def head_gradient_error() -> float:
+    """Largest error of the head's gradient, added up over chunks of bfloat16, relative to its largest value."""
+    chunks = [(torch.randn(512, 1000, device="cuda"), torch.randn(512, 256, device="cuda")) for _ in range(4)]
+    rounded = [(a.bfloat16(), b.bfloat16()) for a, b in chunks]
+    total = torch.zeros(1000, 256, device="cuda")
+    for a, b in rounded:
+        _add_product_(total, a.T, b)
+    exact = sum(a.double().T @ b.double() for a, b in rounded)
+    return ((total - exact).abs().max() / exact.abs().max()).item()
 
 
 def _heads(batch: int, heads: int, seq_len: int, head_dim: int) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.gpu.first_half_hour import estimated_bytes
-from tests.gpu.kernels import context_gradient_error
+from tests.gpu.kernels import context_gradient_error, head_gradient_error
 from tests.gpu.runs import benchmark, differences
 
 SHORT_1B = "--config llama_1b.toml --model.n_layers 4 --training.global_batch_size 16"
@@ -27,8 +27,13 @@ def test_a_resumed_run_goes_on_where_it_stopped(found):
     assert found["whole against stopped and resumed"] < 0.02
 
 
-def test_context_parallelism_gives_flash_attention_what_it_reads():
-    assert context_gradient_error() < 0.02
+@pytest.mark.parametrize("kernel", ["auto", "cudnn"])
+def test_context_parallelism_gives_attentions_kernels_what_they_read(kernel):
+    assert context_gradient_error(kernel) < 0.02
+
+
+def test_the_heads_gradient_is_added_up_in_float32():
+    assert head_gradient_error() < 1e-5  # bfloat16 products alone are off by 4e-3
 
 
 def test_memory_is_as_estimated(tmp_path):

@@ -14,7 +14,8 @@ import pytest
 
 from tests.null_gpu.step import join, load_job
 
-ALL_KEPT = "--activation_checkpoint.save_every_nth_matmul 1"  # the job files' own value fits no other mode
+EVERY_SECOND = "--activation_checkpoint.mode selective --activation_checkpoint.save_every_nth_matmul 2"
+ATTENTION = '--activation_checkpoint.save_ops ["*._scaled_dot_product_*attention*"]'
 FIRST_LAYERS = '[{pattern="embed_tokens.*",freeze=true},{pattern="layers.?.*",freeze=true}]'
 JOBS = {
     # name: (job file, ranks, words)
@@ -40,24 +41,37 @@ JOBS = {
     "3B, FSDP 4 x TP 2, full": (
         "llama_3b.toml",
         8,
-        f"--mesh.tp 2 --activation_checkpoint.mode full {ALL_KEPT} --training.global_batch_size 32",
+        "--mesh.tp 2 --activation_checkpoint.mode full --training.global_batch_size 32",
     ),
-    "3B, ZeRO 2, selective": ("llama_3b.toml", 8, "--fsdp.zero_stage 2 --training.global_batch_size 64"),
+    "3B, ZeRO 2, every second product": (
+        "llama_3b.toml",
+        8,
+        f"--fsdp.zero_stage 2 --training.global_batch_size 64 {EVERY_SECOND}",
+    ),
+    "7B, FSDP 8, every second product": ("llama_7b.toml", 8, EVERY_SECOND),
     "7B, FSDP 8, selective": ("llama_7b.toml", 8, ""),
-    "7B, FSDP 8, selective, eager": ("llama_7b.toml", 8, f"{ALL_KEPT} --compile.enable false"),
+    "7B, FSDP 8, attention kept": ("llama_7b.toml", 8, ATTENTION),
+    "7B, FSDP 8, selective in the layers that a limit chooses": (
+        "llama_7b.toml",
+        8,
+        "--activation_checkpoint.memory_limit_gib 71",
+    ),
+    "7B, FSDP 8, selective, eager": ("llama_7b.toml", 8, "--compile.enable false"),
     "7B, HSDP 2 x 4, budget": (
         "llama_7b.toml",
         8,
-        f"--mesh.dp_replicate 2 --mesh.dp_shard 4 --activation_checkpoint.mode budget {ALL_KEPT} "
-        "--training.global_batch_size 128",
+        "--mesh.dp_replicate 2 --mesh.dp_shard 4 --activation_checkpoint.mode budget --training.global_batch_size 128",
     ),
     "8B, CP 2 x FSDP 4, full, eager": (
         "llama_8b.toml",
         8,
-        f"--mesh.cp 2 --activation_checkpoint.mode full {ALL_KEPT} --compile.enable false "
-        "--training.global_batch_size 8",
+        "--mesh.cp 2 --activation_checkpoint.mode full --compile.enable false --training.global_batch_size 8",
     ),
-    "8B, FSDP 4 x TP 2, selective": ("llama_8b.toml", 8, "--mesh.tp 2 --training.global_batch_size 8"),
+    "8B, FSDP 4 x TP 2, every second product": (
+        "llama_8b.toml",
+        8,
+        f"--mesh.tp 2 --training.global_batch_size 8 {EVERY_SECOND}",
+    ),
     "Mixtral 8x7B, FSDP 64, selective, eager": (
         "mixtral_8x7b.toml",
         64,
@@ -105,10 +119,12 @@ def peaks(null_gpus: dict[str, str]) -> dict[str, int]:
 @pytest.mark.parametrize("name", JOBS)
 def test_the_estimate_is_near_what_is_allocated(peaks, name):
     from configs.layout import mesh_sizes
+    from trainer.planning.least_recomputation import chosen, planned_choice
     from trainer.planning.memory import RankMemory
 
     config, ranks, words = JOBS[name]
     job = load_job(config, words.split(), ranks)
+    job = chosen(job, planned_choice(job, ranks, None))
     estimate = RankMemory(job, mesh_sizes(job, ranks), "cuda", pipeline_rank=0).estimate()
     print(f"{name}: estimated {estimate.device:,}, allocated {peaks[name]:,}: {estimate.device / peaks[name] - 1:+.2%}")
     assert estimate.device == pytest.approx(peaks[name], rel=WITHIN), estimate.peak

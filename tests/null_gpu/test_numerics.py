@@ -10,10 +10,12 @@ import torch
 from torch.autograd.profiler import profile
 
 from configs.load import load
+from tests.null_gpu.device import Counters
 from tests.null_gpu.step import measure
 from tests.null_gpu.test_axes import EXPERTS, SMALL
 from tests.null_gpu.test_document_mask import zeros
 from trainer.guards.verdict import Verdict
+from trainer.loss import _add_product_
 from trainer.numerics import set_numerics
 
 CHOICES = """
@@ -65,3 +67,23 @@ def test_every_kernel_of_a_step_has_a_deterministic_form(null_ranks, words, comp
     for result in null_ranks(ranks, deterministic_step, f"{words} --compile.enable {compiled}"):
         assert any("_flash_attention_forward" in op for op in result["attention"])
         assert not any("cudnn" in op for op in result["attention"])
+
+
+def head_gradient_of_chunks() -> tuple[dict, int]:
+    """On a rank: what adding a chunk to the head's gradient asks of the device, and the bytes that it allocates."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    logits, hidden = torch.empty(512, 1000, device="cuda").bfloat16(), torch.empty(512, 64, device="cuda").bfloat16()
+    total = torch.empty(1000, 64, device="cuda")
+    _add_product_(total, logits.T, hidden)
+    torch.cuda.reset_peak_memory_stats()
+    before, counters = torch.cuda.memory_allocated(), Counters()
+    counters.reset()
+    _add_product_(total, logits.T, hidden)
+    counts = {name: count for name, count in counters.read().items() if count}
+    return counts, torch.cuda.max_memory_allocated() - before
+
+
+def test_the_heads_gradient_is_added_up_inside_the_product(null_ranks):
+    [(counts, n_bytes)] = null_ranks(1, head_gradient_of_chunks)
+    assert counts == {"gemm": 1}
+    assert n_bytes == 0

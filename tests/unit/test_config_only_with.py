@@ -43,11 +43,12 @@ def inheriting(**files):
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_one_edit_turns_an_inherited_mode_off(mode, tmp_path):
-    loaded = load("llama_7b", ["--activation_checkpoint.mode", mode])
+    loaded = load("llama_405b", ["--activation_checkpoint.mode", mode])
     assert loaded.config.activation_checkpoint.save_every_nth_matmul == 1
     origin = loaded.origins["activation_checkpoint.save_every_nth_matmul"]
-    line = (ROOT / "configs/llama_7b.toml").read_text().split("\n").index("save_every_nth_matmul = 2") + 1
-    assert origin == f'default; {ROOT}/configs/llama_7b.toml:{line} does nothing with mode = "{mode}"'
+    lines = (ROOT / "configs/llama_405b.toml").read_text().split("\n")
+    line = next(i for i, text in enumerate(lines, 1) if text.startswith("save_every_nth_matmul = 2"))
+    assert origin == f'default; {ROOT}/configs/llama_405b.toml:{line} does nothing with mode = "{mode}"'
     assert origin in loaded.to_toml(with_origins=True)
     (tmp_path / "resolved.toml").write_text(loaded.to_toml())
     assert load("resolved.toml").config == loaded.config
@@ -174,7 +175,7 @@ def test_every_condition_is_of_a_key_with_a_default_and_about_a_key_that_can_mee
             other = keys[condition.key if "." in condition.key else f"{name.rpartition('.')[0]}.{condition.key}"]
             if other.choices:
                 assert set(condition.values) < set(other.choices), f"{name}: {condition}"
-            assert condition.of is None or condition.of in keys[name].choices
+            assert condition.of is None or f'"{condition.of}"' in keys[name].type
             assert condition.values or not other.choices
 
 

@@ -27,7 +27,7 @@ PARTS = {
         )
         + ("text.py", "exports.py", "tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py")
         + ("bad_files.py", "hub.py", "inputs.py", "listing.py", "packing.py", "token_writer.py", "announce.py")
-        + ("prepared_folder.py", "shard.py", "exact_reduction.py", "exact_numbers.py"),
+        + ("prepared_folder.py", "shard.py", "exact_reduction.py", "exact_numbers.py", "backend.py"),
         6060,
     ),
     "text to token files": (
@@ -41,7 +41,7 @@ PARTS = {
     ),
     "what guards a run": (("trainer/guards", "parallelisms/guards"), (), 1600),
     "what a launch tells": (("trainer/announce.py",), (), 100),
-    "job files: schema, reading, checks": (("configs",), (), 2260),
+    "job files: schema, reading, checks": (("configs",), (), 2320),
     "sums whose bits no mesh changes": (
         ("parallelisms/exact_reduction.py", "parallelisms/exact_numbers.py"),
         (),
@@ -51,7 +51,13 @@ PARTS = {
     "sampling": (("trainer/sampling", "scripts/sample.py"), (), 540),
     "what judges a model": (("trainer/validation.py", "trainer/evaluation", "scripts/evaluate.py"), (), 520),
     "sinks of a run's records": (("trainer/report/sinks",), (), 460),
-    "estimates and reports": (("trainer/planning", "trainer/report"), ("step_records.py", "wall_clock.py", "sinks"), 1795),
+    "estimates and reports": (
+        ("trainer/planning", "trainer/report"),
+        ("step_records.py", "wall_clock.py", "sinks", "least_recomputation.py"),
+        1795,
+    ),
+    "the kernels of attention": (("parallelisms/attention/backend.py",), (), 140),
+    "how much is recomputed": (("trainer/planning/least_recomputation.py",), (), 150),
     "the records of a run's steps": (("trainer/report/step_records.py", "trainer/report/wall_clock.py"), (), 185),
     "the page of runs": (("scripts/page", "scripts/report.py", "scripts/runs.py"), (), 1250),
 }

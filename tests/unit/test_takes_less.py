@@ -56,7 +56,8 @@ def test_changes_are_put_together_where_one_is_not_enough():
 
 def test_full_checkpointing_comes_with_what_it_rules_out():
     """Where every second matmul is kept, mode "full" alone would be refused."""
-    said = does_not_fit(job("llama_8b.toml", 1), 1, 133 * GIB)
+    every_second = ("--activation_checkpoint.save_every_nth_matmul", "2")
+    said = does_not_fit(job("llama_8b.toml", 1, *every_second), 1, 133 * GIB)
     assert 'mode = "full" (now "selective"), activation_checkpoint.save_every_nth_matmul = 1 (now 2)' in said
 
 

@@ -38,8 +38,16 @@ NAMES = {
     "models/documents.py": {"torch._dynamo.maybe_mark_dynamic"} | ATTENTION,
     "models/grouped_mm.py": {"torch._grouped_mm"},
     "parallelisms/activation_checkpoint.py": {"torch._C._dispatch_get_all_op_names", "torch._functorch.config"},
-    "parallelisms/attention/blocked.py": ATTENTION
-    | {"aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_backward"},
+    "parallelisms/attention/backend.py": {
+        "aten._scaled_dot_product_cudnn_attention",
+        "aten._scaled_dot_product_cudnn_attention_backward",
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_flash_attention_backward",
+        ATTENTION_ON_A_CPU,
+        f"{ATTENTION_ON_A_CPU}_backward",
+        "torch._fused_sdp_choice",
+    },
+    "parallelisms/attention/blocked.py": ATTENTION,
     "parallelisms/attention/context.py": {COLLECTIVES},
     "parallelisms/expert.py": {
         COLLECTIVES,

@@ -354,8 +354,8 @@ class RankMemory:
         return _tokens(self.config, self.sizes)
 
     @cached_property
-    def blocks(self) -> dict[int, "_Block"]:
-        return {layer: _block(self.config, layer, self.sizes.tp) for layer in self.layers}
+    def blocks(self) -> dict[int, "Block"]:
+        return {layer: block_widths(self.config, layer, self.sizes.tp) for layer in self.layers}
 
     def _waiting(self, n_layers: int) -> int:
         """Bytes of activations waiting for backward, counting only `n_layers` layers of the current micro-batch."""
@@ -411,7 +411,8 @@ class RankMemory:
         if not peak:
             return (waiting - 1) * ahead
         rows = chunk_rows(tokens, vocabulary * softmax, self.device_type)
-        chunk, product = rows * vocabulary, vocabulary * model.dim * compute
+        chunk = rows * vocabulary
+        product = vocabulary * model.dim * compute if self.device_type == "cpu" else 0  # a GPU adds it up in its kernel
         logits, in_place = chunk * compute, softmax == compute
         # The previous chunk's last operand is still alive.
         before = logits if rows < tokens and not in_place else 0
@@ -491,7 +492,7 @@ def _is_by_muon(config: Config, model: Skeleton, name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """Widths of a block's tensors, in elements per token on one tensor-parallel rank."""
 
     stream: float
@@ -541,11 +542,11 @@ class _Block:
         return attention * (self.query + self.statistics) + matmuls * (saved + self.routed)
 
 
-def _block(config: Config, layer: int, tp: int) -> _Block:
+def block_widths(config: Config, layer: int, tp: int) -> Block:
     model = config.model
     mixture = is_mixture(model, layer)
     experts = model.experts_per_token + model.n_shared_experts
-    return _Block(
+    return Block(
         stream=model.dim / tp,
         normed=model.dim,
         query=model.n_heads * head_dim(model) / tp,

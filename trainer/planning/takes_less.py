@@ -114,7 +114,8 @@ def _smaller_micro_batch(config: Config) -> Iterator[Config]:
 
 
 def _checkpoint_selectively(config: Config) -> Iterator[Config]:
-    if config.activation_checkpoint.mode == "none":
+    table = config.activation_checkpoint
+    if table.mode == "none" and not table.memory_limit_gib:
         yield _with(config, activation_checkpoint={"mode": "selective"})
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from configs.layout import accumulation_steps, mesh_sizes
-from configs.schema import Config
+from configs.schema import Attention, Config
 from parallelisms.mesh import Mesh, build_mesh, end_process_group, groups_of_axes
 from parallelisms.ties import ties_kept
 from trainer.data.loader import MicroBatch
@@ -69,7 +69,8 @@ def trace_step(config: Config, world_size: int, rank: int) -> dict[Collective, T
     Raises:
         ConfigError: the ranks cannot form the mesh.
     """
-    eager = config.model_copy(update={"compile": config.compile.model_copy(update={"enable": False})})
+    plain = {"compile": config.compile.model_copy(update={"enable": False}), "attention": Attention()}
+    eager = config.model_copy(update=plain)  # on a CPU; kernels communicate nothing
     with fake_ranks(world_size, rank):
         mesh = build_mesh(mesh_sizes(eager, world_size), torch.device("cpu"))
         stages, names = build_stages(eager, mesh)
