@@ -30,6 +30,7 @@ from typing import Any
 from configs.files import AppendedFile, require_plain, write_atomically
 from configs.untrusted import parse_json
 from trainer.guards.outages import Outages
+from trainer.proof.metrics_chain import MetricsChain
 from trainer.report.sinks.sink import SinkRun
 from trainer.report.sinks.worker import Sinks
 
@@ -229,10 +230,13 @@ class StepMetrics:
     """How long it kept them waiting, per step."""
     phase_seconds: dict[str, float] | None = None
     """By phase, per step: time outside of collectives on the rank that spent the most."""
+    fingerprint: str | None = None
+    """With metrics.fingerprint: `RunState.chain`; in the file, a hash of it, of the line, and of the lines before it."""
 
     def to_json(self) -> str:
         """Format as one line of JSON; the keys of validation, experts and lag are left out if they have no value."""
-        return _json({key: value for key, value in asdict(self).items() if value is not None or key not in _OPTIONAL})
+        values = {key: value for key, value in asdict(self).items() if key != "fingerprint"}  # it comes last in the file
+        return _json({key: value for key, value in values.items() if value is not None or key not in _OPTIONAL})
 
 
 @dataclass(frozen=True)
@@ -317,6 +321,7 @@ class MetricsLog:
         self._outages = outages
         self._file = AppendedFile(path)
         self._file.touch()  # a run that is stopped before its first step has an empty file, not none
+        self._chain = MetricsChain(read_lines(path))
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="metrics")
         self._written: list[futures.Future[None]] = []
         self._sinks = sinks or Sinks({}, print)
@@ -328,7 +333,8 @@ class MetricsLog:
         self._written.append(self._thread.submit(self._write, metrics, afterwards))
 
     def _write(self, metrics: StepMetrics | EvaluationMetrics, afterwards: Callable[[], None]) -> None:
-        self._file.write(f"{metrics.to_json()}\n".encode())
+        chain = metrics.fingerprint if isinstance(metrics, StepMetrics) else None
+        self._file.write(f"{self._chain.sealed(metrics.to_json(), chain)}\n".encode())
         self._outages.flush(self._file)
         self._sinks.put({key: value for key, value in asdict(metrics).items() if value is not None})
         afterwards()
@@ -367,19 +373,19 @@ def cut_back(path: Path, step: int) -> int:
     require_plain(path)
     if not path.exists():
         return 0
-    steps = [_step_of(line) for line in _lines(path)]
+    steps = [_step_of(line) for line in read_lines(path)]
     keeps = [found is not None and found <= step for found in steps]
     if not all(keeps):
-        write_atomically(path, compress(_lines(path), keeps))
+        write_atomically(path, compress(read_lines(path), keeps))
     return steps.count(None)
 
 
 def last_step(path: Path) -> int:
     """The last step of a `metrics.jsonl`; 0 if there is none."""
-    return max((step for line in _lines(path) if (step := _step_of(line)) is not None), default=0)
+    return max((step for line in read_lines(path) if (step := _step_of(line)) is not None), default=0)
 
 
-def _lines(path: Path) -> Iterator[str]:
+def read_lines(path: Path) -> Iterator[str]:
     """The lines of a file with their line ends; a very long one, which is not a record, comes in parts."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         yield from iter(partial(file.readline, _MAX_RECORD_CHARACTERS), "")
