@@ -22,7 +22,8 @@ from checkpoint.seals import seal_of
 from checkpoint.verify import check
 from configs.errors import UserError
 from configs.untrusted import parse_json
-from trainer.proof.metrics_chain import hash_of, rehashed
+from trainer.proof.chain import link
+from trainer.proof.metrics_chain import before, opened_line
 from trainer.proof.reading import read
 from trainer.proof.record import FILE_NAME, Launch, Step
 from trainer.report.metrics import METRICS_NAME, read_lines
@@ -82,29 +83,23 @@ def metrics_problems(run: Path, records: Records) -> Iterator[str]:
     """What is wrong with a run's metrics.jsonl."""
     path, heads, last = run / METRICS_NAME, {""}, 0
     for number, raw in enumerate(read_lines(path) if path.is_file() else (), 1):
-        found, step = hash_of(raw), _value(raw, "step")
+        found, step, line = opened_line(raw), _value(raw, "step"), raw.removesuffix("\n")
         if not isinstance(step, int):
             yield f"{path}, line {number}: it is no record of a step"
             continue
-        missing = records.logged(last, step - 1)
-        chain = records.chain.get(step, "")
-        expected = _expected(raw.removesuffix("\n"), found, chain, heads)
-        if found and found not in expected and missing:
+        if found is None and _value(raw, "loss") is None:  # of an evaluation
+            heads = {link(head, line) for head in heads}
+            continue
+        chain, missing = records.chain.get(step, ""), records.logged(last, step - 1)
+        expected = {link(before(head, chain), found[0]) for head in heads} if found else set()
+        if found and found[1] not in expected and missing:
             yield f"{path}, line {number}: before it, the lines of steps {', '.join(map(str, missing))} are missing"
-        elif step in records.numbers and found not in expected:
+        elif step in records.numbers and (found is None or found[1] not in expected):
             yield f"{path}, line {number}: the line of step {step} has been changed{_how(raw, records.numbers[step])}"
-        heads = {found, *expected} if found else heads
+        heads = {found[1], *expected} if found else {link(head, line) for head in heads}
         last = step
     if missing := records.logged(last, records.last):
         yield f"{path}: at its end, the lines of steps {', '.join(map(str, missing))} are missing"
-
-
-def _expected(line: str, found: str, chain: str, heads: set[str]) -> set[str]:
-    """The hashes that a line with the hash `found` may have after one of `heads`; empty if that is unknown."""
-    if not found or not chain:
-        return set()
-    formed = line.replace(found, chain)
-    return {rehashed(formed, chain, head)[1] for head in heads}
 
 
 def _value(line: str, key: str) -> object:

@@ -20,10 +20,9 @@ class Difference:
     norm: bool
     parameters: list[str]
     """Names of the parameters whose gradients differ, in the model's order."""
-    ranks: list[int] | None
-    """Places in `Gradients.ranks` of those that held them; None if the replay had other ranks."""
+    ranks: list[str]
+    """Which ranks held what differs; empty if that is not known, or all did."""
     n_parameters: int
-    n_slots: int
 
     def __bool__(self) -> bool:
         return self.loss or self.norm or bool(self.parameters)
@@ -32,37 +31,33 @@ class Difference:
         """In words; of several parameters the last in the model, since the backward pass begins there."""
         numbers = [name for name, differs in ((LOSS, self.loss), (NORM, self.norm)) if differs]
         if self.parameters:
-            few, last = len(self.parameters) == 1, self.parameters[-1]
-            of = (
-                f"the gradient of {last}"
-                if few
-                else (
-                    f"the gradients of {len(self.parameters)} of {self.n_parameters} parameters, first that of {last}"
-                )
-            )
-            numbers.append(of + self._held_by())
+            last, n = self.parameters[-1], len(self.parameters)
+            which = f"gradients of {n} of {self.n_parameters} parameters, first that of {last}"
+            held = f", on {', '.join(self.ranks)}" if self.ranks else ""
+            numbers.append(f"the {f'gradient of {last}' if n == 1 else which}{held}")
         return ", ".join(numbers)
 
-    def _held_by(self) -> str:
-        """Which ranks held what differs, if not all of them did."""
-        if not self.ranks or len(self.ranks) == self.n_slots:
-            return ""
-        return f", on {'rank' if len(self.ranks) == 1 else 'ranks'} {', '.join(map(str, self.ranks))}"
 
-
-def difference(recorded: Step, replayed: Step, names: Sequence[str]) -> Difference:
-    """What differs in bits."""
+def difference(recorded: Step, replayed: Step, names: Sequence[str], n_ranks: int) -> Difference:
+    """What differs in bits between a step of a run on `n_ranks` ranks and its replay; `names` lists all parameters."""
     digests = _unequal(recorded.digests, replayed.digests) | _unequal(recorded.samples, replayed.samples)
-    same_ranks = len(recorded.ranks) == len(replayed.ranks)
     return Difference(
         recorded.step,
         recorded.loss.hex() != replayed.loss.hex(),
         recorded.grad_norm.hex() != replayed.grad_norm.hex(),
         [names[number] for number in np.flatnonzero(digests).tolist()],
-        np.flatnonzero(recorded.ranks != replayed.ranks).tolist() if same_ranks else None,
+        _ranks(recorded.ranks, replayed.ranks, n_ranks),
         len(names),
-        len(recorded.ranks),
     )
+
+
+def _ranks(a: np.ndarray, b: np.ndarray, n_ranks: int) -> list[str]:
+    """The ranks whose digests differ, if not all do; each digest is of one rank or of a range (`GradientFingerprint`)."""
+    places = np.flatnonzero(a != b).tolist() if len(a) == len(b) else []
+    if len(places) == len(a):
+        return []
+    ranges = [(-(-place * n_ranks // len(a)), -(-(place + 1) * n_ranks // len(a)) - 1) for place in places]
+    return [f"rank {first}" if first == last else f"ranks {first} to {last}" for first, last in ranges]
 
 
 def _unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -182,8 +182,8 @@ def judge(plan: Plan, folder: Path) -> Verdict:
     changed = _changed(plan.launch, replayed.launches[launch], folder)
     pairs = [(plan.steps[number], replayed.steps[number]) for number in sorted(plan.steps)]
     names = [name for name, _ in plan.launch.parameters]
-    found = next(filter(None, (difference(*pair, names) for pair in pairs)), None)
-    expects_bits = not changed or not difference(*pairs[0], names)
+    found = next(filter(None, (difference(*pair, names, plan.launch.ranks) for pair in pairs)), None)
+    expects_bits = not changed or not difference(*pairs[0], names, plan.launch.ranks)
     if found is None or expects_bits:
         return Verdict(plan.last, plan.last, changed, expects_bits, found, None, None)
     largest, outside = None, None

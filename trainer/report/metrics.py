@@ -235,7 +235,9 @@ class StepMetrics:
 
     def to_json(self) -> str:
         """Format as one line of JSON; the keys of validation, experts and lag are left out if they have no value."""
-        values = {key: value for key, value in asdict(self).items() if key != "fingerprint"}  # it comes last in the file
+        values = {
+            key: value for key, value in asdict(self).items() if key != "fingerprint"
+        }  # it comes last in the file
         return _json({key: value for key, value in values.items() if value is not None or key not in _OPTIONAL})
 
 
