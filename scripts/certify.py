@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -17,18 +18,19 @@ if not __package__:  # run as a file, from any folder
 from configs.errors import KeelError, UserError
 from scripts.command import end, parser_of, positive, run_command
 from scripts.replay import replay
+from train import end_process
 from trainer.report.console import Console
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line to its end as this process, as `replay` does."""
     options, holds = _parser().parse_args(arguments), False
 
     def work(console: Console) -> None:
         nonlocal holds
         holds = certify(options.run, options.checks, options.seed, console)
 
-    return run_command(work, "stopped") or int(not holds)
+    end_process(run_command(work, "stopped") or int(not holds))
 
 
 def certify(run: Path, checks: int, seed: int | None, console: Console) -> bool:

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,6 +24,7 @@ from configs.errors import UserError
 from configs.load import load
 from scripts.command import end, parser_of, positive, run_command
 from scripts.launcher import run_ranks
+from train import end_process
 from trainer.guards.fragmentation import let_segments_grow
 from trainer.lifecycle import install_signal_handlers
 from trainer.report.console import Console
@@ -36,10 +37,10 @@ _RANK_OF = "KEEL_REPLAY"
 _TASK = "task.json"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line to its end as this process: what has started ranks may abort in the interpreter's shutdown."""
     if folder := os.environ.get(_RANK_OF):
-        return _be_a_rank(Path(folder))
+        _be_a_rank(Path(folder))
     parser = _parser()
     options, words = parser.parse_known_args(arguments)
     if unknown := [word for word in words if word.startswith("-") and "." not in word]:
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nonlocal holds
         holds = replay(options.run, options.step, console, options.ranks, words, options.folder)
 
-    return run_command(work, "stopped") or int(not holds)
+    end_process(run_command(work, "stopped") or int(not holds))
 
 
 def replay(
@@ -118,7 +119,7 @@ def _compute(plan: "Plan", ranks: int, words: Sequence[str], folder: Path) -> No
         raise UserError(f"the replay did not come to its end (exit code {code})")
 
 
-def _be_a_rank(folder: Path) -> int:
+def _be_a_rank(folder: Path) -> NoReturn:
     """Be one of the ranks that compute the steps; what they print is in the replay's run.log."""
     stop = install_signal_handlers()
     with open(os.devnull, "w") as nothing:
@@ -126,7 +127,6 @@ def _be_a_rank(folder: Path) -> int:
     task = json.loads((folder / _TASK).read_text())
     job = load(task["job"], task["words"], int(os.environ["WORLD_SIZE"]))
     let_segments_grow(os.environ)
-    from train import end_process
     from trainer.proof.replay import Replayer
     from trainer.run import run
 

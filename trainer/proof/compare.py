@@ -52,7 +52,7 @@ def difference(recorded: Step, replayed: Step, names: Sequence[str], n_ranks: in
 
 
 def _ranks(a: np.ndarray, b: np.ndarray, n_ranks: int) -> list[str]:
-    """The ranks whose digests differ, if not all do; each digest is of one rank or of a range (`GradientFingerprint`)."""
+    """The ranks whose digests differ, if not all do; a digest is of one rank, or of a range (`GradientFingerprint`)."""
     places = np.flatnonzero(a != b).tolist() if len(a) == len(b) else []
     if len(places) == len(a):
         return []

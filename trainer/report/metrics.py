@@ -231,7 +231,7 @@ class StepMetrics:
     phase_seconds: dict[str, float] | None = None
     """By phase, per step: time outside of collectives on the rank that spent the most."""
     fingerprint: str | None = None
-    """With metrics.fingerprint: `RunState.chain`; in the file, a hash of it, of the line, and of the lines before it."""
+    """With metrics.fingerprint: `RunState.chain`; in the file, a hash of it, of the line, and of those before it."""
 
     def to_json(self) -> str:
         """Format as one line of JSON; the keys of validation, experts and lag are left out if they have no value."""
