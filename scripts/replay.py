@@ -38,7 +38,7 @@ _TASK = "task.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line to its end as this process: what has started ranks may abort in the interpreter's shutdown."""
+    """Run the command line to its end as this process, which may abort in Python's shutdown after starting ranks."""
     if folder := os.environ.get(_RANK_OF):
         _be_a_rank(Path(folder))
     parser = _parser()

@@ -29,7 +29,7 @@ PARTS = {
         + ("text.py", "exports.py", "tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py")
         + ("bad_files.py", "hub.py", "inputs.py", "listing.py", "packing.py", "token_writer.py", "announce.py")
         + ("prepared_folder.py", "shard.py", "seals.py", "exact_reduction.py", "exact_numbers.py"),
-        6060,
+        6075,
     ),
     "text to token files": (
         (

@@ -235,9 +235,8 @@ class StepMetrics:
 
     def to_json(self) -> str:
         """Format as one line of JSON; the keys of validation, experts and lag are left out if they have no value."""
-        values = {
-            key: value for key, value in asdict(self).items() if key != "fingerprint"
-        }  # it comes last in the file
+        values = asdict(self)
+        del values["fingerprint"]  # the file's is computed from this text
         return _json({key: value for key, value in values.items() if value is not None or key not in _OPTIONAL})
 
 
