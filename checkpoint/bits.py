@@ -43,17 +43,19 @@ def changed_surroundings(manifest: Manifest, environment: Mapping[str, str]) -> 
     """
     before = {"torch": manifest.torch_version, **manifest.environment}
     now = {"torch": torch.__version__, **(environment if manifest.environment else {})}
-    return _changes(before, now)
+    return changes(before, now)
 
 
-def changed_settings(manifest: Manifest, config: Mapping[str, Any], mesh: Mapping[str, int]) -> dict[str, str]:
+def changed_settings(
+    old_config: Mapping[str, Any], old_mesh: Mapping[str, int], config: Mapping[str, Any], mesh: Mapping[str, int]
+) -> dict[str, str]:
     """The mesh sizes and the SETTINGS that have changed, by name."""
-    before = {f"mesh.{axis}": size for axis, size in manifest.mesh.items()} | _settings(manifest.config)
+    before = {f"mesh.{axis}": size for axis, size in old_mesh.items()} | _settings(old_config)
     now = {f"mesh.{axis}": size for axis, size in mesh.items()} | _settings(config)
     alike = {name for name, values in _ALIKE.items() if {before.get(name), now.get(name)} <= values}
-    if is_exact(manifest.config) and is_exact(config):
+    if is_exact(old_config) and is_exact(config):
         alike |= _FREE_IF_EXACT
-    return {name: change for name, change in _changes(before, now).items() if name not in alike}
+    return {name: change for name, change in changes(before, now).items() if name not in alike}
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,7 +64,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: config[table][name] for key, table, name in tables if name in config.get(table, {})}
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """ "old -> new" for each value that differs."""
     pairs = {name: (before.get(name, "not set"), now.get(name, "not set")) for name in {**before, **now}}
     return {name: f"{old} -> {new}" for name, (old, new) in pairs.items() if old != new}

@@ -39,6 +39,7 @@ from checkpoint.manifest import Damaged, FileEntry, Manifest, Origin, RunChange,
 from checkpoint.pin import Pinned, remove
 from checkpoint.room import crowded_hosts, measure_room
 from checkpoint.safe_read import read_metadata
+from checkpoint.seals import seal_of_parent
 from checkpoint.store import NotFinite, SaveFailed, Shard, State, save_failed
 from checkpoint.verify import content_damages
 from checkpoint.votes import SaveClock, Vote
@@ -402,7 +403,7 @@ class CheckpointManager:
         keys differ, the user has set them, and a log line suffices.
         """
         surroundings = changed_surroundings(manifest, self._environment)
-        changes = surroundings | changed_settings(manifest, self._config, self._mesh)
+        changes = surroundings | changed_settings(manifest.config, manifest.mesh, self._config, self._mesh)
         if changes:
             say = self._warn if surroundings else self._log
             verb = "may" if changes.keys() == {CODE} else "will"
@@ -438,6 +439,7 @@ class CheckpointManager:
         data_fingerprint: Mapping[str, str] | None = None,
         validation_loss: float | None = None,
         prune: bool = True,
+        chain: str = "",
     ) -> float:
         """Write a checkpoint of the run after `step` steps.
 
@@ -451,6 +453,7 @@ class CheckpointManager:
             data_fingerprint: hash of the content of each data source.
             validation_loss: None unless it was measured at this step.
             prune: remove the checkpoints that the settings don't keep; False while this one may turn out bad.
+            chain: `Manifest.chain`.
 
         Returns:
             Seconds for which training waited.
@@ -471,7 +474,7 @@ class CheckpointManager:
             return time.perf_counter() - started
         if unfinished is None:
             return time.perf_counter() - started
-        draft = self._draft(step, trainer_state["tokens"], data_fingerprint or {}, validation_loss)
+        draft = self._draft(step, trainer_state["tokens"], data_fingerprint or {}, validation_loss, chain)
         self._pending = _Save(started, unfinished, draft, json.dumps(trainer_state), prune, Future())
         self._start(self._pending, store.shards_of(state))
         stall = time.perf_counter() - started
@@ -563,7 +566,7 @@ class CheckpointManager:
         return torch.bfloat16 if is_moment and self._settings.optimizer_dtype == "bfloat16" else tensor.dtype
 
     def _draft(
-        self, step: int, tokens: int, data_fingerprint: Mapping[str, str], validation_loss: float | None
+        self, step: int, tokens: int, data_fingerprint: Mapping[str, str], validation_loss: float | None, chain: str
     ) -> Manifest:
         is_known = validation_loss is not None and math.isfinite(validation_loss)
         return Manifest(
@@ -583,6 +586,7 @@ class CheckpointManager:
             validation_loss=validation_loss if is_known else None,
             environment=self._environment,
             times_gone_back=self._times_gone_back,
+            chain=chain,
         )
 
     def _write(self, save: _Save, shards: dict[str, Shard], is_staged: bool) -> None:
@@ -696,7 +700,8 @@ def _begin(folder: Path, is_ours: bool) -> Path | None:
 
 def _commit(save: _Save, files: dict[str, FileEntry]) -> Manifest:
     try:
-        return manifests.commit(save.unfinished, save.draft, files, save.trainer_text)
+        draft = replace(save.draft, parent_seal=seal_of_parent(save.unfinished.parent, save.draft.parent))
+        return manifests.commit(save.unfinished, draft, files, save.trainer_text)
     except OSError as error:
         raise save_failed(save.unfinished, error, sum(entry.size for entry in files.values())) from None
 

@@ -104,6 +104,10 @@ class Manifest:
     """What else decides the bits of the run (Keel's code, the device, threads, ...), by name; empty: not recorded."""
     times_gone_back: Count = 0
     """The `checkpoint.go_back` up to which the run has gone back: what tells a repeated command from a new one."""
+    chain: str = ""
+    """The hash of the fingerprints of all steps up to here; "" without them."""
+    parent_seal: str = ""
+    """The seal of the parent's manifest; "" if the parent was no longer in the run's folder."""
     format_version: int = FORMAT_VERSION
 
     def value(self, table: str, key: str, kind: type[Value]) -> Value | None:
@@ -230,7 +234,7 @@ def read_manifest(folder: Path) -> Manifest:
         Damaged: the folder is not a complete checkpoint.
         UserError: the checkpoint has a newer format.
     """
-    text = _sealed_text(folder)
+    text = sealed_text(folder)
     try:
         version = parse_json(text).get("format_version")  # the seal guarantees an object
     except ValueError as error:
@@ -275,7 +279,7 @@ def content_damage(folder: Path, name: str, entry: FileEntry) -> str | None:
     return None if digest == entry.xxh3 else f"{name} has changed since it was written (its hash differs)"
 
 
-def _sealed_text(folder: Path) -> str:
+def sealed_text(folder: Path) -> str:
     """Read MANIFEST.json of the checkpoint in `folder`, and check its seal.
 
     Raises:

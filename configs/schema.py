@@ -533,6 +533,8 @@ class Metrics(Table):
     """Log to MLflow, whose own settings apply; default: to mlflow/ in the run folder (needs the package mlflow)."""
     sink: Annotated[str | None, Field(pattern=r"^[\w.]+:\w+$")] = None
     """A class of your own that gets every record, as "my_module:MySink" (docs/loggers.md)."""
+    fingerprint: bool = False
+    """Record a fingerprint of every step's gradients, by which `keel replay` and `keel certify` prove the run."""
 
 
 class Profile(Table):

@@ -65,6 +65,10 @@ class Mesh:
         """Sum `tensor` over the pipeline's ranks, in place."""
         return _reduced(tensor, self.pp.get_group())
 
+    def sum_over_all(self, tensor: Tensor) -> Tensor:
+        """Element-wise sum over all ranks, in place."""
+        return _reduced(tensor, None)
+
     def max_over_all(self, tensor: Tensor) -> Tensor:
         """Element-wise maximum over all ranks, in place."""
         return _reduced(tensor, None, dist.ReduceOp.MAX)

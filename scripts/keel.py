@@ -27,6 +27,8 @@ _SCRIPTS = {
     "sample": ("sample", "continue texts with a trained model"),
     "evaluate": ("evaluate", "run tasks of lm-eval on a trained model"),
     "data": ("data", "show what a step trains on, and which steps train on a text"),
+    "replay": ("replay", "compute a step again, and compare it with what the run recorded"),
+    "certify": ("certify", "check that a run's records are what was written, and replay random steps"),
     "checkpoint": ("checkpoint", "inspect, verify, compare and prune checkpoints"),
     "export": ("export_hf", "export a checkpoint's model to Hugging Face format"),
     "import": ("import_hf", "import a Hugging Face model as a checkpoint"),

@@ -30,6 +30,12 @@ SLOW = {
         "test_experts_apart_do_not_change_the_run*",
         "test_other_options[[]few]",
     ),
+    "distributed/test_fingerprint.py": (
+        "*[[]owner 2]",
+        "*[[]HSDP 2x2]",
+        "*[[]DDP 2]",
+        "*[[]EP 2]",
+    ),
     "distributed/test_freezing.py": (
         "*[[]frozen, PP 4*",
         "*[[]frozen, HSDP 2x2*",
@@ -228,6 +234,12 @@ SLOW = {
     "unit/test_page.py": ("test_a_long_run*",),
     "unit/test_hf_export.py": ("test_memory_is_that_of_a_shard",),
     "unit/test_least_recomputation.py": ("test_train_py_says_it*",),
+    "unit/test_proof.py": (
+        "test_a_flipped_bit_is_named*[[]0]",
+        "test_a_flipped_bit_is_named*[[]29]",
+        "test_random_steps_find_it",
+        "test_an_exchanged_checkpoint_is_named",
+    ),
     "unit/test_scripts.py": (
         "test_the_benchmark_measures_what_it_says",
         "test_a_plan_of_7b*",

@@ -6,6 +6,7 @@ However a run ends, `status.json` records it, and a user's mistake ends in one m
 import os
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -61,8 +62,14 @@ class _Launch:
     """None until the process group exists."""
 
 
-def run(job: LoadedConfig, stop: StopRequest) -> int:
-    """Run a job on this rank to its end; returns the process's exit code."""
+def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Trainer) -> int:
+    """Run a job on this rank to its end; returns the process's exit code.
+
+    Args:
+        job: the job.
+        stop: told by signals.
+        build: called with a Trainer's arguments.
+    """
     rank, folder, ledger = int(os.environ.get("RANK", "0")), job.config.job.folder, TimeLedger()
     trainer = None
     with Console(rank) as console:
@@ -76,7 +83,7 @@ def run(job: LoadedConfig, stop: StopRequest) -> int:
             watchdog = Watchdog(folder, job.config.job.timeout_seconds, lambda losses: _end_from_thread(losses, launch))
             launch.watchdog = watchdog
             compare_launches(job, device)
-            trainer = Trainer(job, device, console, stop, ledger, watchdog, before_build=say_hello)
+            trainer = build(job, device, console, stop, ledger, watchdog, before_build=say_hello)
             _write_config(launch, job)
             state = trainer.train()
             if folder / "config.toml" in console.outages:

@@ -23,6 +23,7 @@ from parallelisms.exact_numbers import exact_grad_norm, exact_loss_sum
 from parallelisms.exact_reduction import ExactReduction
 from parallelisms.fsdp import freeze
 from parallelisms.grad_norm import clip_grads_with_norm, grad_norm
+from parallelisms.guards.fingerprint import GradientFingerprint, fingerprint_of
 from parallelisms.guards.order_guard import OrderGuard
 from parallelisms.guards.replicas import Copy, copies_on
 from parallelisms.init import materialize
@@ -56,6 +57,8 @@ class Terms(NamedTuple):
     """Whether this rank was told to stop."""
     gradients_are_lost: bool = False
     """Whether the gradients must be computed again, because others were computed in between."""
+    step: int = 0
+    """The step's number, which chooses the gradients that its fingerprint samples."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class Learner:
     guard: OrderGuard
     frozen_until: dict[str, float]
     """Returned by `optimizer.frozen_until`."""
+    fingerprint: GradientFingerprint | None = None
+    """What `metrics.fingerprint` records of each step; None: nothing."""
 
     def freeze(self, step: int) -> None:
         """Freeze the parameters that the next step, after `step` steps, does not train; unfreeze the others."""
@@ -111,7 +116,8 @@ class Learner:
             agreed = terms()
             if agreed.gradients_are_lost:
                 loss, norm = self.gradients(micro_batches)
-            verdict = judge(self.mesh, loss, norm, agreed.loss_limit, agreed.is_stopping)
+            sums = [self.fingerprint.sums(agreed.step)] if self.fingerprint else []
+            verdict = judge(self.mesh, loss, norm, agreed.loss_limit, agreed.is_stopping, *sums)
             self.guard.compare()
             before_update()
             set_lr(self.optimizer, lr)
@@ -277,6 +283,7 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
         load_balance=LoadBalance(stages, config, mesh),
         guard=OrderGuard(config.comm.order_guard_interval, groups_of_axes(mesh).values()),
         frozen_until=frozen_until(config.optimizer, model_names),
+        fingerprint=fingerprint_of(stages.values(), model_names, mesh, config),
     )
     learner.freeze(step=0)
     return learner

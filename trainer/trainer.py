@@ -47,6 +47,7 @@ from trainer.planning.flops import peak_flops
 from trainer.planning.least_recomputation import chosen, least_recomputation
 from trainer.planning.skeleton import skeleton
 from trainer.preparation import prepare_data, require_inputs
+from trainer.proof.fingerprints import Fingerprints
 from trainer.report.console import Console
 from trainer.report.metrics import EvaluationMetrics, Kind, Memory, TimeLedger, memory_counts, memory_of
 from trainer.report.profile import StepProfiler
@@ -132,9 +133,11 @@ class Trainer:
             self.checkpoints.check_room(self.learner.state())
             self.exports, self.evaluations = self._build_exports(), self._build_evaluations()
             self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
+            gradients, axes = self.learner.fingerprint, self.mesh.sizes.axes
+            self.fingerprints = Fingerprints(job, gradients, axes, device, console.outages)
             launch = describe_launch(config, self.mesh, self.first_step, ledger)
-            self.records = StepRecords(config, console, ledger, self.peak, launch)
-            on_rank_zero(None, lambda: self.records.open(self.run.step))
+            self.records = StepRecords(config, console, ledger, self.peak, launch, self.fingerprints)
+            self.records.open(self.run, self.loader.state_dict()["next_sample"])
         waits = CollectiveWaits(groups_of_axes(self.mesh).values(), self.device)
         self.phases = PhaseClock(waits, config.fault.lag_ratio, self.mesh.sizes.pp > 1, COMPILING_STEPS)
         self.lag: Lag | None = None
@@ -299,7 +302,7 @@ class Trainer:
         if self.pending:
             self.watchdog.step(self.run.step)  # if the device hangs, it is in that step
         is_traced = self._settle()
-        return Terms(loss_limit(self.spikes, self.run.past_losses), bool(self.stop), gradients_are_lost=is_traced)
+        return Terms(loss_limit(self.spikes, self.run.past_losses), bool(self.stop), is_traced, self.run.step + 1)
 
     def _before_update(self) -> None:
         self.phases.updating()
@@ -351,7 +354,8 @@ class Trainer:
             UserError: too many steps in a row changed nothing.
         """
         n_incidents = len(self.run.incidents)
-        self.run = self.run.after(result, tokens_per_step(self.config), self.spikes)
+        chain = self.fingerprints.record(self.run, result)
+        self.run = self.run.after(result, tokens_per_step(self.config), self.spikes, chain)
         self.unlogged_incidents += self.run.incidents[n_incidents:]
         self.ends = (self.ends[0] if self.ends else result.loss, result.loss)
         self.last_was_finite = result.is_spike or not result.skipped
@@ -413,7 +417,7 @@ class Trainer:
         self.compared_step = None
         self.profiler.finish()
         self.exports, self.evaluations = self._build_exports(), self._build_evaluations()
-        on_rank_zero(None, lambda: self.records.open(self.run.step))
+        self.records.open(self.run, self.loader.state_dict()["next_sample"])
 
     def _compare_copies(self) -> None:
         """Check that replicated tensors are equal on all ranks, or heal them.
@@ -488,6 +492,7 @@ class Trainer:
             {"tokens": run.tokens, "run": asdict(run), "data": data},
             data_fingerprint={name: state["fingerprint"] for name, state in data["sources"].items()},
             validation_loss=finished.validation_loss,
+            chain=run.chain,
             prune=not run.skipped_in_a_row,  # skipped steps may end the run, which then needs older checkpoints
         )
 
@@ -506,7 +511,9 @@ class Trainer:
             result = finished.verdict.read()
             if result.differs:  # the main threads say which
                 raise UserError("the ranks hold different results of the last step")
-            run = finished.run.after(result, tokens_per_step(self.config), self.spikes)
+            chain = self.fingerprints.record(finished.run, result)
+            self.fingerprints.flush()
+            run = finished.run.after(result, tokens_per_step(self.config), self.spikes, chain)
             finished = replace(finished, run=run, verdict=None)
         step, is_new = finished.run.step, finished.run.step > self.first_step
         if is_new:

@@ -59,6 +59,17 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     ' "def main(" --max-tokens 9',
     "python scripts/sample.py runs/debug --file prompts.txt --max-tokens 40 --seed 1": "printf 'a\\nclass A:\\n'"
     " | python scripts/sample.py runs/debug --file - --max-tokens 9 --seed 1",
+    "python train.py --config debug.toml --metrics.fingerprint true --job.output_dir runs/proven": "python train.py"
+    f" --config debug.toml {BATCH} --metrics.fingerprint true --job.output_dir runs/proven --training.steps 6"
+    " --checkpoint.interval 3 --metrics.interval 2 --validation.interval 0",
+    "python scripts/replay.py runs/proven --step 120": "python scripts/replay.py runs/proven --step 5",
+    "python scripts/replay.py runs/proven --step 101 --ranks 2 --mesh.tp 2": "python scripts/replay.py runs/proven"
+    " --step 4 --ranks 2 --mesh.tp 2",
+    "python scripts/certify.py runs/proven --checks 5": "python scripts/certify.py runs/proven --checks 1",
+    "keel replay": "python scripts/keel.py replay --help",
+    "keel replay RUN --step N": "python scripts/keel.py replay --help",
+    "keel certify": "python scripts/keel.py certify --help",
+    "keel certify RUN": "python scripts/keel.py certify --help",
     "keel --help": "python scripts/keel.py --help",
     "keel runs": "python scripts/keel.py runs",
     "keel report runs/debug --output report.html": "python scripts/keel.py report runs/debug --output report.html",
@@ -263,10 +274,16 @@ def check_four_ranks(clone: Path, told: str) -> None:
     assert (status(clone / "runs" / "debug")["state"], status(clone / "runs" / "debug")["step"]) == ("done", 310)
 
 
+def check_replay(clone: Path, told: str) -> None:
+    """On the run's own mesh, and on another."""
+    assert "equal within the bound: step" in told if "mesh.tp 1 -> 2" in told else "equal in bits: step" in told
+
+
 CHECKS: dict[str, Callable[[Path, str], None]] = {
     "torchrun train.py --config debug.toml": check_debug,
     "torchrun --nproc-per-node 2 train.py --config debug.toml": check_two_ranks,
     "torchrun --nproc-per-node 4 train.py --config debug.toml": check_four_ranks,
+    "python scripts/replay.py": check_replay,
 }
 
 

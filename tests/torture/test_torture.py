@@ -53,6 +53,12 @@ def test_faults(tmp_path):
     assert "NOT" not in told
 
 
+def test_flips(tmp_path):
+    told = run("tests.torture.flips --steps 20 --stretch 10", tmp_path)
+    assert "no flip: equal in bits: steps 1 to 20" in told
+    assert told.count(": named") == 2
+
+
 def run(words, folder, environment=None, expected=0):
     """Run one of the scripts, in a process of its own; returns what it prints."""
     variables = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)} | (environment or {})

@@ -19,6 +19,7 @@ PARTS = {
             "report",
             "microscope",
             "sampling",
+            "proof",
             "export",
             "evaluation",
             "validation.py",
@@ -27,8 +28,8 @@ PARTS = {
         )
         + ("text.py", "exports.py", "tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py")
         + ("bad_files.py", "hub.py", "inputs.py", "listing.py", "packing.py", "token_writer.py", "announce.py")
-        + ("prepared_folder.py", "shard.py", "exact_reduction.py", "exact_numbers.py", "backend.py"),
-        6060,
+        + ("prepared_folder.py", "shard.py", "seals.py", "exact_reduction.py", "exact_numbers.py", "backend.py"),
+        6100,
     ),
     "text to token files": (
         (
@@ -39,7 +40,7 @@ PARTS = {
         (),
         1450,
     ),
-    "what guards a run": (("trainer/guards", "parallelisms/guards"), (), 1600),
+    "what guards a run": (("trainer/guards", "parallelisms/guards"), ("fingerprint.py",), 1600),
     "what a launch tells": (("trainer/announce.py",), (), 100),
     "job files: schema, reading, checks": (("configs",), (), 2320),
     "sums whose bits no mesh changes": (
@@ -48,6 +49,11 @@ PARTS = {
         180,
     ),
     "which step trains on what": (("trainer/microscope",), (), 280),
+    "replay and proof of a run": (
+        ("trainer/proof", "parallelisms/guards/fingerprint.py", "checkpoint/seals.py"),
+        (),
+        660,
+    ),
     "sampling": (("trainer/sampling", "scripts/sample.py"), (), 540),
     "what judges a model": (("trainer/validation.py", "trainer/evaluation", "scripts/evaluate.py"), (), 520),
     "sinks of a run's records": (("trainer/report/sinks",), (), 460),

@@ -23,6 +23,8 @@ from parallelisms.ranks import gather
 # Copies of a gradient are bitwise equal, but ranks may sum their norms in different orders: where an NCCL ring begins
 # depends on the topology. Rounding of float32 over many ranks stays well below this.
 _ROUNDING = 1e-5
+_N_NUMBERS = 10
+"""How many numbers of `Verdict._numbers` are the verdict's; the gradients' sums follow."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class StepResult:
     """Some rank had been told to stop when it judged the step."""
     own_loss: float = field(compare=False)
     own_grad_norm: float = field(compare=False)
+    gradient_sums: Tensor | None = field(default=None, compare=False)
+    """Returned by `GradientFingerprint.sums`, in the host's memory; None without a fingerprint."""
 
     def gather(self) -> list[Seen]:
         """Collect what each rank holds; all ranks must call it."""
@@ -76,12 +80,13 @@ class Verdict:
         """Wait until the device has finished the step. Any thread may call it, on any rank."""
         if self._arrived is not None and not self._arrived.query():
             self._arrived.synchronize()
-        *numbers, own_loss, own_norm, skip = self._numbers.tolist()
+        *numbers, own_loss, own_norm, skip = self._numbers[:_N_NUMBERS].tolist()
+        sums = self._numbers[_N_NUMBERS:] if len(self._numbers) > _N_NUMBERS else None
         kinds, largest, stop = numbers[0:2], numbers[2:4], numbers[6]
         loss, norm = ((x, math.inf, math.nan)[int(kind)] for kind, x in zip(kinds, largest, strict=True))
         differs = not any(kinds) and _differ(largest, [-x for x in numbers[4:6]])
         is_spike = bool(skip) and not any(kinds) and not differs
-        return StepResult(loss, norm, bool(skip), is_spike, differs, bool(stop), own_loss, own_norm)
+        return StepResult(loss, norm, bool(skip), is_spike, differs, bool(stop), own_loss, own_norm, sums)
 
     def result(self) -> StepResult:
         """Read the result; all ranks must call it.
@@ -100,7 +105,7 @@ class Verdict:
 
 
 def judge(
-    mesh: Mesh, loss: Tensor, grad_norm: Tensor, loss_limit: float = math.inf, is_stopping: bool = False
+    mesh: Mesh, loss: Tensor, grad_norm: Tensor, loss_limit: float = math.inf, is_stopping: bool = False, *sums: Tensor
 ) -> Verdict:
     """Judge a step by the worst value that any rank holds; all ranks must call it. Does not wait for the device.
 
@@ -109,6 +114,7 @@ def judge(
         loss, grad_norm: this rank's, scalars on the device.
         loss_limit: a loss above it is a spike.
         is_stopping: whether this rank was told to stop, which all ranks learn with the result.
+        sums: of `GradientFingerprint`, which come with the result.
     """
     own = torch.stack((loss.double(), grad_norm.double()))
     # Not the values themselves: a maximum over NaNs would depend on their order.
@@ -118,7 +124,7 @@ def judge(
     kinds, largest, smallest = agreed[0:2], agreed[2:4], -agreed[4:6]
     is_wrong = torch.cat((kinds > 0, largest - smallest > _ROUNDING * largest.abs(), largest[:1] > loss_limit))
     skip = is_wrong.any().float()
-    numbers = torch.cat((agreed, own, skip.double()[None])).to("cpu", non_blocking=True)  # into pinned memory
+    numbers = torch.cat((agreed, own, skip.double()[None], *sums)).to("cpu", non_blocking=True)  # into pinned memory
     arrived = None
     if own.is_cuda:
         arrived = torch.cuda.Event(blocking=True)

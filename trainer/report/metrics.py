@@ -31,6 +31,7 @@ from typing import Any
 from configs.files import AppendedFile, require_plain, write_atomically
 from configs.untrusted import parse_json
 from trainer.guards.outages import Outages
+from trainer.proof.metrics_chain import MetricsChain
 from trainer.report.sinks.sink import SinkRun
 from trainer.report.sinks.worker import Sinks
 
@@ -241,10 +242,14 @@ class StepMetrics:
     """Seconds of rank 0 since the previous line of this launch, or since its start, by `Kind.key`; the sum is all."""
     goodput: float | None = None
     """Seconds that trained the steps up to here over all seconds since the run's first launch began, 0 to 1."""
+    fingerprint: str | None = None
+    """With metrics.fingerprint: `RunState.chain`; in the file, a hash of it, of the line, and of those before it."""
 
     def to_json(self) -> str:
         """Format as one line of JSON; the keys of validation, experts and lag are left out if they have no value."""
-        return _json({key: value for key, value in asdict(self).items() if value is not None or key not in _OPTIONAL})
+        values = asdict(self)
+        del values["fingerprint"]  # the file's is computed from this text
+        return _json({key: value for key, value in values.items() if value is not None or key not in _OPTIONAL})
 
 
 @dataclass(frozen=True)
@@ -332,6 +337,7 @@ class MetricsLog:
         self._outages = outages
         self._file = AppendedFile(path)
         self._file.touch()  # a run that is stopped before its first step has an empty file, not none
+        self._chain = MetricsChain(read_lines(path))
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="metrics")
         self._written: list[futures.Future[None]] = []
         self._sinks = sinks or Sinks({}, print)
@@ -343,7 +349,8 @@ class MetricsLog:
         self._written.append(self._thread.submit(self._write, metrics, afterwards))
 
     def _write(self, metrics: StepMetrics | EvaluationMetrics, afterwards: Callable[[], None]) -> None:
-        self._file.write(f"{metrics.to_json()}\n".encode())
+        chain = metrics.fingerprint if isinstance(metrics, StepMetrics) else None
+        self._file.write(f"{self._chain.sealed(metrics.to_json(), chain)}\n".encode())
         self._outages.flush(self._file)
         self._sinks.put({key: value for key, value in asdict(metrics).items() if value is not None})
         afterwards()

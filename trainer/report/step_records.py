@@ -10,10 +10,12 @@ import torch.distributed as dist
 from configs.errors import UserError
 from configs.schema import Config
 from parallelisms.load_balance import Balance
+from parallelisms.ranks import on_rank_zero
 from trainer.guards.phases import Lag
 from trainer.guards.verdict import StepResult
 from trainer.lifecycle import refresh_status
 from trainer.planning.flops import flops_per_token, mfu, tflops_per_device
+from trainer.proof.fingerprints import Fingerprints
 from trainer.report.console import Console
 from trainer.report.metrics import METRICS_NAME, EvaluationMetrics, Memory, MetricsLog, StepMetrics, TimeLedger
 from trainer.report.sinks.choose import choose_sinks
@@ -27,23 +29,35 @@ class StepRecords:
     """The records of a launch's steps; every rank has them, and rank 0 writes."""
 
     def __init__(
-        self, config: Config, console: Console, ledger: TimeLedger, peak: float | None, launch: dict[str, Any]
+        self,
+        config: Config,
+        console: Console,
+        ledger: TimeLedger,
+        peak: float | None,
+        launch: dict[str, Any],
+        fingerprints: Fingerprints,
     ) -> None:
         """
         Args:
             peak: the device's peak FLOP/s; None if it is unknown.
             launch: from `describe_launch`.
+            fingerprints: written with the other records.
         """
         self._config, self._console, self._ledger, self._peak = config, console, ledger, peak
+        self._fingerprints = fingerprints
         self._log: MetricsLog | None = None
         self._wall_clock = WallClock(ledger, launch)
 
-    def open(self, step: int) -> None:
-        """Begin after `step` steps; called on rank 0 only.
+    def open(self, run: RunState, next_sample: int) -> None:
+        """Begin after the steps of `run`, with the sample `next_sample`; all ranks call it.
 
         Raises:
             UserError: the files can't be written.
         """
+        on_rank_zero(None, lambda: self._open(run.step))
+        self._fingerprints.open(run, next_sample)
+
+    def _open(self, step: int) -> None:
         if self._log:
             self._log.close()
         config, folder = self._config, self._config.job.folder
@@ -99,17 +113,21 @@ class StepRecords:
             lag_seconds=lag.seconds if lag else None,
             phase_seconds=lag.phase_seconds if lag else None,
             **self._wall_clock.record(now),
+            fingerprint=run.chain if self._config.metrics.fingerprint else None,
         )
         self._console.step(metrics)
         if self._log:
-            self._log.write(metrics, partial(self._write_status, run.step) if writes_status else lambda: None)
+            self._log.write(metrics, partial(self._after_metrics, run.step, writes_status))
 
     def write_evaluation(self, result: EvaluationMetrics) -> None:
         """Record the result of an evaluation; on rank 0."""
         if self._log:
             self._log.write(result)
 
-    def _write_status(self, step: int) -> None:
+    def _after_metrics(self, step: int, writes_status: bool) -> None:
+        self._fingerprints.flush()
+        if not writes_status:
+            return
         with self._console.outages.tolerate(self._config.job.folder / "status.json"):
             refresh_status(self._config.job.folder, step, reason="")
 
@@ -117,11 +135,13 @@ class StepRecords:
         """Wait until all records are written."""
         if self._log:
             self._log.flush()
+            self._fingerprints.flush()
 
     def close(self) -> None:
         """Write the records still pending, or report that they are missing."""
         if self._log:
             self._log.close()
+            self._fingerprints.close()
 
 
 def tokens_per_step(config: Config) -> int:

@@ -1,0 +1,170 @@
+"""Compute a step of a run again, and compare it with what the run recorded: scripts/replay.py RUN --step N ...
+
+The run must have recorded fingerprints (metrics.fingerprint = true). The steps from the newest checkpoint before step N
+up to N are computed again in a temporary folder; nothing in RUN is changed. Without further words the replay has the
+run's own mesh, and must be equal in bits. With --ranks and keys of the job such as --mesh.dp_shard 2, or on another
+machine, it must be equal within a bound. Otherwise the first step and the parameter that differ are named. Exit code 0:
+equal; 1: not equal, or not possible.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if not __package__:  # run as a file, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from configs.errors import UserError
+from configs.load import load
+from scripts.command import end, parser_of, positive, run_command
+from scripts.launcher import run_ranks
+from train import end_process
+from trainer.guards.fragmentation import let_segments_grow
+from trainer.lifecycle import install_signal_handlers
+from trainer.report.console import Console
+
+if TYPE_CHECKING:
+    from trainer.proof.replay import Plan, Verdict
+
+_RANK_OF = "KEEL_REPLAY"
+"""Environment variable of a replay's ranks: its folder."""
+_TASK = "task.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line to its end as this process, which may abort in Python's shutdown after starting ranks."""
+    if folder := os.environ.get(_RANK_OF):
+        _be_a_rank(Path(folder))
+    parser = _parser()
+    options, words = parser.parse_known_args(arguments)
+    if unknown := [word for word in words if word.startswith("-") and "." not in word]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    holds = False
+
+    def work(console: Console) -> None:
+        nonlocal holds
+        holds = replay(options.run, options.step, console, options.ranks, words, options.folder)
+
+    end_process(run_command(work, "stopped") or int(not holds))
+
+
+def replay(
+    run: Path,
+    step: int,
+    console: Console,
+    ranks: int | None = None,
+    words: Sequence[str] = (),
+    folder: Path | None = None,
+) -> bool:
+    """Replay the steps up to `step` and print the verdict; returns whether the run holds.
+
+    Args:
+        run: run folder.
+        step: the last step.
+        console: what is printed to.
+        ranks: None: as many as the run had.
+        words: keys of the job and their values.
+        folder: a new one that keeps the replay; None: a temporary one.
+
+    Raises:
+        KeelError: the replay is not possible, or failed.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="keel-replay-") as temporary:
+            return replay(run, step, console, ranks, words, Path(temporary))
+    from trainer.proof.replay import judge, plan
+
+    folder.mkdir(parents=True, exist_ok=True)
+    planned = plan(run, step, folder)
+    console.line(f"{run}: computing {_steps(planned)} again, from {planned.checkpoint or 'the initial weights'}")
+    _compute(planned, ranks or planned.launch.ranks, words, folder.resolve())
+    verdict = judge(planned, folder / "run")
+    for line in _said(planned, verdict):
+        console.line(line)
+    return verdict.holds
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--step", type=positive, required=True, metavar="N", help="the last step to compute again")
+    parser.add_argument("--ranks", type=positive, metavar="R", help="ranks on this host (default: as many as the run)")
+    parser.add_argument("--folder", type=Path, metavar="F", help="a new folder in which the replay is kept")
+    return parser
+
+
+# --------------------------------------------------------------------------- computing
+
+
+def _compute(plan: "Plan", ranks: int, words: Sequence[str], folder: Path) -> None:
+    """Compute the steps on ranks of their own."""
+    from trainer.proof.replay import JOB_NAME
+
+    job = str(folder / JOB_NAME)
+    words = [*plan.words(folder / "run"), *words]
+    load(job, words, ranks)  # mistakes are reported here, once
+    (folder / _TASK).write_text(json.dumps({"job": job, "words": words, "first_sample": plan.first_sample}))
+    os.environ[_RANK_OF] = str(folder)
+    try:
+        code = run_ranks(__file__, [], ranks)
+    finally:
+        del os.environ[_RANK_OF]
+    if code:
+        raise UserError(f"the replay did not come to its end (exit code {code})")
+
+
+def _be_a_rank(folder: Path) -> NoReturn:
+    """Be one of the ranks that compute the steps; what they print is in the replay's run.log."""
+    stop = install_signal_handlers()
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
+    task = json.loads((folder / _TASK).read_text())
+    job = load(task["job"], task["words"], int(os.environ["WORLD_SIZE"]))
+    let_segments_grow(os.environ)
+    from trainer.proof.replay import Replayer
+    from trainer.run import run
+
+    end_process(run(job, stop, partial(Replayer, task["first_sample"])))
+
+
+# --------------------------------------------------------------------------- what is said
+
+
+def _steps(plan: "Plan") -> str:
+    return f"step {plan.last}" if plan.first == plan.last else f"steps {plan.first} to {plan.last}"
+
+
+def _said(plan: "Plan", verdict: "Verdict") -> Iterator[str]:
+    """The verdict in words."""
+    found = verdict.difference
+    if found is None:
+        yield f"equal in bits: {_steps(plan)}"
+        return
+    if verdict.expects_bits:
+        yield f"NOT EQUAL: step {found.step} is the first that differs from its replay"
+        yield f"  {found}"
+        return
+    if len(found.parameters) < found.n_parameters:
+        yield f"in bits, step {found.step} is the first that differs: {found}"
+    yield f"the bits may differ, because of {'; '.join(f'{name} {what}' for name, what in verdict.changed.items())}"
+    if verdict.first_outside:
+        yield f"NOT EQUAL: step {verdict.first_outside.step} is the first that differs by more than round-off"
+        yield f"  {verdict.first_outside}"
+        return
+    last = verdict.last_compared
+    yield f"equal within the bound: steps {plan.first} to {last}; the difference nearest to it is {verdict.largest}"
+    if last < verdict.last:
+        yield (
+            f"NOT COMPARED: the steps after {last}, since training enlarges round-off too far by then; replay them on "
+            "the run's own mesh and kind of machine, or from a nearer checkpoint (checkpoint.interval)"
+        )
+
+
+if __name__ == "__main__":
+    end(main)

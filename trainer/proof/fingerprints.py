@@ -1,0 +1,111 @@
+"""Records the fingerprint of every step of a run in `fingerprints.jsonl`, beside `metrics.jsonl`.
+
+All ranks know the chain's hash, since checkpoints keep it; rank 0 writes the lines. They are in memory until the next
+line of metrics or the next save, and are cut back with `metrics.jsonl` on a resume.
+"""
+
+import threading
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from configs.errors import UserError
+from configs.files import AppendedFile
+from configs.load import LoadedConfig
+from parallelisms.guards.fingerprint import GradientFingerprint
+from parallelisms.ranks import on_rank_zero
+from trainer.guards.environment import environment
+from trainer.guards.outages import Outages
+from trainer.guards.verdict import StepResult
+from trainer.planning.skeleton import skeleton
+from trainer.proof.record import FILE_NAME, Launch, Step
+from trainer.report.metrics import cut_back
+from trainer.saved_state import RunState
+
+
+class Fingerprints:
+    """The fingerprints of a launch's steps; without `metrics.fingerprint` it only cuts back those of earlier ones."""
+
+    def __init__(
+        self,
+        job: LoadedConfig,
+        gradients: GradientFingerprint | None,
+        mesh: dict[str, int],
+        device: torch.device,
+        outages: Outages,
+    ) -> None:
+        """
+        Args:
+            job: the run's.
+            gradients: the learner's; None: nothing is recorded.
+            mesh: sizes of its axes.
+            device: where it computes.
+            outages: told if a line can't be written.
+        """
+        self._job, self._gradients, self._outages = job, gradients, outages
+        surroundings = environment(device, job.config.fsdp.cpu_offload)
+        self._mesh, self._environment = mesh, {"torch": torch.__version__, **surroundings}
+        self._file = AppendedFile(job.config.job.folder / FILE_NAME)
+        self._launch = ""
+        self._last_step = 0
+        self._lock = threading.Lock()
+
+    def open(self, run: RunState, next_sample: int) -> None:
+        """Begin a launch, or begin again after a rewind; all ranks must call it.
+
+        Raises:
+            UserError: the file can't be written.
+        """
+        line = ""
+        if self._gradients:
+            shapes = skeleton(self._job.config.model).shapes
+            line, self._launch = Launch(
+                step=run.step,
+                next_sample=next_sample,
+                continues=run.chain,
+                mesh=self._mesh,
+                ranks=dist.get_world_size(),
+                environment=self._environment,
+                parameters=[(name, prod(shapes[name])) for name in self._gradients.names],
+                job=self._job.to_toml(),
+            ).line()
+        on_rank_zero(None, lambda: self._open(run.step, line))
+
+    def _open(self, step: int, line: str) -> None:
+        self.flush()
+        self._last_step = step
+        try:
+            cut_back(self._file.path, step)
+            if line:
+                self._file.touch()
+                self._file.write(f"{line}\n".encode())
+                self._file.flush()
+        except OSError as error:
+            raise UserError(f"{error.filename or self._file.path} can't be written: {error.strerror}") from None
+
+    def record(self, run: RunState, result: StepResult) -> str:
+        """Keep the line of the step after `run` for the next `flush`, unless it was kept before.
+
+        Any thread may call it.
+
+        Returns:
+            The hash that the chain has then; the old one if nothing is recorded.
+        """
+        if self._gradients is None or result.gradient_sums is None:
+            return run.chain
+        gradients, step = self._gradients.read(result.gradient_sums), run.step + 1
+        line, chain = Step(step, self._launch, result.loss, result.grad_norm, **vars(gradients)).line(run.chain)
+        with self._lock:
+            if step > self._last_step and dist.get_rank() == 0:
+                self._file.write(f"{line}\n".encode())
+                self._last_step = step
+        return chain
+
+    def flush(self) -> None:
+        """Write all kept lines; any thread may call it."""
+        self._outages.flush(self._file)
+
+    def close(self) -> None:
+        """Write all kept lines, or report that they are missing."""
+        self._outages.give_up(self._file)
