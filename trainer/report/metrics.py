@@ -302,6 +302,7 @@ _OPTIONAL = (
     "launches",
     "seconds_by_kind",
     "goodput",
+    "fingerprint",
 )
 
 
