@@ -58,19 +58,25 @@ def test_the_scores_are_those_of_the_export_in_transformers(trained: Path, tmp_p
     """And do not depend on the batch; rolling likelihoods there need no BOS, since lm-eval puts it there."""
     lm_eval = pytest.importorskip("lm_eval")
     pytest.importorskip("accelerate", reason="lm-eval needs accelerate for models of transformers")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from trainer.evaluation.lm import KeelLM
+
     model = load_trained(trained / "run", None, "cpu", "float32")
     ours = evaluate(model, settings(trained))
     alone = evaluate(model, settings(trained, batch_size=1))
     export_hf(trained / "run/checkpoints/step-00000008", tmp_path / "hf", tokenizer_files(trained / "tokenizer.model"))
     for tasks, with_bos in ((["local_choice", "local_text"], True), (["local_bytes"], False)):
-        theirs = lm_eval.simple_evaluate(
-            model="hf",
-            model_args=f"pretrained={tmp_path / 'hf'},dtype=float32,add_bos_token={with_bos}",
-            tasks=tasks,
-            task_manager=find_tasks(settings(trained)),
-            device="cpu",
-            log_samples=True,
-        )
+        hf = HFLM(pretrained=str(tmp_path / "hf"), dtype="float32", device="cpu", add_bos_token=with_bos)
+        manager = find_tasks(settings(trained))
+        theirs = lm_eval.simple_evaluate(model=hf, tasks=tasks, task_manager=manager, log_samples=False)
+        if with_bos:
+            for wanted in ({"until": ["e"], "max_gen_toks": 24}, {"until": ["\n", "("], "max_gen_toks": 40}):
+                asked = [
+                    Instance("generate_until", {}, (text, wanted), 0) for text in ("def ", "class A", "x for", "é")
+                ]
+                assert KeelLM(model, 2).generate_until(asked) == hf.generate_until(asked)
         for task in tasks:
             for name, value in theirs["results"][task].items():
                 if isinstance(value, float):
@@ -156,6 +162,14 @@ def test_beside_a_run_every_due_checkpoint_is_evaluated_and_training_is_the_same
     assert [log.count(f"evaluation of step {step}") for step in (4, 8)] == [1, 1]  # with the scores; no complaint
     assert "evaluation of step 8: local_bytes" in log or "evaluation of step 8: local_choice" in log
     assert json.loads(next((run / "evaluations/step-00000008").glob("*.json")).read_text())["step"] == 8
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(trained: Path, tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/evaluations").write_text("in the way")
+    chosen = ("--evaluation.tasks", '["local_choice"]', "--evaluation.task_folder", str(trained / "tasks"))
+    assert launch_here(tmp_path, *words(trained), *chosen, "--training.steps", "4", "--evaluation.interval", "4") == 0
+    assert "run/evaluations can't be used" in (tmp_path / "run/run.log").read_text()
 
 
 def test_an_evaluation_that_fails_is_a_warning(trained: Path, tmp_path: Path):

@@ -85,12 +85,15 @@ class Evaluations:
                 # Pin before the next save: it removes old checkpoints, and must find the pin.
                 self._due.append(_Due(committed, Pin(step_folder(self._folder / "checkpoints", committed))))
         ended = self._running and self._running[1].poll() is not None
-        if ended:
-            self._end()
-        if self._due and not self._running:
-            self._start(self._due.popleft())
-        if is_new or ended:
-            self._collect()
+        try:
+            if ended:
+                self._end()
+            if self._due and not self._running:
+                self._start(self._due.popleft())
+            if is_new or ended:
+                self._collect()
+        except OSError as error:
+            self._warn(f"{self._output.parent} can't be used ({error}); an evaluation is missing, training continues")
 
     def finish(self, stop: Callable[[], bool]) -> None:
         """Wait until all due evaluations are made, or until `stop()` is true; then the rest is left."""
@@ -108,14 +111,20 @@ class Evaluations:
             self._running[1].wait()
 
     def _start(self, due: _Due) -> None:
+        try:
+            self._running = due, self._process(due.step)
+        except OSError:
+            due.pin.release()
+            raise
+
+    def _process(self, step: int) -> "subprocess.Popen[bytes]":
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         kept = {key: value for key, value in os.environ.items() if key not in _OF_THE_LAUNCH}
-        command = [sys.executable, "-m", "trainer.evaluation.program", str(self._folder), str(due.step)]
         self._output.parent.mkdir(exist_ok=True)
         with self._output.open("ab") as output:
-            process = subprocess.Popen(
-                command,
+            return subprocess.Popen(
+                [sys.executable, "-m", "trainer.evaluation.program", str(self._folder), str(step)],
                 env={key: value for key, value in kept.items() if not key.startswith("TORCHELASTIC")}
                 | {"PYTHONPATH": path},
                 stdin=subprocess.PIPE,
@@ -123,7 +132,6 @@ class Evaluations:
                 stderr=output,
                 start_new_session=True,  # a Ctrl-C of the terminal is for the run
             )
-        self._running = due, process
 
     def _end(self) -> None:
         assert self._running is not None
