@@ -51,7 +51,11 @@ PARTS = {
     "sampling": (("trainer/sampling", "scripts/sample.py"), (), 540),
     "what judges a model": (("trainer/validation.py", "trainer/evaluation", "scripts/evaluate.py"), (), 520),
     "sinks of a run's records": (("trainer/report/sinks",), (), 460),
-    "estimates and reports": (("trainer/planning", "trainer/report"), ("step_records.py", "wall_clock.py", "sinks"), 1795),
+    "estimates and reports": (
+        ("trainer/planning", "trainer/report"),
+        ("step_records.py", "wall_clock.py", "sinks"),
+        1795,
+    ),
     "the records of a run's steps": (("trainer/report/step_records.py", "trainer/report/wall_clock.py"), (), 185),
     "the page of runs": (("scripts/page", "scripts/report.py", "scripts/runs.py"), (), 1250),
 }
