@@ -51,7 +51,11 @@ PARTS = {
     "sampling": (("trainer/sampling", "scripts/sample.py"), (), 540),
     "what judges a model": (("trainer/validation.py", "trainer/evaluation", "scripts/evaluate.py"), (), 520),
     "sinks of a run's records": (("trainer/report/sinks",), (), 460),
-    "estimates and reports": (("trainer/planning", "trainer/report"), ("step_records.py", "sinks", "least_recomputation.py"), 1785),
+    "estimates and reports": (
+        ("trainer/planning", "trainer/report"),
+        ("step_records.py", "sinks", "least_recomputation.py"),
+        1785,
+    ),
     "the kernels of attention": (("parallelisms/attention/backend.py",), (), 140),
     "how much is recomputed": (("trainer/planning/least_recomputation.py",), (), 150),
     "the records of a run's steps": (("trainer/report/step_records.py",), (), 100),
