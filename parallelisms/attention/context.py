@@ -133,13 +133,7 @@ def _numbered(documents: Any, _dtype: torch.dtype) -> NumberedDocuments:
 
 
 def _attend_part(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: NumberedDocuments | None,
-    group: str,
-    method: Method,
-    kernel: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments | None, group: str, method: Method, kernel: str
 ) -> Tensor:
     """Causal attention of this rank's queries to the whole sequence; shapes as in the model's `attend`."""
     known = (None, None, None) if documents is None else (documents.numbers, documents.ends, documents.longest)

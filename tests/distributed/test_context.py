@@ -56,7 +56,7 @@ def differences(method, dtype, with_documents):
     if method == "all_to_all":
         out = _attend_some_heads(*parts, mask, attend=plain, group=group)
     else:
-        out = _attend_part(*parts, documents, group=group, method=method)
+        out = _attend_part(*parts, documents, group=group, method=method, kernel="auto")
     gradients = torch.autograd.grad(out, parts, grad[:, :, part].to(dtype))
     pairs = zip((out, *gradients), (expected, *expected_gradients), strict=True)
     return [(found.double() - whole[:, :, part]).abs().max().item() for found, whole in pairs]
@@ -144,7 +144,7 @@ def growth(seq_len, method):
     q, k, v = (torch.randn(1, 1, seq_len // n_ranks, 8, requires_grad=True) for _ in range(3))
     documents = Documents.find(torch.arange(seq_len)[None] // 1000).numbered()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    _attend_part(q, k, v, documents, group=group, method=method).sum().backward()
+    _attend_part(q, k, v, documents, group=group, method=method, kernel="auto").sum().backward()
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
