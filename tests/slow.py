@@ -207,6 +207,7 @@ SLOW = {
         "test_a_launch_that_could_say_nothing*",
     ),
     "end_to_end/test_grace.py": ("*",),
+    "end_to_end/test_replay.py": ("*",),
     "end_to_end/test_restarts.py": ("*",),
     "end_to_end/test_resume.py": ("test_stops_leave_no_trace*",),
     "end_to_end/test_run_folder.py": ("test_a_compiled_run_writes_no_warnings",),
