@@ -15,6 +15,7 @@ import xxhash
 import scripts.replay
 from checkpoint.manifest import MANIFEST_NAME, sealed
 from checkpoint.safe_read import read_metadata
+from configs.errors import ConfigError, UserError
 from configs.load import load
 from scripts.certify import certify
 from scripts.replay import replay
@@ -83,6 +84,16 @@ def test_from_the_initial_weights(recorded):
     holds, said = said_by(replay, recorded, 3)
     assert holds
     assert "from the initial weights" in said
+
+
+def test_what_cannot_be_replayed(recorded, copy, tmp_path):
+    with pytest.raises(UserError, match="fingerprints.jsonl has no fingerprint of step 21"):
+        said_by(replay, recorded, 21)
+    with pytest.raises(ConfigError, match="mesh.tpp"):
+        said_by(replay, recorded, 9, words=["--mesh.tpp", "2"])
+    (copy / "fingerprints.jsonl").unlink()
+    with pytest.raises(UserError, match="are recorded with metrics.fingerprint = true"):
+        said_by(replay, copy, 9)
 
 
 def test_fingerprints_change_no_bit_of_the_run(recorded, tmp_path):
