@@ -17,7 +17,9 @@ from checkpoint.pin import remove
 What = Literal["leftovers", "checkpoints", "everything"]
 WHAT = get_args(What)
 _LEFTOVERS = tuple(
-    f"{place}/{name}" for place in ("checkpoints", "exports") for name in (f"step-*{UNFINISHED}", "abandoned-*")
+    f"{place}/{name}"
+    for place in ("checkpoints", "exports", "evaluations")
+    for name in (f"step-*{UNFINISHED}", "abandoned-*")
 )
 _EVERYTHING = (
     *("checkpoints/step-*", "exports/step-*", "evaluations/*", "tensorboard/events.out.tfevents.*"),
@@ -88,7 +90,7 @@ def remove_emptied(run: Path) -> list[Path]:
     Those are files that Keel has not written, and the folders with them.
     """
     (run / LOCK_NAME).unlink(missing_ok=True)
-    for name in ("checkpoints", "exports", "tensorboard", "profile", "hangs", "crashes", "."):
+    for name in ("checkpoints", "exports", "evaluations", "tensorboard", "profile", "hangs", "crashes", "."):
         if not (run / name).is_symlink():
             with suppress(OSError):  # it is not empty, or there is none
                 (run / name).rmdir()

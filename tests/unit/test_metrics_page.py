@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.end_to_end.launch import launch_here, records
-from trainer.report.metrics import _OPTIONAL, Kind, StepMetrics
+from trainer.report.metrics import _OPTIONAL, EvaluationMetrics, Kind, StepMetrics
 
 JOB = (
     *("--validation.sources", '[{name = "held out", kind = "synthetic"}]', "--validation.interval", "5"),
@@ -61,5 +61,6 @@ def test_the_page_has_every_key_that_any_job_can_write_and_no_other():
     every = {field.name for field in fields(StepMetrics)} - set(_OPTIONAL) | accounted
     assert {*page["In every line"]} == every
     assert {*page["In some lines"]} == {*_OPTIONAL, "skipped"} - accounted
+    assert page["Lines of evaluations"] == [field.name for field in fields(EvaluationMetrics)]
     assert page["Kinds of work"] == [kind.key for kind in Kind]
     assert all(len(keys) == len({*keys}) for keys in page.values())

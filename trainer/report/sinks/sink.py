@@ -48,6 +48,7 @@ TAGS = {
     "tflops": "speed/tflops",
     "lag_seconds": "speed/lag_seconds",
     "goodput": "speed/goodput",
+    "seconds_by_kind": "time",
     "memory_peak_bytes": "memory/peak_bytes",
     "memory_reserved_peak_bytes": "memory/reserved_peak_bytes",
     "memory_percent": "memory/percent_reserved",
