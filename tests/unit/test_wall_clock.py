@@ -117,7 +117,8 @@ def test_a_clock_that_was_set_back_gives_no_goodput(machine):
 
 
 def test_lines_of_an_older_version_and_torn_ones_do_no_harm(machine):
-    machine.metrics.write_text('{"step": 1}\n{"step": 2, "loss": 3.0}\n[]\n{"step": 3, "lo')
+    edited = '{"step": 1, "launches": [1, "started", {"started": "x"}], "seconds_by_kind": {"training": []}}\n'
+    machine.metrics.write_text(edited + '{"step": 2, "loss": 3.0, "seconds_by_kind": {}}\n[]\n{"step": 3, "lo')
     machine.clock = WallClock(TimeLedger(lambda: machine.now), {"started": 1000.0, "step": 2})
     machine.clock.open(machine.metrics, 2, goes_on=True)
     machine.now += 1.0

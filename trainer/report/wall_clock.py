@@ -44,10 +44,10 @@ class WallClock:
         starts = [launch["started"] for launch in self._unwritten]
         for record in _records(metrics) if goes_on else ():
             launches, spent = record.get("launches"), record.get("seconds_by_kind")
-            launches = [each for each in launches if "started" in each] if isinstance(launches, list) else []
+            launches = [each for each in launches if _seconds(each, "started")] if isinstance(launches, list) else []
             starts += [launch["started"] for launch in launches]
             if record["step"] <= step:
-                self._trained += spent["training"] if isinstance(spent, dict) else 0.0
+                self._trained += _seconds(spent, Kind.TRAINING.key)
             else:
                 lost += launches
         self._unwritten, self._started = lost + self._unwritten, min(starts)
@@ -89,6 +89,12 @@ def end_of(status: dict[str, Any]) -> dict[str, Any] | None:
         return None
     reason = shortened(status["reason"].partition("\n")[0], _REASON_CHARACTERS)
     return {"state": status["state"], "step": status["step"], "reason": reason, "time": status["time"]}
+
+
+def _seconds(of: Any, key: str) -> float:
+    """The number under `key`; 0 if a line, which anyone may have edited, has none there."""
+    found = of.get(key) if isinstance(of, dict) else None
+    return found if isinstance(found, int | float) else 0.0
 
 
 def _records(metrics: Path) -> Iterator[dict[str, Any]]:
