@@ -17,6 +17,7 @@ from configs.errors import UserError
 from configs.schema import Metrics
 from tests.conftest import ROOT
 from tests.unit.test_metrics import metrics
+from trainer.evaluation.results import recorded, unrecorded, write_result
 from trainer.guards.outages import Outages
 from trainer.report.metrics import EvaluationMetrics, MetricsLog
 from trainer.report.sinks import worker
@@ -195,6 +196,20 @@ def test_records_that_a_sink_has_no_room_for_are_counted(tmp_path, monkeypatch):
         "the sink is too slow: 2 records wait for it; further ones are lost to it",
         "the sink failed 0 times; 3 records were lost to it",
     ]
+
+
+def test_results_of_evaluations_are_recorded_once_and_others_left_out(tmp_path):
+    first = write_result(tmp_path, 20, {"arc": {"acc": 0.25}})
+    bad = ("no JSON", "[]", "{}", '{"evaluation": [1]}', '{"evaluation": {"arc": {"acc": "x"}}}')
+    for number, text in enumerate(bad):
+        (first.parent / f"{number}.json").write_text(text)
+    (first.parent / "notes.json").write_text("{}")
+    for resumed in (20, 30):
+        log = open_log(tmp_path, Kept, resumed_step=resumed)
+        for result in unrecorded(tmp_path, recorded(tmp_path)):
+            log.write(result)
+        log.close()
+        assert [(line["step"], line["evaluation"]) for line in lines(tmp_path)] == [(20, {"arc": {"acc": 0.25}})]
 
 
 # --------------------------------------------------------------------------- what [metrics] asks for

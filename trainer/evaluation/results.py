@@ -41,15 +41,19 @@ def unrecorded(run_folder: Path, known: set[tuple[int, float]]) -> Iterator[Eval
     root = run_folder / FOLDER
     for step in steps_in(root):
         for path in sorted(step_folder(root, step).glob("*.json")):
-            try:
-                if (step, float(path.stem)) in known:
-                    continue
-                known.add((step, float(path.stem)))
-                yield EvaluationMetrics(
-                    step, parse_json(read_file(path, MAX_JSON_BYTES))["evaluation"], float(path.stem)
-                )
-            except (OSError, ValueError, KeyError, TypeError):
-                continue
+            result = _read(path, step)
+            if result and (step, result.time) not in known:
+                known.add((step, result.time))
+                yield result
+
+
+def _read(path: Path, step: int) -> EvaluationMetrics | None:
+    try:
+        said = parse_json(read_file(path, MAX_JSON_BYTES))["evaluation"].items()
+        scores = {task: {name: float(value) for name, value in each.items()} for task, each in said}
+        return EvaluationMetrics(step, scores, float(path.stem))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def recorded(run_folder: Path) -> set[tuple[int, float]]:
@@ -59,7 +63,7 @@ def recorded(run_folder: Path) -> set[tuple[int, float]]:
         for line in file:
             if '"evaluation"' in line:
                 said = parse_json(line)
-                found.add((said["step"], said["time"]))
+                found.add((said["step"], said.get("time")))
     return found
 
 
