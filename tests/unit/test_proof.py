@@ -87,12 +87,12 @@ def test_from_the_initial_weights(recorded):
 
 
 def test_what_cannot_be_replayed(recorded, copy, tmp_path):
-    with pytest.raises(UserError, match=r"fingerprints.jsonl has no fingerprint of step 21"):
+    with pytest.raises(UserError, match=r"fingerprints\.jsonl has no fingerprint of step 21"):
         said_by(replay, recorded, 21)
-    with pytest.raises(ConfigError, match=r"mesh.tpp"):
+    with pytest.raises(ConfigError, match=r"mesh\.tpp"):
         said_by(replay, recorded, 9, words=["--mesh.tpp", "2"])
     (copy / "fingerprints.jsonl").unlink()
-    with pytest.raises(UserError, match=r"are recorded with metrics.fingerprint = true"):
+    with pytest.raises(UserError, match=r"are recorded with metrics\.fingerprint = true"):
         said_by(replay, copy, 9)
 
 
