@@ -535,6 +535,9 @@ class Metrics(Table):
     """A class of your own that gets every record, as "my_module:MySink" (docs/loggers.md)."""
     fingerprint: bool = False
     """Record a fingerprint of every step's gradients, by which `keel replay` and `keel certify` prove the run."""
+    details_interval: NonNegativeInt = 0
+    """Steps between measurements of each layer's gradients and activations, and of the gradient noise scale (up to an
+    eighth of a step longer, two steps with a pipeline; docs/details.md); 0: never."""
 
 
 class Profile(Table):

@@ -3,10 +3,11 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
 from configs.errors import KeelError
+from configs.reading.overrides import split_flags
 from trainer.report.console import Console
 
 EXIT_PIPE_CLOSED = 141
@@ -43,6 +44,16 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
 def _separator(text: str) -> str:
     """Parse a separator from a command line, where line ends and tabs are hard to type."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def without_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide a command line into its own words and those that set a job's keys, `--table.key VALUE`."""
+    own: list[str] = []
+    overrides: list[str] = []
+    for flag, value in split_flags(words):
+        is_key = flag.startswith("--") and "." in flag
+        (overrides if is_key else own).append(flag if value is None else f"{flag}={value}")
+    return own, overrides
 
 
 def end(main: Callable[[], int]) -> NoReturn:

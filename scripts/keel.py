@@ -26,6 +26,8 @@ _SCRIPTS = {
     "report": ("report", "show runs as one page: curves, samples, and what they say in words"),
     "sample": ("sample", "continue texts with a trained model"),
     "evaluate": ("evaluate", "run tasks of lm-eval on a trained model"),
+    "score": ("score", "compute the loss of each validation sequence"),
+    "compare": ("compare", "train two configs or more with the same seeds, and compare them"),
     "data": ("data", "show what a step trains on, and which steps train on a text"),
     "replay": ("replay", "compute a step again, and compare it with what the run recorded"),
     "certify": ("certify", "check that a run's records are what was written, and replay random steps"),

@@ -28,6 +28,7 @@ from parallelisms.mesh import build_mesh, groups_of_axes
 from parallelisms.ranks import gather, on_rank_zero
 from trainer.data.loader import MicroBatch, build_loader, merge_state_dicts
 from trainer.data.tokenizer import load_tokenizer
+from trainer.details import Details, Measured
 from trainer.evaluation.beside import Evaluations
 from trainer.exports import Exports
 from trainer.guards.agreement import compare_data, on_all_ranks
@@ -69,6 +70,7 @@ class Pending:
     verdict: Verdict
     lr: float
     micro_batches: list[MicroBatch]
+    details: Measured | None
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ class Trainer:
             self.records.open(self.run, self.loader.state_dict()["next_sample"])
         waits = CollectiveWaits(groups_of_axes(self.mesh).values(), self.device)
         self.phases = PhaseClock(waits, config.fault.lag_ratio, self.mesh.sizes.pp > 1, COMPILING_STEPS)
+        self.details = Details(config, self.learner)
         self.lag: Lag | None = None
         """Lag in the last window of steps, until it is logged."""
         self.grace = Grace(stop, config.job.grace_seconds, console, device, config.job.timeout_seconds)
@@ -290,9 +293,9 @@ class Trainer:
         with self.ledger.step(compiling):
             with self.ledger.waiting_for_data(), self.phases.measure(Phase.DATA):
                 micro_batches = next(self.loader)
-            with self.phases.step():
+            with self.phases.step(), self.details.watching(step + 1, micro_batches):
                 verdict = self.learner.step(micro_batches, lr, self._terms, self._before_update)
-        self.pending = Pending(verdict, lr, micro_batches)
+        self.pending = Pending(verdict, lr, micro_batches, self.details.take())
         self.profiler.after_step(step + 1)
         self._report_lag()
         return step + 1
@@ -302,9 +305,12 @@ class Trainer:
         if self.pending:
             self.watchdog.step(self.run.step)  # if the device hangs, it is in that step
         is_traced = self._settle()
+        if is_traced:
+            self.details.begin_again()
         return Terms(loss_limit(self.spikes, self.run.past_losses), bool(self.stop), is_traced, self.run.step + 1)
 
     def _before_update(self) -> None:
+        self.details.look_at_gradients()
         self.phases.updating()
         self.grace.updating()
 
@@ -334,8 +340,8 @@ class Trainer:
             self._compare_copies()
         validation = self._validate() if self._is_due(self.config.validation.interval) else None
         is_due = self._is_due(self.config.metrics.interval) or self.run.step in (1, self.config.training.steps)
-        if validation or is_due or self.unlogged_incidents:
-            self._log(result, pending.lr, validation)
+        if validation or is_due or pending.details or self.unlogged_incidents:
+            self._log(result, pending, validation)
         self.console.advance(self.run.step)
         return is_traced
 
@@ -534,12 +540,13 @@ class Trainer:
 
         return make_known
 
-    def _log(self, result: StepResult, lr: float, validation: ValidationResult | None) -> None:
+    def _log(self, result: StepResult, pending: Pending, validation: ValidationResult | None) -> None:
         with self.phases.measure(Phase.OTHER):
             balance, memory = self.learner.load_balance.measure(), self.memory()
         frozen, incidents = self.learner.frozen(self.run.step - 1), self.unlogged_incidents
-        measured = (memory, validation, balance, self.lag, incidents)
-        self.records.write(self.run, result, lr, frozen, *measured, writes_status=not self.grace.has_begun)
+        details = pending.details.read() if pending.details else None
+        measured = (memory, validation, balance, self.lag, details, incidents)
+        self.records.write(self.run, result, pending.lr, frozen, *measured, writes_status=not self.grace.has_begun)
         self.unlogged_incidents, self.lag = [], None
 
     def memory(self) -> Memory:

@@ -216,7 +216,7 @@ def build_loader(
     """
     sources = _build_sources(config, validation, states or {})
     configs = config.validation.sources if validation else config.data.sources
-    mixture = Mixture([c.name for c in configs], [c.weight for c in configs], config.training.seed)
+    mixture = Mixture([c.name for c in configs], [c.weight for c in configs], _seed(config, validation))
     own_order = _order_of(config, mixture, sources)
     if order is not None:
         _check_same_order(order, own_order)
@@ -282,6 +282,11 @@ def _check_all_are_read(config: Config, sources: np.ndarray) -> None:
             )
 
 
+def _seed(config: Config, validation: bool) -> int:
+    """The seed of the order; runs with different seeds are validated on the same sequences."""
+    return 0 if validation else config.training.seed
+
+
 def _build_sources(config: Config, validation: bool, states: dict[str, dict[str, Any]]) -> dict[str, SampleSource]:
     configs = config.validation.sources if validation else config.data.sources
     tokenizer = None
@@ -298,7 +303,7 @@ def _build_sources(config: Config, validation: bool, states: dict[str, dict[str,
 def _build_source(
     source: SourceConfig, config: Config, validation: bool, tokenizer: Tokenizer | None, state: dict[str, Any] | None
 ) -> SampleSource:
-    seq_len, vocab_size, seed = config.training.seq_len, config.model.vocab_size, config.training.seed
+    seq_len, vocab_size, seed = config.training.seq_len, config.model.vocab_size, _seed(config, validation)
     if source.kind == "synthetic":
         return SyntheticSource(source.name, vocab_size, seed, source.document_length)
     assert source.path is not None  # configs.checks ensures it, and text's tokenizer

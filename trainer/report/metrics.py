@@ -236,6 +236,12 @@ class StepMetrics:
     """How long it kept them waiting, per step."""
     phase_seconds: dict[str, float] | None = None
     """By phase, per step: time outside of collectives on the rank that spent the most."""
+    layer_grad_norms: dict[str, float | None] | None = None
+    """With metrics.details_interval, like the next four keys: see docs/details.md."""
+    layer_activation_rms: dict[str, float | None] | None = None
+    grad_noise_scale: float | None = None
+    grad_noise_trace: float | None = None
+    grad_signal: float | None = None
     launches: list[dict[str, Any]] | None = None
     """The launches since the previous line (`describe_launch`), with those whose lines a resume has removed."""
     seconds_by_kind: dict[str, float] | None = None
@@ -299,6 +305,11 @@ _OPTIONAL = (
     "slowest_rank",
     "lag_seconds",
     "phase_seconds",
+    "layer_grad_norms",
+    "layer_activation_rms",
+    "grad_noise_scale",
+    "grad_noise_trace",
+    "grad_signal",
     "launches",
     "seconds_by_kind",
     "goodput",

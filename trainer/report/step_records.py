@@ -11,6 +11,7 @@ from configs.errors import UserError
 from configs.schema import Config
 from parallelisms.load_balance import Balance
 from parallelisms.ranks import on_rank_zero
+from trainer.details import StepDetails
 from trainer.guards.phases import Lag
 from trainer.guards.verdict import StepResult
 from trainer.lifecycle import refresh_status
@@ -81,6 +82,7 @@ class StepRecords:
         validation: ValidationResult | None,
         balance: Balance | None,
         lag: Lag | None,
+        details: StepDetails | None,
         incidents: list[dict[str, Any]],
         writes_status: bool,
     ) -> None:
@@ -112,6 +114,7 @@ class StepRecords:
             slowest_rank=lag.rank if lag else None,
             lag_seconds=lag.seconds if lag else None,
             phase_seconds=lag.phase_seconds if lag else None,
+            **(vars(details) if details else {}),
             **self._wall_clock.record(now),
             fingerprint=run.chain if self._config.metrics.fingerprint else None,
         )

@@ -56,6 +56,11 @@ TAGS = {
     "allocator_ooms": "memory/allocator_ooms",
     "load_imbalance": "router/load_imbalance",
     "router_entropy": "router/entropy",
+    "layer_grad_norms": "details/grad_norm",
+    "layer_activation_rms": "details/activation_rms",
+    "grad_noise_scale": "details/grad_noise_scale",
+    "grad_noise_trace": "details/grad_noise_trace",
+    "grad_signal": "details/grad_signal",
 }
 """The name of a key's curve; of a key with a table, the beginning of its curves' names."""
 

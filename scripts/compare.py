@@ -1,0 +1,330 @@
+"""Train configs with the same seeds, and compare them on the same sequences: scripts/compare.py A B [--seeds N]
+
+A and B are job files, trained one after the other in processes of their own, or the folders of two finished runs. With
+--sweep table.key=VALUE,VALUE there is one job file, and each value is compared with the first. Keys set on the command
+line (--table.key VALUE) apply to all. The same command continues: what is finished is not trained again.
+docs/experiments.md explains what is reported.
+"""
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if not __package__:  # run as a file, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from configs.errors import ConfigError, KeelError, UserError
+from configs.files import write_atomically
+from configs.load import load
+from scripts.command import end, parser_of, positive, run_command, without_overrides
+from trainer.lifecycle import EXIT_PREEMPTED, STOP_SIGNALS, read_status
+from trainer.report.console import Console, count
+
+if TYPE_CHECKING:
+    from trainer.comparison.arms import Arm
+    from trainer.comparison.score import Scores
+    from trainer.comparison.statistics import Comparison
+
+Launch = Callable[[Sequence[str]], int]
+"""Runs a keel command, such as ["train", "debug.toml"], to its end; returns its exit code."""
+
+
+class Stopped(KeelError):
+    """A signal arrived."""
+
+    exit_code = EXIT_PREEMPTED
+
+
+class Failed(KeelError):
+    """A run has failed; the exit code is its own."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Side:
+    """One config with its runs."""
+
+    label: str
+    job: Any
+    """`LoadedConfig` of its first run."""
+    folders: list[Path]
+    """One per seed."""
+    scores: "list[Scores]"
+
+
+def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -> int:
+    """Run the command line; returns the exit code.
+
+    Args:
+        launch: how a run is started (default: as a process of its own).
+    """
+    own, words = without_overrides(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(own)
+
+    def work(console: Console) -> None:
+        if all(Path(each).is_dir() for each in options.configs) and options.sweep is None:
+            sides = _finished(options, words, launch or _run_process, console)
+        else:
+            sides = _trained(options, words, launch or _run_process, console)
+        report = _report(sides, options.confidence)
+        for line in _lines(sides, report):
+            console.line(line)
+        if options.json:
+            write_atomically(options.json, [json.dumps(report, indent=2) + "\n"])
+
+    return run_command(work, "stopped; the same command continues")
+
+
+# --------------------------------------------------------------------------- runs
+
+
+def _trained(options: argparse.Namespace, words: list[str], launch: Launch, console: Console) -> list[Side]:
+    """Train and score what is not finished."""
+    from trainer.comparison.arms import arms_of, folder_name, require_same_scoring
+    from trainer.comparison.score import require_sequences
+
+    arms = arms_of(options.configs, words, options.sweep)
+    jobs = [arm.load(options.ranks) for arm in arms]
+    for job in jobs:
+        require_sequences(job.config)
+        require_same_scoring(jobs[0].config, job.config)
+    root = options.output or Path("runs") / f"compare-{'-'.join(folder_name(arm.label) for arm in arms)}"[:100]
+    first = jobs[0].config.training.seed
+    seeds = range(first, first + options.seeds)
+    sides = [Side(arm.label, job, [], []) for arm, job in zip(arms, jobs, strict=True)]
+    for seed in seeds:  # all configs of a seed first, so that a stop leaves whole pairs
+        for number, (arm, side) in enumerate(zip(arms, sides, strict=True)):
+            folder = root / f"{number}-{folder_name(arm.label)}" / f"seed-{seed}"
+            _train(arm.with_seed(seed, folder), folder, options.ranks, launch, console)
+            side.folders.append(folder)
+            side.scores.append(_score(folder, [], options.ranks, launch))
+    return sides
+
+
+def _finished(options: argparse.Namespace, words: list[str], launch: Launch, console: Console) -> list[Side]:
+    """Score two runs that exist."""
+    from trainer.comparison.arms import require_same_scoring
+
+    if len(options.configs) != 2:
+        raise ConfigError("give two run folders")
+    folders = [Path(each) for each in options.configs]
+    for folder in folders:
+        if not (folder / "config.toml").is_file():
+            raise UserError(f"{folder} is no run: it has no config.toml")
+    jobs = [load(str(folder / "config.toml"), words, options.ranks) for folder in folders]
+    require_same_scoring(jobs[0].config, jobs[1].config)
+    return [
+        Side(str(folder), job, [folder], [_score(folder, words, options.ranks, launch)])
+        for folder, job in zip(folders, jobs, strict=True)
+    ]
+
+
+def _train(arm: "Arm", folder: Path, ranks: int, launch: Launch, console: Console) -> None:
+    job = arm.load(ranks)
+    if _is_done(folder, job.to_toml(), job.config.training.steps):
+        console.line(f"{folder}: done")
+        return
+    console.line(f"{folder}: training (see {folder / 'run.log'})")
+    _launch(["train", arm.file, *_ranks(ranks), *arm.words], folder, launch)
+
+
+def _is_done(folder: Path, config: str, steps: int) -> bool:
+    """Whether a run of just this config is finished."""
+    status, file = read_status(folder), folder / "config.toml"
+    is_done = status.get("state") == "done" and status["step"] >= steps
+    return is_done and file.is_file() and file.read_text() == config
+
+
+def _score(folder: Path, words: Sequence[str], ranks: int, launch: Launch) -> "Scores":
+    """The scores of a run's newest checkpoint, computed unless they exist."""
+    from checkpoint.manifest import steps_in
+    from trainer.comparison.score import read_scores
+
+    job, steps = load(str(folder / "config.toml"), words, ranks), steps_in(folder / "checkpoints")
+    found = read_scores(folder)
+    if found and steps and (found.step, len(found.losses)) == (steps[-1], job.config.validation.sequences):
+        return found
+    _launch(["score", str(folder), *_ranks(ranks), *words], folder, launch)
+    found = read_scores(folder)
+    if found is None:
+        raise UserError(f"{folder} was scored, but its scores can't be read")
+    return found
+
+
+def _ranks(ranks: int) -> list[str]:
+    return ["--ranks", str(ranks)] if ranks > 1 else []
+
+
+def _launch(command: list[str], folder: Path, launch: Launch) -> None:
+    code = launch(command)
+    if code == EXIT_PREEMPTED:
+        raise Stopped(f"{folder} was stopped; the same command continues there")
+    if code:
+        raise Failed(f"keel {command[0]} failed for {folder} (exit code {code}); its message is above", code)
+
+
+def _run_process(command: Sequence[str]) -> int:
+    """Run a keel command as a process of its own, to which signals are passed on; what it prints is in its run.log."""
+    child: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, _frame: Any) -> None:
+        for each in child:
+            each.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+    try:
+        words = [sys.executable, str(Path(__file__).with_name("keel.py")), *command]
+        child.append(subprocess.Popen(words, stdout=subprocess.DEVNULL))
+        return child[0].wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# --------------------------------------------------------------------------- report
+
+
+def _report(sides: list[Side], confidence: float) -> dict[str, Any]:
+    """What is found, as JSON; each config is compared with the first."""
+    import numpy as np
+
+    from trainer.comparison.arms import differences, pairing
+    from trainer.comparison.statistics import compare
+
+    all_scores = [scores for side in sides for scores in side.scores]
+    if len({scores.digest for scores in all_scores}) > 1:
+        raise UserError("the runs were scored on different sequences: their validation data differ")
+    weights = np.array(all_scores[0].targets) / np.mean(all_scores[0].targets)
+    # Of several comparisons with one config, all are right with the confidence asked for (Bonferroni).
+    each = 1 - (1 - confidence) / (len(sides) - 1)
+    losses = [np.array([scores.losses for scores in side.scores]) * weights for side in sides]
+    comparisons = []
+    for side, own in zip(sides[1:], losses[1:], strict=True):
+        tokens = sides[0].scores[0].tokens + side.scores[0].tokens
+        found = compare(losses[0], own, tokens, each)
+        first, second = sides[0].job.config, side.job.config
+        comparisons.append(
+            {
+                "first": sides[0].label,
+                "second": side.label,
+                "differs": differences(first, second),
+                "pairing": str(pairing(first, second)),
+                **asdict(found),
+                "interval": _interval(found.difference, found.paired),
+                "unpaired_interval": _interval(found.difference, found.unpaired),
+                "is_decided": found.is_decided,
+                "verdict": _verdict(sides[0].label, side.label, found),
+            }
+        )
+    return {
+        "sequences": len(weights),
+        "confidence": confidence,
+        "configs": [
+            {
+                "label": side.label,
+                "runs": [str(folder) for folder in side.folders],
+                "seeds": [_seed(folder) for folder in side.folders],
+                "steps": [scores.step for scores in side.scores],
+                "tokens": [scores.tokens for scores in side.scores],
+                "losses": own.mean(1).tolist(),
+            }
+            for side, own in zip(sides, losses, strict=True)
+        ],
+        "comparisons": comparisons,
+    }
+
+
+def _seed(folder: Path) -> int:
+    return load(str(folder / "config.toml")).config.training.seed
+
+
+def _interval(difference: float, half: float | None) -> list[float] | None:
+    return None if half is None else [difference - half, difference + half]
+
+
+def _verdict(first: str, second: str, found: "Comparison") -> str:
+    better = second if found.difference < 0 else first
+    if found.is_equal:
+        return "equal to the last bit"
+    if found.of_seeds is None:
+        of_models = found.paired is not None and abs(found.difference) > found.paired
+        models = f"the model of {better} is better on such text, but one" if of_models else "one"
+        return f"undecided: {models} seed says nothing about another training; use --seeds 3 or more"
+    if found.is_decided:
+        return f"{better} is better by {abs(found.difference):.5f}"
+    return "undecided: the interval includes 0"
+
+
+def _lines(sides: list[Side], report: dict[str, Any]) -> list[str]:
+    """The report for people."""
+    seeds = [config["seeds"] for config in report["configs"]]
+    width = max(len(side.label) for side in sides)
+    names = (
+        [f"seed {seed}" for seed in seeds[0]] if all(each == seeds[0] for each in seeds) else ["loss"] * len(seeds[0])
+    )
+    lines = ["", f"loss on {report['sequences']} validation sequences, the same for all runs:", ""]
+    lines.append(f"{'':{width}}" + "".join(f"{name:>12}" for name in [*names, "mean"]))
+    for config in report["configs"]:
+        numbers = [*config["losses"], sum(config["losses"]) / len(config["losses"])]
+        lines.append(f"{config['label']:{width}}" + "".join(f"{number:>12.5f}" for number in numbers))
+    for found in report["comparisons"]:
+        lines += ["", *_lines_of(found)]
+    return lines
+
+
+def _lines_of(found: dict[str, Any]) -> list[str]:
+    percent = f"{100 * found['confidence']:.4g}%"
+    differs = found["differs"] or ["nothing: with one seed, both runs have the same bits"]
+    rows = [
+        ("differs", "; ".join(differs)),
+        ("shared", found["pairing"]),
+        ("difference", f"{found['difference']:+.5f}, {percent} interval {_range(found['interval'])}"),
+        ("unpaired", f"{percent} interval {_range(found['unpaired_interval'])}"),
+    ]
+    floors = ", ".join("-" if floor is None else f"{floor:.5f}" for floor in found["noise_floor"])
+    if found["paired_noise"] is not None:
+        floors += f"; of the difference {found['paired_noise']:.5f}"
+    rows.append(("noise", f"standard deviation over seeds {floors}"))
+    if needed := found["needed"]:
+        tokens = f"{needed['seeds']} seeds of each = {count(needed['tokens'])} tokens"
+        rows.append(("to decide", f"{tokens}, scored on {needed['sequences']} sequences"))
+    rows.append(("verdict", found["verdict"]))
+    title = f"{found['second']} against {found['first']}"
+    return [title, *(f"  {name:<12}{text}" for name, text in rows)]
+
+
+def _range(interval: list[float] | None) -> str:
+    return "unknown" if interval is None else f"{interval[0]:+.5f} to {interval[1]:+.5f}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("configs", nargs="+", metavar="CONFIG", help="two job files or run folders, or one job file with --sweep")
+    add("--sweep", metavar="KEY=VALUES", help="compare values of one key: --sweep optimizer.lr=1e-3,2e-3,4e-3")
+    add("--seeds", type=positive, default=3, metavar="N", help="seeds, from the job's own on (default: %(default)s)")
+    add("--ranks", type=positive, default=1, metavar="N", help="ranks of each run on this host (default: 1)")
+    add("--output", type=Path, metavar="FOLDER", help="folder of the runs (default: runs/compare-...)")
+    add("--json", type=Path, metavar="FILE", help="also write the report to FILE")
+    add("--confidence", type=_confidence, default=0.98, metavar="C", help="of the intervals (default: %(default)s)")
+    return parser
+
+
+def _confidence(text: str) -> float:
+    number = float(text)
+    if not 0.5 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a confidence, such as 0.95")
+    return number
+
+
+if __name__ == "__main__":
+    end(main)

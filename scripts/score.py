@@ -1,0 +1,85 @@
+"""Compute the loss of each validation sequence: scripts/score.py RUN [--step N] [--table.key VALUE ...]
+
+The sequences are those of the run's [validation]. Machine keys, such as --mesh.tp 2, and [validation] may be set on the
+command line: the checkpoint loads on any mesh, which does not change the losses. The result goes to RUN/scores.json;
+`keel compare` compares two of them sequence by sequence.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a file, from any folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from configs.errors import KeelError, UserError
+from configs.load import load
+from scripts.command import end, parser_of, positive, without_overrides
+from scripts.launcher import run_ranks
+from trainer.lifecycle import tell_torchrun
+from trainer.report.console import Console
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Score a run; returns the exit code."""
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
+    own, overrides = without_overrides(words)
+    options = _parser().parse_args(own)
+    if options.ranks > 1 and "RANK" not in os.environ:
+        return run_ranks(__file__, words, options.ranks)
+    with Console(int(os.environ.get("RANK", "0"))) as console:
+        try:
+            score_run(options.run, options.step, overrides, console)
+        except KeelError as error:
+            tell_torchrun(str(error))
+            if os.environ.get("RANK", "0") == "0":
+                console.error(str(error))
+            return error.exit_code
+    return 0
+
+
+def score_run(folder: Path, step: int | None, overrides: Sequence[str], console: Console) -> None:
+    """Score a run in this process, one of WORLD_SIZE ranks, and write its scores.json.
+
+    Raises:
+        KeelError: the run has no checkpoint, or it or the sequences can't be read.
+    """
+    if not (folder / "config.toml").is_file():
+        raise UserError(f"{folder} is no run: it has no config.toml")
+    job = load(str(folder / "config.toml"), overrides, int(os.environ.get("WORLD_SIZE", "1")))
+    import torch.distributed as dist
+
+    from parallelisms.mesh import start_process_group
+    from parallelisms.ranks import on_rank_zero
+    from trainer.comparison.score import score, write_scores
+    from trainer.guards.environment import device_type
+    from trainer.numerics import set_numerics
+    from trainer.sampling.load import find
+
+    checkpoint = find(folder, step)
+    kind = device_type(job)
+    set_numerics(job.config.training, kind)
+    device = start_process_group(kind, job.config.job.timeout_seconds)
+    try:
+        found = score(job.config, checkpoint, device, console)
+        on_rank_zero(None, lambda: write_scores(folder, found))
+    finally:
+        dist.destroy_process_group()
+    n = len(found.losses)
+    console.line(f"{checkpoint}: loss {found.loss:.5f} on {n} validation sequences, written to {folder}/scores.json")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    parser.add_argument(
+        "--ranks", type=positive, default=1, metavar="N", help="ranks to start on this host (default: 1)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    end(main)

@@ -1,0 +1,186 @@
+"""Two configs that differ in one thing start from the same weights and read the same samples, bit for bit."""
+
+from contextlib import closing
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from configs.load import load
+from models import build_model
+from parallelisms.init import materialize
+from trainer.comparison.arms import Pairing, arms_of, differences, pairing, require_same_scoring
+from trainer.data.loader import build_loader
+
+DOUBLE = ("--training.dtype", "float64", "--training.compute_dtype", "float64", "--training.reduce_dtype", "float64")
+SAME_WEIGHTS = [
+    ("--optimizer.lr", "3e-2"),
+    ("--optimizer.weight_decay", "0.3"),
+    ("--optimizer.groups", '[{pattern = "*norm*", lr_scale = 0.5}]'),
+    ("--lr_schedule.warmup_steps", "5"),
+    ("--training.global_batch_size", "16"),
+    ("--training.seq_len", "8"),
+    ("--training.z_loss_weight", "1e-4"),
+    ("--training.compute_dtype", "bfloat16"),
+    ("--model.norm_eps", "1e-6"),
+    ("--model.rope_theta", "5e5"),
+    ("--data.sources", '[{name = "other", kind = "synthetic"}]'),
+    ("--compile.enable", "true"),
+]
+OTHER_MODELS = [
+    (("--model.n_layers", "4"), {}),
+    (("--model.tie_embeddings", "true"), {}),
+    (("--model.ffn_dim", "96"), {"gate_proj", "up_proj", "down_proj"}),
+    (("--model.n_kv_heads", "4"), {"k_proj", "v_proj"}),
+    (("--model.vocab_size", "300"), {"embed_tokens", "lm_head"}),
+    (("--model.head_dim", "16"), {"q_proj", "k_proj", "v_proj", "o_proj"}),
+    (("--model.n_experts", "4"), {}),
+    (("--model.init_std", "0.1"), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+     | {"embed_tokens", "lm_head"}),
+    (DOUBLE, None),
+]  # fmt: skip
+
+
+def config_of(*words):
+    return load("tests/end_to_end/tiny.toml", words, 1).config
+
+
+def weights(config):
+    with torch.device("meta"):
+        model = build_model(config.model).to(getattr(torch, config.training.dtype))
+    materialize(model, torch.device("cpu"), config.training.seed)
+    return dict(model.named_parameters())
+
+
+def equal(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+def samples(config, n=48):
+    """The first samples of a run, by number: tokens and targets."""
+    with closing(build_loader(config, 0, 1, 0)) as loader:
+        batches = [batch for step in islice(loader, n // config.training.global_batch_size) for batch in step]
+    rows = {}
+    for batch in batches:
+        rows |= {number: (batch.tokens[i], batch.targets[i]) for i, number in enumerate(batch.samples)}
+    return [tensor for number in range(n) for tensor in rows[number]]
+
+
+@pytest.mark.parametrize("words", SAME_WEIGHTS, ids=lambda words: words[0])
+def test_what_does_not_shape_the_model_leaves_its_initial_weights(words):
+    before, after = config_of(), config_of(*words)
+    assert all(map(equal, weights(before).values(), weights(after).values()))
+    shared = pairing(before, after)
+    assert shared.same_weights == shared.parameters == len(weights(before))
+
+
+@pytest.mark.parametrize(("words", "changed"), OTHER_MODELS, ids=lambda value: value[0] if type(value) is tuple else "")
+def test_another_model_shares_the_weights_of_the_same_shape(words, changed):
+    before, after = config_of(), config_of(*words)
+    ours, theirs = weights(before), weights(after)
+    same = {name for name in ours.keys() & theirs.keys() if equal(ours[name], theirs[name])}
+    if changed is not None:
+        differing = {name.split(".")[-2] for name in (ours.keys() & theirs.keys()) - same}
+        assert differing == set(changed)
+    shared = pairing(before, after)
+    assert (shared.same_weights, shared.parameters) == (len(same), len(ours.keys() | theirs.keys()))
+    assert len(same) > 0 or changed is None
+    assert f"the same bits in {len(same)} of" in str(shared) or shared.same_weights == shared.parameters
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--model.dim", "64"),
+        ("--model.n_layers", "1"),
+        ("--optimizer.lr", "1"),
+        ("--training.micro_batch_size", "4"),
+        ("--training.global_batch_size", "24"),
+        ("--training.steps", "5"),
+        ("--data.document_mask", "true"),
+        ("--validation.sources", '[{name = "noise", kind = "synthetic"}]', "--validation.interval", "1"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_the_samples_do_not_depend_on_what_else_differs(words):
+    before, after = config_of(), config_of(*words)
+    assert all(map(torch.equal, samples(before), samples(after)))
+    shared = pairing(before, after)
+    assert shared.same_samples == ("document_mask" not in words[0])  # the same tokens, but with other positions
+    assert shared.same_batches == (shared.same_samples and "global_batch" not in words[0])
+
+
+def test_a_source_keeps_its_order_beside_another():
+    own = '{name = "noise", kind = "synthetic"}'
+    alone = samples(config_of())
+    beside = config_of("--data.sources", f'[{own}, {{name = "other", kind = "synthetic"}}]')
+    mixed = {bytes(tensor.numpy().tobytes()) for tensor in samples(beside, 96)}
+    found = [tensor.numpy().tobytes() in mixed for tensor in alone]
+    half = len(found) // 2
+    assert found[:half] == [True] * half  # its first samples come, with samples of the other in between
+    assert not pairing(config_of(), beside).same_samples
+
+
+def test_other_seeds_share_nothing_but_the_validation():
+    sources = [f'{{name = "{name}", kind = "synthetic", weight = {weight}}}' for name, weight in (("a", 1), ("b", 2.7))]
+    validation = ("--validation.sources", f"[{', '.join(sources)}]", "--validation.interval", "1")
+    configs = [config_of("--training.seed", str(seed), *validation) for seed in (0, 1)]
+    assert not any(map(torch.equal, samples(configs[0]), samples(configs[1])))
+    assert not equal(*(weights(config)["lm_head.weight"] for config in configs))
+    validated = []
+    for config in configs:
+        with closing(build_loader(config, 0, 1, 0, validation=True)) as loader:
+            validated.append(np.concatenate([batch.tokens.numpy() for [batch] in loader]))
+    assert np.array_equal(*validated)
+
+
+def test_what_differs_is_named():
+    words = (
+        "--optimizer.lr",
+        "2e-2",
+        "--mesh.tp",
+        "2",
+        "--training.seed",
+        "3",
+        "--job.name",
+        "b",
+        "--checkpoint.init_from",
+        "x",
+    )
+    after = load("tests/end_to_end/tiny.toml", words, 2).config
+    assert differences(config_of(), after) == [
+        "optimizer.lr: 0.01 -> 0.02",
+        "mesh.tp: 1 -> 2 (machine key)",
+        'checkpoint.init_from: (not set) -> "x" (machine key)',
+    ]
+    assert pairing(config_of(), after).same_weights == 0
+    assert str(Pairing(3, 3, True, True)) == "initial weights: the same bits; samples: the same in every step"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--training.seq_len", "8"), "training.seq_len: 16 -> 8"),
+        (("--validation.sequences", "8"), "validation.sequences: 64 -> 8"),
+        (("--data.document_mask", "true"), "data.document_mask: false -> true"),
+    ],
+)
+def test_what_can_not_be_scored_alike_is_refused(words, named):
+    with pytest.raises(Exception, match=named):
+        require_same_scoring(config_of(), config_of(*words))
+    require_same_scoring(config_of(), config_of("--validation.interval", "0", "--optimizer.lr", "1"))
+
+
+def test_the_values_of_a_sweep():
+    arms = arms_of(["debug.toml"], ("--training.steps=5",), "optimizer.betas=[0.9, 0.95],[0.9,0.99]")
+    assert [arm.label for arm in arms] == ["optimizer.betas=[0.9, 0.95]", "optimizer.betas=[0.9,0.99]"]
+    assert arms[1].words == ("--training.steps=5", "--optimizer.betas", "[0.9,0.99]")
+    for files, sweep in (
+        (["a"], "optimizer.lr=1"),
+        (["a"], "optimizer.lr"),
+        (["a", "b"], "optimizer.lr=1,2"),
+        (["a"], None),
+    ):
+        with pytest.raises(Exception, match="job file"):
+            arms_of(files, (), sweep)
