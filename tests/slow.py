@@ -20,6 +20,15 @@ SLOW = {
         "*[[]FSDP, full]",
         "*[[]FSDP, every second matmul]",
     ),
+    "distributed/test_details.py": (
+        "*[[]DDP 2]",
+        "*[[]CP 2*",
+        "*compiled]",
+        "*interleaved]",
+        "*[[]owner 2]",
+        "*[[]ZeRO 1]",
+        "test_experts_and_frozen_layers",
+    ),
     "distributed/test_context.py": ("test_documents_need_no_mask*[[]gather]",),
     "distributed/test_exact.py": (
         "test_other_meshes_*",
@@ -168,6 +177,7 @@ SLOW = {
         "*[[]EP 2, experts]",
         "*of_the_validation[[]plain]",
     ),
+    "distributed/test_score.py": ("*[[]FSDP 2]", "*[[]CP 2*", "*[[]owner 2]"),
     "distributed/test_spikes.py": (
         "test_every_mesh_*",
         "test_a_stop_anywhere_changes_nothing[[]skip]",
@@ -197,9 +207,11 @@ SLOW = {
         "*[[]at the next epoch]",
         "test_what_changes_nothing*",
     ),
+    "end_to_end/test_compare.py": ("test_equal_configs_that_never*", "test_processes*", "test_several_values*"),
     "end_to_end/test_divergence.py": ("*",),
     "end_to_end/test_documented_commands.py": ("test_everything_that_is_documented_works",),
     "end_to_end/test_evaluation.py": ("*",),
+    "end_to_end/test_examples.py": ("*",),
     "end_to_end/test_faults.py": (
         "test_nobody_waits_*",
         "test_a_stopped_rank_*",

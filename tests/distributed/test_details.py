@@ -30,7 +30,6 @@ MESHES = {
     "PP 2": (2, ("--mesh.pp", "2", "--training.micro_batch_size", "4")),
     "DDP 2": (2, ("--mesh.dp_replicate", "2", "--training.micro_batch_size", "8")),
     "CP 2, checkpointed": (2, ("--mesh.cp", "2", "--activation_checkpoint.mode", "full")),
-    "one process, compiled": (1, ("--compile.enable", "true", "--training.micro_batch_size", "4")),
     "FSDP 2 x TP 2, compiled": (4, ("--mesh.tp", "2", "--compile.enable", "true")),
     "PP 2 x FSDP 2, interleaved": (4, ("--mesh.pp", "2", "--pipeline.schedule", "interleaved_1f1b")),
     "owner 2": (2, ("--fsdp.partition", "owner", "--mesh.dp_shard", "1", "--mesh.dp_replicate", "2")),
@@ -93,12 +92,11 @@ def plain(words: tuple[str, ...]) -> dict:
 
 
 def assert_equal_details(found: dict, expected: dict, tolerance: float) -> None:
-    for key in KEYS:
-        if isinstance(expected[key], dict):
-            assert found[key] == pytest.approx(expected[key], rel=tolerance), key
-            assert list(found[key]) == list(expected[key])
-        else:
-            assert found.get(key) == pytest.approx(expected[key], rel=tolerance), key
+    assert [key for key in KEYS if key in found] == [key for key in KEYS if key in expected]
+    for key in filter(expected.get, KEYS):
+        assert found[key] == pytest.approx(expected[key], rel=tolerance), key
+    for key in ("layer_grad_norms", "layer_activation_rms"):
+        assert list(found[key]) == list(expected[key])
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +138,8 @@ def test_experts_and_frozen_layers(ranks, tmp_path):
             assert record["layer_grad_norms"]["embed_tokens"] == 0
             assert ("grad_signal" in record) == (name == "bias")
             assert record["layer_grad_norms"] == pytest.approx(other["layer_grad_norms"], rel=1e-9)
-            assert record.get("grad_signal") == pytest.approx(other.get("grad_signal"), rel=1e-9)
+            if name == "bias":
+                assert record["grad_signal"] == pytest.approx(other["grad_signal"], rel=1e-9)
 
 
 def test_the_estimates_are_those_of_a_known_distribution():

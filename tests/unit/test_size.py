@@ -28,7 +28,16 @@ PARTS = {
         )
         + ("text.py", "exports.py", "tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py")
         + ("bad_files.py", "hub.py", "inputs.py", "listing.py", "packing.py", "token_writer.py", "announce.py")
-        + ("prepared_folder.py", "shard.py", "seals.py", "exact_reduction.py", "exact_numbers.py", "backend.py"),
+        + (
+            "prepared_folder.py",
+            "shard.py",
+            "comparison",
+            "details.py",
+            "seals.py",
+            "exact_reduction.py",
+            "exact_numbers.py",
+            "backend.py",
+        ),
         6100,
     ),
     "text to token files": (
@@ -66,6 +75,8 @@ PARTS = {
     "how much is recomputed": (("trainer/planning/least_recomputation.py",), (), 150),
     "the records of a run's steps": (("trainer/report/step_records.py", "trainer/report/wall_clock.py"), (), 185),
     "the page of runs": (("scripts/page", "scripts/report.py", "scripts/runs.py"), (), 1250),
+    "paired experiments": (("trainer/comparison", "scripts/compare.py", "scripts/score.py"), (), 640),
+    "details of a step": (("trainer/details.py", "parallelisms/details.py"), (), 170),
 }
 NOT_CODE = (
     tokenize.COMMENT,

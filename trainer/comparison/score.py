@@ -70,7 +70,7 @@ def score(config: Config, checkpoint: Path, device: torch.device, console: Conso
     mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), device)
     learner = build_learner(config, mesh)
     _load_weights(config, learner, console)
-    sums = _sums(config, learner).tolist()
+    sums = sequence_sums(config, learner).tolist()
     losses = [total / n if n else 0.0 for total, n in zip(*sums, strict=True)]
     step, state = saved
     return Scores(step, state.get("tokens", 0), digest, losses, [int(n) for n in sums[1]])
@@ -103,7 +103,7 @@ def _load_weights(config: Config, learner: Learner, console: Console) -> None:
 
 
 @torch.no_grad()
-def _sums(config: Config, learner: Learner) -> Tensor:
+def sequence_sums(config: Config, learner: Learner) -> Tensor:
     """Cross-entropy and valid targets of each sequence, float64, (2, sequences); the same on all ranks."""
     mesh, n = learner.mesh, config.validation.sequences
     sums = torch.zeros(2, n, dtype=torch.float64, device=mesh.device)

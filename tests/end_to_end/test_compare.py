@@ -1,0 +1,216 @@
+"""`keel compare` and `keel score`: what is trained, what is not trained again, and what is reported."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts import compare, score
+from tests.a_against_a import DIFFERENT, EQUAL, gather_text, launch_here, trials_of_the_command
+from tests.end_to_end.launch import ENVIRONMENT, ROOT, TIMEOUT_SECONDS, TINY, records, status
+from trainer.comparison.score import read_scores, write_scores
+
+HELD_OUT = '--validation.sources=[{name = "held out", kind = "synthetic"}]'
+JOB = (HELD_OUT, "--validation.interval", "20", "--validation.sequences", "13", "--metrics.tensorboard", "false")
+SWEEP = (str(TINY), "--sweep", "optimizer.lr=1e-2,1e-3", *JOB)
+
+
+class Launches:
+    """Runs commands in this process, and remembers them."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    def __call__(self, command):
+        self.seen.append((command[0], next((word for word in reversed(command) if "seed-" in word), command[1])))
+        return launch_here(command)
+
+
+def run_compare(folder, *words, launch=None):
+    """Exit code, report and launches of a comparison in `folder`."""
+    launches = launch or Launches()
+    code = compare.main([*words, "--output", str(folder / "runs"), "--json", str(folder / "report.json")], launches)
+    report = folder / "report.json"
+    return code, json.loads(report.read_text()) if report.exists() else None, getattr(launches, "seen", [])
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory):
+    """A comparison of two learning rates with two seeds."""
+    folder = tmp_path_factory.mktemp("experiment")
+    code, report, seen = run_compare(folder, *SWEEP, "--seeds", "2")
+    assert code == 0
+    return folder, report, seen
+
+
+def test_the_report_is_of_what_was_trained(experiment):
+    folder, report, seen = experiment
+    assert [name for name, _ in seen] == ["train", "score"] * 4
+    assert [config["label"] for config in report["configs"]] == ["optimizer.lr=1e-2", "optimizer.lr=1e-3"]
+    found = []
+    for number, config in enumerate(report["configs"]):
+        assert config["seeds"] == [0, 1]
+        for run, seed, loss in zip(config["runs"], config["seeds"], config["losses"], strict=True):
+            assert Path(run) == folder / "runs" / f"{number}-{config['label']}" / f"seed-{seed}"
+            assert loss == pytest.approx(records(Path(run))[-1]["validation_loss"], rel=1e-6)
+            scores = read_scores(Path(run))
+            assert np.mean(scores.losses) == pytest.approx(loss, rel=1e-12)
+            assert (scores.step, scores.tokens, len(scores.losses)) == (20, 20 * 8 * 16, 13)
+        found.append(config["losses"])
+    [comparison] = report["comparisons"]
+    assert comparison["difference"] == pytest.approx(np.subtract(found[1], found[0]).mean())
+    assert comparison["differs"] == ["optimizer.lr: 0.01 -> 0.001"]
+    assert comparison["pairing"] == "initial weights: the same bits; samples: the same in every step"
+    low, high = comparison["interval"]
+    assert high - low == pytest.approx(2 * comparison["paired"])
+    assert report["sequences"] == 13
+    assert comparison["confidence"] == 0.98
+
+
+def test_what_is_finished_is_not_run_again(experiment, tmp_path, capsys):
+    folder, report, _ = experiment
+    assert run_compare(folder, *SWEEP, "--seeds", "2") == (0, report, [])
+    told = capsys.readouterr().out
+    assert "optimizer.lr: 0.01 -> 0.001" in told
+    assert "98% interval" in told
+    for run in folder.glob("runs/*/seed-1"):
+        (run / "scores.json").unlink()
+    code, again, seen = run_compare(folder, *SWEEP, "--seeds", "3")
+    assert code == 0
+    runs = [folder / "runs" / f"{number}-optimizer.lr={lr}" for number, lr in enumerate(("1e-2", "1e-3"))]
+    assert seen == [
+        *(("score", str(run / "seed-1")) for run in runs),
+        *((name, str(run / "seed-2")) for run in runs for name in ("train", "score")),
+    ]
+    assert [config["losses"][:2] for config in again["configs"]] == [config["losses"] for config in report["configs"]]
+
+
+def test_two_finished_runs(experiment, tmp_path, capsys):
+    _, report, _ = experiment
+    runs = [config["runs"][0] for config in report["configs"]]
+    code, found, seen = run_compare(tmp_path, *runs)
+    assert (code, seen) == (0, [])
+    [comparison] = found["comparisons"]
+    first, second = (config["losses"][0] for config in report["configs"])
+    assert comparison["difference"] == pytest.approx(second - first, rel=1e-9)
+    assert comparison["verdict"].startswith("undecided: ")
+    assert "one seed says nothing about another training" in comparison["verdict"]
+    capsys.readouterr()
+    scores = read_scores(Path(runs[1]))
+    write_scores(Path(runs[1]), type(scores)(**{**vars(scores), "digest": "other"}))
+    try:
+        assert run_compare(tmp_path, *runs)[0] == 1
+        assert "scored on different sequences" in capsys.readouterr().err
+    finally:
+        write_scores(Path(runs[1]), scores)
+
+
+def test_other_sequences_are_scored_again(experiment):
+    _, report, _ = experiment
+    run = report["configs"][0]["runs"][1]
+    before = read_scores(Path(run))
+    try:
+        assert score.main([run, "--validation.sequences", "5"]) == 0
+        fewer = read_scores(Path(run))
+        assert fewer.losses == before.losses[:5]
+        assert fewer.digest != before.digest
+    finally:
+        write_scores(Path(run), before)
+    assert score.main([run, "--step", "7"]) == 1
+    assert read_scores(Path(run)) == before
+
+
+def test_a_config_against_its_copy_is_equal_to_the_last_bit(tmp_path):
+    copy = tmp_path / "copy.toml"
+    copy.write_text(f'base = "{TINY}"\n[job]\nname = "copy"\n')
+    code, report, _ = run_compare(tmp_path, str(TINY), str(copy), "--seeds", "2", *JOB, "--training.steps", "3")
+    assert code == 0
+    [comparison] = report["comparisons"]
+    assert comparison["verdict"] == "equal to the last bit"
+    assert comparison["differs"] == []
+    assert report["configs"][0]["losses"] == report["configs"][1]["losses"]
+
+
+def test_several_values_are_compared_with_the_first_at_a_joint_confidence(tmp_path):
+    values = "optimizer.weight_decay=0.1,0.2,0.3,0.4"
+    words = (str(TINY), "--sweep", values, "--seeds", "2", *JOB, "--training.steps", "3", "--confidence", "0.9")
+    code, report, _ = run_compare(tmp_path, *words)
+    assert code == 0
+    assert [found["second"] for found in report["comparisons"]] == [f"optimizer.weight_decay=0.{n}" for n in (2, 3, 4)]
+    assert {found["first"] for found in report["comparisons"]} == {"optimizer.weight_decay=0.1"}
+    assert all(found["confidence"] == pytest.approx(1 - 0.1 / 3) for found in report["comparisons"])
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(75, "the same command continues there"), (78, "failed for"), (1, "failed")]
+)
+def test_a_run_that_ends_otherwise_ends_the_comparison(tmp_path, capsys, code, said):
+    assert run_compare(tmp_path, *SWEEP, launch=lambda command: code)[0] == code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ((str(TINY), str(TINY)), 78, "validation.sources is empty"),
+        ((str(TINY), *JOB), 78, "give two job files"),
+        ((str(TINY), "--sweep", "training.seq_len=8,16", *JOB), 78, "training.seq_len: 8 -> 16"),
+        ((str(TINY), "--sweep", "optimizer.lr=1e-3", *JOB), 78, "at least two values"),
+        ((str(TINY), "--sweep", "optimizer.l=1,2", *JOB), 78, "optimizer.l"),
+        ((".", "."), 1, "is no run"),
+    ],
+)
+def test_mistakes_end_in_one_message_before_anything_is_trained(tmp_path, capsys, words, code, said):
+    found, report, seen = run_compare(tmp_path, *words)
+    assert (found, report, seen) == (code, None, [])
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+
+
+@pytest.fixture
+def with_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # restores the current folder
+    gather_text(tmp_path)
+    return tmp_path
+
+
+def test_equal_configs_that_never_are_equal_are_not_called_different(with_text):
+    """A short form of `python -m tests.a_against_a`, and the other way round: a real difference is called."""
+    found = list(trials_of_the_command(3, EQUAL, 3, with_text))
+    assert all(each["differs"] == ['data.sources.0.name: "text" -> "other"'] for each in found)
+    assert all(each["difference"] for each in found)
+    assert sum(each["is_decided"] for each in found) <= 1, found
+    real = list(trials_of_the_command(1, DIFFERENT.replace("3.3e-3", "1e-4"), 3, with_text))
+    assert all(each["is_decided"] and each["difference"] > 0 for each in real), real
+    assert all(each["paired"] * 3 < each["unpaired"] for each in real), real
+
+
+def test_processes_of_their_own_stopped_and_continued(tmp_path):
+    """Two ranks, and a SIGTERM during the first training: it saves, and the same command goes on from there."""
+    words = [*SWEEP, "--seeds", "1", "--ranks", "2", "--output", "runs", "--json", "report.json"]
+    command = [sys.executable, str(ROOT / "scripts" / "keel.py"), "compare", *words, "--training.steps", "300"]
+    options = {"cwd": tmp_path, "env": ENVIRONMENT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    first = tmp_path / "runs" / "0-optimizer.lr=1e-2" / "seed-0"
+    with subprocess.Popen(command, **options) as process:
+        while not (first / "metrics.jsonl").is_file() or not records(first):
+            assert process.poll() is None, process.communicate()
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 75, error
+    assert "the same command continues there" in error
+    assert status(first)["state"] == "preempted"
+    stopped = status(first)["step"]
+    finished = subprocess.run(command, **options, timeout=2 * TIMEOUT_SECONDS, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert "verdict" in finished.stdout
+    assert 0 < stopped < 300
+    assert len(records(first)) == 300
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [config["steps"] for config in report["configs"]] == [[300], [300]]
+    assert "RANK" not in os.environ
