@@ -43,7 +43,10 @@ from trainer.step import build_learner
 EQUAL = "data.sources.0.name=text,other"
 DIFFERENT = "optimizer.lr=1e-2,3.3e-3"
 JOB = ("--metrics.tensorboard", "false", "--metrics.interval", "100", "--checkpoint.mode", "sync")
-SIZE = ("--validation.interval", "0", "--validation.sequences", "32", "--training.steps", "12")
+SIZE = (
+    *("--validation.interval", "0", "--validation.sequences", "32", "--training.steps", "12"),
+    *("--training.micro_batch_size", "8"),
+)
 
 
 def launch_here(line: Sequence[str]) -> int:
@@ -70,11 +73,11 @@ def losses(sweep_value: str, seed: int) -> np.ndarray:
     return sums[0] / sums[1].mean()
 
 
-def trials(n: int, sweep: str, seeds: int) -> Iterator[Comparison]:
-    """Trainings of two values with the same seeds, compared."""
+def trials(numbers: range, sweep: str, seeds: int) -> Iterator[Comparison]:
+    """Trainings of two values with the same seeds, compared; each trial has seeds of its own."""
     key, _, values = sweep.partition("=")
     first, second = (f"{key}={value}" for value in values.split(","))
-    for trial in range(n):
+    for trial in numbers:
         own = range(1 + trial * seeds, 1 + (trial + 1) * seeds)
         yield compare(*(np.stack([losses(value, seed) for seed in own]) for value in (first, second)), 1)
 
@@ -122,6 +125,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="number of the first trial, for a run in several parts")
     parser.add_argument("--real", type=int, default=0, metavar="N", help="trials with a real difference")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
@@ -131,7 +135,7 @@ def main() -> None:
         prepare()
         for name, n, sweep in (("different", options.real, DIFFERENT), ("equal", options.trials, EQUAL)):
             found = []
-            for each in trials(n, sweep, options.seeds):
+            for each in trials(range(options.first, options.first + n), sweep, options.seeds):
                 found.append(each)
                 if len(found) % 10 == 0 or len(found) == n:
                     print(f"{name} configs: {summary(found)}", flush=True)

@@ -62,6 +62,7 @@ def plain(run):
     """Of each sequence the mean loss and the number of targets, in plain PyTorch."""
     config = load("parity.toml", RUN, 1).config
     model = build_model(config.model).double()
+    model.rotary.init_buffers()  # in float32 again, as it is in a run
     weights = {name.removeprefix("model."): t for name, t in tensors(run, 3).items() if name.startswith("model.")}
     model.load_state_dict(weights)
     found = []

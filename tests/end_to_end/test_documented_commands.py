@@ -73,6 +73,16 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel --help": "python scripts/keel.py --help",
     "keel runs": "python scripts/keel.py runs",
     "keel report runs/debug --output report.html": "python scripts/keel.py report runs/debug --output report.html",
+    # Of the comparisons the one of finished runs is run; tests/end_to_end/test_compare.py runs the others.
+    "keel compare A.toml B.toml --seeds 3": "python scripts/keel.py compare --help",
+    "keel compare debug.toml --sweep optimizer.lr=2e-3,3e-3,4e-3 --seeds 3": "cp -r runs/debug runs/a && cp -r"
+    " runs/debug runs/b",
+    "keel compare runs/a runs/b": "python scripts/keel.py compare runs/a runs/b",
+    "keel compare": "python scripts/keel.py compare --help",
+    "keel score": "python scripts/keel.py score --help",
+    "keel score RUN": "python scripts/keel.py score runs/a",
+    "keel train JOB --optimizer.lr 1e-3 --job.output_dir runs/search/7": "python scripts/keel.py train debug"
+    " --optimizer.lr 1e-3 --validate",
     "keel train": "python scripts/keel.py train --help",
     "keel train JOB --ranks N": "python scripts/keel.py train debug --ranks 2 --validate",
     "python scripts/benchmark.py": "python scripts/benchmark.py --rounds 1 --steps 1 --variants bare-eager,keel-eager",
@@ -93,6 +103,8 @@ NOT_RUN = {  # beginning of a line: why not
     "pytest": THIS,
     "python -m pytest": THIS,
     "python -m tests.torture": "tests/torture/test_torture.py",
+    "python -m tests.a_against_a": "tests/end_to_end/test_compare.py",
+    "python scripts/examples/optuna_search.py": "tests/end_to_end/test_examples.py",
     "python -m tests.soak": "tests/torture/test_torture.py",
     "torchrun --signals-to-handle": "an option, not a command; tests/soak.py uses it",
     "torchrun --max-restarts": "an option, not a command; tests/end_to_end/test_restarts.py uses it",
@@ -111,6 +123,7 @@ LONG = (  # beginning of a line that is run by `pytest -m long` alone
 NO_COMMANDS = {  # first line of an indented block that is neither a command nor TOML: what it is
     "OUTPUT/prepare.json             settings and counts; the inputs that were skipped": "a folder",
     "def main(self):": "a sampled text",
+    "loss on 64 validation sequences, the same for all runs:": "what keel compare prints",
     "weight * sum over experts i of f_i P_i": "a formula",
 }
 PRINTED = (
