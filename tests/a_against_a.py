@@ -4,8 +4,8 @@ Two runs of one config and seed have the same bits, so they tell nothing: the di
 differs from A in the name of its source of training data, which only keys the order of the samples. Both learn from the
 same text, start from the same weights and are equally good, but never equal, as if one of them had been run on another
 day. Every trial has seeds of its own. The trainings are real, but run in this process without run folders and
-checkpoints, which 1,200 of them would spend most of their time on; `trials_of_the_command` goes the whole way. For
-comparison, --real also counts how often a learning rate that is 3 times lower is called worse.
+checkpoints, which 1,200 of them would spend most of their time on; `trials_of_the_command` goes the whole way. With
+--sweep, other configs are compared, such as two learning rates.
 """
 
 import argparse
@@ -126,19 +126,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, help="number of the first trial, for a run in several parts")
-    parser.add_argument("--real", type=int, default=0, metavar="N", help="trials with a real difference")
+    parser.add_argument("--sweep", default=EQUAL, help="other configs, such as optimizer.lr=1e-2,1.1e-2")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         gather_text(Path(folder))
         start_process_group("cpu", 600)
         prepare()
-        for name, n, sweep in (("different", options.real, DIFFERENT), ("equal", options.trials, EQUAL)):
-            found = []
-            for each in trials(range(options.first, options.first + n), sweep, options.seeds):
-                found.append(each)
-                if len(found) % 10 == 0 or len(found) == n:
-                    print(f"{name} configs: {summary(found)}", flush=True)
+        found = []
+        for each in trials(range(options.first, options.first + options.trials), options.sweep, options.seeds):
+            found.append(each)
+            if len(found) % 10 == 0 or len(found) == options.trials:
+                print(f"{options.sweep}: {summary(found)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ are ratios of median processor times, which do not depend on what else the machi
 
 import argparse
 import statistics
+import sys
 import time
 from collections import defaultdict
 from contextlib import closing
@@ -15,6 +16,7 @@ import torch
 from configs.layout import mesh_sizes
 from configs.load import load
 from parallelisms.mesh import build_mesh, start_process_group
+from scripts.command import without_overrides
 from trainer.data.loader import build_loader
 from trainer.details import Details
 from trainer.step import build_learner
@@ -27,7 +29,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("job", nargs="?", default="debug.toml")
     parser.add_argument("--steps", type=int, default=10, help="of each kind")
-    options, words = parser.parse_known_args()
+    own, words = without_overrides(sys.argv[1:])
+    options = parser.parse_args(own)
     config = load(options.job, (*SYNTHETIC, "--metrics.details_interval", "1", *words), 1).config
     learner = build_learner(config, build_mesh(mesh_sizes(config, 1), start_process_group("cpu", 600)))
     details, norms = Details(config, learner), Details(config, learner)

@@ -8,14 +8,19 @@ import pytest
 from configs.load import load
 from tests.end_to_end.launch import ENVIRONMENT, ROOT, TIMEOUT_SECONDS, TINY, records, status
 
-optuna = pytest.importorskip("optuna")
 JOB = (
     '--validation.sources=[{name = "held out", kind = "synthetic"}]',
     *("--validation.interval", "5", "--metrics.tensorboard", "false"),
 )
 
 
-def search(folder, *words):
+@pytest.fixture
+def optuna():
+    """The package, which the example needs and Keel does not."""
+    return pytest.importorskip("optuna")
+
+
+def search(optuna, folder, *words):
     command = [sys.executable, str(ROOT / "scripts" / "examples" / "optuna_search.py"), str(TINY), *words, *JOB]
     done = subprocess.run(
         command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
@@ -24,7 +29,7 @@ def search(folder, *words):
     return done.stdout, optuna.load_study(study_name="search", storage=f"sqlite:///{folder}/runs/search/study.db")
 
 
-def enqueue(folder, *rates):
+def enqueue(optuna, folder, *rates):
     """Make the study, if there is none, and say which values it tries next."""
     (folder / "runs" / "search").mkdir(parents=True, exist_ok=True)
     storage = f"sqlite:///{folder}/runs/search/study.db"
@@ -33,10 +38,10 @@ def enqueue(folder, *rates):
         study.enqueue_trial({"optimizer.lr": lr, "optimizer.weight_decay": 0.1})
 
 
-def test_a_search_with_optuna(tmp_path):
+def test_a_search_with_optuna(optuna, tmp_path):
     """Two trials; then one that is worse from its first validation on, which is stopped, and has saved."""
-    enqueue(tmp_path, 1e-4, 2e-4)
-    out, study = search(tmp_path, "--trials", "2")
+    enqueue(optuna, tmp_path, 1e-4, 2e-4)
+    out, study = search(optuna, tmp_path, "--trials", "2")
     for trial, lr in zip(study.trials, (1e-4, 2e-4), strict=True):
         run = tmp_path / "runs" / "search" / str(trial.number)
         losses = {record["step"]: record["validation_loss"] for record in records(run) if "validation_loss" in record}
@@ -46,8 +51,8 @@ def test_a_search_with_optuna(tmp_path):
         assert status(run)["state"] == "done"
         assert load(str(run / "config.toml")).config.optimizer.lr == lr
     assert f"best: {study.best_params}" in out
-    enqueue(tmp_path, 3e-2)
-    _, study = search(tmp_path, "--trials", "1", "--training.steps", "100000")
+    enqueue(optuna, tmp_path, 3e-2)
+    _, study = search(optuna, tmp_path, "--trials", "1", "--training.steps", "100000")
     assert study.trials[2].state == optuna.trial.TrialState.PRUNED
     run = tmp_path / "runs" / "search" / "2"
     assert status(run)["state"] == "preempted"
