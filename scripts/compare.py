@@ -93,12 +93,12 @@ def _trained(options: argparse.Namespace, words: list[str], launch: Launch, cons
     from trainer.comparison.score import require_sequences
 
     arms = arms_of(options.configs, words, options.sweep)
-    jobs = [arm.load(options.ranks) for arm in arms]
+    first = arms[0].load(options.ranks).config.training.seed
+    jobs = [arm.with_seed(first, Path()).load(options.ranks) for arm in arms]
     for job in jobs:
         require_sequences(job.config)
         require_same_scoring(jobs[0].config, job.config)
     root = options.output or Path("runs") / f"compare-{'-'.join(folder_name(arm.label) for arm in arms)}"[:100]
-    first = jobs[0].config.training.seed
     seeds = range(first, first + options.seeds)
     sides = [Side(arm.label, job, [], []) for arm, job in zip(arms, jobs, strict=True)]
     for seed in seeds:  # all configs of a seed first, so that a stop leaves whole pairs

@@ -128,6 +128,7 @@ def test_other_seeds_share_nothing_but_the_validation():
     configs = [config_of("--training.seed", str(seed), *validation) for seed in (0, 1)]
     assert not any(map(torch.equal, samples(configs[0]), samples(configs[1])))
     assert not equal(*(weights(config)["lm_head.weight"] for config in configs))
+    assert pairing(*configs) == Pairing(0, len(weights(configs[0])), False, False)
     validated = []
     for config in configs:
         with closing(build_loader(config, 0, 1, 0, validation=True)) as loader:

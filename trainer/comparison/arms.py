@@ -113,7 +113,7 @@ def require_same_scoring(first: Config, second: Config) -> None:
 
 @dataclass(frozen=True)
 class Pairing:
-    """What two runs with the same seed share."""
+    """What two runs share."""
 
     same_weights: int
     """Parameters that start with the same bits in both."""
@@ -133,20 +133,21 @@ class Pairing:
 
 
 def pairing(first: Config, second: Config) -> Pairing:
-    """What two runs of these configs share if they have the same seed."""
+    """What two runs of these configs share."""
     ours, theirs = _initial(first), _initial(second)
     same = sum(ours[name] == theirs[name] for name in ours.keys() & theirs.keys())
     samples = all(getattr(first, name) == getattr(second, name) for name in ("data", "tokenizer"))
-    samples &= (first.training.seq_len, first.model.vocab_size) == (second.training.seq_len, second.model.vocab_size)
+    for table, key in (("training", "seed"), ("training", "seq_len"), ("model", "vocab_size")):
+        samples &= getattr(getattr(first, table), key) == getattr(getattr(second, table), key)
     batches = samples and first.training.global_batch_size == second.training.global_batch_size
     return Pairing(same, len(ours | theirs), samples, batches)
 
 
 def _initial(config: Config) -> dict[str, tuple[Any, ...]]:
-    """What each parameter's initial values depend on besides its name and the seed (parallelisms/init.py)."""
+    """What each parameter's initial values depend on besides its name (parallelisms/init.py)."""
     with torch.device("meta"):
         model: Any = build_model(config.model)
-    common = (config.training.dtype, config.checkpoint.init_from)
+    common = (config.training.seed, config.training.dtype, config.checkpoint.init_from)
     return {name: (*common, tuple(p.shape), model.init_std(name)) for name, p in model.named_parameters()}
 
 
