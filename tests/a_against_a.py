@@ -41,7 +41,6 @@ from trainer.run import run
 from trainer.step import build_learner
 
 EQUAL = "data.sources.0.name=text,other"
-DIFFERENT = "optimizer.lr=1e-2,3.3e-3"
 JOB = ("--metrics.tensorboard", "false", "--metrics.interval", "100", "--checkpoint.mode", "sync")
 SIZE = (
     *("--validation.interval", "0", "--validation.sequences", "32", "--training.steps", "12"),

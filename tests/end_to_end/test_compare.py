@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from scripts import compare, score
-from tests.a_against_a import DIFFERENT, EQUAL, gather_text, launch_here, trials_of_the_command
+from tests.a_against_a import EQUAL, gather_text, launch_here, trials_of_the_command
 from tests.end_to_end.launch import ENVIRONMENT, ROOT, TIMEOUT_SECONDS, TINY, records, status
 from trainer.comparison.score import read_scores, write_scores
 
@@ -181,14 +181,16 @@ def with_text(tmp_path, monkeypatch):
 
 
 def test_equal_configs_that_never_are_equal_are_not_called_different(with_text):
-    """A short form of `python -m tests.a_against_a`, and the other way round: a real difference is called."""
+    """A short form of `python -m tests.a_against_a`; a real difference is called; for two near configs pairing helps."""
     found = list(trials_of_the_command(3, EQUAL, 3, with_text))
     assert all(each["differs"] == ['data.sources.0.name: "text" -> "other"'] for each in found)
     assert all(each["difference"] for each in found)
     assert sum(each["is_decided"] for each in found) <= 1, found
-    real = list(trials_of_the_command(1, DIFFERENT.replace("3.3e-3", "1e-4"), 3, with_text))
-    assert all(each["is_decided"] and each["difference"] > 0 for each in real), real
-    assert all(each["paired"] * 3 < each["unpaired"] for each in real), real
+    [real] = trials_of_the_command(1, "optimizer.lr=1e-2,1e-4", 3, with_text)
+    assert real["is_decided"], real
+    assert real["difference"] > real["paired"] > 0
+    [near] = trials_of_the_command(1, "optimizer.lr=1e-2,1.1e-2", 3, with_text)
+    assert near["paired"] * 3 < near["unpaired"], near  # 10 times in the median of trials
 
 
 def test_processes_of_their_own_stopped_and_continued(tmp_path):

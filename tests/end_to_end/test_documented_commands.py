@@ -105,6 +105,7 @@ NOT_RUN = {  # beginning of a line: why not
     "python -m tests.torture": "tests/torture/test_torture.py",
     "python -m tests.a_against_a": "tests/end_to_end/test_compare.py",
     "python scripts/examples/optuna_search.py": "tests/end_to_end/test_examples.py",
+    "python -m tests.cost_of_details": "a measurement, of minutes",
     "python -m tests.soak": "tests/torture/test_torture.py",
     "torchrun --signals-to-handle": "an option, not a command; tests/soak.py uses it",
     "torchrun --max-restarts": "an option, not a command; tests/end_to_end/test_restarts.py uses it",
