@@ -181,7 +181,7 @@ def with_text(tmp_path, monkeypatch):
 
 
 def test_equal_configs_that_never_are_equal_are_not_called_different(with_text):
-    """A short form of `python -m tests.a_against_a`; a real difference is called; for two near configs pairing helps."""
+    """A short form of `python -m tests.a_against_a`; real differences are called; near configs gain by pairing."""
     found = list(trials_of_the_command(3, EQUAL, 3, with_text))
     assert all(each["differs"] == ['data.sources.0.name: "text" -> "other"'] for each in found)
     assert all(each["difference"] for each in found)
