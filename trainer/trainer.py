@@ -544,8 +544,7 @@ class Trainer:
         with self.phases.measure(Phase.OTHER):
             balance, memory = self.learner.load_balance.measure(), self.memory()
         frozen, incidents = self.learner.frozen(self.run.step - 1), self.unlogged_incidents
-        details = pending.details.read() if pending.details else None
-        measured = (memory, validation, balance, self.lag, details, incidents)
+        measured = (memory, validation, balance, self.lag, pending.details and pending.details.read(), incidents)
         self.records.write(self.run, result, pending.lr, frozen, *measured, writes_status=not self.grace.has_begun)
         self.unlogged_incidents, self.lag = [], None
 
