@@ -304,8 +304,7 @@ class Trainer:
         """What a step is judged by, once its passes are queued: they keep the device busy while this waits for it."""
         if self.pending:
             self.watchdog.step(self.run.step)  # if the device hangs, it is in that step
-        is_traced = self._settle()
-        if is_traced:
+        if is_traced := self._settle():
             self.details.begin_again()
         return Terms(loss_limit(self.spikes, self.run.past_losses), bool(self.stop), is_traced, self.run.step + 1)
 
@@ -544,7 +543,8 @@ class Trainer:
         with self.phases.measure(Phase.OTHER):
             balance, memory = self.learner.load_balance.measure(), self.memory()
         frozen, incidents = self.learner.frozen(self.run.step - 1), self.unlogged_incidents
-        measured = (memory, validation, balance, self.lag, pending.details and pending.details.read(), incidents)
+        details = pending.details.read() if pending.details else None
+        measured = (memory, validation, balance, self.lag, details, incidents)
         self.records.write(self.run, result, pending.lr, frozen, *measured, writes_status=not self.grace.has_begun)
         self.unlogged_incidents, self.lag = [], None
 
