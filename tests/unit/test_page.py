@@ -119,7 +119,7 @@ def test_a_long_run_gives_a_small_page_soon_with_every_extreme(tmp_path):
     run = write_run(tmp_path / "run", losses.tolist(), **columns, mfu=noise(n, 2))
     began = time.process_time()
     text = page([replace(run, name=name) for name in "abc"], "")
-    assert time.process_time() - began < 30  # 3 s on a quiet machine
+    assert time.process_time() - began < 30
     assert len(text) < 1_000_000
     (loss,) = [chart for chart in Page(text).data["charts"] if chart["title"] == "Loss"]
     curves = [series for series in loss["series"] if series["faint"]]
