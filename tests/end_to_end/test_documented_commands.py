@@ -79,7 +79,6 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     " runs/debug runs/b",
     "keel compare runs/a runs/b": "python scripts/keel.py compare runs/a runs/b",
     "keel compare": "python scripts/keel.py compare --help",
-    "keel score": "python scripts/keel.py score --help",
     "keel score RUN": "python scripts/keel.py score runs/a",
     "keel train JOB --optimizer.lr 1e-3 --job.output_dir runs/search/7": "python scripts/keel.py train debug"
     " --optimizer.lr 1e-3 --validate",
@@ -105,7 +104,6 @@ NOT_RUN = {  # beginning of a line: why not
     "python -m tests.torture": "tests/torture/test_torture.py",
     "python -m tests.a_against_a": "tests/end_to_end/test_compare.py",
     "python scripts/examples/optuna_search.py": "tests/end_to_end/test_examples.py",
-    "python -m tests.cost_of_details": "a measurement, of minutes",
     "python -m tests.soak": "tests/torture/test_torture.py",
     "torchrun --signals-to-handle": "an option, not a command; tests/soak.py uses it",
     "torchrun --max-restarts": "an option, not a command; tests/end_to_end/test_restarts.py uses it",

@@ -49,11 +49,13 @@ NAMES = {
     },
     "parallelisms/attention/blocked.py": ATTENTION,
     "parallelisms/attention/context.py": {COLLECTIVES},
+    "parallelisms/details.py": {"torch._foreach_norm"},
     "parallelisms/expert.py": {
         COLLECTIVES,
         "torch._subclasses.fake_tensor.DynamicOutputShapeException",
     },
     "parallelisms/grad_norm.py": {"torch._foreach_mul_", "torch._foreach_norm"},
+    "parallelisms/guards/fingerprint.py": {"torch._foreach_norm"},
     "parallelisms/init.py": {"*._non_persistent_buffers_set"},
     "parallelisms/mesh.py": {"*._flatten", "*._unflatten"},
     "parallelisms/owned_parameter.py": {"*._version"},
