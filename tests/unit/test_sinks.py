@@ -376,13 +376,13 @@ def test_a_run_writes_to_all_of_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("WANDB_MODE", "offline")
-    (tmp_path / "my_sinks.py").write_text(
+    (tmp_path / "my_losses.py").write_text(
         "class Losses:\n"
         "    def __init__(self, run): self.file = open(run.folder / 'losses.txt', 'a'); self.first = run.first_step\n"
         "    def write(self, record): print(self.first, record['step'], record['loss'], file=self.file)\n"
         "    def close(self): self.file.close()\n"
     )
-    words = ("--metrics.wandb", "true", "--metrics.mlflow", "true", "--metrics.sink", "my_sinks:Losses")
+    words = ("--metrics.wandb", "true", "--metrics.mlflow", "true", "--metrics.sink", "my_losses:Losses")
     words += ("--checkpoint.interval", "4", "--training.micro_batch_size", "8")
     assert launch_here(tmp_path, *words, "--training.steps", "8") == 0
     back = ("--checkpoint.load", "4", "--checkpoint.go_back", "1", "--training.seed", "0", "--optimizer.lr", "0.5")
