@@ -15,6 +15,7 @@ reserved in pieces that nothing fits into (2 to 10 GiB in the jobs of this repos
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
@@ -355,7 +356,7 @@ class RankMemory:
 
     @cached_property
     def blocks(self) -> dict[int, "Block"]:
-        return {layer: block_widths(self.config, layer, self.sizes.tp) for layer in self.layers}
+        return {layer: block_widths(self.config, layer, self.sizes.tp, self.frozen) for layer in self.layers}
 
     def _waiting(self, n_layers: int) -> int:
         """Bytes of activations waiting for backward, counting only `n_layers` layers of the current micro-batch."""
@@ -507,13 +508,16 @@ class Block:
     """Attention's logsumexp of each head, float32."""
     routed: float = 0.0
     """One row for each expert that the token is sent to."""
+    unread: float = 0.0
+    """Inputs of frozen matrices, which no gradient needs."""
 
     def everything(self, compiled: bool) -> float:
         """Kept without checkpointing: both sums of the residual stream, both norms' outputs, q, k, v and the
         attention's output, gate, up, silu(gate) and its product with up (the compiler recomputes silu(gate)); the
         experts' inputs, and their outputs both sorted by expert and by token."""
         attention = 2 * self.query + 2 * self.kv + self.statistics
-        return 2 * self.stream + 2 * self.normed + attention + (3 if compiled else 4) * self.ffn + 3 * self.routed
+        inside = (3 if compiled else 4) * self.ffn + 3 * self.routed
+        return 2 * self.stream + 2 * self.normed + attention + inside - self.unread
 
     def in_backward(self, config: Config) -> float:
         """Alive while its gradients are computed, besides its input: everything, recomputed tensors included, and the
@@ -542,9 +546,15 @@ class Block:
         return attention * (self.query + self.statistics) + matmuls * (saved + self.routed)
 
 
-def block_widths(config: Config, layer: int, tp: int) -> Block:
+def block_widths(config: Config, layer: int, tp: int, frozen: AbstractSet[str] = frozenset()) -> Block:
+    """`frozen`: names of the parameters that never train."""
     model = config.model
     mixture = is_mixture(model, layer)
+
+    def unread(width: float, *matrices: str) -> float:
+        names = {f"layers.{layer}.{matrix}.weight" for matrix in matrices}
+        return width if names <= frozen else 0.0
+
     experts = model.experts_per_token + model.n_shared_experts
     return Block(
         stream=model.dim / tp,
@@ -554,6 +564,9 @@ def block_widths(config: Config, layer: int, tp: int) -> Block:
         ffn=(experts * expert_dim(model) if mixture else model.ffn_dim) / tp,
         statistics=model.n_heads / tp * 4 / _BYTES[config.training.compute_dtype],
         routed=model.experts_per_token * model.dim if mixture else 0,
+        unread=unread(model.dim, *(f"self_attn.{name}_proj" for name in "qkv"))
+        + unread(model.dim, "mlp.gate_proj", "mlp.up_proj")
+        + unread(model.ffn_dim / tp, "mlp.down_proj"),
     )
 
 
