@@ -26,7 +26,7 @@ from scripts.command import end, parser_of, positive, run_command
 from scripts.launcher import run_ranks
 from train import end_process
 from trainer.guards.fragmentation import let_segments_grow
-from trainer.lifecycle import install_signal_handlers
+from trainer.lifecycle import StopRequest, install_signal_handlers
 from trainer.report.console import Console
 
 if TYPE_CHECKING:
@@ -124,13 +124,18 @@ def _be_a_rank(folder: Path) -> NoReturn:
     stop = install_signal_handlers()
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
-    task = json.loads((folder / _TASK).read_text())
-    job = load(task["job"], task["words"], int(os.environ["WORLD_SIZE"]))
     let_segments_grow(os.environ)
-    from trainer.proof.replay import Replayer
+    end_process(compute(folder, int(os.environ["WORLD_SIZE"]), stop))
+
+
+def compute(folder: Path, ranks: int, stop: StopRequest) -> int:
+    """Compute, as one of the ranks, the steps that `replay` has left a task for; returns the exit code."""
+    task = json.loads((folder / _TASK).read_text())
+    job = load(task["job"], task["words"], ranks)
+    from trainer.proof.replay import Replayer, reporting_to_nobody
     from trainer.run import run
 
-    end_process(run(job, stop, partial(Replayer, task["first_sample"])))
+    return run(reporting_to_nobody(job), stop, partial(Replayer, task["first_sample"]))
 
 
 # --------------------------------------------------------------------------- what is said

@@ -4,7 +4,6 @@ import io
 import json
 import random
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,8 @@ import scripts.replay
 from checkpoint.manifest import MANIFEST_NAME, sealed
 from checkpoint.safe_read import read_metadata
 from configs.errors import ConfigError, UserError
-from configs.load import load
 from scripts.certify import certify
-from scripts.replay import replay
+from scripts.replay import compute, replay
 from tests.end_to_end.launch import assert_same_tensors, launch_here, snapshot, tensors
 from trainer.lifecycle import StopRequest
 from trainer.report.console import Console
@@ -48,15 +46,9 @@ def in_this_process(monkeypatch):
     """A replay's only rank is this process, which saves starting another."""
 
     def run_here(program: str, words: list[str], ranks: int) -> int:
-        from trainer.proof.replay import Replayer
-        from trainer.run import run
-
         assert ranks == 1
-        folder = Path(scripts.replay.os.environ["KEEL_REPLAY"])
-        task = json.loads((folder / "task.json").read_text())
         try:
-            job = load(task["job"], task["words"], 1)
-            return run(job, StopRequest(), partial(Replayer, task["first_sample"]))
+            return compute(Path(scripts.replay.os.environ["KEEL_REPLAY"]), ranks, StopRequest())
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -84,6 +76,10 @@ def test_from_the_initial_weights(recorded):
     holds, said = said_by(replay, recorded, 3)
     assert holds
     assert "from the initial weights" in said
+
+
+def test_no_code_that_a_job_names_is_run(recorded):
+    assert said_by(replay, recorded, 3, words=("--metrics.sink", "no_such_module:Sink"))[0]
 
 
 def test_what_cannot_be_replayed(recorded, copy, tmp_path):

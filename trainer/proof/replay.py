@@ -1,15 +1,16 @@
 """Computes steps of a run again, from a checkpoint, in a run folder of its own."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from checkpoint.bits import changed_settings, changes
 from checkpoint.manifest import read_manifest, step_folder, steps_in
 from configs.errors import UserError
-from configs.load import load
+from configs.load import LoadedConfig, load
 from configs.run_change import run_key_diff
+from configs.schema import Evaluation
 from trainer.proof.compare import MAX_STEPS_APART, Difference, Gap, bound_of, difference, gaps
 from trainer.proof.reading import Stretch, read_stretch
 from trainer.proof.record import FILE_NAME, Launch, Step
@@ -112,6 +113,13 @@ def _check_same_run(launches: Sequence[Launch], folder: Path, where: str) -> Non
 
 
 # --------------------------------------------------------------------------- computing
+
+
+def reporting_to_nobody(job: LoadedConfig) -> LoadedConfig:
+    """The job of a replay: no logger hears of it, no task is evaluated, and no code is run that the run names."""
+    metrics = job.config.metrics.model_copy(update={"wandb": False, "mlflow": False, "sink": None})
+    config = job.config.model_copy(update={"metrics": metrics, "evaluation": Evaluation()})
+    return replace(job, config=config)
 
 
 class Replayer(Trainer):
