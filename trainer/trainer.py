@@ -568,7 +568,9 @@ class Trainer:
             self._poll_exports()
         if exports is not None:
             self.watchdog.on_first_rank("exports", lambda: exports.finish(lambda: stopped or bool(self.stop)))
-        self.watchdog.on_first_rank("evaluations", lambda: self.evaluations.finish(lambda: stopped or bool(self.stop)))
+        if self.config.evaluation.interval:
+            finish = self.evaluations.finish
+            self.watchdog.on_first_rank("evaluations", lambda: finish(lambda: stopped or bool(self.stop)))
 
     def _close(self) -> None:
         self.learner.finish_update()

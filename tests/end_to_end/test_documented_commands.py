@@ -79,6 +79,7 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     " runs/debug runs/b",
     "keel compare runs/a runs/b": "python scripts/keel.py compare runs/a runs/b",
     "keel compare": "python scripts/keel.py compare --help",
+    "keel plan": "python scripts/keel.py plan --help",
     "keel score RUN": "python scripts/keel.py score runs/a",
     "keel train JOB --optimizer.lr 1e-3 --job.output_dir runs/search/7": "python scripts/keel.py train debug"
     " --optimizer.lr 1e-3 --validate",
