@@ -207,7 +207,7 @@ SLOW = {
         "*[[]at the next epoch]",
         "test_what_changes_nothing*",
     ),
-    "end_to_end/test_compare.py": ("test_equal_configs_that_never*", "test_processes*", "test_several_values*"),
+    "end_to_end/test_compare.py": ("test_equal_configs_that_never*", "test_several_values*"),
     "end_to_end/test_divergence.py": ("*",),
     "end_to_end/test_documented_commands.py": ("test_everything_that_is_documented_works",),
     "end_to_end/test_evaluation.py": ("*",),

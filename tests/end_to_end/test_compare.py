@@ -193,6 +193,7 @@ def test_equal_configs_that_never_are_equal_are_not_called_different(with_text):
     assert near["paired"] * 3 < near["unpaired"], near  # 10 times in the median of trials
 
 
+@pytest.mark.long
 def test_processes_of_their_own_stopped_and_continued(tmp_path):
     """Two ranks, and a SIGTERM during the first training: it saves, and the same command goes on from there."""
     words = [*SWEEP, "--seeds", "1", "--ranks", "2", "--output", "runs", "--json", "report.json"]
