@@ -80,6 +80,12 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel compare runs/a runs/b": "python scripts/keel.py compare runs/a runs/b",
     "keel compare": "python scripts/keel.py compare --help",
     "keel plan": "python scripts/keel.py plan --help",
+    "keel plan --config JOB --ranks 8 --memory-gib 80": "python scripts/keel.py plan --config llama_1b.toml --ranks 8"
+    " --memory-gib 80",
+    "python train.py": "python train.py --help",
+    "python scripts/parity.py": "python scripts/parity.py --list",
+    "python scripts/parity.py --exact --dtype float32": "python scripts/parity.py --exact --dtype float32"
+    " --rows '1 process, none, eager, accumulation 1'",
     "keel score RUN": "python scripts/keel.py score runs/a",
     "keel train JOB --optimizer.lr 1e-3 --job.output_dir runs/search/7": "python scripts/keel.py train debug"
     " --optimizer.lr 1e-3 --validate",
@@ -122,6 +128,8 @@ LONG = (  # beginning of a line that is run by `pytest -m long` alone
 )
 NO_COMMANDS = {  # first line of an indented block that is neither a command nor TOML: what it is
     "OUTPUT/prepare.json             settings and counts; the inputs that were skipped": "a folder",
+    'activation_checkpoint.memory_limit_gib = "device" chooses mode = "selective", layers = "0-8": about 71.8 GiB of'
+    " 72.0 GiB,": "what a launch prints",
     "def main(self):": "a sampled text",
     "loss on 64 validation sequences, the same for all runs:": "what keel compare prints",
     "weight * sum over experts i of f_i P_i": "a formula",
