@@ -75,8 +75,8 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel report runs/debug --output report.html": "python scripts/keel.py report runs/debug --output report.html",
     # Of the comparisons the one of finished runs is run; tests/end_to_end/test_compare.py runs the others.
     "keel compare A.toml B.toml --seeds 3": "python scripts/keel.py compare --help",
-    "keel compare debug.toml --sweep optimizer.lr=2e-3,3e-3,4e-3 --seeds 3": "cp -r runs/debug runs/a && cp -r"
-    " runs/debug runs/b",
+    "keel compare debug.toml --sweep optimizer.lr=2e-3,3e-3,4e-3 --seeds 3": "cp -r runs/debug-2 runs/a && cp -r"
+    " runs/debug-2 runs/b",
     "keel compare runs/a runs/b": "python scripts/keel.py compare runs/a runs/b",
     "keel compare": "python scripts/keel.py compare --help",
     "keel plan": "python scripts/keel.py plan --help",
