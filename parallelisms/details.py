@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallelisms.grad_norm import gradients, sharding_groups
+from parallelisms.grad_norm import gradients, norms_of, sharding_groups
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import local_part
 
@@ -48,8 +48,7 @@ def squared_grad_norms(parameters: Mapping[str, Tensor], parts: Sequence[str], m
 
 
 def _squares(tensors: list[Tensor]) -> Tensor:
-    norms = torch._foreach_norm(tensors, 2.0)
-    return torch.stack(norms).double().square().sum()
+    return norms_of(tensors).double().square().sum()
 
 
 class Activations:
@@ -93,6 +92,5 @@ class Activations:
     @torch.no_grad()
     def _add(self, part: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
         x = local_part(output[0] if isinstance(output, tuple) else output).detach()
-        norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
-        self._sums[0, part] += norm.double() ** 2
+        self._sums[0, part] += norms_of([x])[0].double() ** 2
         self._sums[1, part] += x.numel()

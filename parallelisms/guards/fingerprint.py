@@ -21,6 +21,7 @@ import xxhash
 from torch import Tensor, nn
 
 from configs.schema import Config
+from parallelisms.grad_norm import norms_of
 from parallelisms.init import local_indices
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import local_part
@@ -84,7 +85,7 @@ class GradientFingerprint:
         local = {name: _local_gradient(parameter, zero) for name, parameter in self._parameters.items()}
         gradients = [gradient for gradient, _ in local.values()]
         digests = torch.stack([_bits(gradient).sum(dtype=torch.int32) for gradient in gradients]).double()
-        squares = torch.stack(torch._foreach_norm(gradients, 2)).double().square()
+        squares = norms_of(gradients).double().square()
         samples = [self._sample(step, name, *found) for name, found in local.items()]
         values = torch.cat((digests, squares, torch.stack(samples).double(), digests.sum()[None])).to(device)
         sums = torch.zeros(3 * self._n + self._n_slots, dtype=torch.float64, device=device)

@@ -64,7 +64,7 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     " --checkpoint.interval 3 --metrics.interval 2 --validation.interval 0",
     "python scripts/replay.py runs/proven --step 120": "python scripts/replay.py runs/proven --step 5",
     "python scripts/replay.py runs/proven --step 101 --ranks 2 --mesh.tp 2": "python scripts/replay.py"
-    " runs/proven --step 4",  # another mesh: tests/end_to_end/test_replay.py
+    " runs/proven --step 4 --ranks 2 --mesh.tp 2",
     "python scripts/certify.py runs/proven --checks 5": "python scripts/certify.py runs/proven --checks 1",
     "keel replay": "python scripts/keel.py replay --help",
     "keel replay RUN --step N": "python scripts/keel.py replay --help",

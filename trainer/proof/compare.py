@@ -85,7 +85,7 @@ class Gap:
 def gaps(recorded: Step, replayed: Step, parameters: Sequence[tuple[str, int]], bound: float) -> Iterator[Gap]:
     """The differences of the loss, the gradient norm, and each parameter's norm and sample.
 
-    A sample is compared relative to the root mean square of its parameter's gradient, since it may itself be small.
+    A sample is compared relative to itself or to the root mean square of its parameter's gradient, if that is larger.
     """
 
     def gap(what: str, a: float, b: float, unit: float) -> Gap:
@@ -99,7 +99,7 @@ def gaps(recorded: Step, replayed: Step, parameters: Sequence[tuple[str, int]], 
         norm = float(replayed.norms[number])
         yield gap(name, float(recorded.norms[number]), norm, norm)
         sample = float(recorded.samples[number]), float(replayed.samples[number])
-        yield gap(name, *sample, norm / math.sqrt(size))
+        yield gap(name, *sample, max(abs(sample[1]), norm / math.sqrt(size)))
 
 
 MAX_STEPS_APART = 50
