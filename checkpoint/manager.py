@@ -1,33 +1,23 @@
 """Decides when a checkpoint is written and which one a run resumes from.
 
 The manager owns a run's folder `checkpoints/`. A save takes a snapshot of the state (in CPU memory if asynchronous, so
-that training continues), writes it under a temporary name, commits it, then removes checkpoints that are not kept.
-A load chooses a checkpoint, checks everything that can be checked, and only then changes the first tensor. All methods
-are collective: every rank calls them at the same step, and if one rank fails, all raise the same error, so that none is
-left waiting.
-
-The writer has a separate process group: a background thread must not share one with the main thread, or collectives
-would be paired up wrongly. The ranks agree that a write is finished in the main thread, on the group of all ranks.
+that training continues), which the writer (`writer.py`) turns into a checkpoint. A load chooses a checkpoint, checks
+everything that can be checked, and only then changes the first tensor. All methods are collective: every rank calls
+them at the same step, and if one rank fails, all raise the same error, so that none is left waiting.
 """
 
 import json
 import math
-import os
-import shutil
-import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoint import folder as folders
@@ -35,22 +25,21 @@ from checkpoint import manifest as manifests
 from checkpoint import store
 from checkpoint.bits import CODE, changed_settings, changed_surroundings
 from checkpoint.compare import shape_differences
-from checkpoint.manifest import Damaged, FileEntry, Manifest, Origin, RunChange, damaged
-from checkpoint.pin import Pinned, remove
+from checkpoint.manifest import Damaged, Manifest, Origin, RunChange, damaged
 from checkpoint.room import crowded_hosts, measure_room
 from checkpoint.safe_read import read_metadata
-from checkpoint.seals import seal_of_parent
-from checkpoint.store import NotFinite, SaveFailed, Shard, State, save_failed
+from checkpoint.store import SaveFailed, State
 from checkpoint.verify import content_damages
 from checkpoint.votes import SaveClock, Vote
+from checkpoint.writer import OPTIMIZER, Save, Saved, Writer
 from configs.errors import ConfigError, UserError, listed
 from configs.run_change import function_diff
 from configs.schema import Checkpoint
-from parallelisms.ranks import gather, on_rank_zero
+from parallelisms.ranks import on_rank_zero
 
 TrainerState = dict[str, Any]
 GRACE_SECONDS = 10.0
-MODEL, OPTIMIZER = "model.", "optimizer."
+MODEL = "model."
 
 
 @dataclass(frozen=True)
@@ -63,27 +52,6 @@ class Found:
     trainer_state: TrainerState
     changes: list[RunChange] = field(default_factory=list)
     """Run keys that differ now, as `job.allow_run_change` allows."""
-
-
-@dataclass(frozen=True)
-class _Save:
-    """A save in progress; the last fields are the input and the result of the writer thread."""
-
-    started: float
-    unfinished: Path
-    draft: Manifest
-    trainer_text: str
-    prune: bool
-    result: "Future[_Saved]"
-
-
-@dataclass(frozen=True)
-class _Saved:
-    manifest: Manifest
-    seconds: float
-    """From the start of the save to its commit."""
-    pruned: list[str]
-    """One line for each checkpoint that the settings do not keep, for the log."""
 
 
 class CheckpointManager:
@@ -138,10 +106,8 @@ class CheckpointManager:
         self._warn = warn if dist.get_rank() == 0 else lambda line: None
         self._tokenizer_hash = tokenizer_hash
         self._environment = dict(environment or {})
-        self._writers = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
-        self._stager = store.Stager()
-        self._mode = settings.mode
-        self._pending: _Save | None = None
+        self._writer = Writer(folder, settings, rewind_interval)
+        self._pending: Save | None = None
         self._vote: Vote | None = None
         self._clock = SaveClock(settings.interval_minutes)
         self._candidates: list[Path] | None = None
@@ -173,7 +139,7 @@ class CheckpointManager:
         return self._last.step if self._last else None
 
     @property
-    def under_way(self) -> "Future[_Saved] | None":
+    def under_way(self) -> "Future[Saved] | None":
         """The outcome of the save in progress; any thread may wait for it."""
         return self._pending.result if self._pending else None
 
@@ -192,7 +158,7 @@ class CheckpointManager:
             KeelError: as in `resume`.
         """
         load, go_back = self._settings.load, self._settings.go_back
-        choice = on_rank_zero(self._writers, lambda: folders.choose(self._folder, load, go_back))
+        choice = on_rank_zero(self._writer.group, lambda: folders.choose(self._folder, load, go_back))
         self._candidates, self._reason = [*choice.candidates], choice.reason
         if self._candidates:
             self._find_next()
@@ -264,7 +230,7 @@ class CheckpointManager:
         Raises:
             UserError: the folder can't be written.
         """
-        on_rank_zero(self._writers, lambda: folders.prepare(self._folder, self._log, self._warn))
+        on_rank_zero(self._writer.group, lambda: folders.prepare(self._folder, self._log, self._warn))
         self._leave_later_ones()
 
     def check_room(self, state: State) -> None:
@@ -273,12 +239,12 @@ class CheckpointManager:
         If a host has too little memory to stage its ranks' state, this launch saves like `checkpoint.mode = "sync"`:
         through a small buffer, while training waits.
         """
-        if self._mode == "sync":
+        if self._writer.mode == "sync":
             return
-        hosts_room = measure_room(store.shards_of(state), self._saved_dtype, self._writers)
+        hosts_room = measure_room(store.shards_of(state), self._writer.saved_dtype, self._writer.group)
         if crowded := crowded_hosts(hosts_room):
             hosts = ", ".join(f"{host} has {free:,} of {staged:,} bytes" for host, (staged, free) in crowded.items())
-            self._mode = "sync"
+            self._writer.mode = "sync"
             self._warn(
                 f'checkpoint.mode = "async" copies the state to host memory, of which there is too little: '
                 f"{hosts}. Training will wait for each save of this launch"
@@ -291,7 +257,7 @@ class CheckpointManager:
             SaveFailed: as in `save`.
         """
         self.wait()
-        return on_rank_zero(self._writers, lambda: step in manifests.steps_in(self._folder))
+        return on_rank_zero(self._writer.group, lambda: step in manifests.steps_in(self._folder))
 
     def rewind(self, step: int, state: State) -> TrainerState:
         """Load the run's checkpoint of `step` during training, after `can_rewind`; later ones are moved aside.
@@ -311,20 +277,20 @@ class CheckpointManager:
         """Move the checkpoints aside that the run does not continue, and begin a new line if there were any."""
         found = self._found
         is_own = found is not None and on_rank_zero(
-            self._writers, lambda: folders.is_own(self._folder, found.folder, found.manifest.step)
+            self._writer.group, lambda: folders.is_own(self._folder, found.folder, found.manifest.step)
         )
         newest_kept = found.manifest.step if found and is_own else None
-        aside = on_rank_zero(self._writers, lambda: folders.set_aside(self._folder, newest_kept, self._metrics))
+        aside = on_rank_zero(self._writer.group, lambda: folders.set_aside(self._folder, newest_kept, self._metrics))
         if aside:
             self._log(f"checkpoints that this run does not continue were moved to {aside}, with a copy of its metrics")
         if found and is_own and not aside:
             self._run_id = found.manifest.run_id
         else:
-            self._run_id = on_rank_zero(self._writers, lambda: uuid4().hex)
+            self._run_id = on_rank_zero(self._writer.group, lambda: uuid4().hex)
 
     def _find(self, folder: Path) -> Found:
         """Read what describes a checkpoint, and check that the run may resume from it."""
-        found = on_rank_zero(self._writers, lambda: _read(folder))
+        found = on_rank_zero(self._writer.group, lambda: _read(folder))
         if not found.trainer_state:  # made by scripts/import_hf.py
             raise ConfigError(
                 f"checkpoint.load: {folder} holds only a model's weights, no run to resume; to start a run from them, "
@@ -342,7 +308,7 @@ class CheckpointManager:
 
     def _find_initial(self, folder: Path) -> Found:
         """Read what describes the checkpoint whose weights are to be the initial ones."""
-        found = on_rank_zero(self._writers, lambda: _read(folder))
+        found = on_rank_zero(self._writer.group, lambda: _read(folder))
         theirs = found.manifest.tokenizer_hash
         if theirs and self._tokenizer_hash and theirs != self._tokenizer_hash and not self._allow_run_change:
             raise ConfigError(
@@ -369,7 +335,7 @@ class CheckpointManager:
         files = found.manifest.files
         if self._settings.verify == "hash":
             started = time.perf_counter()
-            if problems := content_damages(found.folder, files, self._writers):
+            if problems := content_damages(found.folder, files, self._writer.group):
                 raise damaged(found.folder, "; ".join(problems))
             seconds = time.perf_counter() - started
             self._log(f"{found.folder}: verified {len(files)} files ({seconds:.1f} s)")
@@ -413,9 +379,9 @@ class CheckpointManager:
     def _fill(self, found: Found, state: State, may_convert: Callable[[str, torch.dtype], bool]) -> None:
         """Compare names, shapes and dtypes on all ranks, then load the tensors."""
         shards = store.shards_of(state)
-        self._require_none(found, store.differences(found.metadata, shards, self._writers, may_convert))
+        self._require_none(found, store.differences(found.metadata, shards, self._writer.group, may_convert))
         started = time.perf_counter()
-        store.read(found.folder, found.metadata, shards, self._writers)
+        store.read(found.folder, found.metadata, shards, self._writer.group)
         self._log(f"loaded step {found.manifest.step} in {time.perf_counter() - started:.1f} s")
 
     def _require_none(self, found: Found, differences: Sequence[str]) -> None:
@@ -468,15 +434,18 @@ class CheckpointManager:
         self._clock.start()
         folder = manifests.step_folder(self._folder, step)
         try:
-            unfinished = on_rank_zero(self._writers, lambda: _begin(folder, step == self.latest_step()))
+            unfinished = self._writer.begin(folder, is_ours=step == self.latest_step())
         except SaveFailed as error:
             self._failed(error)
             return time.perf_counter() - started
         if unfinished is None:
             return time.perf_counter() - started
         draft = self._draft(step, trainer_state["tokens"], data_fingerprint or {}, validation_loss, chain)
-        self._pending = _Save(started, unfinished, draft, json.dumps(trainer_state), prune, Future())
-        self._start(self._pending, store.shards_of(state))
+        save = Save(started, unfinished, draft, json.dumps(trainer_state), prune, self._newest())
+        self._pending = save
+        self._writer.start(save, state)
+        if self._writer.mode == "sync":
+            self.wait()
         stall = time.perf_counter() - started
         self._log(f"checkpoint {folder.name}: training waited {stall:.3f} s")
         return stall
@@ -531,7 +500,7 @@ class CheckpointManager:
         for line in saved.pruned:
             self._log(line)
 
-    def _seconds_left(self, save: _Save) -> float:
+    def _seconds_left(self, save: Save) -> float:
         """How long to wait for a save: a little longer than its collectives wait for a rank."""
         return max(0.0, save.started + self._settings.timeout_seconds + GRACE_SECONDS - time.perf_counter())
 
@@ -544,26 +513,9 @@ class CheckpointManager:
         """
         self.wait()
         self._clock.close()
-        dist.destroy_process_group(self._writers)
+        self._writer.close()
         if self._failures:
             raise self._failures[-1]
-
-    def _start(self, save: _Save, shards: dict[str, Shard]) -> None:
-        is_staged = self._mode == "async" or self._settings.optimizer_dtype != "same"
-        if is_staged:
-            shards = self._stager.stage(shards, self._saved_dtype)
-        if self._mode == "async":
-            # A daemon: if training dies, the process must not linger until a collective times out.
-            arguments = (save, shards, is_staged)
-            threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True).start()
-        else:
-            self._write(save, shards, is_staged)
-            self.wait()
-
-    def _saved_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        """As the tensor's own, but for the moments of the optimizer (not its step count) if a smaller one is asked."""
-        is_moment = name.startswith(OPTIMIZER) and tensor.dim() > 0
-        return torch.bfloat16 if is_moment and self._settings.optimizer_dtype == "bfloat16" else tensor.dtype
 
     def _draft(
         self, step: int, tokens: int, data_fingerprint: Mapping[str, str], validation_loss: float | None, chain: str
@@ -589,65 +541,9 @@ class CheckpointManager:
             chain=chain,
         )
 
-    def _write(self, save: _Save, shards: dict[str, Shard], is_staged: bool) -> None:
-        """Write, commit and prune; sets `save.result`, also to an error (this may run in a thread)."""
-        try:
-            staged = store.hashes(shards) if is_staged else {}
-            self._check_finite(save, shards)
-            files = store.write(save.unfinished, shards, self._writers)
-            if is_staged:
-                self._check_staged(save, shards, staged)
-            self._check_before_pruning(save.unfinished, files)
-            manifest = on_rank_zero(self._writers, lambda: _commit(save, files))
-            seconds = time.perf_counter() - save.started
-            pruned = on_rank_zero(self._writers, self._prune) if save.prune else []
-            save.result.set_result(_Saved(manifest, seconds, pruned))
-        except BaseException as error:
-            if dist.get_rank() == 0:
-                shutil.rmtree(save.unfinished, ignore_errors=True)
-            save.result.set_exception(error)
-
-    def _check_finite(self, save: _Save, shards: dict[str, Shard]) -> None:
-        """Raise on all ranks unless all values on all ranks are finite: a run must be able to resume from them."""
-        if places := self._places(store.not_finite(shards)):
-            raise _not_finite(save, places, self._newest())
-
-    def _check_staged(self, save: _Save, shards: dict[str, Shard], hashes: dict[str, int]) -> None:
-        """Raise on all ranks if staged memory has changed.
-
-        The files' hashes are computed from the bytes as they are written, so they cannot reveal a bit that flipped in
-        memory before: it is in the file and in its hash alike.
-        """
-        now = store.hashes(shards)
-        if places := self._places([name for name, value in hashes.items() if now[name] != value]):
-            raise SaveFailed(
-                f"checkpoint {save.unfinished.stem} is not kept: memory that nothing writes to has changed "
-                f"during the save, in {listed(places)}; if that host is named again, stop using it"
-            )
-
-    def _places(self, names: list[str]) -> list[str]:
-        """ "NAME of rank R on HOST" for the names of all ranks; the same on all."""
-        by_rank = gather((socket.gethostname(), names), self._writers)
-        return [f"{name} of rank {rank} on {host}" for rank, (host, names) in enumerate(by_rank) for name in names]
-
     def _newest(self) -> Path | None:
         step = self.latest_step()
         return None if step is None else manifests.step_folder(self._folder, step)
-
-    def _check_before_pruning(self, unfinished: Path, files: dict[str, FileEntry]) -> None:
-        """Read the new checkpoint back before it is committed, if older ones may then be removed."""
-        if self._settings.keep_last and self._settings.verify == "hash":
-            problems = content_damages(unfinished, files, self._writers)
-            if problems:
-                raise save_failed(unfinished, f"read again, {'; '.join(problems)}")
-
-    def _prune(self) -> list[str]:
-        """Remove the checkpoints that the settings don't keep, on rank 0; returns lines for the log."""
-        try:
-            doomed = folders.to_be_pruned(self._folder, self._settings, self._rewind_interval)
-            return [_removed(folder) for folder in doomed]
-        except OSError as error:
-            return [f"can't look for checkpoints to remove: {error}"]
 
     def _failed(self, error: SaveFailed) -> None:
         """Raise if too many saves in a row have failed, otherwise warn."""
@@ -658,15 +554,6 @@ class CheckpointManager:
         newest = self.latest_step()
         kept = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is step {newest}"
         self._warn(f"{error}; TRAINING GOES ON, {kept}; failed saves in a row: {count}, the run ends at {limit}")
-
-
-def _not_finite(save: _Save, places: list[str], newest: Path | None) -> NotFinite:
-    go_on = f"the newest checkpoint is {newest}: the same command resumes from it"
-    return NotFinite(
-        f"checkpoint {save.unfinished.stem} is not written: not all values are finite in "
-        f"{listed(places, ', ')}; {go_on if newest else 'there is no checkpoint before it'}. If "
-        "it recurs, lower optimizer.lr or training.max_norm; if it recurs on one host only, test that host's memory"
-    )
 
 
 def _read(folder: Path) -> Found:
@@ -682,36 +569,3 @@ def _read(folder: Path) -> Found:
 def _may_resume_from(name: str, saved: torch.dtype) -> bool:
     """Whether a tensor may change its type: only moments that were saved as bfloat16 (`optimizer_dtype`) may."""
     return name.startswith(OPTIMIZER) and saved == torch.bfloat16
-
-
-def _begin(folder: Path, is_ours: bool) -> Path | None:
-    """Create the temporary folder to write to; returns None if the checkpoint exists and `is_ours`."""
-    try:
-        if os.path.lexists(folder):
-            if is_ours:
-                return None
-            raise UserError(
-                f"{folder} exists, but not by this run; make sure no other run uses the same job.output_dir"
-            )
-        return manifests.begin(folder)
-    except OSError as error:
-        raise save_failed(folder, error) from None
-
-
-def _commit(save: _Save, files: dict[str, FileEntry]) -> Manifest:
-    try:
-        draft = replace(save.draft, parent_seal=seal_of_parent(save.unfinished.parent, save.draft.parent))
-        return manifests.commit(save.unfinished, draft, files, save.trainer_text)
-    except OSError as error:
-        raise save_failed(save.unfinished, error, sum(entry.size for entry in files.values())) from None
-
-
-def _removed(folder: Path) -> str:
-    """Remove a checkpoint; returns a line for the log."""
-    try:
-        remove(folder)
-    except Pinned as error:
-        return f"{error}; a later save removes it"
-    except OSError as error:
-        return f"checkpoint {folder.name} is no longer kept, but can't be removed: {error}"
-    return f"checkpoint {folder.name}: removed, it is no longer kept"

@@ -40,7 +40,7 @@ def timeouts(folder: str) -> tuple[dict[str, set[float]], list[set[float]]]:
     """Of this rank's groups, by what they are for, and of all that torch knows; the seconds of all their backends."""
     mesh = build_mesh(MeshSizes(dp_replicate=2, dp_shard=1, tp=2), torch.device("cpu"))
     checkpoints = manager(folder, "--checkpoint.timeout_seconds", "77")
-    groups = groups_of_axes(mesh) | {"writers": checkpoints._writers}
+    groups = groups_of_axes(mesh) | {"writers": checkpoints._writer.group}
     return {name: _seconds(group) for name, group in groups.items()}, [_seconds(group) for group in process_groups()]
 
 

@@ -80,7 +80,7 @@ def test_nothing_else_makes_groups():
         for path in (root / folder).rglob("*.py")
     }
     assert {path: count for path, count in makes.items() if count} == {
-        "checkpoint/manager.py": 1,
+        "checkpoint/writer.py": 1,
         "trainer/guards/grace.py": 1,
     }
 

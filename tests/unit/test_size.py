@@ -37,8 +37,14 @@ PARTS = {
             "exact_reduction.py",
             "exact_numbers.py",
             "backend.py",
-        ),
-        6100,
+        )
+        + ("safe_read.py", "verify.py", "pin.py", "room.py", "lock.py"),
+        6000,
+    ),
+    "what protects checkpoints": (
+        tuple(f"checkpoint/{name}.py" for name in ("safe_read", "verify", "pin", "room", "lock")),
+        (),
+        440,
     ),
     "text to token files": (
         (
