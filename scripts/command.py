@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn, TextIO
 
 from configs.errors import KeelError
@@ -39,6 +40,18 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=r"cut .txt files into documents at each S; \n is a line end, \t a tab",
     )
+
+
+def add_computing_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say how a trained model is used: device, dtype and tokenizer."""
+    add = parser.add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if available")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float64"),
+        help="type of weights and computation (default: the run's training.compute_dtype, or the folder's own)",
+    )
+    add("--tokenizer", type=Path, metavar="FILE", help="replaces the job's tokenizer.path")
 
 
 def _separator(text: str) -> str:

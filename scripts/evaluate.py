@@ -17,7 +17,7 @@ if not __package__:  # run as a file, from any folder
 from configs.errors import UserError
 from configs.load import load
 from configs.schema import Config, Evaluation
-from scripts.command import end, parser_of, positive, run_command
+from scripts.command import add_computing_arguments, end, parser_of, positive, run_command
 from trainer.report.console import Console
 
 if TYPE_CHECKING:
@@ -121,13 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--examples", type=positive, metavar="N", help="first examples of each task to use (default: all)")
     add("--num-fewshot", type=_natural, metavar="N", help="solved examples in each prompt (default: the task's own)")
     add("--batch-size", type=positive, metavar="N", help="sequences computed at once (default: 16)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if available")
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16", "float64"),
-        help="type of weights and computation (default: the run's training.compute_dtype, or the folder's own)",
-    )
-    add("--tokenizer", type=Path, metavar="FILE", help="replaces the job's tokenizer.path")
+    add_computing_arguments(parser)
     return parser
 
 

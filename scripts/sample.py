@@ -19,7 +19,7 @@ if not __package__:  # run as a file, from any folder
 
 from configs.errors import UserError
 from configs.untrusted import printable
-from scripts.command import end, parser_of, run_command
+from scripts.command import add_computing_arguments, end, parser_of, run_command
 from trainer.report.console import Console, count
 
 if TYPE_CHECKING:
@@ -195,13 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         help="another seed draws other texts (default: %(default)s)",
     )
     add("--batch-size", type=positive, default=16, metavar="N", help="texts computed at once (default: %(default)s)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if available")
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16", "float64"),
-        help="type of weights and computation (default: the run's training.compute_dtype, or the folder's own)",
-    )
-    add("--tokenizer", type=Path, metavar="FILE", help="replaces the job's tokenizer.path")
+    add_computing_arguments(parser)
     return parser
 
 

@@ -147,7 +147,7 @@ class Evaluations:
             self._warn(f"{name} failed, training continues: {last} (see {self._output})")
 
     def _collect(self) -> None:
-        """Record the results that metrics.jsonl lacks, whoever has made them."""
+        """Record the results that metrics.jsonl lacks, also those of `keel evaluate`."""
         if self._recorded is None:
             self._recorded = recorded(self._folder)
         for result in unrecorded(self._folder, self._recorded):

@@ -2,7 +2,7 @@
 
 So no line can be changed, removed or inserted without a break in the chain at that place, unless all later hashes are
 changed with it; and checkpoints record how the chain stood. The hash is BLAKE2b of 128 bits. It is not a signature:
-whoever can write all files of a run can write another run. That one, too, must hold when its steps are replayed.
+anyone who can write all files of a run can replace it by another run, whose steps must then also hold when replayed.
 """
 
 from hashlib import blake2b
