@@ -23,6 +23,7 @@ from configs.errors import ConfigError, KeelError, UserError
 from configs.files import write_atomically
 from configs.load import load
 from scripts.command import end, parser_of, positive, run_command, without_overrides
+from scripts.score import load_for_scoring
 from trainer.lifecycle import EXIT_PREEMPTED, STOP_SIGNALS, read_status
 from trainer.report.console import Console, count
 
@@ -120,7 +121,7 @@ def _finished(options: argparse.Namespace, words: list[str], launch: Launch, con
     for folder in folders:
         if not (folder / "config.toml").is_file():
             raise UserError(f"{folder} is no run: it has no config.toml")
-    jobs = [load(str(folder / "config.toml"), words, options.ranks) for folder in folders]
+    jobs = [load_for_scoring(folder, words, options.ranks) for folder in folders]
     require_same_scoring(jobs[0].config, jobs[1].config)
     return [
         Side(str(folder), job, [folder], [_score(folder, words, options.ranks, launch)])
@@ -149,7 +150,7 @@ def _score(folder: Path, words: Sequence[str], ranks: int, launch: Launch) -> "S
     from checkpoint.manifest import steps_in
     from trainer.comparison.score import read_scores
 
-    job, steps = load(str(folder / "config.toml"), words, ranks), steps_in(folder / "checkpoints")
+    job, steps = load_for_scoring(folder, words, ranks), steps_in(folder / "checkpoints")
     found = read_scores(folder)
     if found and steps and (found.step, len(found.losses)) == (steps[-1], job.config.validation.sequences):
         return found

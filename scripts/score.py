@@ -1,8 +1,9 @@
 """Compute the loss of each validation sequence: scripts/score.py RUN [--step N] [--table.key VALUE ...]
 
 The sequences are those of the run's [validation]. Machine keys, such as --mesh.tp 2, and [validation] may be set on the
-command line: the checkpoint loads on any mesh, which does not change the losses. The result goes to RUN/scores.json;
-`keel compare` compares two of them sequence by sequence.
+command line: the checkpoint loads on any mesh, which does not change the losses. One rank needs no --mesh keys,
+whatever the run's mesh was. The result goes to RUN/scores.json; `keel compare` compares two of them sequence by
+sequence.
 """
 
 import argparse
@@ -15,7 +16,8 @@ if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from configs.errors import KeelError, UserError
-from configs.load import load
+from configs.load import LoadedConfig, load
+from configs.schema import Mesh
 from scripts.command import end, parser_of, positive, without_overrides
 from scripts.launcher import run_ranks
 from trainer.lifecycle import tell_torchrun
@@ -48,7 +50,7 @@ def score_run(folder: Path, step: int | None, overrides: Sequence[str], console:
     """
     if not (folder / "config.toml").is_file():
         raise UserError(f"{folder} is no run: it has no config.toml")
-    job = load(str(folder / "config.toml"), overrides, int(os.environ.get("WORLD_SIZE", "1")))
+    job = load_for_scoring(folder, overrides, int(os.environ.get("WORLD_SIZE", "1")))
     import torch.distributed as dist
 
     from parallelisms.mesh import start_process_group
@@ -69,6 +71,13 @@ def score_run(folder: Path, step: int | None, overrides: Sequence[str], console:
         dist.destroy_process_group()
     n = len(found.losses)
     console.line(f"{checkpoint}: loss {found.loss:.5f} on {n} validation sequences, written to {folder}/scores.json")
+
+
+def load_for_scoring(folder: Path, overrides: Sequence[str], ranks: int) -> LoadedConfig:
+    """Load the job of a run folder; one rank drops the run's mesh, unless the overrides set one."""
+    drops_mesh = ranks == 1 and not any(word.startswith("--mesh.") for word in overrides)
+    alone = [f"--mesh.{axis}=1" for axis in Mesh.model_fields] if drops_mesh else []
+    return load(str(folder / "config.toml"), [*alone, *overrides], ranks)
 
 
 def _parser() -> argparse.ArgumentParser:

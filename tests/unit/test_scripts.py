@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
-from configs.errors import UserError
+from configs.errors import ConfigError, UserError
+from configs.layout import mesh_sizes
 from scripts.command import run_command
 from scripts.parity_rows import REFUSED, table
+from scripts.score import load_for_scoring
 from tests.conftest import ROOT
 
 TINY = ["--model.dim", "32", "--model.n_layers", "2", "--model.ffn_dim", "64", "--model.vocab_size", "256"]
@@ -93,3 +95,26 @@ def test_a_command_ends_with_a_message_and_a_code(capsys, ends_by, code, said):
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
     assert "Traceback" not in printed.out + printed.err
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words", "ranks", "sizes"),
+    [
+        ("tp = 2", (), 1, (1, 1, 1)),
+        ("tp = 2\npp = 2", (), 1, (1, 1, 1)),
+        ("dp_replicate = 2\ncp = 2", (), 1, (1, 1, 1)),
+        ("tp = 2", (), 2, (1, 2, 1)),
+        ("tp = 2", ("--mesh.tp", "1"), 2, (2, 1, 1)),
+    ],
+)
+def test_one_rank_scores_a_run_of_any_mesh(tmp_path, mesh, words, ranks, sizes):
+    inherited = ROOT / "configs" / "parity.toml"
+    (tmp_path / "config.toml").write_text(f'base = "{inherited}"\n[mesh]\n{mesh}\n')
+    found = mesh_sizes(load_for_scoring(tmp_path, words, ranks).config, ranks)
+    assert (found.dp, found.tp, found.pp) == sizes
+
+
+def test_a_mesh_that_the_user_sets_is_kept(tmp_path):
+    (tmp_path / "config.toml").write_text(f'base = "{ROOT / "configs" / "parity.toml"}"\n')
+    with pytest.raises(ConfigError, match="mesh"):
+        load_for_scoring(tmp_path, ("--mesh.tp", "2"), 1)
