@@ -26,12 +26,19 @@ DUE = ("--metrics.details_interval", "1")
 KEYS = ("layer_grad_norms", "layer_activation_rms", "grad_noise_scale", "grad_noise_trace", "grad_signal")
 MESHES = {
     "FSDP 4": (4, ("--training.micro_batch_size", "2")),
-    "TP 2": (2, ("--mesh.tp", "2")),
+    "TP 2": (2, ("--mesh.tp", "2", "--training.micro_batch_size", "8")),
     "PP 2": (2, ("--mesh.pp", "2", "--training.micro_batch_size", "4")),
     "DDP 2": (2, ("--mesh.dp_replicate", "2", "--training.micro_batch_size", "8")),
-    "CP 2, checkpointed": (2, ("--mesh.cp", "2", "--activation_checkpoint.mode", "full")),
-    "FSDP 2 x TP 2, compiled": (4, ("--mesh.tp", "2", "--compile.enable", "true")),
-    "PP 2 x FSDP 2, interleaved": (4, ("--mesh.pp", "2", "--pipeline.schedule", "interleaved_1f1b")),
+    "CP 2, checkpointed": (
+        2,
+        ("--mesh.cp", "2", "--activation_checkpoint.mode", "full", "--training.micro_batch_size", "4"),
+    ),
+    "FSDP 2, compiled": (2, ("--compile.enable", "true", "--training.micro_batch_size", "4")),
+    "FSDP 2 x TP 2, compiled": (4, ("--mesh.tp", "2", "--compile.enable", "true", "--training.micro_batch_size", "4")),
+    "PP 2 x FSDP 2, interleaved": (
+        4,
+        ("--mesh.pp", "2", "--pipeline.schedule", "interleaved_1f1b", "--training.micro_batch_size", "2"),
+    ),
     "owner 2": (2, ("--fsdp.partition", "owner", "--mesh.dp_shard", "1", "--mesh.dp_replicate", "2")),
     "ZeRO 1": (2, ("--fsdp.zero_stage", "1", "--training.micro_batch_size", "2")),
 }
@@ -132,6 +139,7 @@ def test_the_same_on_any_mesh(ranks, one_process, tmp_path, mesh):
 def test_experts_and_frozen_layers(ranks, tmp_path):
     """A frozen layer has norm 0; an auxiliary loss leaves no noise scale; the run stays what it was."""
     experts = ("--model.n_experts", "4", "--optimizer.groups", '[{pattern = "embed_tokens.weight", freeze = true}]')
+    experts += ("--training.micro_batch_size", "4")
     bias = ("--model.router.load_balance", "bias")
     for name, words in (("auxiliary", experts), ("bias", experts + bias)):
         ranks(1, train, str(tmp_path / name), RUN + DUE + words)

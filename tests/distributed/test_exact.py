@@ -23,16 +23,16 @@ from tests.distributed.test_moving_run import go_on
 from trainer.step import build_learner
 
 CONFIG = "parity.toml"
-RUN: dict[str, object] = {"training.reduction": "exact", "training.steps": 20, "lr_schedule.total_steps": 20}
+RUN: dict[str, object] = {"training.reduction": "exact", "training.steps": 8, "lr_schedule.total_steps": 8}
 SMALL: dict[str, object] = {"model.dim": 32, "model.n_layers": 2, "model.ffn_dim": 72, "model.vocab_size": 200}
-FOUR_LAYERS = {"model.n_layers": 4, "training.steps": 8}
+FOUR_LAYERS = {"model.n_layers": 4}
 # 12 sequences a step on 1, 2, 3 and 6 ranks: trees that no power of two fills, and shards of uneven rows.
-TWELVE = {"training.global_batch_size": 12, "training.steps": 8, "model.ffn_dim": 70}
-EXPERTS = {"model.n_experts": 8, "model.experts_per_token": 2, "model.n_shared_experts": 1, "training.steps": 8}
+TWELVE = {"training.global_batch_size": 12, "model.ffn_dim": 70}
+EXPERTS = {"model.n_experts": 8, "model.experts_per_token": 2, "model.n_shared_experts": 1}
 EXPERTS |= {"model.n_dense_layers": 1, "model.expert_dim": 16, "model.router.auxiliary_loss_weight": 0.1}
 COMPILED = {"compile.enable": "true", "training.steps": 4}
 OWNER = {"fsdp.partition": "owner", "mesh.dp_shard": 1}
-MUON = {**OWNER, "optimizer.name": "muon", "training.steps": 8}
+MUON = {**OWNER, "optimizer.name": "muon"}
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +84,12 @@ MESHES: dict[str, tuple[int, dict[str, object], dict[str, object], str]] = {
     "FSDP 3": (3, {"mesh.dp_shard": 3}, TWELVE, "float32"),
     "HSDP 2x3": (6, {"mesh.dp_replicate": 2, "mesh.dp_shard": 3}, TWELVE, "float32"),
     "HSDP 3x2": (6, {"mesh.dp_replicate": 3, "mesh.dp_shard": 2}, TWELVE, "float32"),
-    "HSDP 2x2, bfloat16": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}, {"training.steps": 8}, "bfloat16"),
-    "PP 2, bfloat16": (2, {"mesh.pp": 2}, {"training.steps": 8}, "bfloat16"),
+    "HSDP 2x2, bfloat16": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}, {}, "bfloat16"),
+    "PP 2, bfloat16": (2, {"mesh.pp": 2}, {}, "bfloat16"),
     "FSDP 2, all bfloat16": (
         2,
         {"mesh.dp_shard": 2},
-        {"training.dtype": "bfloat16", "training.reduce_dtype": "bfloat16", "training.steps": 8},
+        {"training.dtype": "bfloat16", "training.reduce_dtype": "bfloat16"},
         "bfloat16",
     ),
     "experts, FSDP 4": (4, {"mesh.dp_shard": 4}, EXPERTS, "float32"),

@@ -7,7 +7,17 @@ import torch
 
 from scripts.parity_compare import whole
 from scripts.parity_rows import FROZEN, FROZEN_ENDS, freeze_rows, groups_of
-from tests.distributed.test_owner_training import CUT, MUON, ROUNDED, learner_of, manager_of, owners, settings, train
+from tests.distributed.test_owner_training import (
+    CUT,
+    MUON,
+    ROUNDED,
+    TWO_AT_ONCE,
+    learner_of,
+    manager_of,
+    owners,
+    settings,
+    train,
+)
 from tests.distributed.test_parity import assert_parity
 from trainer.step import Learner
 
@@ -32,7 +42,7 @@ def test_chosen_rows_in_float64(ranks, name):
 
 def run(words, first, last, folder, saves=()):
     """Losses of a launch from step `first` to before `last`, and this rank's final state."""
-    learner = learner_of(settings(words, MIXED))
+    learner = learner_of(settings((*TWO_AT_ONCE, *words), MIXED))
     manager = manager_of(folder)
     resumed = manager.resume(learner.state())
     assert (resumed is not None) == (first > 0)

@@ -20,21 +20,21 @@ STEPS = 3  # on each mesh
 STAY: tuple[str, ...] = ("--training.micro_batch_size", "1")
 MESHES = [
     (4, ("--mesh.dp_shard", "4", "--training.micro_batch_size", "2")),
-    (4, ("--mesh.tp", "2", "--activation_checkpoint.mode", "selective")),
+    (4, ("--mesh.tp", "2", "--activation_checkpoint.mode", "selective", "--training.micro_batch_size", "4")),
     (4, ("--mesh.pp", "2", "--training.micro_batch_size", "2")),
     (4, ("--mesh.cp", "2", "--context.method", "ring", "--fsdp.zero_stage", "2")),
     (1, STAY),
 ]
 TWO_RANKS = [
     (2, ("--mesh.dp_shard", "2", "--training.micro_batch_size", "2")),
-    (2, ("--mesh.tp", "2", "--activation_checkpoint.mode", "selective")),
+    (2, ("--mesh.tp", "2", "--activation_checkpoint.mode", "selective", "--training.micro_batch_size", "8")),
     (1, STAY),
 ]
 EP_MESHES = [
     (4, ("--mesh.ep", "4", "--training.micro_batch_size", "2")),
-    (4, ("--mesh.ep", "2", "--activation_checkpoint.mode", "full")),
-    (2, ("--mesh.ep", "1")),
-    (4, ("--mesh.ep", "4", "--mesh.cp", "2")),
+    (4, ("--mesh.ep", "2", "--activation_checkpoint.mode", "full", "--training.micro_batch_size", "2")),
+    (2, ("--mesh.ep", "1", "--training.micro_batch_size", "2")),
+    (4, ("--mesh.ep", "4", "--mesh.cp", "2", "--training.micro_batch_size", "2")),
 ]
 
 

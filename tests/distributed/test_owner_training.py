@@ -30,6 +30,7 @@ FLOAT64 = dtype_overrides("float64")
 OWNER = ("--fsdp.partition", "owner", "--mesh.dp_shard", "1")
 MUON = ("--optimizer.name", "muon")
 AT_ONCE = ("--training.micro_batch_size", "4")
+TWO_AT_ONCE = ("--training.micro_batch_size", "2")
 ROUNDED = ("--fsdp.owner_broadcast_dtype", "bfloat16")
 CUT = ("--mesh.tp", "2")
 ROWS = {row.name: row for row in owner_table()}
@@ -77,7 +78,7 @@ def weights(learner):
 
 def run(words, first=0, last=STEPS, load_from=None, save_to=None, dtypes=FLOAT64):
     """Losses of a run or a part of one, as its only launch would have it."""
-    learner = learner_of(settings(words, dtypes))
+    learner = learner_of(settings((*TWO_AT_ONCE, *words), dtypes))
     if load_from:
         manager = manager_of(load_from)
         assert manager.resume(learner.state()) == {"tokens": 1}

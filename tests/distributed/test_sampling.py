@@ -77,18 +77,23 @@ def sampled(folder, words):
 
 
 MIXTURE = ("--model.n_experts", "4")
+AT_ONCE = ("--training.micro_batch_size", "4")
+"""Sequences of a step, and texts."""
 MESHES = {
     "FSDP 2": (2, ()),
     "FSDP 2, two texts at once": (2, ("--training.micro_batch_size", "2")),
-    "TP 2": (2, ("--mesh.tp", "2")),
-    "PP 2": (2, ("--mesh.pp", "2")),
-    "CP 2": (2, ("--mesh.cp", "2")),
+    "TP 2": (2, ("--mesh.tp", "2", *AT_ONCE)),
+    "PP 2": (2, ("--mesh.pp", "2", *AT_ONCE)),
+    "CP 2": (2, ("--mesh.cp", "2", *AT_ONCE)),
     "owner 2": (2, ("--fsdp.partition", "owner", "--mesh.dp_replicate", "2", "--mesh.dp_shard", "1")),
     "HSDP 2x2": (4, ("--mesh.dp_replicate", "2")),
-    "FSDP 2 x TP 2": (4, ("--mesh.tp", "2")),
+    "FSDP 2 x TP 2": (4, ("--mesh.tp", "2", *AT_ONCE)),
     "PP 2 x CP 2, interleaved": (
         4,
-        ("--mesh.pp", "2", "--mesh.cp", "2", "--context.method", "ring", "--pipeline.schedule", "interleaved_1f1b"),
+        (
+            *("--mesh.pp", "2", "--mesh.cp", "2", "--context.method", "ring"),
+            *("--pipeline.schedule", "interleaved_1f1b", *AT_ONCE),
+        ),
     ),
     "EP 2, experts": (2, ("--mesh.ep", "2", *MIXTURE)),
     "documents": (2, ("--data.document_mask", "true")),
@@ -184,9 +189,9 @@ def graphs(folder, words, backend):
 COMPILED = {
     "plain": (1, ()),
     "documents": (1, ("--data.document_mask", "true")),
-    "TP 2": (2, ("--mesh.tp", "2")),
-    "CP 2 x FSDP 2, documents": (4, ("--mesh.cp", "2", "--data.document_mask", "true")),
-    "PP 2, experts": (2, ("--mesh.pp", "2", *MIXTURE)),
+    "TP 2": (2, ("--mesh.tp", "2", *AT_ONCE)),
+    "CP 2 x FSDP 2, documents": (4, ("--mesh.cp", "2", "--data.document_mask", "true", *AT_ONCE)),
+    "PP 2, experts": (2, ("--mesh.pp", "2", *MIXTURE, *AT_ONCE)),
 }
 
 
@@ -240,7 +245,7 @@ def greedy(run, n):
 
 
 MODELS = {"Llama": (), "tied": ("--model.tie_embeddings", "true"), "Mixtral": MIXTURE}
-WRITERS = {"FSDP 2": (2, ()), "FSDP 2 x TP 2": (4, ("--mesh.tp", "2"))}
+WRITERS = {"FSDP 2": (2, AT_ONCE), "FSDP 2 x TP 2": (4, ("--mesh.tp", "2", *AT_ONCE))}
 
 
 @pytest.mark.parametrize("writer", WRITERS)

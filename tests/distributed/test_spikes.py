@@ -35,6 +35,7 @@ from trainer.step import Learner
 from trainer.trainer import Trainer
 
 BATCH = 8
+JOB = ("--metrics.tensorboard", "false", "--training.micro_batch_size", "4")
 RULE = ("--fault.spikes.window", "8", "--fault.spikes.threshold", "8", "--lr_schedule.total_steps", "60")
 SKIP = (*RULE, "--fault.spikes.action", "skip")
 REWIND = (*RULE, "--fault.spikes.action", "rewind", "--fault.spikes.rewind_interval", "10")
@@ -68,7 +69,7 @@ def train(folder, words, stop_after=0, noise=NOISE, steps=40):
 
     Learner.step = step
     Path(folder).mkdir(exist_ok=True)
-    quiet = ("--metrics.tensorboard", "false", "--job.output_dir", str(folder), "--training.steps", str(steps))
+    quiet = (*JOB, "--job.output_dir", str(folder), "--training.steps", str(steps))
     try:
         with Console(rank=1) as console, closing(Watchdog(Path(folder), 600, print)) as watchdog:
             job = load(str(TINY), (*quiet, *words), dist.get_world_size())
@@ -92,8 +93,8 @@ def decisions(incidents):
 MESHES = {
     "1 process": (1, ()),
     "FSDP 2": (2, ()),
-    "TP 2": (2, ("--mesh.tp", "2")),
-    "PP 2 x DDP 2": (4, ("--mesh.pp", "2", "--mesh.dp_replicate", "2")),
+    "TP 2": (2, ("--mesh.tp", "2", "--training.micro_batch_size", "8")),
+    "PP 2 x DDP 2": (4, ("--mesh.pp", "2", "--mesh.dp_replicate", "2", "--training.micro_batch_size", "2")),
 }
 
 
@@ -195,7 +196,7 @@ def test_a_kill_after_going_back_changes_nothing(ranks, tmp_path):
     """No checkpoint knows of the rewind yet; the run meets the same spike again, and decides the same."""
     program = tmp_path / "killed.py"
     program.write_text(KILLED)
-    words = f"--training.steps 40 --metrics.tensorboard false {' '.join(REWIND)}"
+    words = f"--training.steps 40 {' '.join((*JOB, *REWIND))}"
     launch(tmp_path, words, program=program, expect=-9)
     assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 22))
     assert records(tmp_path / "run")[-1]["incidents"][0]["what"] == "rewind"

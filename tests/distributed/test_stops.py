@@ -24,7 +24,7 @@ from trainer.report.metrics import TimeLedger
 from trainer.step import Learner
 from trainer.trainer import Trainer
 
-VALIDATION = '--validation.sources [{name="held",kind="synthetic"}] --validation.interval 2 --validation.sequences 400'
+VALIDATION = '--validation.sources [{name="held",kind="synthetic"}] --validation.interval 2 --validation.sequences 80'
 WORDS = "--metrics.tensorboard false --training.steps 6"
 
 
@@ -65,7 +65,7 @@ def train(folder: str, words: tuple[str, ...], moment: tuple[str, str, int] | No
 MOMENTS = {
     # name: (words, what is under way, steps at which the run may end, each with the calls of it until then)
     "the first step, which compiles": ("--compile.enable true", ("Learner", "step", 1), {1: 1}),
-    "the third of 50 batches of a validation": (VALIDATION, ("Learner", "evaluate", 3), {2: 3}),
+    "the third of 10 batches of a validation": (VALIDATION, ("Learner", "evaluate", 3), {2: 3}),
     "a save that holds up training": ("--checkpoint.interval 2 --checkpoint.mode sync", ("store", "write", 1), {2: 1}),
     "a save in the background": (
         "--checkpoint.interval 2 --checkpoint.mode async",

@@ -21,7 +21,7 @@ from tests.end_to_end.launch import ENVIRONMENT, ROOT, curve, records, status
 TIMEOUT_SECONDS = 900
 
 # 16 sequences of 256 tokens are cut to 4 of 32, so that a step takes a twentieth; a validation to 8. Nothing else is.
-BATCH = "--training.global_batch_size 4 --training.micro_batch_size 1 --training.seq_len 32 --validation.sequences 8"
+BATCH = "--training.global_batch_size 4 --training.micro_batch_size 2 --training.seq_len 32 --validation.sequences 8"
 TINY_8B = (
     "--model.dim 64 --model.n_layers 2 --model.n_heads 8 --model.n_kv_heads 4 --model.ffn_dim 128"
     " --model.vocab_size 512 --training.steps 2 --training.global_batch_size 2 --compile.enable false"
@@ -34,10 +34,10 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     " && cp -r runs/debug runs/debug-300",
     # Each of the next two goes on from step 300, for a few steps; and the first from none, past the guarded step 101.
     "torchrun --nproc-per-node 2 train.py --config debug.toml --training.steps 600": "torchrun --nproc-per-node 2"
-    f" train.py --config debug.toml --training.steps 320 {BATCH} && torchrun --nproc-per-node 2"
-    f" train.py --config debug.toml --training.steps 130 {BATCH} --job.output_dir runs/debug-2",
+    f" train.py --config debug.toml --training.steps 304 {BATCH} && torchrun --nproc-per-node 2"
+    f" train.py --config debug.toml --training.steps 104 {BATCH} --job.output_dir runs/debug-2",
     "torchrun --nproc-per-node 4 train.py --config debug.toml --training.steps 600 --mesh.tp 2": "rm -r runs/debug"
-    " && mv runs/debug-300 runs/debug && torchrun --nproc-per-node 4 train.py --config debug.toml --training.steps 310"
+    " && mv runs/debug-300 runs/debug && torchrun --nproc-per-node 4 train.py --config debug.toml --training.steps 304"
     f" --mesh.tp 2 {BATCH}",
     "tensorboard --logdir runs/debug/tensorboard": "tensorboard --inspect --logdir runs/debug/tensorboard",  # no server
     # Less text, and so fewer pieces.
@@ -279,7 +279,7 @@ def check_debug(clone: Path, _: str) -> None:
 def check_two_ranks(clone: Path, told: str) -> None:
     """Resumed at 300; and from the start, past the guarded step that follows an asynchronous save."""
     assert "resuming from runs/debug/checkpoints/step-00000300" in told
-    for name, steps, saves in (("debug", 320, (300, 320)), ("debug-2", 130, (100, 130))):
+    for name, steps, saves in (("debug", 304, (300, 304)), ("debug-2", 104, (100, 104))):
         run = clone / "runs" / name
         assert (status(run)["state"], status(run)["step"]) == ("done", steps)
         assert all((run / "checkpoints" / f"step-{save:08d}").is_dir() for save in saves)
@@ -292,7 +292,7 @@ def check_four_ranks(clone: Path, told: str) -> None:
     """FSDP 2 x TP 2, from step 300 on."""
     assert "resuming from runs/debug/checkpoints/step-00000300" in told
     assert re.search(r"dp_shard 2.*tp 2|FSDP 2.*TP 2", told), told
-    assert (status(clone / "runs" / "debug")["state"], status(clone / "runs" / "debug")["step"]) == ("done", 310)
+    assert (status(clone / "runs" / "debug")["state"], status(clone / "runs" / "debug")["step"]) == ("done", 304)
 
 
 def check_replay(clone: Path, told: str) -> None:
