@@ -111,9 +111,17 @@ def local_indices(parameter: Tensor) -> list[Tensor]:
 
 
 def _truncated_normal(shape: Iterable[int], std: float, key: str) -> Tensor:
+    """Normally distributed values; those beyond the bounds are drawn again.
+
+    `nn.init.trunc_normal_` does this from torch 2.13 on; before, it drew other values of the same distribution.
+    """
     generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key.encode()) >> 1)
-    values = torch.empty(tuple(shape), dtype=torch.float32)
-    return nn.init.trunc_normal_(values, std=std, a=-TRUNCATION * std, b=TRUNCATION * std, generator=generator)
+    values = torch.empty(tuple(shape), dtype=torch.float32).normal_(0.0, std, generator=generator)
+    bound = torch.tensor(TRUNCATION * std, dtype=torch.float32)
+    while (is_beyond := values.abs() > bound).any():
+        again = torch.empty_like(values).normal_(0.0, std, generator=generator)
+        values = torch.where(is_beyond, again, values)
+    return values
 
 
 def check_initialized(model: nn.Module) -> None:

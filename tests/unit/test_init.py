@@ -45,6 +45,16 @@ def test_weights_depend_on_seed_and_name_alone():
     assert not any(torch.equal(a, b) for i, a in enumerate(matrices) for b in matrices[:i])
 
 
+def test_every_version_of_torch_draws_the_same_weights():
+    """Recorded with torch 2.13; 2.11's nn.init.trunc_normal_ would draw others."""
+    layer = nn.Linear(192, 4096, bias=False, device="meta")
+    layer.init_std = lambda name: 0.02
+    materialize(layer, torch.device("cpu"), seed=0)
+    first = torch.tensor([-0.031267818, 0.016145207, -0.019900156, -0.0045826985])
+    torch.testing.assert_close(layer.weight[0, :4], first)
+    assert layer.weight.double().sum().item() == pytest.approx(-27.3214407, abs=1e-5)
+
+
 def test_blocks_of_a_matrix_are_drawn_apart():
     weight = built().embed_tokens.weight
     rows = BLOCK_ELEMENTS // 128
