@@ -57,4 +57,9 @@ def lock(folder: Path, warn: Callable[[str], None]) -> None:
         os.close(descriptor)
         return lock(folder, warn)
     os.truncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    os.pwrite(descriptor, holder_text(os.getpid(), socket.gethostname()).encode(), 0)
+
+
+def holder_text(pid: object, host: object) -> str:
+    """What is in the file of the lock: who has it."""
+    return f"process {pid} on {host}\n"

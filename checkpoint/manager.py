@@ -25,6 +25,7 @@ from checkpoint import manifest as manifests
 from checkpoint import store
 from checkpoint.bits import CODE, changed_settings, changed_surroundings
 from checkpoint.compare import shape_differences
+from checkpoint.incarnation import Alone, Incarnation
 from checkpoint.manifest import Damaged, Manifest, Origin, RunChange, damaged
 from checkpoint.room import crowded_hosts, measure_room
 from checkpoint.safe_read import read_metadata
@@ -75,6 +76,7 @@ class CheckpointManager:
         rewind_interval: int = 0,
         environment: Mapping[str, str] | None = None,
         metrics: Path | None = None,
+        incarnation: Incarnation | None = None,
     ) -> None:
         """Set up the manager; nothing is read or written yet.
 
@@ -93,6 +95,7 @@ class CheckpointManager:
             environment: what else decides the bits of the run, besides config, mesh and torch, by name; stored, and
                 compared on resuming.
             metrics: the run's metrics.jsonl; copied to where checkpoints are moved that the run does not continue.
+            incarnation: of an elastic run; nothing is committed, moved or removed once there is a newer one.
         """
         self._folder, self._metrics = folder, metrics
         self._rewind_interval = rewind_interval
@@ -106,7 +109,8 @@ class CheckpointManager:
         self._warn = warn if dist.get_rank() == 0 else lambda line: None
         self._tokenizer_hash = tokenizer_hash
         self._environment = dict(environment or {})
-        self._writer = Writer(folder, settings, rewind_interval)
+        self._incarnation = incarnation or Alone()
+        self._writer = Writer(folder, settings, rewind_interval, self._incarnation)
         self._pending: Save | None = None
         self._vote: Vote | None = None
         self._clock = SaveClock(settings.interval_minutes)
@@ -230,8 +234,12 @@ class CheckpointManager:
         Raises:
             UserError: the folder can't be written.
         """
-        on_rank_zero(self._writer.group, lambda: folders.prepare(self._folder, self._log, self._warn))
+        on_rank_zero(self._writer.group, self._prepare)
         self._leave_later_ones()
+
+    def _prepare(self) -> None:
+        self._incarnation.require_current()
+        folders.prepare(self._folder, self._log, self._warn)
 
     def check_room(self, state: State) -> None:
         """Check that the hosts' memory has room for checkpoints, and warn if not. Call it once, after `begin_line`.
@@ -280,13 +288,17 @@ class CheckpointManager:
             self._writer.group, lambda: folders.is_own(self._folder, found.folder, found.manifest.step)
         )
         newest_kept = found.manifest.step if found and is_own else None
-        aside = on_rank_zero(self._writer.group, lambda: folders.set_aside(self._folder, newest_kept, self._metrics))
+        aside = on_rank_zero(self._writer.group, lambda: self._set_aside(newest_kept))
         if aside:
             self._log(f"checkpoints that this run does not continue were moved to {aside}, with a copy of its metrics")
         if found and is_own and not aside:
             self._run_id = found.manifest.run_id
         else:
             self._run_id = on_rank_zero(self._writer.group, lambda: uuid4().hex)
+
+    def _set_aside(self, newest_kept: int | None) -> Path | None:
+        self._incarnation.require_current()
+        return folders.set_aside(self._folder, newest_kept, self._metrics)
 
     def _find(self, folder: Path) -> Found:
         """Read what describes a checkpoint, and check that the run may resume from it."""

@@ -31,6 +31,7 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "MANIFEST.json"
 TRAINER_NAME = "trainer.json"
 UNFINISHED = ".tmp"
+_REMOVED = f".removed{UNFINISHED}"
 _MAX_NAME_BYTES = 255
 
 
@@ -161,15 +162,24 @@ def remove_unfinished(root: Path, log: Callable[[str], None], warn: Callable[[st
     """
     for folder in sorted([*root.glob(f"step-*{UNFINISHED}"), *root.glob(f"abandoned-*{UNFINISHED}")]):
         try:
-            _remove_tree(folder)
+            _remove_tree(_renamed_away(folder))
             log(f"removed {folder}, which an interrupted save, export or removal has left behind")
         except OSError as error:
             warn(f"{folder}, which an interrupted save, export or removal has left behind, can't be removed: {error}")
 
 
+def _renamed_away(folder: Path) -> Path:
+    """Rename what is to be removed, as a whole, so that a launch that still writes there can't commit it."""
+    if folder.name.endswith(_REMOVED):
+        return folder
+    doomed = folder.with_name(folder.name.removesuffix(UNFINISHED) + _REMOVED)
+    folder.rename(doomed)
+    return doomed
+
+
 def remove(folder: Path) -> None:
     """Remove a checkpoint, or a folder of them, so that a crash midway leaves no part of it under its final name."""
-    doomed = folder.with_name(f"{folder.name}.removed{UNFINISHED}")
+    doomed = folder.with_name(folder.name + _REMOVED)
     folder.rename(doomed)
     _remove_tree(doomed)
 
@@ -182,16 +192,23 @@ def _remove_tree(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def begin(folder: Path) -> Path:
-    """Create and return the empty folder in which the checkpoint `folder` is written."""
-    unfinished = folder.with_name(folder.name + UNFINISHED)
+def begin(folder: Path, mark: str = "") -> Path:
+    """Create and return the empty folder in which the checkpoint `folder` is written; its name has the `mark`."""
+    unfinished = folder.with_name(folder.name + mark + UNFINISHED)
     if os.path.lexists(unfinished):  # left by a failed save whose cleanup failed as well
         _remove_tree(unfinished)
     unfinished.mkdir()
     return unfinished
 
 
-def commit(unfinished: Path, draft: Manifest, files: Mapping[str, FileEntry], trainer_state: str) -> Manifest:
+def commit(
+    unfinished: Path,
+    draft: Manifest,
+    files: Mapping[str, FileEntry],
+    trainer_state: str,
+    mark: str = "",
+    may_commit: Callable[[], None] = lambda: None,
+) -> Manifest:
     """Turn a written folder into a checkpoint.
 
     Args:
@@ -199,6 +216,8 @@ def commit(unfinished: Path, draft: Manifest, files: Mapping[str, FileEntry], tr
         draft: the manifest without its files.
         files: the files that the ranks have written and synced.
         trainer_state: JSON.
+        mark: as in `begin`.
+        may_commit: called last; its error leaves the folder unfinished.
 
     Returns:
         The complete manifest.
@@ -216,7 +235,8 @@ def commit(unfinished: Path, draft: Manifest, files: Mapping[str, FileEntry], tr
     with synced(unfinished / MANIFEST_NAME) as file:
         file.write(sealed(json.dumps(asdict(manifest), indent=1)).encode())
     sync_folder(unfinished)
-    unfinished.rename(unfinished.with_suffix(""))
+    may_commit()
+    unfinished.rename(unfinished.with_name(unfinished.name.removesuffix(mark + UNFINISHED)))
     sync_folder(unfinished.parent)
     return manifest
 

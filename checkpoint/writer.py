@@ -23,6 +23,7 @@ from torch import Tensor
 from checkpoint import folder as folders
 from checkpoint import manifest as manifests
 from checkpoint import store
+from checkpoint.incarnation import Alone, Incarnation, Superseded
 from checkpoint.manifest import FileEntry, Manifest
 from checkpoint.pin import Pinned, remove
 from checkpoint.seals import seal_of_parent
@@ -66,14 +67,18 @@ class Save:
 class Writer:
     """Writes the checkpoints of one run, one at a time."""
 
-    def __init__(self, folder: Path, settings: Checkpoint, rewind_interval: int) -> None:
+    def __init__(
+        self, folder: Path, settings: Checkpoint, rewind_interval: int, incarnation: Incarnation | Alone
+    ) -> None:
         """Create the process group.
 
         Args:
             folder: the run's `checkpoints/`.
             settings: the table `[checkpoint]`.
             rewind_interval: steps between the checkpoints that a rewind needs; 0: none.
+            incarnation: of this launch.
         """
+        self._incarnation = incarnation
         self._folder, self._settings, self._rewind_interval = folder, settings, rewind_interval
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
         """All ranks."""
@@ -87,8 +92,9 @@ class Writer:
         Raises:
             UserError: it exists, and another run has written it.
             SaveFailed: the disk refuses.
+            Superseded: a newer launch has taken the run over.
         """
-        return on_rank_zero(self.group, lambda: _begin(folder, is_ours))
+        return on_rank_zero(self.group, lambda: self._begin(folder, is_ours))
 
     def start(self, save: Save, state: State) -> None:
         """Write `state` as it is now, in the background if the mode is "async"; `save.result` becomes the outcome."""
@@ -121,14 +127,43 @@ class Writer:
             if is_staged:
                 self._check_staged(save, shards, staged)
             self._check_before_pruning(save.unfinished, files)
-            manifest = on_rank_zero(self.group, lambda: _commit(save, files))
+            manifest = on_rank_zero(self.group, lambda: self._commit(save, files))
             seconds = time.perf_counter() - save.started
             pruned = on_rank_zero(self.group, self._prune) if save.prune else []
             save.result.set_result(Saved(manifest, seconds, pruned))
         except BaseException as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(save.unfinished, ignore_errors=True)
-            save.result.set_exception(error)
+            save.result.set_exception(self._cause(error))
+
+    def _cause(self, error: BaseException) -> BaseException:
+        """The error of a save, or what explains it: a newer launch renames the folders of older ones away."""
+        try:
+            self._incarnation.require_current()
+        except Superseded as cause:
+            return cause
+        return error
+
+    def _begin(self, folder: Path, is_ours: bool) -> Path | None:
+        self._incarnation.require_current()
+        try:
+            if os.path.lexists(folder):
+                if is_ours:
+                    return None
+                raise UserError(
+                    f"{folder} exists, but not by this run; make sure no other run uses the same job.output_dir"
+                )
+            return manifests.begin(folder, self._incarnation.mark)
+        except OSError as error:
+            raise save_failed(folder, error) from None
+
+    def _commit(self, save: Save, files: dict[str, FileEntry]) -> Manifest:
+        mark, check = self._incarnation.mark, self._incarnation.require_current
+        try:
+            draft = replace(save.draft, parent_seal=seal_of_parent(save.unfinished.parent, save.draft.parent))
+            return manifests.commit(save.unfinished, draft, files, save.trainer_text, mark, check)
+        except OSError as error:
+            raise save_failed(save.unfinished, error, sum(entry.size for entry in files.values())) from None
 
     def _check_finite(self, save: Save, shards: dict[str, Shard]) -> None:
         """Raise on all ranks unless all values on all ranks are finite: a run must be able to resume from them."""
@@ -162,6 +197,7 @@ class Writer:
 
     def _prune(self) -> list[str]:
         """Remove the checkpoints that the settings don't keep, on rank 0; returns lines for the log."""
+        self._incarnation.require_current()
         try:
             doomed = folders.to_be_pruned(self._folder, self._settings, self._rewind_interval)
             return [_removed(folder) for folder in doomed]
@@ -176,28 +212,6 @@ def _not_finite(save: Save, places: list[str]) -> NotFinite:
         f"{listed(places, ', ')}; {go_on if save.newest else 'there is no checkpoint before it'}. If "
         "it recurs, lower optimizer.lr or training.max_norm; if it recurs on one host only, test that host's memory"
     )
-
-
-def _begin(folder: Path, is_ours: bool) -> Path | None:
-    """Create the temporary folder to write to; returns None if the checkpoint exists and `is_ours`."""
-    try:
-        if os.path.lexists(folder):
-            if is_ours:
-                return None
-            raise UserError(
-                f"{folder} exists, but not by this run; make sure no other run uses the same job.output_dir"
-            )
-        return manifests.begin(folder)
-    except OSError as error:
-        raise save_failed(folder, error) from None
-
-
-def _commit(save: Save, files: dict[str, FileEntry]) -> Manifest:
-    try:
-        draft = replace(save.draft, parent_seal=seal_of_parent(save.unfinished.parent, save.draft.parent))
-        return manifests.commit(save.unfinished, draft, files, save.trainer_text)
-    except OSError as error:
-        raise save_failed(save.unfinished, error, sum(entry.size for entry in files.values())) from None
 
 
 def _removed(folder: Path) -> str:

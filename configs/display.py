@@ -3,11 +3,12 @@
 import textwrap
 from collections.abc import Iterator
 
+from configs.elastic import describe
 from configs.layout import accumulation_steps, active_parameter_count, mesh_sizes, parameter_count, smallest_world_size
 from configs.load import LoadedConfig
 from configs.reading.keys import Key, schema_keys
 from configs.reading.toml_text import value_text
-from configs.schema import Config, Model, is_run_key
+from configs.schema import Model, is_run_key
 from configs.stages import fewest_micro_batches
 
 _USAGE = """\
@@ -79,7 +80,7 @@ def summary(loaded: LoadedConfig, world_size: int | None) -> str:
     steps = config.training.steps
     return (
         f"{loaded.file} is valid ({_parameters(config.model)}, global batch {batch} sequences = "
-        f"{tokens:,} tokens, {steps:,} steps = {_short(steps * tokens)} tokens, {_ranks(config, world_size)})"
+        f"{tokens:,} tokens, {steps:,} steps = {_short(steps * tokens)} tokens, {_ranks(loaded, world_size)})"
     )
 
 
@@ -89,7 +90,14 @@ def _parameters(model: Model) -> str:
     return f"{_short(parameter_count(model))} parameters{active}"
 
 
-def _ranks(config: Config, world_size: int | None) -> str:
+def _ranks(loaded: LoadedConfig, world_size: int | None) -> str:
+    config = loaded.config
+    if loaded.choice:
+        steps = accumulation_steps(config, mesh_sizes(config, loaded.choice.ranks))
+        return f"{describe(config, loaded.choice)}, {steps} micro-batch{'es' * (steps != 1)} per step"
+    if config.elastic.meshes:
+        counts = [smallest_world_size(mesh) for mesh in config.elastic.meshes]
+        return f"elastic: {len(counts)} meshes, from {min(counts)} ranks"
     if world_size is not None:
         sizes = mesh_sizes(config, world_size)
         steps = accumulation_steps(config, sizes)

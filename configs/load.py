@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from configs.checks import check
 from configs.checks.idle import Idle, idle_keys
 from configs.checks.rule import Problem
+from configs.elastic import Choice, check_elastic
 from configs.errors import ConfigError
 from configs.reading.explain import MAX_EXPLAINED, Mistake, bad_paths, explain
 from configs.reading.keys import KeyPath, dotted, key_path, table_in
@@ -35,6 +36,9 @@ class LoadedConfig:
 
     config: Config
     layers: Layers
+    choice: Choice | None = None
+    """The mesh that an elastic job forms; None if the job is not elastic, or the number of ranks not known.
+    `config` has this mesh, but `to_toml` writes the job's own, so that the file is elastic again."""
 
     @property
     def file(self) -> str:
@@ -62,6 +66,8 @@ class LoadedConfig:
         With origins, each line says where its value was set, and keys without a value are listed as comments.
         """
         values = self.config.model_dump()
+        if self.choice:
+            values["mesh"] = self.choice.table_of_the_job.model_dump()
         for idle in idle_keys(self.config):  # a default that another key overrules; setting it would be an error
             table: Any = values
             for part in idle.path[:-1]:
@@ -91,11 +97,12 @@ def load(name_or_path: str, overrides: Sequence[str] = (), world_size: int | Non
         mistakes += explain(error, layers)
         if (more := error.error_count() - MAX_EXPLAINED) > 0:
             raise ConfigError("\n".join([*map(str, mistakes), f"and {more} more"])) from None
-    mistakes += (_mistake(problem, layers) for problem in check(config, world_size))
+    config, choice, problems = check_elastic(config, world_size, check)
+    mistakes += (_mistake(problem, layers) for problem in problems)
     mistakes += _idle_mistakes(config, layers)
     if mistakes:
         raise ConfigError("\n".join(map(str, sorted(mistakes, key=_place))))
-    return LoadedConfig(config, layers)
+    return LoadedConfig(config, layers, choice)
 
 
 def find_job_file(name_or_path: str) -> Path:

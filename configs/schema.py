@@ -314,6 +314,15 @@ class Mesh(Table):
     """Expert-parallel ranks, each with some of the experts; subdivides dp_shard x cp, adds no ranks."""
 
 
+class Elastic(Table):
+    """What a launch does with the ranks that it finds, whose number may change when hosts are lost or join."""
+
+    enable: bool = False
+    """Train on the largest mesh that the ranks and the global batch allow; ranks beyond it wait idle."""
+    meshes: Annotated[list[Mesh], only_with("enable", reason="so the mesh is the one of [mesh]")] = []
+    """Meshes in order of preference, in place of [mesh]: the first for which there are enough ranks is formed."""
+
+
 class Fsdp(Table):
     """Fully sharded data parallelism."""
 
@@ -605,6 +614,8 @@ class Config(Table):
     """Learning rate over the steps."""
     mesh: Mesh = Mesh()
     """Arrangement of the ranks."""
+    elastic: Elastic = Elastic()
+    """Hosts that are lost or join."""
     fsdp: Fsdp = Fsdp()
     """Fully sharded data parallelism."""
     comm: Comm = Comm()

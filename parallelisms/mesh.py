@@ -24,7 +24,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.layout import MeshSizes
-from parallelisms.torch_internals import forget_process_groups, process_groups, set_timeout, timeouts_of
+from parallelisms.torch_internals import (
+    forget_process_groups,
+    process_groups,
+    set_timeout,
+    store_itself,
+    timeouts_of,
+)
 
 _GLOO_CONNECTS_LAZILY = "TORCH_GLOO_LAZY_INIT"
 _RANKS_CONNECTED_AT_ONCE = 64
@@ -101,7 +107,6 @@ def start_process_group(device_type: str, timeout_seconds: int) -> torch.device:
     if int(os.environ.get("WORLD_SIZE", "1")) > _RANKS_CONNECTED_AT_ONCE:
         os.environ.setdefault(_GLOO_CONNECTS_LAZILY, "1")
     allow_open_files()
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     device = torch.device(device_type)
     if device_type == "cuda":
@@ -114,8 +119,26 @@ def start_process_group(device_type: str, timeout_seconds: int) -> torch.device:
         store.set_timeout(timeout)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = dist.PrefixStore(_attempt(store, rank, world_size, timeout_seconds), store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(_backend(device_type), store=store, rank=rank, world_size=world_size, timeout=timeout)
     return device
+
+
+def form_of_first(ranks: int, device: torch.device, timeout_seconds: int) -> dist.Store:
+    """Form the process group again, of the first ranks of the present one only; the others leave it.
+
+    Returns:
+        A store that all of them still share; it ends when the first rank drops it.
+    """
+    rank, timeout, store = dist.get_rank(), timedelta(seconds=timeout_seconds), store_itself()
+    end_process_group()
+    if rank < ranks:
+        within = dist.PrefixStore("first ranks", store)
+        dist.init_process_group(_backend(device.type), store=within, rank=rank, world_size=ranks, timeout=timeout)
+    return dist.PrefixStore("all ranks", store)
+
+
+def _backend(device_type: str) -> str:
+    return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
 
 
 def allow_open_files() -> None:

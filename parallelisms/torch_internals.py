@@ -262,6 +262,11 @@ def store_of_the_job() -> dist.Store:
     return cast(Any, dist.distributed_c10d._get_default_store()).clone()
 
 
+def store_itself() -> dist.Store:
+    """The store through which the process group was formed; on the rank that serves it, it ends with this object."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def process_groups() -> list[dist.ProcessGroup]:
     """All process groups that this rank is in."""
     return list(dist.distributed_c10d._world.pg_map)

@@ -79,13 +79,21 @@ def _help() -> str:
     )
 
 
+def _nodes(text: str) -> str:
+    """A number of hosts, or the fewest and the most of an elastic job: "4", "1:4"."""
+    numbers = [positive(part) for part in text.split(":")]
+    if len(numbers) > 2 or numbers != sorted(numbers):
+        raise argparse.ArgumentTypeError(f"{text} is no number of hosts, nor the fewest and the most of them: 4 or 1:4")
+    return text
+
+
 def _train(words: list[str]) -> NoReturn:
     """Train like train.py: in this process, or on several ranks of this host."""
     import train
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--ranks", type=positive)
-    parser.add_argument("--nodes", type=positive)
+    parser.add_argument("--nodes", type=_nodes)
     options, words = parser.parse_known_args(words)
     if words and not words[0].startswith("-"):
         words = ["--config", *words]
@@ -94,9 +102,9 @@ def _train(words: list[str]) -> NoReturn:
         if options.ranks is None:
             parser.error("--nodes N needs --ranks R, the number of ranks on each of the N hosts")
         print(torchrun_line(train.__file__, words, options.ranks, options.nodes))
-        print(
-            "# Start this on each host, with the same JOB_ID; FIRST_HOST is the name of one of them.", file=sys.stderr
-        )
+        elastic = "RENDEZVOUS_HOST runs scripts/launch/rendezvous.py (docs/elastic.md)."
+        where = elastic if ":" in options.nodes else "FIRST_HOST is the name of one of them."
+        print(f"# Start this on each host, with the same JOB_ID; {where}", file=sys.stderr)
         train.end_process(0)
     os.environ[LAUNCHER] = "keel"
     if options.ranks and options.ranks > 1 and not is_question:

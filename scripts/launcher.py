@@ -18,14 +18,27 @@ from typing import Any
 
 from trainer.lifecycle import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, STOP_SIGNALS
 
+_ELASTIC = "is_host=false,last_call_timeout=10,join_timeout=86400,read_timeout=60,close_timeout=1"
+"""torchrun's settings for hosts that are lost and join (docs/elastic.md); scripts/launch/elastic.sh has the same."""
 
-def torchrun_line(program: str, words: Sequence[str], ranks: int, nodes: int) -> str:
-    """The command that starts a job on several hosts, `ranks` ranks on each."""
-    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_HOST:29500", "--rdzv-id", "JOB_ID"]
-    options = ["--nnodes", str(nodes), "--nproc-per-node", str(ranks), *place]
+
+def torchrun_line(program: str, words: Sequence[str], ranks: int, nodes: str) -> str:
+    """The command that starts a job on several hosts, `ranks` ranks on each.
+
+    Args:
+        nodes: how many hosts, "4"; or the fewest and the most of an elastic job, "1:4".
+    """
+    is_elastic = ":" in nodes
+    host = "RENDEZVOUS_HOST" if is_elastic else "FIRST_HOST"
+    options = ["--nnodes", nodes, "--nproc-per-node", str(ranks)]
+    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:29500", "--rdzv-id", "JOB_ID"]
     path = Path(program)
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return shlex.join(["torchrun", *options, str(shown), *words])
+    shown = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    if not is_elastic:
+        return shlex.join(["torchrun", *options, shown, *words])
+    options += ["--rdzv-conf", _ELASTIC, "--max-restarts", "1000"]
+    own_store = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]  # see scripts/launch/elastic.sh
+    return shlex.join([*own_store, "torchrun", *options, shown, *words, "--elastic.enable", "true"])
 
 
 def run_ranks(program: str, words: Sequence[str], ranks: int) -> int:

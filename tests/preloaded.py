@@ -73,16 +73,18 @@ class Server:
     """The server, for as long as the `with` block lasts; whatever it has forked off is killed at its end.
 
     temporary: TMPDIR of all processes.
+    prefix: words before the server's own, such as `ip netns exec NAME`, which everything that it forks off inherits.
     """
 
     temporary: Path
+    prefix: tuple[str, ...] = ()
     _folder: tempfile.TemporaryDirectory = field(default_factory=tempfile.TemporaryDirectory)
 
     def __enter__(self) -> Self:
         self.temporary.mkdir(parents=True, exist_ok=True)
         self.address = os.path.join(self._folder.name, "socket")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.preloaded", self.address],
+            [*self.prefix, sys.executable, "-m", "tests.preloaded", self.address],
             cwd=ROOT,
             env=self.environment(),
             stdin=subprocess.PIPE,  # its end tells the server that this process is gone
@@ -245,7 +247,10 @@ def _accept(listener: socket.socket, started: dict[int, socket.socket], *others:
     for file in files:
         os.close(file)
     started[pid] = connection
-    connection.send(pid.to_bytes(8, "little"))
+    try:
+        connection.send(pid.to_bytes(8, "little"))
+    except BrokenPipeError:  # who asked has been killed meanwhile
+        _kill(pid)
 
 
 def _become(words: list[str], folder: str, environment: dict[str, str], files: list[int]) -> None:

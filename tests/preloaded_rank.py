@@ -27,6 +27,8 @@ def main() -> None:
     """Start the rank, hand on every signal, end as it does."""
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until there is a process to hand them on to
     words = ["train.py", *sys.argv[1:]]
+    if sys.argv[1:2] == ["torchrun"]:  # it stands for torchrun itself, whose ranks are then preloaded, too
+        words = [__file__ if word == "train.py" else word for word in sys.argv[1:]]
     connection, pid = ask(os.environ["PRELOADED_SOCKET"], words, os.getcwd(), dict(os.environ), (0, 1, 2))
     for number in FORWARDED:
         signal.signal(number, lambda number, frame: os.kill(pid, number))

@@ -200,6 +200,7 @@ SLOW = {
     "end_to_end/test_compare.py": ("test_equal_configs_that_never*", "test_several_values*"),
     "end_to_end/test_divergence.py": ("*",),
     "end_to_end/test_documented_commands.py": ("test_everything_that_is_documented_works",),
+    "end_to_end/test_elastic.py": ("*",),
     "end_to_end/test_evaluation.py": ("*",),
     "end_to_end/test_examples.py": ("*",),
     "end_to_end/test_faults.py": (

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.room import free_memory
+from configs.elastic import Choice, describe
 from configs.schema import Config
 from models import build_model
 from parallelisms.mesh import Mesh
@@ -44,6 +45,8 @@ def say_hello(trainer: Trainer) -> None:
     rows = startup_rows(config, mesh.sizes, name, trainer.peak, data, trainer.folder, trainer.first_step)
     rows.insert(2, ("attention", trainer.attention))
     trainer.console.table(f"Keel trains {config.job.name}", rows)
+    if trainer.choice:
+        trainer.console.line(_where(config, trainer.choice))
     if config.training.reduction == "exact":
         trainer.console.line(_what_decides_bits(config, mesh))
     if trainer.recomputation:
@@ -55,6 +58,12 @@ def say_hello(trainer: Trainer) -> None:
     if config.compile.enable:
         trainer.console.line("torch.compile compiles in the first steps, which may take minutes")
     warn_if_too_large(config, mesh.device, trainer.console)
+
+
+def _where(config: Config, choice: Choice) -> str:
+    """One line: "hosts: 2; 4 ranks form the mesh dp_shard 4"."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return f"elastic: {choice.world_size // here} hosts of {here} ranks; {describe(config, choice)}"
 
 
 def _what_decides_bits(config: Config, mesh: Mesh) -> str:

@@ -13,13 +13,15 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from checkpoint.lock import FolderInUse, lock
+from checkpoint.incarnation import Incarnation, Superseded
+from checkpoint.lock import FolderInUse
 from configs.errors import KeelError, UserError, mistakes_of_the_job
 from configs.files import require_plain, write_atomically
 from configs.load import LoadedConfig
-from parallelisms.mesh import start_process_group
+from parallelisms.mesh import form_of_first, start_process_group
 from parallelisms.ranks import on_rank_zero
 from trainer.announce import say_goodbye, say_hello, silent_end
+from trainer.elastic import forming, release, take_folder, wait_idle
 from trainer.guards.agreement import compare_launches
 from trainer.guards.environment import device_type
 from trainer.guards.out_of_memory import out_of_memory
@@ -60,6 +62,8 @@ class _Launch:
     """Seconds since the epoch; an older status.json is another launch's."""
     watchdog: Watchdog | None = None
     """None until the process group exists."""
+    incarnation: Incarnation | None = None
+    """Of an elastic run, once it has the run folder."""
 
 
 def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Trainer) -> int:
@@ -71,24 +75,34 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
         build: called with a Trainer's arguments.
     """
     rank, folder, ledger = int(os.environ.get("RANK", "0")), job.config.job.folder, TimeLedger()
-    trainer = None
+    timeout, trainer = job.config.job.timeout_seconds, None
     with Console(rank) as console:
         launch = _Launch(rank, folder, console, stop, started=time.time())
         try:
             kind = device_type(job)
             set_numerics(job.config.training, kind)
-            device = start_process_group(kind, job.config.job.timeout_seconds)
+            with forming():
+                device = start_process_group(kind, timeout)
             with mistakes_of_the_job():
-                on_rank_zero(None, lambda: _open_folder(folder, console))
-            watchdog = Watchdog(folder, job.config.job.timeout_seconds, lambda losses: _end_from_thread(losses, launch))
-            launch.watchdog = watchdog
+                launch.incarnation = on_rank_zero(None, lambda: _open_folder(job, console))
+            watchdog = _watch(launch, timeout)
             compare_launches(job, device)
+            shared = None  # on rank 0 it may be the store's server, which must last
+            if job.choice and job.choice.idle:
+                watchdog.close()
+                with forming():
+                    shared = form_of_first(job.choice.ranks, device, timeout)
+                if rank >= job.choice.ranks:
+                    return wait_idle(shared, folder, stop, timeout)
+                watchdog = _watch(launch, timeout)
             trainer = build(job, device, console, stop, ledger, watchdog, before_build=say_hello)
             _write_config(launch, job)
             state = trainer.train()
             if folder / "config.toml" in console.outages:
                 _write_config(launch, job)
             say_goodbye(trainer, state)
+            if shared and job.choice and rank == 0:
+                release(shared, job.choice.idle, exit_code(state))
             if state == "preempted":  # torchrun takes exit codes but 0 as failures unless it sent the signal
                 tell_torchrun(closing_title(state, trainer.run.step, stop.reason or "a signal to another rank"))
             dist.destroy_process_group()
@@ -102,10 +116,18 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
             return _end_badly(explained or error, launch, step)
 
 
-def _open_folder(folder: Path, console: Console) -> None:
+def _watch(launch: _Launch, timeout_seconds: int) -> Watchdog:
+    launch.watchdog = Watchdog(
+        launch.folder, timeout_seconds, lambda losses: _end_from_thread(losses, launch), launch.incarnation
+    )
+    return launch.watchdog
+
+
+def _open_folder(job: LoadedConfig, console: Console) -> Incarnation | None:
+    folder = job.config.job.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock(folder, console.warning)
+        incarnation = take_folder(job, console.warning)
         for name in _APPENDED:
             require_plain(folder / name)
         console.log_to(folder / "run.log")
@@ -116,6 +138,7 @@ def _open_folder(folder: Path, console: Console) -> None:
         if before.get("state") == "running":  # this launch holds the lock, so that one has ended
             console.warning(silent_end(before, folder))
         write_status(folder, "running", step=before.get("step", 0), reason="starting", previous=end_of(before))
+        return incarnation
     except OSError as error:
         raise UserError(
             f"the run folder {folder} can't be written ({error.filename or folder}: {error.strerror}); "
@@ -133,7 +156,7 @@ def _write_config(launch: _Launch, job: LoadedConfig) -> None:
 def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
     """Report the error once for all ranks and write it to status.json; returns the exit code."""
     code = exit_code("failed", error)
-    if isinstance(error, FolderInUse):  # on all ranks; status.json belongs to the run that holds the folder
+    if isinstance(error, (FolderInUse, Superseded)):  # on all ranks; status.json belongs to the run that has the folder
         if launch.rank == 0:
             launch.console.error(str(error))
         tell_torchrun(str(error))
@@ -178,6 +201,8 @@ def _end_from_thread(losses: list[Loss], launch: _Launch) -> NoReturn:
 
 
 def _write_end(launch: _Launch, state: State, step: int | None, reason: str, **details: object) -> None:
+    if launch.incarnation and not launch.incarnation.is_current():
+        return
     if launch.folder.is_dir() and not _has_ended(launch):  # the first error of a launch is the cause
         known = read_status(launch.folder).get("step", 0)
         with launch.console.outages.tolerate(launch.folder / "status.json"):  # the disk may be why the run fails

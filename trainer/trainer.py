@@ -112,7 +112,7 @@ class Trainer:
         config = job.config
         self.spikes = config.fault.spikes
         self.console, self.stop, self.ledger, self.watchdog = console, stop, ledger, watchdog
-        self.folder = config.job.folder
+        self.folder, self.choice = config.job.folder, job.choice
         self.device = device
         self.rank = dist.get_rank()
         self.peak = peak_flops(device_name(device), config.training.compute_dtype)
@@ -137,8 +137,9 @@ class Trainer:
             self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
             gradients, axes = self.learner.fingerprint, self.mesh.sizes.axes
             self.fingerprints = Fingerprints(job, gradients, axes, device, console.outages)
-            launch = describe_launch(config, self.mesh, self.first_step, ledger)
-            self.records = StepRecords(config, console, ledger, self.peak, launch, self.fingerprints)
+            incarnation = watchdog.incarnation
+            launch = describe_launch(config, self.mesh, self.first_step, ledger, job.choice, incarnation)
+            self.records = StepRecords(config, console, ledger, self.peak, launch, self.fingerprints, incarnation)
             self.records.open(self.run, self.loader.state_dict()["next_sample"])
         waits = CollectiveWaits(groups_of_axes(self.mesh).values(), self.device)
         self.phases = PhaseClock(waits, config.fault.lag_ratio, self.mesh.sizes.pp > 1, COMPILING_STEPS)
@@ -183,6 +184,7 @@ class Trainer:
             rewind_interval=self.spikes.rewind_interval if self.spikes.action == "rewind" else 0,
             environment=environment(self.device, config.fsdp.cpu_offload),
             metrics=self.folder / "metrics.jsonl",
+            incarnation=self.watchdog.incarnation,
         )
         shapes = skeleton(config.model).shapes
         saved = self.checkpoints.find({f"model.{name}": shape for name, shape in shapes.items()})

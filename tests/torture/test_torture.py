@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.torture import damage, full_disk, fuzz, resume
+from tests.torture import damage, full_disk, fuzz, hosts, resume
 from tests.torture.fuzz_kinds import KINDS, Kind
 from trainer.step import Learner
 from trainer.trainer import Trainer
@@ -46,6 +46,13 @@ def forget_the_data():
     """As a resume that forgets where the data stands: called on each rank of a launch."""
     forgets = Trainer._build_loaders
     Trainer._build_loaders = lambda self, data: forgets(self, data | {"next_sample": 0})
+
+
+@pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
+def test_hosts_are_lost(tmp_path):
+    told = run("tests.torture.hosts --kills 2 --kinds node,rank --hosts 2 --ranks 1", tmp_path)
+    assert "2 of 2 recovered without a hand; nothing was committed twice" in told
+    assert "bit for bit equal" in told
 
 
 def test_faults(tmp_path):

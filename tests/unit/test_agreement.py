@@ -3,6 +3,7 @@
 import torch.distributed as dist
 
 from configs.errors import SHOWN, UserError
+from configs.load import load
 from trainer.data.token_file import TokenFolder, folder_fingerprint
 from trainer.data.token_writer import TokenFileWriter
 from trainer.guards import agreement
@@ -54,6 +55,25 @@ def test_the_message_is_short_at_any_number_of_ranks_and_differences():
     )
     assert len(lines) == 1 + SHOWN + 1
     assert lines[-1] == "  and 42 more"
+
+
+def launched_with_another_torch() -> str:
+    """The message if rank 1 has another version of torch."""
+    original = agreement.torch.__version__
+    agreement.torch.__version__ = "2.12.1" if dist.get_rank() == 1 else original
+    try:
+        agreement.compare_launches(load("debug", ("--job.device", "cpu"), 2), agreement.torch.device("cpu"))
+    except UserError as error:
+        return str(error)
+    finally:
+        agreement.torch.__version__ = original
+    return ""
+
+
+def test_another_torch_on_one_rank_is_named(ranks):
+    said, again = ranks(2, launched_with_another_torch)
+    assert said == again
+    assert f"torch is 2.12.1 on rank 1 ({agreement.socket.gethostname()}), but " in said
 
 
 def failing_on_rank_one(fails: bool) -> object:

@@ -9,6 +9,7 @@ import pytest
 from torch.distributed.run import parse_args
 
 import train
+from configs.load import load
 from scripts import checkpoint, keel, plan
 from tests.conftest import ROOT
 from trainer.lifecycle import LAUNCHER
@@ -102,6 +103,18 @@ def test_several_nodes_are_torchruns(monkeypatch, capsys):
     assert (line[0], options.nnodes, options.nproc_per_node, options.rdzv_backend) == ("torchrun", "2", "8", "c10d")
     assert (ROOT / options.training_script).samefile(train.__file__)
     assert options.training_script_args == ["--config", "debug", "--job.name", "a b"]
+    with pytest.raises(Replaced):
+        keel.main(["train", "debug", "--nodes", "1:4", "--ranks", "8"])
+    line = shlex.split(capsys.readouterr().out)
+    assert line[:3] == ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun"]
+    options = parse_args(line[3:])
+    assert (options.nnodes, options.max_restarts, options.rdzv_id) == ("1:4", 1000, "JOB_ID")
+    script = (ROOT / "scripts/launch/elastic.sh").read_text()
+    assert f"KEEL_RENDEZVOUS_CONF:-{options.rdzv_conf}}}" in script
+    assert load("debug", options.training_script_args[2:], 3).config.elastic.enable
+    for hosts in ("4:1", "1:2:3", "1:"):
+        with pytest.raises(SystemExit):
+            keel.main(["train", "debug", "--nodes", hosts, "--ranks", "8"])
     with pytest.raises(SystemExit):
         keel.main(["train", "debug", "--nodes", "2"])
     assert "--nodes N needs --ranks R" in capsys.readouterr().err

@@ -26,6 +26,7 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
+from checkpoint.incarnation import Incarnation
 from configs.errors import KeelError, OutageError
 from configs.files import AppendedFile, open_plain
 from parallelisms.torch_internals import store_of_the_job
@@ -43,13 +44,21 @@ _OF_COMMUNICATION = re.compile(r"gloo|nccl|c10d|store|socket|connection|timed? ?
 class Watchdog:
     """This rank's watchdog, from the start of the process group to the end of the run; call `step` as it advances."""
 
-    def __init__(self, folder: Path, timeout_seconds: float, end: Callable[[list[Loss]], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        timeout_seconds: float,
+        end: Callable[[list[Loss]], None],
+        incarnation: Incarnation | None = None,
+    ) -> None:
         """
         Args:
             folder: the run folder, which exists.
             timeout_seconds: `job.timeout_seconds`; a hang is reported after half of it.
             end: called in this thread if other ranks are dead and the main thread does not notice; must not return.
+            incarnation: of an elastic run, whose sign of life rank 0 gives.
         """
+        self.incarnation = incarnation
         self._folder, self._timeout, self._end = folder, timeout_seconds, end
         self.rank = dist.get_rank()
         self._store = dist.PrefixStore("watchdog", store_of_the_job())
@@ -164,6 +173,9 @@ class Watchdog:
             self._look_for_the_dead()
             step, doing, began, may_last = mark = self._mark
             seconds = time.monotonic() - began
+            if self.rank == 0 and self.incarnation:
+                with suppress(OSError):
+                    self.incarnation.show_life()
             if self.rank == 0 and time.monotonic() - refreshed >= REFRESH_SECONDS:
                 refreshed = time.monotonic()
                 self._refresh()

@@ -331,6 +331,7 @@ class MetricsLog:
         sinks: Sinks | None = None,
         name: str = "",
         config: dict[str, Any] | None = None,
+        before_writing: Callable[[], None] | None = None,
     ) -> None:
         """
         Args:
@@ -339,6 +340,7 @@ class MetricsLog:
             resumed_step: records of later steps are removed; 0 removes everything.
             sinks: get the records, too.
             name, config: for the sinks (see `SinkRun`).
+            before_writing: called before each record, and by `flush`; its error is raised, and nothing is written.
 
         Raises:
             OSError: the file can't be truncated, or is a link.
@@ -349,6 +351,7 @@ class MetricsLog:
         self._outages = outages
         self._file = AppendedFile(path)
         self._file.touch()  # a run that is stopped before its first step has an empty file, not none
+        self._before_writing = before_writing or (lambda: None)
         self._chain = MetricsChain(read_lines(path))
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="metrics")
         self._written: list[futures.Future[None]] = []
@@ -361,6 +364,7 @@ class MetricsLog:
         self._written.append(self._thread.submit(self._write, metrics, afterwards))
 
     def _write(self, metrics: StepMetrics | EvaluationMetrics, afterwards: Callable[[], None]) -> None:
+        self._before_writing()
         chain = metrics.fingerprint if isinstance(metrics, StepMetrics) else None
         self._file.write(f"{self._chain.sealed(metrics.to_json(), chain)}\n".encode())
         self._outages.flush(self._file)
@@ -377,6 +381,7 @@ class MetricsLog:
     def flush(self) -> None:
         """Write pending records; called before a save, so that no earlier step is missing."""
         self._wait()
+        self._before_writing()
         self._outages.flush(self._file)
         self._sinks.flush()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from checkpoint.incarnation import Incarnation
 from configs.errors import UserError
 from configs.schema import Config
 from parallelisms.load_balance import Balance
@@ -37,13 +38,16 @@ class StepRecords:
         peak: float | None,
         launch: dict[str, Any],
         fingerprints: Fingerprints,
+        incarnation: Incarnation | None = None,
     ) -> None:
         """
         Args:
             peak: the device's peak FLOP/s; None if it is unknown.
             launch: from `describe_launch`.
             fingerprints: written with the other records.
+            incarnation: of an elastic run; nothing is written once there is a newer one.
         """
+        self._incarnation = incarnation
         self._config, self._console, self._ledger, self._peak = config, console, ledger, peak
         self._fingerprints = fingerprints
         self._log: MetricsLog | None = None
@@ -66,7 +70,10 @@ class StepRecords:
             self._wall_clock.open(folder / METRICS_NAME, step, goes_on=config.checkpoint.load != "none")
             sinks = Sinks(choose_sinks(config.metrics, folder), self._console.warning)
             run = config.job.name, config.model_dump(mode="json")
-            self._log = MetricsLog(folder, self._console.outages, step, sinks, *run)
+            check = self._incarnation.require_current if self._incarnation else None
+            if check:
+                check()
+            self._log = MetricsLog(folder, self._console.outages, step, sinks, *run, before_writing=check)
         except OSError as error:
             raise UserError(f"{error.filename or folder} can't be written: {error.strerror}") from None
         if self._log.unreadable_lines:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from checkpoint.incarnation import Incarnation
+from configs.elastic import Choice
 from configs.schema import Config
 from configs.untrusted import parse_json, shortened
 from parallelisms.mesh import Mesh
@@ -63,13 +65,24 @@ class WallClock:
         return {"launches": launches or None, "seconds_by_kind": spent, "goodput": goodput}
 
 
-def describe_launch(config: Config, mesh: Mesh, first_step: int, ledger: TimeLedger) -> dict[str, Any]:
+def describe_launch(
+    config: Config,
+    mesh: Mesh,
+    first_step: int,
+    ledger: TimeLedger,
+    choice: Choice | None = None,
+    incarnation: Incarnation | None = None,
+) -> dict[str, Any]:
     """Describe this launch for `StepMetrics.launches`.
 
     Args:
         first_step: steps completed before it.
         ledger: created when the launch began.
+        choice, incarnation: of an elastic run.
     """
+    elastic = {"incarnation": incarnation.number} if incarnation else {}
+    if choice:
+        elastic |= {"idle_ranks": choice.idle}
     return {
         "started": time.time() - sum(ledger.seconds().values()),
         "step": first_step,
@@ -80,7 +93,7 @@ def describe_launch(config: Config, mesh: Mesh, first_step: int, ledger: TimeLed
         "torch": torch.__version__,
         "environment": environment(mesh.device, config.fsdp.cpu_offload),
         "previous": read_status(config.job.folder).get("previous"),
-    }
+    } | elastic
 
 
 def end_of(status: dict[str, Any]) -> dict[str, Any] | None:

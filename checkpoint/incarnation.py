@@ -1,0 +1,147 @@
+"""The incarnations of an elastic run: launches of one job, of which only the newest may write.
+
+When a network splits or a host hangs, torchrun may form the job again while ranks of the attempt before still exist.
+The kernel's lock of the run folder cannot tell: a process that hangs keeps it. So each launch claims the next number by
+creating a file in `incarnations/`, which only one process can (O_EXCL), and before anything is committed looks whether
+there is a higher one. A checkpoint is thus never committed by an older launch, at whatever moment it was halted:
+
+- The folder of an unfinished save bears its launch's number, so two launches never write to the same files.
+- A new launch first claims its number, then renames the folders of unfinished saves away, then looks which checkpoints
+  there are. An older launch looks for a newer number after it has made such a folder, and before it renames it to a
+  checkpoint. So it either sees the newer number, or its folder was there to be renamed away.
+
+This relies on nothing but atomic creations and renames, as a POSIX file system has, and NFS between its clients. Lines
+of `metrics.jsonl` and `status.json` are guarded by the same look, but not by a rename: a process that is halted in the
+microseconds between the look and the write may, when it continues, still write one line.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.errors import UserError
+from configs.files import synced
+from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
+
+FOLDER = "incarnations"
+_SUFFIX = ".json"
+
+
+class Superseded(UserError):
+    """A newer launch of the job has taken the run over: this one may write nothing more."""
+
+    may_pass = True
+
+
+@dataclass(frozen=True)
+class Incarnation:
+    """One launch of an elastic run."""
+
+    folder: Path
+    """`incarnations/` of the run folder."""
+    number: int
+
+    @property
+    def _file(self) -> Path:
+        return _file(self.folder, self.number)
+
+    @property
+    def mark(self) -> str:
+        """What the names of its unfinished saves bear."""
+        return f".of-{self.number}"
+
+    def require_current(self) -> None:
+        """Check that no newer launch has taken the run over.
+
+        Raises:
+            Superseded: one has.
+        """
+        newest = newest_number(self.folder)
+        if newest != self.number:
+            other = facts_of(self.folder, newest)
+            who = f"process {other.get('pid')} on host {other.get('host')}"
+            raise Superseded(
+                f"incarnation {self.number} of this run was superseded by incarnation {newest} ({who}), which goes on "
+                "from the newest checkpoint; this one ends, and has written nothing since"
+            )
+
+    def is_current(self) -> bool:
+        """Whether no newer launch has taken the run over."""
+        return newest_number(self.folder) == self.number
+
+    def show_life(self) -> None:
+        """Renew the time of its file, by which another launch sees that this one is alive.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        os.utime(self._file)
+
+
+class Alone:
+    """The launch of a run that is not elastic: the lock of its folder keeps others out."""
+
+    mark = ""
+
+    def require_current(self) -> None:
+        """Nothing can have taken the run over."""
+
+
+def claim(run_folder: Path, facts: Mapping[str, Any]) -> Incarnation:
+    """Claim the next number for this launch.
+
+    Args:
+        run_folder: must exist.
+        facts: JSON-able; recorded beside host, process and time.
+
+    Raises:
+        OSError: the folder can't be written.
+    """
+    folder = run_folder / FOLDER
+    folder.mkdir(exist_ok=True)
+    told = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), **facts}
+    while True:
+        number = newest_number(folder) + 1
+        try:
+            with synced(_file(folder, number)) as file:
+                file.write((json.dumps(told) + "\n").encode())
+        except FileExistsError:
+            continue
+        return Incarnation(folder, number)
+
+
+def newest_number(folder: Path) -> int:
+    """The highest number in `incarnations/`; 0 if there is none."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return 0
+    stems = [name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)]
+    return max((int(stem) for stem in stems if stem.isdecimal()), default=0)
+
+
+def facts_of(folder: Path, number: int) -> dict[str, Any]:
+    """What a launch has recorded; empty if its file is not in the form of `claim`."""
+    try:
+        facts = parse_json(read_file(_file(folder, number), MAX_JSON_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def last_sign_of_life(folder: Path) -> int:
+    """A number that changes as long as the newest launch is alive (`show_life`); 0 if there is none."""
+    try:
+        with _file(folder, newest_number(folder)).open("rb") as file:  # opening makes NFS ask the server
+            return os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _file(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}{_SUFFIX}"

@@ -1,0 +1,56 @@
+#!/bin/bash
+# One host of a run that goes on when hosts are lost, and takes in those that join (docs/elastic.md). On every host:
+#
+#   export KEEL_RENDEZVOUS=login1:29500 KEEL_JOB=my_run KEEL_RUN_FOLDER=/shared/runs/my_run
+#   scripts/launch/elastic.sh JOB [--table.key VALUE ...]
+#
+# KEEL_RENDEZVOUS is where scripts/launch/rendezvous.py runs; the run folder and the data are shared by all hosts.
+# torchrun alone re-forms the job while its agent lives. This loop starts the agent again when it has ended: because the
+# store was gone, the host was cut off, or a host died while the ranks were being numbered.
+set -u
+
+FOLDER=${KEEL_RUN_FOLDER:?set KEEL_RUN_FOLDER to the run folder, which all hosts share}
+RENDEZVOUS=${KEEL_RENDEZVOUS:?set KEEL_RENDEZVOUS to HOST:PORT of scripts/launch/rendezvous.py}
+JOB=${KEEL_JOB:?set KEEL_JOB to a name for this launch, the same on all hosts}
+CONF=${KEEL_RENDEZVOUS_CONF:-is_host=false,last_call_timeout=10,join_timeout=86400,read_timeout=60,close_timeout=1}
+ERRORS=$(mktemp)
+trap 'rm -f "$ERRORS"' EXIT
+mkdir -p "$FOLDER"
+
+# torch would keep the address of the first round's first host on the other hosts, even when that host is lost.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+
+# torchrun closes a rendezvous for good when an agent fails, so the hosts then meet at the next number.
+ROUND_FILE=$FOLDER/.rendezvous-$JOB
+round() { cat "$ROUND_FILE" 2>/dev/null || echo 0; }
+state() { python -c 'import json, sys; print(json.load(open(sys.argv[1]))["state"])' "$FOLDER/status.json" 2>/dev/null; }
+
+AGENT=
+STOPPED=
+for SIGNAL in TERM INT USR1; do
+    trap "STOPPED=1; [ -n \"\$AGENT\" ] && kill -$SIGNAL \$AGENT" "$SIGNAL"
+done
+
+while [ -z "$STOPPED" ]; do
+    ROUND=$(round)
+    torchrun --nnodes "${KEEL_HOSTS:-1:64}" --nproc-per-node "${KEEL_RANKS_PER_HOST:-8}" --max-restarts 1000 \
+        --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "$JOB-$ROUND" --rdzv-conf "$CONF" \
+        ${KEEL_LOCAL_ADDR:+--local-addr "$KEEL_LOCAL_ADDR"} --signals-to-handle SIGTERM,SIGINT,SIGUSR1 \
+        train.py --config "$@" --job.output_dir "$FOLDER" --elastic.enable true 2> >(tee "$ERRORS" >&2) &
+    AGENT=$!
+    CODE=
+    while kill -0 "$AGENT" 2>/dev/null; do # `wait` returns early when a trapped signal arrives
+        wait "$AGENT"
+        CODE=$?
+    done
+    [ "$CODE" = 0 ] && exit 0
+    [ -n "$STOPPED" ] && exit 75
+    [ "$(state)" = done ] && exit 0
+    if grep -q RendezvousClosedError "$ERRORS" && [ "$(round)" = "$ROUND" ]; then
+        echo $((ROUND + 1)) >"$ROUND_FILE.$$" && mv "$ROUND_FILE.$$" "$ROUND_FILE"
+    fi
+    echo "torchrun has ended ($CODE); starting it again" >&2
+    sleep "${KEEL_PAUSE_SECONDS:-5}"
+done
+exit 75

@@ -1,0 +1,300 @@
+"""Elastic runs in one process: the mesh that a number of ranks gets, the numbers of launches, and who may write."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+
+import pytest
+import torch.distributed as dist
+
+from checkpoint import manifest as manifests
+from checkpoint.incarnation import FOLDER, Superseded, claim, facts_of, last_sign_of_life, newest_number
+from checkpoint.lock import FolderInUse
+from checkpoint.takeover import lock_or_take_over
+from configs.elastic import describe
+from configs.errors import ConfigError
+from configs.load import load
+from tests.conftest import ROOT
+from tests.unit.test_checkpoint_manager import make_manager, make_state, process_group  # noqa: F401
+from tests.unit.test_metrics import metrics
+from trainer.elastic import release, wait_idle
+from trainer.guards.outages import Outages
+from trainer.lifecycle import StopRequest
+from trainer.report.metrics import MetricsLog
+
+TINY = str(ROOT / "tests/end_to_end/tiny.toml")
+ELASTIC = ("--elastic.enable", "true", "--training.micro_batch_size", "1")
+
+
+@pytest.mark.parametrize("batch", [8, 12])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_open_mesh_is_the_largest_that_the_ranks_and_the_batch_allow(batch, tp):
+    words = (*ELASTIC, "--training.global_batch_size", str(batch), "--mesh.tp", str(tp))
+    for ranks in range(tp, 15):
+        job = load(TINY, words, ranks)
+        expected = max(dp * tp for dp in range(1, ranks // tp + 1) if batch % dp == 0)
+        assert (job.choice.ranks, job.choice.idle) == (expected, ranks - expected)
+        assert job.config.training.global_batch_size == batch
+
+
+def test_the_first_mesh_that_fits_is_taken():
+    meshes = "[{dp_shard = 4, tp = 2}, {dp_replicate = 2, dp_shard = 1, tp = 2}, {dp_shard = -1}]"
+    words = (*ELASTIC, "--elastic.meshes", meshes)
+    chosen = {ranks: load(TINY, words, ranks) for ranks in (1, 3, 4, 7, 8, 9)}
+    assert {ranks: describe(job.config, job.choice) for ranks, job in chosen.items()} == {
+        1: "1 rank",
+        3: "2 of 3 ranks form the mesh dp_shard 2; the other 1 waits idle",
+        4: "4 ranks form the mesh dp_replicate 2 x tp 2",
+        7: "4 of 7 ranks form the mesh dp_replicate 2 x tp 2; the other 3 wait idle",
+        8: "8 ranks form the mesh dp_shard 4 x tp 2",
+        9: "8 of 9 ranks form the mesh dp_shard 4 x tp 2; the other 1 waits idle",
+    }
+    assert chosen[4].config.mesh.dp_replicate == 2
+
+
+def test_the_resolved_job_is_as_elastic_as_the_job(tmp_path):
+    words = (*ELASTIC, "--mesh.dp_replicate", "2", "--elastic.meshes", "[{dp_shard = 2, tp = 2}, {tp = 2}]")
+    job = load(TINY, words, 3)
+    (tmp_path / "config.toml").write_text(job.to_toml())
+    again = load(str(tmp_path / "config.toml"), (), 4)
+    assert job.choice.ranks, again.choice.ranks == (2, 4)
+    assert again.choice.table_of_the_job.dp_replicate == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "said"),
+    [
+        (("--elastic.meshes", "[{dp_shard = 4}, {dp_shard = 1, tp = 2}]"), 1, "no mesh of elastic.meshes fits 1 rank"),
+        (("--elastic.meshes", "[{tp = 2}, {tp = 3}]"), None, "tp 3 does not divide model.n_heads 4"),
+        (("--elastic.meshes", "[{dp_shard = 3}]"), None, "does not divide 8"),
+        (("--mesh.tp", "2"), 1, "[mesh] does not, even at its smallest, fit 1 rank (dp_replicate 1 x tp 2)"),
+    ],
+)
+def test_what_never_fits_is_a_mistake_that_says_so(words, ranks, said):
+    with pytest.raises(ConfigError) as caught:
+        load(TINY, (*ELASTIC, *words), ranks)
+    assert said in str(caught.value)
+
+
+def test_meshes_need_an_elastic_job():
+    with pytest.raises(ConfigError, match=r"does nothing with elastic.enable = false"):
+        load(TINY, ("--elastic.meshes", "[{dp_shard = 2}]"), 2)
+
+
+# --------------------------------------------------------------------------- numbers
+
+
+def claims(folder):
+    return [claim(folder, {}).number for _ in range(5)]
+
+
+def test_a_number_is_claimed_once(tmp_path):
+    with ProcessPoolExecutor(4, mp_context=get_context("fork")) as pool:
+        numbers = [number for found in pool.map(claims, [tmp_path] * 8) for number in found]
+    assert sorted(numbers) == list(range(1, 41))
+
+
+def test_an_older_launch_learns_of_the_newer_one(tmp_path):
+    older = claim(tmp_path, {"mesh": "dp_shard 4"})
+    older.require_current()
+    newer = claim(tmp_path, {})
+    with pytest.raises(Superseded, match=rf"incarnation 1 .* superseded by incarnation 2 \(process {os.getpid()} on"):
+        older.require_current()
+    newer.require_current()
+    assert facts_of(tmp_path / FOLDER, 1)["mesh"] == "dp_shard 4"
+
+
+# --------------------------------------------------------------------------- who may commit
+
+
+def elastic_manager(folder, log=None):
+    manager = make_manager(folder / "checkpoints", log)
+    manager._incarnation = manager._writer._incarnation = claim(folder, {})
+    manager.resume(make_state(99))
+    manager.begin_line()
+    return manager
+
+
+def save(manager, step):
+    manager.save(step, make_state(step), {"tokens": step, "step": step})
+
+
+def test_an_older_launch_commits_and_removes_nothing(tmp_path):
+    older = elastic_manager(tmp_path)
+    save(older, 1)
+    newer = elastic_manager(tmp_path)
+    assert newer.latest_step() == 1
+    before = sorted((tmp_path / "checkpoints").rglob("*"))
+    with pytest.raises(Superseded):
+        save(older, 2)
+    with pytest.raises(Superseded):
+        older._leave_later_ones()
+    assert sorted((tmp_path / "checkpoints").rglob("*")) == before
+    save(newer, 2)
+    assert manifests.steps_in(tmp_path / "checkpoints") == [1, 2]
+
+
+def comes_before(monkeypatch, owner, name, newer):
+    """Have `newer` happen just before the first call of a function."""
+    original, rest = getattr(owner, name), [newer]
+
+    def halted(*arguments):
+        if rest:
+            rest.pop()()
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, name, halted)
+
+
+@pytest.mark.parametrize("moment", ["before its folder is made", "before it looks", "after it has looked"])
+def test_an_older_launch_that_is_halted_in_a_save_commits_nothing(tmp_path, monkeypatch, moment):
+    older = elastic_manager(tmp_path)
+    if moment == "before its folder is made":
+        comes_before(monkeypatch, manifests, "begin", lambda: save(elastic_manager(tmp_path), 5))
+    elif moment == "before it looks":
+        comes_before(monkeypatch, manifests, "commit", lambda: save(elastic_manager(tmp_path), 5))
+    else:
+        comes_before(monkeypatch, manifests.Path, "rename", lambda: save(elastic_manager(tmp_path), 5))
+    with pytest.raises(Superseded):
+        save(older, 5)
+    assert manifests.steps_in(tmp_path / "checkpoints") == [5]
+    resumed = elastic_manager(tmp_path)
+    assert (resumed.latest_step(), resumed._run_id) != (5, older._run_id)
+    assert list((tmp_path / "checkpoints").glob("*.tmp")) == []
+
+
+def test_an_older_launch_adds_no_line_to_the_metrics(tmp_path):
+    older = claim(tmp_path, {})
+    log = MetricsLog(tmp_path, Outages(print, print), before_writing=older.require_current)
+    log.write(metrics(1))
+    log.flush()
+    written = (tmp_path / "metrics.jsonl").read_bytes()
+    claim(tmp_path, {})
+    log.write(metrics(2))
+    with pytest.raises(Superseded):
+        log.flush()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == written
+
+
+# --------------------------------------------------------------------------- a launch that hangs
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from checkpoint.incarnation import claim
+from checkpoint.lock import lock
+folder = Path(sys.argv[1])
+lock(folder, print)
+mine = claim(folder, {}) if sys.argv[2] == "elastic" else None
+print("locked", flush=True)
+while True:
+    time.sleep(0.1)
+    if mine: mine.show_life()
+"""
+
+
+@contextmanager
+def holder(folder, kind="elastic"):
+    command = [sys.executable, "-c", textwrap.dedent(HOLDER), folder, kind]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "locked\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_launch_that_hangs_is_taken_over_and_one_that_lives_is_not(tmp_path):
+    told = []
+    with holder(tmp_path) as process:
+        with pytest.raises(FolderInUse, match=f"process {process.pid}"):
+            lock_or_take_over(tmp_path, told.append, 2.0)
+        os.kill(process.pid, signal.SIGSTOP)
+        lock_or_take_over(tmp_path, told.append, 2.0)
+        assert [line.partition(" it has")[0] for line in told] == [told[0].partition(" it has")[0]]
+        assert "no sign of life" in told[0]
+        os.kill(process.pid, signal.SIGCONT)
+        with holder_is_refused(tmp_path):
+            pass
+    assert f"process {os.getpid()} " in (tmp_path / ".lock").read_text()
+
+
+@contextmanager
+def holder_is_refused(folder):
+    """The folder is this process's now."""
+    script = "import sys; from pathlib import Path; from checkpoint.lock import lock; lock(Path(sys.argv[1]), print)"
+    tried = subprocess.run([sys.executable, "-c", script, folder], cwd=ROOT, capture_output=True, text=True)
+    assert "FolderInUse" in tried.stderr
+    yield
+
+
+def test_a_launch_that_is_about_to_end_is_waited_for(tmp_path):
+    with holder(tmp_path) as process:
+        threading.Timer(0.7, process.kill).start()
+        lock_or_take_over(tmp_path, refuse, 60.0)
+
+
+def test_a_launch_that_is_not_elastic_is_never_taken_over(tmp_path):
+    claim(tmp_path, {})  # by this process, which does not have the folder
+    with holder(tmp_path, "plain") as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(FolderInUse):
+            lock_or_take_over(tmp_path, refuse, 60.0)
+        assert time.monotonic() - began < 30
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def refuse(line):
+    raise AssertionError(line)
+
+
+def test_a_sign_of_life(tmp_path):
+    assert last_sign_of_life(tmp_path) == 0 == newest_number(tmp_path / FOLDER)
+    mine = claim(tmp_path, {})
+    before = last_sign_of_life(tmp_path / FOLDER)
+    time.sleep(0.02)
+    mine.show_life()
+    assert last_sign_of_life(tmp_path / FOLDER) > before > 0
+
+
+# --------------------------------------------------------------------------- idle ranks
+
+
+def test_idle_ranks_end_as_the_others_do(tmp_path):
+    store, codes = dist.HashStore(), []
+    idle = [
+        threading.Thread(target=lambda: codes.append(wait_idle(store, tmp_path, StopRequest(), 60))) for _ in range(3)
+    ]
+    for thread in idle:
+        thread.start()
+    release(store, 3, 75)
+    for thread in idle:
+        thread.join(30)
+    assert codes == [75] * 3
+
+
+def test_idle_ranks_end_when_nobody_trains(tmp_path):
+    assert wait_idle(dist.HashStore(), tmp_path, StopRequest(), 0.1) == 1
+
+
+def test_idle_ranks_end_at_a_signal(tmp_path):
+    stop = StopRequest()
+    stop.record(signal.SIGTERM, None)
+    assert wait_idle(dist.HashStore(), tmp_path, stop, 60) == 75
+
+
+def test_what_a_launch_records(tmp_path):
+    claim(tmp_path, {"ranks": 6, "mesh": "4 of 6 ranks form the mesh dp_shard 4; the other 2 wait idle"})
+    told = json.loads((tmp_path / "incarnations/000001.json").read_text())
+    assert told["ranks"] == 6
+    assert told["mesh"].startswith("4 of 6 ranks")
+    assert {"host", "pid", "time"} < told.keys()

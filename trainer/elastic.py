@@ -1,0 +1,86 @@
+"""What an elastic run adds to a launch: taking the run folder over, and ranks that no mesh has a place for."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from torch.distributed import Store
+
+from checkpoint.incarnation import FOLDER, Incarnation, claim, last_sign_of_life
+from checkpoint.lock import lock
+from checkpoint.takeover import lock_or_take_over
+from configs.elastic import describe
+from configs.errors import OutageError
+from configs.load import LoadedConfig
+from trainer.lifecycle import EXIT_FAILED, EXIT_PREEMPTED, StopRequest
+
+_TAKE_OVER_SECONDS = 15.0
+"""A launch that gives no sign of life for so long (seven of them are due) has lost an elastic run."""
+_POLL_SECONDS = 0.5
+_FAREWELL_SECONDS = 10.0
+_END, _HEARD = "end", "heard"
+
+
+@contextmanager
+def forming() -> Iterator[None]:
+    """Say in one message that ranks did not find each other, as when a host is lost at that moment."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OutageError(f"the ranks could not form a process group: {str(error).splitlines()[0]}") from error
+
+
+def take_folder(job: LoadedConfig, warn: Callable[[str], None]) -> Incarnation | None:
+    """Lock the run folder, and in an elastic run claim the number of this launch.
+
+    Args:
+        job: its run folder exists.
+        warn: called with what a person should know.
+
+    Raises:
+        FolderInUse, OSError: as in `lock`.
+    """
+    folder = job.config.job.folder
+    if not job.choice:
+        lock(folder, warn)
+        return None
+    lock_or_take_over(folder, warn, min(_TAKE_OVER_SECONDS, job.config.job.timeout_seconds / 2))
+    return claim(folder, {"ranks": job.choice.world_size, "mesh": describe(job.config, job.choice)})
+
+
+def wait_idle(store: Store, folder: Path, stop: StopRequest, timeout_seconds: float) -> int:
+    """Wait on a rank that does not train; returns its exit code, which is that of the others where they tell it.
+
+    If all ranks that train are gone, nobody else notices, so this ends with an error, after which torchrun forms the
+    job again.
+
+    Args:
+        store: shared by all ranks.
+        folder: the run folder, in which the first rank gives signs of life.
+        stop: told by signals; torchrun sends one when it forms the job again.
+        timeout_seconds: without a sign of life for so long, the ranks that train are gone.
+    """
+    sign, heard = last_sign_of_life(folder / FOLDER), time.monotonic()
+    while not stop.wait(_POLL_SECONDS):
+        try:
+            if store.check([_END]):
+                store.add(_HEARD, 1)
+                return int(store.get(_END))
+        except RuntimeError:  # the store was in a rank, or on a host, that is gone
+            return EXIT_FAILED
+        now = last_sign_of_life(folder / FOLDER)
+        if now != sign:
+            sign, heard = now, time.monotonic()
+        elif time.monotonic() - heard > timeout_seconds:
+            return EXIT_FAILED
+    return EXIT_PREEMPTED
+
+
+def release(store: Store, n_idle: int, code: int) -> None:
+    """Tell the idle ranks the exit code, and wait until they know it, since the store may end with this rank."""
+    deadline = time.monotonic() + _FAREWELL_SECONDS
+    with suppress(RuntimeError):
+        store.set(_END, str(code))
+        while store.add(_HEARD, 0) < n_idle and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS / 10)
