@@ -685,7 +685,7 @@ def test_training_goes_on_while_the_disk_is_full(tmp_path, monkeypatch, mode):
 
 def test_a_run_whose_last_save_failed_does_not_end_well(tmp_path, monkeypatch):
     manager = begun(tmp_path, max_save_failures=3)
-    monkeypatch.setattr(manifests, "begin", lambda _: os.open("/proc/nothing", os.O_RDONLY))
+    monkeypatch.setattr(manifests, "begin", lambda *_: os.open("/proc/nothing", os.O_RDONLY))
     manager.save(1, make_state(1), {"tokens": 1})
     with pytest.raises(SaveFailed, match=r"step-00000001 could not be written: .*No such file"):
         manager.close()
