@@ -90,6 +90,7 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel train JOB --optimizer.lr 1e-3 --job.output_dir runs/search/7": "python scripts/keel.py train debug"
     " --optimizer.lr 1e-3 --validate",
     "keel train": "python scripts/keel.py train --help",
+    "keel train JOB --nodes 1:4 --ranks 8": "python scripts/keel.py train debug --nodes 1:4 --ranks 8",
     "keel train JOB --ranks N": "python scripts/keel.py train debug --ranks 2 --validate",
     "python scripts/benchmark.py": "python scripts/benchmark.py --rounds 1 --steps 1 --variants bare-eager,keel-eager",
     "python scripts/import_hf.py path/to/hf_model runs/imported": "python scripts/import_hf.py runs/debug-hf"
@@ -113,6 +114,9 @@ NOT_RUN = {  # beginning of a line: why not
     "python scripts/examples/optuna_search.py": "tests/end_to_end/test_examples.py",
     "python -m tests.soak": "tests/torture/test_torture.py",
     "torchrun --signals-to-handle": "an option, not a command; tests/soak.py uses it",
+    "python scripts/launch/rendezvous.py": "tests/torture/test_torture.py",
+    "export KEEL_RENDEZVOUS": "tests/torture/test_torture.py",
+    "scripts/launch/elastic.sh": "tests/torture/test_torture.py",
     "torchrun --max-restarts": "an option, not a command; tests/end_to_end/test_restarts.py uses it",
     "python -m tests.null_gpu": "needs torch's CUDA build; tests/null_gpu",
     "vllm": "not installed, as the page says",
@@ -136,6 +140,7 @@ NO_COMMANDS = {  # first line of an indented block that is neither a command nor
 }
 PRINTED = (
     "error: ",
+    "elastic: ",
     "warning: ",
     "step ",
     '{"',
