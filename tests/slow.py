@@ -260,7 +260,7 @@ SLOW = {
 LONG = {
     # [TP, selective] and [FSDP x TP]; a ring has the values of a gather in test_context.py and test_parity.py.
     "distributed/test_compile.py": ("*[[]CP by ring*",),
-    # [FSDP 2, compiled] and [TP 2]
+    # [1 process, compiled], and [FSDP 4] and [TP 2] in eager mode.
     "distributed/test_details.py": ("*[[]FSDP 2 x TP 2, compiled]",),
     # Smaller groups find it: FSDP 4 and 2, HSDP 2x2 and 2x3.
     "distributed/test_exact.py": ("*[[]FSDP 8]", "*[[]HSDP 4x2]", "*[[]HSDP 3x2]"),
