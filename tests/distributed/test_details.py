@@ -33,7 +33,7 @@ MESHES = {
         2,
         ("--mesh.cp", "2", "--activation_checkpoint.mode", "full", "--training.micro_batch_size", "4"),
     ),
-    "FSDP 2, compiled": (2, ("--compile.enable", "true", "--training.micro_batch_size", "4")),
+    "1 process, compiled": (1, ("--compile.enable", "true", "--training.micro_batch_size", "4")),
     "FSDP 2 x TP 2, compiled": (4, ("--mesh.tp", "2", "--compile.enable", "true", "--training.micro_batch_size", "4")),
     "PP 2 x FSDP 2, interleaved": (
         4,

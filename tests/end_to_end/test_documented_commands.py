@@ -31,7 +31,7 @@ TINY_8B = (
 
 INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "torchrun train.py --config debug.toml": f"torchrun train.py --config debug.toml {BATCH}"
-    " && cp -r runs/debug runs/debug-300",
+    " --training.micro_batch_size 4 && cp -r runs/debug runs/debug-300",
     # Each of the next two goes on from step 300, for a few steps; and the first from none, past the guarded step 101.
     "torchrun --nproc-per-node 2 train.py --config debug.toml --training.steps 600": "torchrun --nproc-per-node 2"
     f" train.py --config debug.toml --training.steps 304 {BATCH} && torchrun --nproc-per-node 2"

@@ -8,7 +8,7 @@ from tests.end_to_end.launch import curve, finish, launch, start, status
 from tests.end_to_end.signals import ranks_of, signal_at_step, wait_until
 
 RESTARTS = {"PET_MAX_RESTARTS": "2"}  # as --max-restarts
-WORDS = "--checkpoint.interval 5 --training.steps 200 --metrics.tensorboard false"
+WORDS = "--checkpoint.interval 10 --training.steps 200 --metrics.tensorboard false"
 
 
 def test_a_killed_rank_and_then_a_signalled_one_cost_nothing(tmp_path: Path):

@@ -132,7 +132,7 @@ def test_the_command_that_began_from_a_folder_goes_on_when_it_is_repeated(tmp_pa
 
 def test_sigterm_and_the_same_command_again(tmp_path: Path):
     """The signal comes when it will: whichever step it stops, the curve is the same."""
-    words = "--training.steps 150 --lr_schedule.total_steps 150"
+    words = "--training.steps 150 --lr_schedule.total_steps 150 --training.micro_batch_size 8"
     launch(tmp_path, f"{words} --job.output_dir straight")
     process = start(tmp_path, words)
     signal_at_step(process, tmp_path / "run", 3, signal.SIGTERM)

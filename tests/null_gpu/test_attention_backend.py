@@ -12,7 +12,7 @@ from configs.errors import ConfigError
 from configs.load import load
 from parallelisms.attention.backend import attention_kernel
 from tests.null_gpu.step import measure
-from tests.null_gpu.test_axes import SMALL
+from tests.null_gpu.test_axes import ONE_BATCH
 
 JOBS = {
     # words: what attention_kernel says, or a part of why it refuses
@@ -57,7 +57,7 @@ def attention_of_a_step(words: str) -> set[str]:
     """On a rank: the attention kernels that a step calls."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with profile() as profiler:
-        measure("llama_1b.toml", (*SMALL.split(), *words.split()))
+        measure("llama_1b.toml", (*ONE_BATCH.split(), *words.split()), warm_up=2, timed=1)
     return {event.key for event in profiler.key_averages() if "attention" in event.key}
 
 

@@ -18,6 +18,8 @@ SMALL = (
     "--model.ffn_dim 1024 --model.vocab_size 4096 --model.tie_embeddings false --training.seq_len 512 "
     "--training.micro_batch_size 2 --training.global_batch_size 8 --activation_checkpoint.mode none"
 )
+ONE_BATCH = f"{SMALL} --training.global_batch_size 2"
+"""For what the micro-batches of a step have in common."""
 EXPERTS = "--model.n_experts 4 --model.experts_per_token 2"
 OWNER = "--mesh.dp_replicate 2 --mesh.dp_shard 1 --fsdp.partition owner"
 MESHES = {

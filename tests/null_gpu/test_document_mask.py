@@ -14,6 +14,7 @@ from trainer.guards.verdict import StepResult, Verdict
 SOURCES = '[{name = "documents", kind = "synthetic", document_length = 100}]'
 FORWARD, BACKWARD = "aten::_flash_attention_forward", "aten::_flash_attention_backward"
 LAYERS, SEQ_LEN = 4, 2048
+STEPS = 4  # two that warm up, one that is timed, and one whose waits are looked at
 MESHES = {
     "1 GPU": (1, ""),
     "FSDP 2": (2, ""),
@@ -34,7 +35,7 @@ def zeros(_verdict: Verdict) -> StepResult:
 
 
 def step(words: str, documents: str = "true") -> dict:
-    """On a rank: the counts of a step, and how often each attention kernel was called in six and one more."""
+    """On a rank: the counts of a step, and how often each attention kernel was called in all of `STEPS`."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     config = (*SMALL.split(), "--training.seq_len", str(SEQ_LEN), "--training.global_batch_size", "4", *words.split())
     with (
@@ -42,7 +43,8 @@ def step(words: str, documents: str = "true") -> dict:
         patch.object(Verdict, "read", zeros),
         profile() as profiler,
     ):
-        counts = null_step.measure("llama_1b.toml", (*config, "--data.document_mask", documents))
+        words_of_job = (*config, "--data.document_mask", documents)
+        counts = null_step.measure("llama_1b.toml", words_of_job, warm_up=2, timed=1)
     calls = {event.key: event.count for event in profiler.key_averages() if "attention" in event.key}
     return counts | {"attention": calls}
 
@@ -51,11 +53,11 @@ def step(words: str, documents: str = "true") -> dict:
 @pytest.mark.parametrize("name", MESHES)
 def test_flash_attention_keeps_documents_apart(null_ranks, name, compiled):
     ranks, words = MESHES[name]
-    steps, n_layers = null_step.WARM_UP_STEPS + null_step.TIMED_STEPS + 1, LAYERS // (2 if "pp" in words else 1)
+    n_layers = LAYERS // (2 if "pp" in words else 1)
     for result in null_ranks(ranks, step, f"{words} --compile.enable {compiled}"):
         assert not any("_scaled_dot_product_" in op and op.startswith("aten") for op in result["attention"])
-        assert result["attention"][FORWARD] >= steps * n_layers
-        assert result["attention"][BACKWARD] >= steps * n_layers
+        assert result["attention"][FORWARD] >= STEPS * n_layers
+        assert result["attention"][BACKWARD] >= STEPS * n_layers
         if name == "selective":  # its pattern for what is kept matches the op
             assert result["attention"][FORWARD] == result["attention"][BACKWARD]
         assert result["syncs"] == 0, result["sync_places"]

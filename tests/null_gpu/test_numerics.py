@@ -12,7 +12,7 @@ from torch.autograd.profiler import profile
 from configs.load import load
 from tests.null_gpu.device import Counters
 from tests.null_gpu.step import measure
-from tests.null_gpu.test_axes import EXPERTS, SMALL
+from tests.null_gpu.test_axes import EXPERTS, ONE_BATCH
 from tests.null_gpu.test_document_mask import zeros
 from trainer.guards.verdict import Verdict
 from trainer.loss import _add_product_
@@ -53,7 +53,7 @@ def deterministic_step(words: str) -> dict:
     set_numerics(exact, "cuda")
     try:
         with patch.object(Verdict, "read", zeros), profile() as profiler:
-            counts = measure("llama_1b.toml", (*SMALL.split(), *words.split()))
+            counts = measure("llama_1b.toml", (*ONE_BATCH.split(), *words.split()), warm_up=2, timed=1)
     finally:
         set_numerics(plain, "cuda")
     return counts | {"attention": {event.key for event in profiler.key_averages() if "attention" in event.key}}
