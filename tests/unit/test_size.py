@@ -37,6 +37,8 @@ PARTS = {
             "exact_reduction.py",
             "exact_numbers.py",
             "backend.py",
+            "kernels",
+            "part.py",
         )
         + ("safe_read.py", "verify.py", "pin.py", "room.py", "lock.py"),
         6000,
@@ -63,6 +65,7 @@ PARTS = {
         (),
         180,
     ),
+    "the kernels of the optimizer": (("trainer/kernels", "parallelisms/part.py"), (), 510),
     "which step trains on what": (("trainer/microscope",), (), 280),
     "replay and proof of a run": (
         ("trainer/proof", "parallelisms/guards/fingerprint.py", "checkpoint/seals.py"),
