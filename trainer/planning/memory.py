@@ -447,10 +447,10 @@ def frozen_for_ever(config: Config, model: Skeleton) -> set[str]:
 def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int]) -> list[int]:
     """Bytes of optimizer state, for each rank that holds a different part of it.
 
-    AdamW keeps two moments and a float32 step count, Muon one momentum; neither keeps anything for parameters that
-    never train. An owner that sends rounded parameters also keeps them in full precision. Muon's state is of whole
-    matrices, even if tensor parallelism shards the parameters. Broadcast buffers are not counted, since they are freed
-    before activations appear.
+    AdamW keeps two moments, in `optimizer.moments_dtype`, and a float32 step count, Muon one momentum; neither keeps
+    anything for parameters that never train. An owner that sends rounded parameters also keeps them in full precision.
+    Muon's state is of whole matrices, even if tensor parallelism shards the parameters. Broadcast buffers are not
+    counted, since they are freed before activations appear.
 
     Args:
         config, sizes: the job and its mesh.

@@ -25,7 +25,7 @@ from configs.stages import layers_of_stages
 from models.documents import has_kernel
 from trainer.lifecycle import LAUNCHER, State
 from trainer.planning.flops import flops_per_token
-from trainer.planning.memory import estimate_memory, frozen_for_ever
+from trainer.planning.memory import estimate_memory, frozen_for_ever, moments_dtype
 from trainer.planning.skeleton import skeleton
 from trainer.report.console import Row, count, duration, size
 from trainer.report.metrics import Kind, Memory
@@ -125,9 +125,11 @@ def float32_products(training: Training, device_type: str) -> str:
 
 def _types(config: Config) -> str:
     kept, compute, reduce = (getattr(config.training, key) for key in ("dtype", "compute_dtype", "reduce_dtype"))
-    if kept == compute == reduce:
+    moments = moments_dtype(config)
+    if kept == compute == reduce == moments:
         return kept
-    return f"{kept} parameters and optimizer, {compute} forward and backward, {reduce} reduction"
+    states = f"{kept} parameters and optimizer" if kept == moments else f"{kept} parameters, {moments} moments"
+    return f"{states}, {compute} forward and backward, {reduce} reduction"
 
 
 def _ranks(sizes: MeshSizes, device_name: str) -> str:
