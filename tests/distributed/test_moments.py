@@ -110,8 +110,8 @@ def test_moments_change_their_type_only_if_that_is_allowed(ranks, tmp_path):
     run_to(ranks, 1, tmp_path, 2, RUN)
     with pytest.raises(Exception, match=r"optimizer.moments_dtype: \"float32\" -> \"bfloat16\""):
         run_to(ranks, 1, tmp_path, 3, ROUNDED)
-    for step, words, dtype in ((3, ROUNDED, torch.bfloat16), (4, RUN, torch.float32)):
-        newest = run_to(ranks, 1, tmp_path, step, f"{words} --job.allow_run_change true")
+    for step, run, dtype in ((3, ROUNDED, torch.bfloat16), (4, RUN, torch.float32)):
+        newest = run_to(ranks, 1, tmp_path, step, f"{run} --job.allow_run_change true")
         assert read_metadata(newest).state_dict_metadata["optimizer.norm.weight.exp_avg"].properties.dtype == dtype
         assert read_tensor(newest, read_metadata(newest), "optimizer.norm.weight.step") == step
     assert len(read_manifest(newest).run_changes) == 2

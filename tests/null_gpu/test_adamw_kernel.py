@@ -42,7 +42,7 @@ def kernels() -> Iterator[ModuleType]:
         patch.setenv("TRITON_INTERPRET", "1")
         spec = importlib.util.spec_from_file_location("interpreted_adamw", compiled.__file__)
         assert spec is not None
-    assert spec.loader is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         patch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)

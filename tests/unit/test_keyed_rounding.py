@@ -1,4 +1,4 @@
-"""Moments in bfloat16: the hash against its definition, the rounding against its probabilities, AdamW by the formula."""
+"""Moments in bfloat16: the hash by its definition, the rounding by its probabilities, AdamW by its formula."""
 
 import math
 
