@@ -167,7 +167,8 @@ def _has_triton() -> bool:
     """Whether Triton can compile a kernel and its launcher here, for the GPU that is there."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     has_both = importlib.util.find_spec("triton") is not None and compiler is not None
-    return has_both and torch.version.hip is None and torch.cuda.get_device_capability() >= _TRITON_CAPABILITY
+    is_nvidia = torch.cuda.is_available() and torch.version.hip is None
+    return has_both and is_nvidia and torch.cuda.get_device_capability() >= _TRITON_CAPABILITY
 
 
 def _rates(group: dict[str, Any]) -> Rates:
