@@ -579,5 +579,6 @@ def _read(folder: Path) -> Found:
 
 
 def _may_resume_from(name: str, saved: torch.dtype) -> bool:
-    """Whether a tensor may change its type: only moments that were saved as bfloat16 (`optimizer_dtype`) may."""
-    return name.startswith(OPTIMIZER) and saved == torch.bfloat16
+    """Whether a tensor may change its type: only moments may, which were saved as bfloat16 (`optimizer_dtype`), or are
+    kept in it from now on (`optimizer.moments_dtype`, whose change was allowed)."""
+    return name.startswith(OPTIMIZER) and saved in (torch.bfloat16, torch.float32)

@@ -246,6 +246,16 @@ class Optimizer(Table):
     """Term added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices; vectors (norms) have none unless a group sets it."""
+    moments_dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        only_with("name", "adamw", reason="whose momentum is not rounded"),
+        only_with("training.dtype", "float32", "float64", reason="and so are the moments"),
+    ] = "float32"
+    """Type of AdamW's moments; bfloat16 halves their memory, and rounds them stochastically, alike on any mesh; float32
+    stands for training.dtype if that is another type."""
+    kernel: Literal["auto", "torch"] = "auto"
+    """AdamW's kernel; auto: Keel's own on a GPU, for float32 parameters, where Triton and a C compiler are installed,
+    otherwise torch's; torch: always torch's (machine key)."""
     momentum: Annotated[float, Field(ge=0, lt=1), only_with("name", "muon")] = 0.95
     """Decay rate of the momentum."""
     newton_schulz_steps: Annotated[int, Field(gt=0, lt=100), only_with("name", "muon")] = 5
@@ -645,7 +655,12 @@ class Config(Table):
 
 
 RUN_TABLES = ("model", "tokenizer", "data", "training", "optimizer", "lr_schedule")
-MACHINE_KEYS_IN_RUN_TABLES = ("training.steps", "training.micro_batch_size", "training.deterministic")
+MACHINE_KEYS_IN_RUN_TABLES = (
+    "training.steps",
+    "training.micro_batch_size",
+    "training.deterministic",
+    "optimizer.kernel",
+)
 RUN_KEYS_IN_MACHINE_TABLES = ("fsdp.owner_broadcast_dtype", "fault.spikes")
 """Keys, and tables (with all their keys)."""
 

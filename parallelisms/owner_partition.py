@@ -282,7 +282,9 @@ class OwnerPartition(Optimizer):
             for parameter in group["params"]:
                 local(parameter).copy_(local(parameter).to(self._broadcast_dtype))
         self._mine |= owned
-        inner = make([{**settings_of(group), "params": [each.plain for each in owned.values()]}])
+        names = dict(zip(group["params"], group.get("param_names", ()), strict=False))
+        plain = [(names[p], each.plain) if names else each.plain for p, each in owned.items()]
+        inner = make([{**settings_of(group), "params": plain}])
         for each in owned.values():
             each.arrived()
             each.take_back()

@@ -1,7 +1,8 @@
 """The reference of the parity table: the same training in plain PyTorch, written independently of the trainer.
 
 It uses one process in eager mode, whole batches and logits, each masked document separately, a second implementation of
-expert balancing, and torch's own clipping and AdamW.
+expert balancing, and torch's own clipping and AdamW. For moments in bfloat16, which torch's AdamW cannot round, it has
+a second implementation in numpy.
 """
 
 import fnmatch
@@ -10,8 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+import xxhash
 from torch import Tensor
 
 from configs.load import load
@@ -41,7 +44,7 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
     with torch.device("meta"):
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
     materialize(model, torch.device("cpu"), config.training.seed)
-    optimizers = _plain_optimizers(config.optimizer, dict(model.named_parameters()))
+    optimizers = _plain_optimizers(config, dict(model.named_parameters()))
     found = Trajectory()
     for step, micro_batches in enumerate(batches(config, 0, 1)):
         for name, p in model.named_parameters():
@@ -113,8 +116,56 @@ class _Choices:
         return scores / scores.sum(2, keepdim=True), chosen
 
 
-def _plain_optimizers(config: Optimizer, parameters: dict[str, torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
+class _RoundingAdamW(torch.optim.Optimizer):
+    """AdamW whose moments are stored in bfloat16, rounded by keyed hashes; formulas of `trainer/kernels/keyed.py`."""
+
+    def __init__(self, groups: list[dict[str, Any]], names: dict[Tensor, str], seed: int, **settings: Any) -> None:
+        super().__init__(groups, settings)
+        self.names, self.run_seed = names, seed
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), lr, eps, decay = (group[key] for key in ("betas", "lr", "eps", "weight_decay"))
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                weight, gradient, state = p.numpy(), p.grad.numpy(), self.state[p]
+                state["t"] = t = state.get("t", 0) + 1
+                m = beta1 * state.get("m", 0.0) + (1 - beta1) * gradient
+                v = beta2 * state.get("v", 0.0) + (1 - beta2) * gradient**2
+                step = lr * (m / (1 - beta1**t)) / (np.sqrt(v / (1 - beta2**t)) + eps)
+                weight -= lr * decay * weight + step
+                hashes = _hashes(f"{self.run_seed}/{self.names[p]}/moments", t, p.numel()).reshape(p.shape)
+                state["m"] = _rounded(m, hashes & 0xFFFF).astype(weight.dtype)
+                state["v"] = _rounded(v, hashes >> 16).astype(weight.dtype)
+
+
+def _hashes(key: str, step: int, n: int) -> np.ndarray:
+    """The hash of each of a parameter's elements, (n,) uint32."""
+    word = xxhash.xxh3_64_intdigest(key.encode())
+    low, high, t = (np.array([each], dtype=np.uint32) for each in (word & 0xFFFFFFFF, word >> 32, step))
+    golden = np.uint32(0x9E3779B9)
+    salt = _mix(low ^ t * golden)
+    numbers = np.arange(n, dtype=np.uint64)
+    within, beyond = numbers.astype(np.uint32), (numbers >> np.uint64(32)).astype(np.uint32)
+    return _mix(_mix(within ^ salt) ^ (beyond * golden + _mix(high ^ salt)))
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+    return x ^ (x >> np.uint32(16))
+
+
+def _rounded(values: np.ndarray, bits: np.ndarray) -> np.ndarray:
+    pattern = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32) + bits.astype(np.uint32)
+    return (pattern & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def _plain_optimizers(job: Config, parameters: dict[str, torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
     """Build torch's AdamW, preceded by Muon for the matrices between embedding and head if the config names it."""
+    config = job.optimizer
     ends = ("embed_tokens.weight", "lm_head.weight")
     is_muons = {name: config.name == "muon" and p.ndim == 2 and name not in ends for name, p in parameters.items()}
     groups: list[dict[str, Any]] = [
@@ -127,6 +178,10 @@ def _plain_optimizers(config: Optimizer, parameters: dict[str, torch.nn.Paramete
         hidden = [p for name, p in parameters.items() if is_muons[name]]
         optimizers = [torch.optim.Muon(hidden, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw")]
     betas = (config.betas[0], config.betas[1])
+    if config.moments_dtype == "bfloat16":
+        names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
+        seed = job.training.seed
+        return [_RoundingAdamW(groups, names, seed, lr=config.lr, betas=betas, eps=config.eps, weight_decay=decay)]
     adamw = torch.optim.AdamW(groups, betas=betas, eps=config.eps, weight_decay=decay, fused=False, foreach=False)
     return [*optimizers, adamw]
 

@@ -81,6 +81,11 @@ SLOW = {
         "*[[]MoE auxiliary loss, FSDP 2, compiled]",
         "*[[]MoE bias, CP 2, eager]",
     ),
+    "distributed/test_moments.py": (
+        "*[[]HSDP 2x2]",
+        "*[[]PP 2]",
+        "test_a_run_that_moves_*",
+    ),
     "distributed/test_moving_run.py": (
         "*[[]experts]",
         "*[[]two ranks]",

@@ -8,6 +8,9 @@ On a CPU the fused kernel computes a tensor's last elements, those that do not f
 the rest, which round differently. Which elements these are depends on the shards, so exact runs use separate
 operations, which take three times as long (48 ms of a busy core instead of 17).
 
+On a GPU, Keel's own kernel (`kernels/adamw.py`) takes the place of torch's where Triton is installed. Moments in
+bfloat16 are updated by that kernel or, elsewhere, by separate operations that compute the same bits.
+
 Muon (Jordan 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982) replaces a matrix's momentum by
 the nearest orthogonal matrix. This needs the whole matrix, so Muon runs where whole parameters have owners. AdamW
 updates the norms, and also the embedding and the head, whose rows are looked up or compared one by one.
@@ -23,61 +26,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import AdamW, Muon
+from torch.optim import Muon
 from torch.optim import Optimizer as TorchOptimizer
-from torch.optim.adamw import adamw
 
 from configs.errors import ConfigError
 from configs.schema import Optimizer, ParameterGroup
 from parallelisms.owner_partition import OwnerPartition
-from parallelisms.ranks import local_part
+from parallelisms.part import part_of
+from trainer.kernels.keyed import Key, key_of
+from trainer.kernels.row_adamw import RowAdamW, kernel_of_adamw
 
-_FUSED_DEVICES = ("cpu", "cuda")
-_EXACT_DEVICES = ("cuda",)
-"""Where the fused kernel computes all elements alike."""
 _REST = ParameterGroup(pattern="*")
-
-
-class RowAdamW(AdamW):
-    """AdamW over this rank's part of every parameter, with `OwnerPartition`'s interface: it owns all of them."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None, skip: Tensor | None = None, divisor: Tensor | None = None) -> None:  # type: ignore[override]
-        """Update, on plain tensors: for the DTensors of 300 parameters, torch would take 10 ms of the host's time.
-
-        Args:
-            closure: not supported.
-            skip: a float32 scalar; 1. leaves parameters and state as they are. Only for fused updates.
-            divisor: a float32 scalar by which the gradients are divided. Only for fused updates.
-        """
-        for group in self.param_groups:
-            trained = [(p, p.grad, self.state[p]) for p in group["params"] if p.grad is not None]
-            names = ("lr", "weight_decay", "eps", "fused", "amsgrad", "maximize")
-            settings: dict[str, Any] = {"found_inf": skip, "grad_scale": divisor} | {key: group[key] for key in names}
-            settings["beta1"], settings["beta2"] = group["betas"]
-            adamw(
-                [local_part(parameter) for parameter, _, _ in trained],
-                [local_part(gradient) for _, gradient, _ in trained],
-                [local_part(state["exp_avg"]) for _, _, state in trained],
-                [local_part(state["exp_avg_sq"]) for _, _, state in trained],
-                [],
-                [state["step"] for _, _, state in trained],
-                **settings,
-            )
-
-    def owned(self) -> dict[Parameter, Tensor]:
-        """Like `OwnerPartition.owned`: all parameters."""
-        return {parameter: parameter.detach() for parameter, _ in _members(self)}
-
-    def owned_state(self, parameter: Parameter) -> dict[str, Any]:
-        """Like `OwnerPartition.owned_state`."""
-        return self.state.get(parameter, {})
-
-    def owned_were_loaded(self) -> None:
-        """Like `OwnerPartition.owned_were_loaded`: does nothing, since each rank has loaded what it needs."""
-
-    def wait(self) -> None:
-        """Like `OwnerPartition.wait`: does nothing, since no parameter is being sent."""
 
 
 TrainingOptimizer = RowAdamW | OwnerPartition
@@ -93,6 +52,7 @@ def build_optimizer(
     partition: Partition | None = None,
     model_names: Sequence[str] = (),
     exact: bool = False,
+    seed: int = 0,
 ) -> TrainingOptimizer:
     """Build AdamW (Loshchilov and Hutter 2019, algorithm 2), or Muon and AdamW, with its state, all zero.
 
@@ -104,21 +64,25 @@ def build_optimizer(
         partition: None updates this rank's part of every parameter; Muon needs a partition.
         model_names: names of the whole model's parameters, if these are only a pipeline stage's.
         exact: update every element by the same instructions, wherever a shard begins.
+        seed: the run's, by which moments in bfloat16 are rounded.
 
     Raises:
         ConfigError: a group's pattern selects no parameter.
     """
     of_muon = set(hidden_matrices) if config.name == "muon" else set()
     named_groups = _groups(config, named_parameters, of_muon, model_names)
+    is_keyed = config.moments_dtype == "bfloat16"
+    keys = {name: key_of(seed, name, part_of(p)) for name, p in named_parameters} if is_keyed else {}
+    make_adamw = partial(_adamw, config, exact=exact, keys=keys)
     optimizer: TrainingOptimizer
     if partition is not None:
-        makers = {False: partial(_adamw, config, exact=exact), True: partial(_muon, config)}
+        makers = {False: make_adamw, True: partial(_muon, config)}
         optimizer = partition(
             [{**group, "optimizer": makers[is_muon], "whole": is_muon} for is_muon, group in named_groups]
         )
     else:
         assert not of_muon, "Muon needs whole matrices, and so a partition by owner"
-        optimizer = _adamw(config, [group for _, group in named_groups], exact)
+        optimizer = make_adamw([group for _, group in named_groups])
     set_lr(optimizer, config.lr)
     return optimizer
 
@@ -155,16 +119,23 @@ def _groups(
     ]
 
 
-def _adamw(config: Optimizer, groups: list[dict[str, Any]], exact: bool = False) -> RowAdamW:
-    fused = _can_fuse(groups, exact)
-    optimizer = RowAdamW(groups, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=fused)
-    for parameter, group in _trained(optimizer):
+def _adamw(
+    config: Optimizer, groups: list[dict[str, Any]], exact: bool = False, keys: Mapping[str, Key] | None = None
+) -> RowAdamW:
+    parameters = [named[1] if isinstance(named, tuple) else named for group in groups for named in group["params"]]
+    kinds = {(parameter.device.type, parameter.dtype) for parameter in parameters} or {("cpu", torch.float32)}
+    kernels = {kernel_of_adamw(config, device_type, dtype, exact) for device_type, dtype in kinds}
+    kernel = kernels.pop() if len(kernels) == 1 else "separate"
+    betas = config.betas[0], config.betas[1]
+    optimizer = RowAdamW(groups, kernel, keys or {}, betas=betas, eps=config.eps)
+    dtype = torch.bfloat16 if config.moments_dtype == "bfloat16" else None
+    for parameter, _ in _trained(optimizer):
         # What AdamW creates in its first step; a step with zero gradients instead would decay the weights.
         optimizer.state[parameter] = {
-            # The fused kernel counts on the device; the others read the count on the CPU.
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu"),
-            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            # Kernels count on the device; separate operations read the count on the CPU.
+            "step": torch.zeros((), dtype=torch.float32, device="cpu" if kernel == "separate" else parameter.device),
+            "exp_avg": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
         }
     return optimizer
 
@@ -184,11 +155,6 @@ def _members(optimizer: TorchOptimizer) -> list[tuple[Parameter, dict[str, Any]]
 
 def _trained(optimizer: TorchOptimizer) -> list[tuple[Parameter, dict[str, Any]]]:
     return [(parameter, group) for parameter, group in _members(optimizer) if not group["freeze"]]
-
-
-def _can_fuse(groups: list[dict[str, Any]], exact: bool) -> bool:
-    parameters = [named[1] if isinstance(named, tuple) else named for group in groups for named in group["params"]]
-    return all(parameter.device.type in (_EXACT_DEVICES if exact else _FUSED_DEVICES) for parameter in parameters)
 
 
 def set_lr(optimizer: TorchOptimizer, lr: float) -> None:

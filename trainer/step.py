@@ -41,6 +41,7 @@ from trainer.optimizer import (
     TrainingOptimizer,
     build_optimizer,
     frozen_until,
+    kernel_of_adamw,
     optimizer_state,
     saved_weights,
     set_lr,
@@ -128,9 +129,8 @@ class Learner:
     def _update(self, verdict: Verdict) -> None:
         """Clip and update, unless the verdict is to skip the step."""
         config, divisor = self.config, None
-        is_exact_on_cpu = config.training.reduction == "exact" and self.mesh.device.type == "cpu"
         # No kernel on the device that can skip:
-        if config.optimizer.name != "adamw" or config.fsdp.cpu_offload or is_exact_on_cpu:
+        if config.optimizer.name != "adamw" or config.fsdp.cpu_offload or self._updates_separately():
             if not verdict.result().skipped:
                 self.clip(verdict.norm)
                 self.optimizer.step()
@@ -140,6 +140,11 @@ class Learner:
         elif math.isfinite(config.training.max_norm):
             divisor = ((verdict.norm + 1e-6) / config.training.max_norm).clamp(min=1.0).float()
         self.optimizer.step(skip=verdict.skip, divisor=divisor)
+
+    def _updates_separately(self) -> bool:
+        training, device_type = self.config.training, self.mesh.device.type
+        dtype, is_exact = getattr(torch, training.dtype), training.reduction == "exact"
+        return kernel_of_adamw(self.config.optimizer, device_type, dtype, is_exact) == "separate"
 
     def finish(self, skip: Tensor) -> None:
         """Free the gradients and the other leftovers of a step, which changed nothing if `skip` is 1."""
@@ -293,10 +298,10 @@ def _optimizer(
     config: Config, mesh: Mesh, stages: Sequence[nn.Module], model_names: Sequence[str]
 ) -> TrainingOptimizer:
     """Build the optimizer for the parameters in `stages`; `model_names` lists all of the model's."""
-    is_exact = config.training.reduction == "exact"
+    is_exact, seed = config.training.reduction == "exact", config.training.seed
     named_parameters = [named for stage in stages for named in stage.named_parameters()]
     if config.fsdp.partition == "rows":
-        return build_optimizer(config.optimizer, named_parameters, model_names=model_names, exact=is_exact)
+        return build_optimizer(config.optimizer, named_parameters, model_names=model_names, exact=is_exact, seed=seed)
     hidden = [name for stage in stages for name in hidden_matrices(stage)]
     dtype = config.fsdp.owner_broadcast_dtype
 
@@ -306,7 +311,7 @@ def _optimizer(
             partition.overlap_forward(stage)
         return partition
 
-    return build_optimizer(config.optimizer, named_parameters, hidden, assign_owners, model_names, is_exact)
+    return build_optimizer(config.optimizer, named_parameters, hidden, assign_owners, model_names, is_exact, seed)
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:

@@ -226,12 +226,13 @@ def _read_weights(path: Path, metadata: Metadata, names: list[str]) -> dict[str,
 
 
 def _check_values(path: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Check that a run can resume from a tensor; moments may be bfloat16 (`checkpoint.optimizer_dtype`).
+    """Check that a run can resume from a tensor; moments may be bfloat16 (`checkpoint.optimizer_dtype`), and moments
+    that the job keeps in bfloat16 may come in float32.
 
     Raises:
         UserError: its type differs, or it has non-finite values.
     """
-    if tensor.dtype not in (dtype, torch.bfloat16):
+    if tensor.dtype not in (dtype, torch.bfloat16, torch.float32 if dtype == torch.bfloat16 else dtype):
         found, wanted = (str(each).removeprefix("torch.") for each in (tensor.dtype, dtype))
         raise UserError(f"{path}: {name} is {found}, but the job's is {wanted} (training.dtype)")
     if not tensor.isfinite().all():

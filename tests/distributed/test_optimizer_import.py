@@ -27,6 +27,7 @@ CASES = {
     "by pattern": (2, EXPERTS, "*.experts.up_proj=stay"),
     "owner 2, Muon": (2, f"--mesh.dp_replicate 2 --mesh.dp_shard 1 {MUON}", "all"),
     "tied, frozen": (2, TIED_AND_FROZEN, "*.mlp.*=stay"),
+    "bfloat16 moments, FSDP 2": (2, "--optimizer.moments_dtype bfloat16", "all"),
 }
 
 

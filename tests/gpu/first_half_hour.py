@@ -26,6 +26,7 @@ from tests.gpu.kernels import (
     copy_terabytes_per_second,
     head_gradient_error,
     matmul_tflops,
+    update_terabytes_per_second,
 )
 from tests.gpu.runs import Failed, benchmark, differences, null_gpu_bytes
 
@@ -75,6 +76,9 @@ def right(folder: Path) -> Iterator[Figure]:
     """Ceilings, kernels, and runs that must agree."""
     yield _figure("matmul of 8,192, bfloat16", "TFLOP/s", 790, matmul_tflops)
     yield _figure("copy", "TB/s", 4.3, copy_terabytes_per_second)
+    for moments, kernel, predicted in (("float32", "torch", 3.5), ("float32", "auto", 3.8), ("bfloat16", "auto", 3.6)):
+        work = partial(update_terabytes_per_second, moments, kernel)
+        yield _figure(f"AdamW, moments in {moments}, kernel {kernel}", "TB/s", predicted, work)
     for backend in BACKENDS:
         for seq_len, head_dim in ((2048, 64), (8192, 128)):
             name = f"attention of {seq_len:,} x {head_dim}, {backend}"

@@ -6,10 +6,13 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from configs.schema import Optimizer
 from parallelisms.attention.blocked import attend, attend_backward
 from trainer.loss import _add_product_
+from trainer.optimizer import build_optimizer
 
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLASH_ATTENTION}
 
@@ -40,6 +43,18 @@ def copy_terabytes_per_second(n_bytes: int = 2**31) -> float:
     source = torch.empty(n_bytes, device="cuda", dtype=torch.uint8)
     target = torch.empty_like(source)
     return 2 * n_bytes / milliseconds(lambda: target.copy_(source)) / 1e9
+
+
+def update_terabytes_per_second(moments_dtype: str, kernel: str, n_elements: int = 2**28) -> float:
+    """Bytes that AdamW must read and write, of 16 matrices in float32."""
+    parameters = [Parameter(torch.randn(n_elements // 16, device="cuda").view(-1, 4096)) for _ in range(16)]
+    config = Optimizer.model_validate({"lr": 1e-3, "moments_dtype": moments_dtype, "kernel": kernel})
+    optimizer = build_optimizer(config, [(str(number), p) for number, p in enumerate(parameters)])
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    skip, divisor = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
+    n_bytes = 12 + (16 if moments_dtype == "float32" else 8)
+    return n_bytes * n_elements / milliseconds(lambda: optimizer.step(skip=skip, divisor=divisor)) / 1e9
 
 
 def attention_tflops(backend: str, seq_len: int, head_dim: int) -> tuple[float, float]:

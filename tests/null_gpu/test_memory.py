@@ -26,6 +26,11 @@ JOBS = {
         1,
         f"--training.global_batch_size 16 --model.tie_embeddings false --optimizer.groups {FIRST_LAYERS}",
     ),
+    "1B, bfloat16 moments": (
+        "llama_1b.toml",
+        1,
+        "--training.global_batch_size 16 --optimizer.moments_dtype bfloat16",
+    ),
     "3B, FSDP 8, a tied embedding and matrices frozen": (
         "llama_3b.toml",
         8,

@@ -16,6 +16,7 @@ import pytest
 
 from configs.layout import MeshSizes
 from configs.schema import Config
+from trainer.kernels import row_adamw
 from trainer.report import console as console_module
 from trainer.report.console import Console, count, duration, size
 from trainer.report.metrics import Kind, Memory, StepMetrics, memory_of
@@ -354,6 +355,16 @@ def test_the_summary_names_what_differs():
     assert "\nparameters 2.71 MiB, gradients 2.71 MiB, optimizer 5.41 MiB\n" in rows["memory"]
     assert rows["steps"].endswith("resuming from step 120")
     assert "tensorboard" not in rows["written to"]
+
+
+def test_the_summary_says_what_adamw_keeps_and_what_updates(monkeypatch):
+    rounded = config(optimizer={"moments_dtype": "bfloat16"})
+    assert summary(rounded)["precision"] == (
+        "float32 parameters, bfloat16 moments, float32 forward and backward, float32 reduction"
+    )
+    for has_triton, expected in ((True, "Keel's kernel of AdamW"), (False, "torch's kernel of AdamW")):
+        monkeypatch.setattr(row_adamw, "_has_triton", lambda has=has_triton: has)
+        assert summary(config(), device_name="NVIDIA H200")["technique"] == expected
 
 
 def test_attention_that_must_write_out_its_scores_is_warned_of():

@@ -6,7 +6,8 @@ import torch
 from configs.layout import MeshSizes
 from configs.schema import Config
 from models import build_model
-from trainer.planning.memory import RankMemory, estimate_memory
+from trainer.optimizer import build_optimizer, optimizer_state
+from trainer.planning.memory import RankMemory, checkpoint_bytes, estimate_memory
 
 GIB = 2**30
 ONE = MeshSizes(1, 1, 1)
@@ -42,6 +43,16 @@ def test_states_are_the_bytes_of_model_gradients_and_adamw(tied, dtype):
     assert estimate.parameters == bytes_of(model.parameters())
     assert estimate.gradients == bytes_of(p.grad for p in model.parameters())
     assert estimate.optimizer == bytes_of(t for state in optimizer.state.values() for t in state.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_moments_in_bfloat16_take_two_bytes(dtype):
+    settings = config(training={"dtype": dtype}, optimizer={"moments_dtype": "bfloat16"})
+    model = build_model(settings.model).to(getattr(torch, dtype))
+    named = list(model.named_parameters())
+    state = optimizer_state(build_optimizer(settings.optimizer, named), dict(named))
+    assert estimate_memory(settings, ONE, "cpu").optimizer == bytes_of(state.values())
+    assert checkpoint_bytes(settings) == bytes_of(model.parameters()) + bytes_of(state.values())
 
 
 def test_what_is_frozen_for_ever_has_neither_gradients_nor_state():

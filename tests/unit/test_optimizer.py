@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from configs.errors import ConfigError
 from configs.schema import Optimizer, ParameterGroup
+from trainer.kernels import row_adamw
 from trainer.optimizer import build_optimizer, frozen_until, optimizer_state, saved_weights, set_lr
 
 SHAPES = {
@@ -152,8 +153,9 @@ def test_the_state_is_there_from_the_start_and_as_torch_makes_it():
             )
 
 
-def test_a_state_read_in_place_continues_bit_for_bit():
-    config = Optimizer(lr=1e-2)
+@pytest.mark.parametrize("moments_dtype", ["float32", "bfloat16"])
+def test_a_state_read_in_place_continues_bit_for_bit(moments_dtype):
+    config = Optimizer(lr=1e-2, moments_dtype=moments_dtype)
     straight, resumed = _parameters(torch.float32), _parameters(torch.float32)
     first = build_optimizer(config, list(straight.items()))
     for step in range(3):
@@ -170,6 +172,77 @@ def test_a_state_read_in_place_continues_bit_for_bit():
         optimizer.step()
     assert all(torch.equal(straight[name], resumed[name]) for name in SHAPES)
     assert optimizer_state(second, resumed)["optimizer.norm.weight.step"] == 4
+
+
+ROUNDED = Optimizer(lr=1e-2, moments_dtype="bfloat16", weight_decay=0.2)
+
+
+def test_moments_in_bfloat16_take_half_and_are_near_those_in_float32():
+    rounded, whole = _parameters(torch.float32), _parameters(torch.float32)
+    optimizers = [build_optimizer(c, list(p.items())) for c, p in ((ROUNDED, rounded), (Optimizer(lr=1e-2), whole))]
+    for step in range(20):
+        for parameters, optimizer in zip((rounded, whole), optimizers, strict=True):
+            _set_gradients(parameters, step)
+            optimizer.step()
+    ours, theirs = (optimizer_state(o, p) for o, p in zip(optimizers, (rounded, whole), strict=True))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in ours.items():
+        if key.endswith("step"):
+            assert tensor == 20
+        else:
+            assert tensor.dtype == torch.bfloat16
+            scale = theirs[key].abs().max()
+            torch.testing.assert_close(tensor.float() / scale, theirs[key] / scale, rtol=0, atol=0.05)
+
+
+def test_the_seed_and_the_name_choose_how_moments_are_rounded():
+    def moments(seed: int, name: str) -> Tensor:
+        parameter = Parameter(torch.zeros(50, 20))
+        optimizer = build_optimizer(ROUNDED, [(name, parameter)], seed=seed)
+        parameter.grad = torch.linspace(-1, 1, 1000).view(50, 20)
+        optimizer.step()
+        return optimizer_state(optimizer, {name: parameter})[f"optimizer.{name}.exp_avg"]
+
+    assert torch.equal(moments(1, "a"), moments(1, "a"))
+    assert not torch.equal(moments(1, "a"), moments(2, "a"))
+    assert not torch.equal(moments(1, "a"), moments(1, "b"))
+
+
+@pytest.mark.parametrize("config", [Optimizer(lr=1e-2), ROUNDED])
+def test_copies_are_written_with_the_update(config):
+    """Of the parameters that have a gradient."""
+    parameters = _parameters(torch.float32)
+    optimizer = build_optimizer(config, list(parameters.items()))
+    copies = {p: torch.full_like(p, 7.0, dtype=torch.bfloat16) for p in parameters.values()}
+    _set_gradients(parameters, 1)
+    parameters["norm.weight"].grad = None
+    optimizer.step(compute_copies=copies)
+    for name, parameter in parameters.items():
+        expected = torch.full_like(copies[parameter], 7.0) if name == "norm.weight" else parameter.bfloat16()
+        assert torch.equal(copies[parameter], expected), name
+
+
+def test_which_kernel_updates(monkeypatch):
+    monkeypatch.setattr(row_adamw, "_has_triton", lambda: True)
+    plain, by_torch = Optimizer(lr=1.0), Optimizer(lr=1.0, kernel="torch")
+    rounded_by_torch = ROUNDED.model_copy(update={"kernel": "torch"})
+    cases = [  # config, device, type, exact reductions, kernel
+        (plain, "cuda", torch.float32, False, "keel"),
+        (plain, "cuda", torch.float32, True, "keel"),
+        (plain, "cuda", torch.bfloat16, False, "torch"),
+        (plain, "cuda", torch.float64, False, "torch"),
+        (plain, "cpu", torch.float32, False, "torch"),
+        (plain, "cpu", torch.float32, True, "separate"),
+        (by_torch, "cuda", torch.float32, False, "torch"),
+        (ROUNDED, "cuda", torch.float32, False, "keel"),
+        (ROUNDED, "cpu", torch.float32, False, "separate"),
+        (rounded_by_torch, "cuda", torch.float32, False, "separate"),
+    ]
+    for config, *where, expected in cases:
+        assert row_adamw.kernel_of_adamw(config, *where) == expected
+    monkeypatch.setattr(row_adamw, "_has_triton", lambda: False)
+    assert row_adamw.kernel_of_adamw(plain, "cuda", torch.float32, False) == "torch"
+    assert row_adamw.kernel_of_adamw(ROUNDED, "cuda", torch.float32, False) == "separate"
 
 
 def test_lr_scale_stays_with_the_group():

@@ -40,6 +40,8 @@ PARTS = {
             "elastic.py",
             "incarnation.py",
             "takeover.py",
+            "kernels",
+            "part.py",
         )
         + ("safe_read.py", "verify.py", "pin.py", "room.py", "lock.py"),
         6000,
@@ -71,6 +73,7 @@ PARTS = {
         (),
         220,
     ),
+    "the kernels of the optimizer": (("trainer/kernels", "parallelisms/part.py"), (), 510),
     "which step trains on what": (("trainer/microscope",), (), 280),
     "replay and proof of a run": (
         ("trainer/proof", "parallelisms/guards/fingerprint.py", "checkpoint/seals.py"),

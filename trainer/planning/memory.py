@@ -447,16 +447,16 @@ def frozen_for_ever(config: Config, model: Skeleton) -> set[str]:
 def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int]) -> list[int]:
     """Bytes of optimizer state, for each rank that holds a different part of it.
 
-    AdamW keeps two moments and a float32 step count, Muon one momentum; neither keeps anything for parameters that
-    never train. An owner that sends rounded parameters also keeps them in full precision. Muon's state is of whole
-    matrices, even if tensor parallelism shards the parameters. Broadcast buffers are not counted, since they are freed
-    before activations appear.
+    AdamW keeps two moments, in `optimizer.moments_dtype`, and a float32 step count, Muon one momentum; neither keeps
+    anything for parameters that never train. An owner that sends rounded parameters also keeps them in full precision.
+    Muon's state is of whole matrices, even if tensor parallelism shards the parameters. Broadcast buffers are not
+    counted, since they are freed before activations appear.
 
     Args:
         config, sizes: the job and its mesh.
         elements: number of elements of each parameter, by name.
     """
-    state_bytes = _BYTES[config.training.dtype]
+    state_bytes, moment_bytes = _BYTES[config.training.dtype], _BYTES[moments_dtype(config)]
     masters, model = config.fsdp.owner_broadcast_dtype is not None, skeleton(config.model)
     frozen = frozen_for_ever(config, model)
     total = [0] * (sizes.replicas if sizes.by_owner else 1)
@@ -466,16 +466,23 @@ def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int
             total[owners[name]] += masters * size * state_bytes
             continue
         by_muon = _is_by_muon(config, model, name)
-        tensors = (masters + 1) * sizes.tp if by_muon else masters + 2
-        total[owners[name]] += tensors * size * state_bytes + (0 if by_muon else 4)
+        if by_muon:
+            total[owners[name]] += (masters + 1) * sizes.tp * size * state_bytes
+        else:
+            total[owners[name]] += size * (masters * state_bytes + 2 * moment_bytes) + 4
     return total
+
+
+def moments_dtype(config: Config) -> str:
+    """The type of AdamW's moments."""
+    return "bfloat16" if config.optimizer.moments_dtype == "bfloat16" else config.training.dtype
 
 
 def checkpoint_bytes(config: Config) -> int:
     """Bytes of the tensors in a checkpoint, except the few of a mixture's balancing biases."""
     model = skeleton(config.model)
     kept = _BYTES[config.training.dtype]
-    of_moment = _BYTES["bfloat16"] if config.checkpoint.optimizer_dtype == "bfloat16" else kept
+    of_moment = _BYTES["bfloat16" if config.checkpoint.optimizer_dtype == "bfloat16" else moments_dtype(config)]
     total, frozen = 0, frozen_for_ever(config, model)
     for name, shape in model.shapes.items():
         total += prod(shape) * kept

@@ -69,7 +69,11 @@ def trace_step(config: Config, world_size: int, rank: int) -> dict[Collective, T
     Raises:
         ConfigError: the ranks cannot form the mesh.
     """
-    plain = {"compile": config.compile.model_copy(update={"enable": False}), "attention": Attention()}
+    plain = {
+        "compile": config.compile.model_copy(update={"enable": False}),
+        "attention": Attention(),
+        "optimizer": config.optimizer.model_copy(update={"moments_dtype": "float32"}),
+    }
     eager = config.model_copy(update=plain)  # on a CPU; kernels communicate nothing
     with fake_ranks(world_size, rank):
         mesh = build_mesh(mesh_sizes(eager, world_size), torch.device("cpu"))

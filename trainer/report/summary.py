@@ -23,9 +23,10 @@ from configs.layout import (
 from configs.schema import Config, Model, Training
 from configs.stages import layers_of_stages
 from models.documents import has_kernel
+from trainer.kernels.row_adamw import kernel_of_adamw
 from trainer.lifecycle import LAUNCHER, State
 from trainer.planning.flops import flops_per_token
-from trainer.planning.memory import estimate_memory, frozen_for_ever
+from trainer.planning.memory import estimate_memory, frozen_for_ever, moments_dtype
 from trainer.planning.skeleton import skeleton
 from trainer.report.console import Row, count, duration, size
 from trainer.report.metrics import Kind, Memory
@@ -59,7 +60,7 @@ def startup_rows(
         ("model", _model(config)),
         ("precision", _precision(config, device_type)),
         ("ranks", _ranks(sizes, device_name)),
-        ("technique", _techniques(config)),
+        ("technique", _techniques(config, device_type)),
         ("batch", _batch(config, sizes)),
         ("steps", _steps(config, resumed_step)),
         ("FLOPs", _flops(config, peak)),
@@ -125,9 +126,11 @@ def float32_products(training: Training, device_type: str) -> str:
 
 def _types(config: Config) -> str:
     kept, compute, reduce = (getattr(config.training, key) for key in ("dtype", "compute_dtype", "reduce_dtype"))
-    if kept == compute == reduce:
+    moments = moments_dtype(config)
+    if kept == compute == reduce == moments:
         return kept
-    return f"{kept} parameters and optimizer, {compute} forward and backward, {reduce} reduction"
+    states = f"{kept} parameters and optimizer" if kept == moments else f"{kept} parameters, {moments} moments"
+    return f"{states}, {compute} forward and backward, {reduce} reduction"
 
 
 def _ranks(sizes: MeshSizes, device_name: str) -> str:
@@ -136,7 +139,7 @@ def _ranks(sizes: MeshSizes, device_name: str) -> str:
     return f"{sizes.world_size} on {device_name}{mesh}{experts}"
 
 
-def _techniques(config: Config) -> str:
+def _techniques(config: Config, device_type: str) -> str:
     """What differs from plain eager training."""
     used = [
         f"ZeRO stage {config.fsdp.zero_stage}" if config.fsdp.zero_stage < 3 else "",
@@ -149,8 +152,18 @@ def _techniques(config: Config) -> str:
         "states offloaded to the CPU" if config.fsdp.cpu_offload else "",
         _owners(config),
         "Muon for the blocks' matrices" if config.optimizer.name == "muon" else "",
+        _kernel_of_adamw(config, device_type),
     ]
     return ", ".join(filter(None, used))
+
+
+def _kernel_of_adamw(config: Config, device_type: str) -> str:
+    """What updates on a GPU; on a CPU there is no choice."""
+    if device_type == "cpu" or config.fsdp.cpu_offload:
+        return ""
+    dtype, is_exact = getattr(torch, config.training.dtype), config.training.reduction == "exact"
+    said = {"keel": "Keel's kernel of AdamW", "torch": "torch's kernel of AdamW", "separate": "AdamW without a kernel"}
+    return said[kernel_of_adamw(config.optimizer, device_type, dtype, is_exact)]
 
 
 def _owners(config: Config) -> str:

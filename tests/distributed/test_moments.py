@@ -1,0 +1,117 @@
+"""`optimizer.moments_dtype = "bfloat16"`: no mesh changes how a moment is rounded, nor does a stop."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import Linear, Sequential
+
+from checkpoint.compare import compare
+from checkpoint.manifest import read_manifest, step_folder
+from checkpoint.safe_read import read_metadata
+from checkpoint.tensor_stream import read_tensor
+from parallelisms.part import part_of
+from scripts.parity import dtype_overrides
+from scripts.parity_compare import bits
+from scripts.parity_rows import words
+from tests.torture.resume import curve, go_on
+
+EXACT = {"training.reduction": "exact", "optimizer.moments_dtype": "bfloat16", "training.steps": 8}
+EXACT |= {"model.dim": 32, "model.n_layers": 2, "model.ffn_dim": 70, "model.vocab_size": 200}
+MESHES: dict[str, tuple[int, dict[str, object]]] = {
+    "DDP 2": (2, {"mesh.dp_replicate": 2, "mesh.dp_shard": 1}),
+    "FSDP 4, of uneven rows": (4, {"mesh.dp_shard": 4}),
+    "HSDP 2x2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}),
+    "owner 2": (2, {"mesh.dp_replicate": 2, "mesh.dp_shard": 1, "fsdp.partition": "owner"}),
+    "PP 2": (2, {"mesh.pp": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(ranks) -> str:
+    return ranks(1, bits, "parity.toml", dtype_overrides("float32") + words(EXACT))[0]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_exact_runs_have_the_bits_of_one_rank(ranks, of_one_rank, mesh):
+    n, overrides = MESHES[mesh]
+    assert set(ranks(n, bits, "parity.toml", dtype_overrides("float32") + words(EXACT | overrides))) == {of_one_rank}
+
+
+def test_the_bits_are_not_those_of_moments_in_float32(ranks, of_one_rank):
+    plain = EXACT | {"optimizer.moments_dtype": "float32"}
+    assert ranks(1, bits, "parity.toml", dtype_overrides("float32") + words(plain)) != [of_one_rank]
+
+
+def numbers_of_parts() -> None:
+    """Each rank's parts of tensors that hold their elements' own numbers, however they are cut."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    cuts = {
+        (8, 6): ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)]),
+        (5, 4): ([Shard(0), Shard(1)],),
+        (4, 6, 10): ([Shard(0), Shard(2)], [Shard(1), Shard(2)], [Shard(0), Shard(1)]),
+        (3,): ([Shard(0), Shard(0)],),
+    }
+    for shape, placements in cuts.items():
+        whole = torch.arange(torch.Size(shape).numel()).view(shape)
+        for placement in placements if len(shape) > 1 else ():
+            if placement == [Shard(0), Shard(0)]:
+                continue  # nested as no technique nests them
+            check(distribute_tensor(whole, mesh, placement))
+        check(distribute_tensor(whole, mesh["a"], [Shard(0)]))
+    model = Sequential(Linear(6, 10, bias=False), Linear(10, 7, bias=False))
+    for layer, dimension in zip(model, (0, 1), strict=True):
+        split = distribute_tensor(
+            torch.arange(layer.weight.numel()).view_as(layer.weight).float(), mesh["b"], [Shard(dimension)]
+        )
+        layer.weight = torch.nn.Parameter(split)
+    fully_shard(model, mesh=mesh["a"])  # strided shards: FSDP cuts what tensor parallelism has left
+    for parameter in model.parameters():
+        check(parameter.detach())
+    stacked = torch.nn.Module()
+    stacked.weight = torch.nn.Parameter(distribute_tensor(torch.arange(240.0).view(4, 6, 10), mesh["b"], [Shard(2)]))
+    fully_shard(stacked, mesh=mesh["a"], shard_placement_fn=lambda _: Shard(1))
+    check(stacked.weight.detach())
+    assert part_of(stacked.weight).levels == 3
+
+
+def check(tensor: DTensor) -> None:
+    mine = tensor.to_local().flatten().long()
+    assert torch.equal(part_of(tensor).numbers(0, len(mine), torch.device("cpu")), mine), tensor
+
+
+def test_a_part_knows_its_elements_numbers_in_the_whole(ranks):
+    ranks(4, numbers_of_parts)
+
+
+RUN = "--training.dtype float32 --metrics.tensorboard false --training.micro_batch_size 1 --training.reduction exact"
+ROUNDED = f"{RUN} --optimizer.moments_dtype bfloat16"
+
+
+def run_to(ranks, n, folder, step, words):
+    ranks(n, go_on, str(folder), step, tuple(words.split()))
+    return step_folder(folder / "checkpoints", step)
+
+
+def test_a_run_that_moves_between_meshes_has_the_bits_of_one_that_stays(ranks, tmp_path):
+    stays = run_to(ranks, 1, tmp_path / "stays", 6, ROUNDED)
+    moves = tmp_path / "moves"
+    run_to(ranks, 2, moves, 2, ROUNDED)
+    run_to(ranks, 2, moves, 4, f"{ROUNDED} --mesh.dp_replicate 2 --mesh.dp_shard 1 --fsdp.partition owner")
+    assert not list(compare(run_to(ranks, 4, moves, 6, f"{ROUNDED} --mesh.pp 2"), stays))
+    assert curve(moves) == curve(tmp_path / "stays")
+    moment = read_tensor(stays, read_metadata(stays), "optimizer.norm.weight.exp_avg")
+    assert moment.dtype == torch.bfloat16
+    assert moment.any()
+
+
+def test_moments_change_their_type_only_if_that_is_allowed(ranks, tmp_path):
+    run_to(ranks, 1, tmp_path, 2, RUN)
+    with pytest.raises(Exception, match=r"optimizer.moments_dtype: \"float32\" -> \"bfloat16\""):
+        run_to(ranks, 1, tmp_path, 3, ROUNDED)
+    for step, run, dtype in ((3, ROUNDED, torch.bfloat16), (4, RUN, torch.float32)):
+        newest = run_to(ranks, 1, tmp_path, step, f"{run} --job.allow_run_change true")
+        assert read_metadata(newest).state_dict_metadata["optimizer.norm.weight.exp_avg"].properties.dtype == dtype
+        assert read_tensor(newest, read_metadata(newest), "optimizer.norm.weight.step") == step
+    assert len(read_manifest(newest).run_changes) == 2

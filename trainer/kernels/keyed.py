@@ -1,0 +1,97 @@
+"""Stochastic rounding to bfloat16 that no mesh changes.
+
+Moments kept in bfloat16 (8 significant bits) must be rounded stochastically: a step changes the second moment by less
+than half of its last bit, and rounded to the nearest it would stay where it is. A value is rounded up with the
+probability of its distance from the value below, so that the mean over roundings is exact (Gupta et al. 2015,
+"Deep learning with limited numerical precision", section 3.1).
+
+Random numbers from a stream would depend on which rank draws them. Here each is a hash of (seed, parameter's name,
+update, number of the element in the whole parameter), so any rank draws the same for an element. One hash of 32 bits
+serves both moments: its low half the first, its high half the second. `adamw.py` computes the same in Triton.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+from parallelisms.part import Part
+
+GOLDEN = 0x9E3779B9
+"""2^32 over the golden ratio: multiples of it are spread evenly."""
+FACTORS = 0x7FEB352D, 0x846CA68B
+"""Of the integer mix "lowbias32" (C. Wellons, nullprogram.com/blog/2018/07/31): each bit of the input changes each
+bit of the output with a probability of one half, to 0.2%."""
+_LOW = 0xFFFFFFFF
+_INFINITE = 0x7F800000
+"""Bits of the float32 infinity."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What the random numbers for a parameter's elements depend on, besides the update."""
+
+    word: int
+    """64 bits."""
+    part: Part
+    """Which elements this rank has."""
+
+
+def key_of(seed: int, name: str, part: Part) -> Key:
+    """The key of the parameter `name` in a run with this seed."""
+    return Key(xxhash.xxh3_64_intdigest(f"{seed}/{name}/moments".encode()), part)
+
+
+def mixed(word: int) -> int:
+    """The mix of a word of 32 bits."""
+    word ^= word >> 16
+    word = word * FACTORS[0] & _LOW
+    word ^= word >> 15
+    word = word * FACTORS[1] & _LOW
+    return word ^ word >> 16
+
+
+def salts(word: int, update: int) -> tuple[int, int]:
+    """What an update's hashes of a parameter start from: two words of 32 bits."""
+    first = mixed((word & _LOW) ^ (update * GOLDEN & _LOW))
+    return first, mixed(word >> 32 ^ first)
+
+
+def random_bits(key: Key, update: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """The 32 bits for each of the part's elements `start` to `stop` in an update (counted from 1); int32."""
+    first, second = map(_signed, salts(key.word, update))
+    numbers = key.part.numbers(start, stop, device)
+    low, high = numbers.to(torch.int32), (numbers >> 32).to(torch.int32)
+    return _mixed(_mixed(low ^ first) ^ (high * _signed(GOLDEN) + second))
+
+
+def rounded(values: Tensor, bits: Tensor) -> Tensor:
+    """Round float32 values to bfloat16, up (away from zero) if their last 16 bits plus the random ones carry.
+
+    Args:
+        values: float32; infinite values and NaN stay what they are.
+        bits: int32 in [0, 2^16).
+    """
+    pattern = values.view(torch.int32)
+    pattern = pattern + bits.where(pattern & 0x7FFFFFFF < _INFINITE, 0)
+    return (pattern & -0x10000).view(torch.float32).bfloat16()
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """`mixed`, of int32 words, whose products wrap."""
+    words = words ^ _shifted(words, 16)
+    words = words * FACTORS[0]
+    words = words ^ _shifted(words, 15)
+    words = words * _signed(FACTORS[1])
+    return words ^ _shifted(words, 16)
+
+
+def _shifted(words: Tensor, by: int) -> Tensor:
+    """Shifted right, with zeros from the left."""
+    return words >> by & (1 << (32 - by)) - 1
+
+
+def _signed(word: int) -> int:
+    """The int32 with the same bits."""
+    return word - (word >> 31 << 32)

@@ -1,0 +1,176 @@
+"""AdamW over a rank's part of every parameter, by the kernel that the device has."""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import AdamW
+from torch.optim.adamw import adamw
+
+from configs.schema import Optimizer
+from parallelisms.ranks import local_part
+from trainer.kernels import separate
+from trainer.kernels.keyed import Key
+from trainer.kernels.separate import Rates
+
+if TYPE_CHECKING:
+    from trainer.kernels.adamw import Group
+
+_FUSED_DEVICES = ("cpu", "cuda")
+_EXACT_DEVICES = ("cuda",)
+"""Where the fused kernel computes all elements alike."""
+_TRITON_CAPABILITY = (8, 0)
+Kernel = Literal["keel", "torch", "separate"]
+"""keel: kernels/adamw.py; torch: its fused kernel; separate: separate operations, which neither skip nor divide."""
+
+
+class RowAdamW(AdamW):
+    """AdamW over this rank's part of every parameter, with `OwnerPartition`'s interface: it owns all of them."""
+
+    def __init__(self, groups: list[dict[str, Any]], kernel: Kernel, keys: Mapping[str, Key], **settings: Any) -> None:
+        """Create the optimizer without its state.
+
+        Args:
+            groups: as for AdamW, with names if there are `keys`.
+            kernel: what updates.
+            keys: for moments in bfloat16, how those of each parameter are rounded, by name; otherwise empty.
+            settings: AdamW's.
+        """
+        super().__init__(groups, fused=kernel == "torch", **settings)
+        self.kernel, self._keys = kernel, keys
+        self._tables: dict[int, Group] = {}
+        """Keel's kernel for each parameter group, by number."""
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: None = None,
+        skip: Tensor | None = None,
+        divisor: Tensor | None = None,
+        compute_copies: Mapping[Parameter, Tensor] | None = None,
+    ) -> None:
+        """Update, on plain tensors: for the DTensors of 300 parameters, torch would take 10 ms of the host's time.
+
+        Args:
+            closure: not supported.
+            skip: a float32 scalar; 1. leaves parameters and state as they are. Not for the kernel "separate".
+            divisor: a float32 scalar by which the gradients are divided. Not for the kernel "separate".
+            compute_copies: bfloat16 copies of parameters, of the same shape, to write where there is a gradient.
+        """
+        copies = compute_copies or {}
+        for number, group in enumerate(self.param_groups):
+            names = group.get("param_names") or [""] * len(group["params"])
+            trained = [(n, p) for n, p in zip(names, group["params"], strict=True) if p.grad is not None]
+            if not trained:
+                continue
+            if self.kernel == "keel":
+                self._step_by_keel(number, trained, copies, skip, divisor)
+                continue
+            if self._keys:
+                self._step_keyed(group, trained)
+            else:
+                self._step_by_torch(group, [p for _, p in trained], skip, divisor)
+            copied = [p for _, p in trained if p in copies]
+            if copied:
+                torch._foreach_copy_([local_part(copies[p]) for p in copied], [local_part(p.detach()) for p in copied])
+
+    def _step_by_torch(
+        self, group: dict[str, Any], trained: list[Parameter], skip: Tensor | None, divisor: Tensor | None
+    ) -> None:
+        names = ("lr", "weight_decay", "eps", "fused", "amsgrad", "maximize")
+        settings: dict[str, Any] = {"found_inf": skip, "grad_scale": divisor} | {key: group[key] for key in names}
+        settings["beta1"], settings["beta2"] = group["betas"]
+        states = [self.state[parameter] for parameter in trained]
+        adamw(
+            [local_part(parameter) for parameter in trained],
+            [local_part(parameter.grad) for parameter in trained if parameter.grad is not None],
+            [local_part(state["exp_avg"]) for state in states],
+            [local_part(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            **settings,
+        )
+
+    def _step_keyed(self, group: dict[str, Any], trained: list[tuple[str, Parameter]]) -> None:
+        for name, parameter in trained:
+            assert parameter.grad is not None
+            state = self.state[parameter]
+            state["step"] += 1
+            separate.update(
+                local_part(parameter.detach()),
+                local_part(parameter.grad),
+                local_part(state["exp_avg"]),
+                local_part(state["exp_avg_sq"]),
+                int(state["step"]),
+                self._keys[name],
+                _rates(group),
+            )
+
+    def _step_by_keel(
+        self,
+        number: int,
+        trained: list[tuple[str, Parameter]],
+        copies: Mapping[Parameter, Tensor],
+        skip: Tensor | None,
+        divisor: Tensor | None,
+    ) -> None:
+        from trainer.kernels.adamw import Group, Updated  # needs Triton
+
+        tensors = []
+        for name, parameter in trained:
+            assert parameter.grad is not None
+            state, copy = self.state[parameter], copies.get(parameter)
+            updated = Updated(
+                local_part(parameter.detach()),
+                local_part(parameter.grad).contiguous(),
+                local_part(state["exp_avg"]),
+                local_part(state["exp_avg_sq"]),
+                state["step"],
+                self._keys[name] if self._keys else None,
+                None if copy is None else local_part(copy),
+            )
+            tensors.append(updated)
+        table = self._tables.setdefault(number, Group())
+        table.update(tensors, _rates(self.param_groups[number]), skip, divisor)
+
+    def owned(self) -> dict[Parameter, Tensor]:
+        """Like `OwnerPartition.owned`: all parameters."""
+        return {parameter: parameter.detach() for group in self.param_groups for parameter in group["params"]}
+
+    def owned_state(self, parameter: Parameter) -> dict[str, Any]:
+        """Like `OwnerPartition.owned_state`."""
+        return self.state.get(parameter, {})
+
+    def owned_were_loaded(self) -> None:
+        """Like `OwnerPartition.owned_were_loaded`: does nothing, since each rank has loaded what it needs."""
+
+    def wait(self) -> None:
+        """Like `OwnerPartition.wait`: does nothing, since no parameter is being sent."""
+
+
+def kernel_of_adamw(config: Optimizer, device_type: str, dtype: torch.dtype, exact: bool) -> Kernel:
+    """What updates parameters of this type on this kind of device."""
+    if config.kernel == "auto" and device_type == "cuda" and dtype == torch.float32 and _has_triton():
+        return "keel"
+    fuses = device_type in (_EXACT_DEVICES if exact else _FUSED_DEVICES)
+    return "torch" if fuses and config.moments_dtype == "float32" else "separate"
+
+
+@cache
+def _has_triton() -> bool:
+    """Whether Triton can compile a kernel and its launcher here, for the GPU that is there."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    has_both = importlib.util.find_spec("triton") is not None and compiler is not None
+    is_nvidia = torch.cuda.is_available() and torch.version.hip is None
+    return has_both and is_nvidia and torch.cuda.get_device_capability() >= _TRITON_CAPABILITY
+
+
+def _rates(group: dict[str, Any]) -> Rates:
+    beta1, beta2 = group["betas"]
+    return Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
