@@ -28,13 +28,13 @@ micro-batch), besides 6 once per step."""
 
 
 def keeps_copies(world_size: int, fsdp: Fsdp, training: Training) -> bool:
-    """Whether a rank computes with copies; exact sums, owners and states in CPU memory are FSDP's.
+    """Whether a rank computes with copies; exact sums, rounded masters and states in CPU memory are FSDP's.
 
     Gradients are accumulated in the masters' type, which must be `reduce_dtype` and hold all values of `compute_dtype`.
     """
     dtype, compute_dtype = (getattr(torch, name) for name in (training.dtype, training.compute_dtype))
     is_wider = torch.finfo(dtype).bits > torch.finfo(compute_dtype).bits
-    is_for_fsdp = training.reduction == "exact" or fsdp.cpu_offload or fsdp.partition == "owner"
+    is_for_fsdp = training.reduction == "exact" or fsdp.cpu_offload or fsdp.owner_broadcast_dtype is not None
     may_keep = reshard_after_forward(fsdp) != "always" and not is_for_fsdp
     return world_size == 1 and is_wider and training.reduce_dtype == training.dtype and may_keep
 
@@ -68,7 +68,8 @@ def _copy_of(master: Parameter, dtype: torch.dtype) -> Parameter:
     """A copy whose gradients are added to the master's."""
     copy = Parameter(master.detach().to(dtype))
     copy.register_post_accumulate_grad_hook(partial(_hand_over, master))
-    return copy.requires_grad_(master.requires_grad)
+    copy.requires_grad_(master.requires_grad)
+    return copy
 
 
 @torch.no_grad()

@@ -102,8 +102,9 @@ def _add_up_gradients(group: FSDPModule) -> None:
 
 def is_needed(world_size: int, config: Fsdp, training: Training) -> bool:
     """Whether FSDP has anything to shard, reduce or convert; exact sums are formed in its reductions."""
-    has_types = len({training.dtype, training.compute_dtype, training.reduce_dtype}) > 1
-    converts = has_types and not keeps_copies(world_size, config, training)
+    if keeps_copies(world_size, config, training):
+        return False
+    converts = len({training.dtype, training.compute_dtype, training.reduce_dtype}) > 1
     is_exact = training.reduction == "exact"
     return world_size > 1 or converts or is_exact or config.cpu_offload or config.partition == "owner"
 

@@ -211,6 +211,7 @@ class Learner:
 
     def _refresh_copies(self) -> None:
         if self.compute_copies:
+            self.finish_update()
             self.compute_copies.refresh()
 
     def finish_update(self) -> None:
