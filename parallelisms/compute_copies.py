@@ -21,10 +21,10 @@ from torch.nn import Parameter
 from configs.layout import reshard_after_forward
 from configs.schema import Fsdp, Training
 
-CAST_BYTES, COPY_BYTES = 46, 10
+CAST_BYTES, CASTS_BESIDE, COPY_BYTES = 46, 20, 10
 """Bytes that are moved per parameter and micro-batch, of float32 parameters that compute in bfloat16: by FSDP, a cast
-and a copy for each pass, and three copies and a sum of the gradient; with copies, the sum (6 in a step's first
-micro-batch), besides 6 once per step."""
+and a copy for each pass, and three copies and a sum of the gradient; of these, on streams beside the computation's; and
+with copies, the sum (6 in a step's first micro-batch), besides 6 once per step."""
 
 
 def keeps_copies(world_size: int, fsdp: Fsdp, training: Training) -> bool:

@@ -25,7 +25,7 @@ from configs.layout import MeshSizes, layer_numbers, mesh_sizes, reshard_after_f
 from configs.reading.toml_text import value_text
 from configs.schema import ActivationCheckpoint, Config, Fsdp
 from configs.stages import layers_of_stages
-from parallelisms.compute_copies import CAST_BYTES, COPY_BYTES, keeps_copies
+from parallelisms.compute_copies import CAST_BYTES, CASTS_BESIDE, COPY_BYTES, keeps_copies
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import gather
 from trainer.planning.memory import block_widths, estimate_memory
@@ -200,10 +200,14 @@ def _without_copies(config: Config, sizes: MeshSizes, limit: float) -> Choice | 
 
 
 def _casts(config: Config) -> float:
-    """What FSDP's casts cost a micro-batch more than copies do, as a fraction of all blocks' forward pass."""
+    """What FSDP's casts cost a micro-batch more than copies do, as a fraction of all blocks' forward pass.
+
+    What runs beside the computation counts nothing, so that copies are preferred only where they surely gain.
+    """
     elements = sum(map(prod, skeleton(config.model).shapes.values()))
     tokens = config.training.micro_batch_size * config.training.seq_len
-    return _FLOPS_PER_BYTE * (CAST_BYTES - COPY_BYTES) * elements / tokens / _forward(config)
+    more_bytes = CAST_BYTES - CASTS_BESIDE - COPY_BYTES
+    return _FLOPS_PER_BYTE * more_bytes * elements / tokens / _forward(config)
 
 
 # --------------------------------------------------------------------------- how many layers
