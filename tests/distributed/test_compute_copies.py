@@ -88,7 +88,7 @@ def trace(overrides):
     learner, said = build(overrides), []
     with closing(build_loader(learner.config, 0, 1, start_sample=0)) as loader:
         micro_batches = next(loader)
-    for value in (1e37, float("nan")):
+    for value in (3e38, float("nan")):
         weight = learner.parameters["layers.1.mlp.up_proj.weight"]
         with torch.no_grad():
             getattr(weight, "_local_tensor", weight).fill_(value)
