@@ -344,7 +344,7 @@ class Fsdp(Table):
         only_with("zero_stage", 3, of="always", reason="which keeps parameters gathered from forward to backward"),
     ] = "default"
     """Free gathered parameters after forward; default: all but the last group's (none if mesh.pp > 1); never: like
-    zero_stage = 2."""
+    zero_stage = 2. On a single rank: its copies in compute_dtype, by default only if they do not fit."""
     cpu_offload: Annotated[
         bool, only_with("job.device", "auto", "cuda", reason="where the state is in CPU memory anyway")
     ] = False

@@ -4,8 +4,8 @@ Parameters, gradients and optimizer state are sharded by rows over `dp_shard` x 
 a group's parameters are gathered before it computes. DDP is the case `dp_shard = 1`. So is the partition by owner
 (`owner_partition.py`), whose replicas are all ranks that hold different tokens. FSDP is applied at degree 1 as well,
 because compute_dtype and reduce_dtype are implemented by it and must mean the same at every degree. It is left out only
-where a single rank has nothing to convert: there it would just copy each parameter and gradient, which takes 3-5% of a
-step on a CPU.
+on a single rank that has nothing to convert, or computes with copies (`compute_copies.py`): there it would just copy
+each parameter and gradient, which takes 3-5% of a step on a CPU.
 
 The ZeRO stages (Rajbhandari et al. 2020, section 5) differ in what is unsharded while a step computes; between steps
 a rank holds only its shards, at every stage. With P parameters over N ranks, in elements:
@@ -30,6 +30,7 @@ from torch.distributed.tensor import Shard
 from configs.layout import cut_dim, reduces_once, reshard_after_forward
 from configs.plan import plan_of
 from configs.schema import Comm, Config, Fsdp, Training
+from parallelisms.compute_copies import keeps_copies
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import local_part
 from parallelisms.torch_internals import compute_within, find_gradient_types, fsdp_modules
@@ -101,6 +102,8 @@ def _add_up_gradients(group: FSDPModule) -> None:
 
 def is_needed(world_size: int, config: Fsdp, training: Training) -> bool:
     """Whether FSDP has anything to shard, reduce or convert; exact sums are formed in its reductions."""
+    if keeps_copies(world_size, config, training):
+        return False
     converts = len({training.dtype, training.compute_dtype, training.reduce_dtype}) > 1
     is_exact = training.reduction == "exact"
     return world_size > 1 or converts or is_exact or config.cpu_offload or config.partition == "owner"
@@ -157,12 +160,14 @@ def freeze(models: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter], 
 
     Args:
         models: the pipeline stages of this rank.
-        parameters: their parameters by name, as they are between two steps (FSDP's shards).
+        parameters: their parameters by name, as they are between two steps (FSDP's shards, or the masters of copies).
         frozen: names of the parameters to freeze.
     """
     for name, parameter in parameters.items():
         parameter.requires_grad_(name not in frozen)
     for model in models:
+        for name, held in model.named_parameters():
+            held.requires_grad_(name not in frozen)
         for module in fsdp_modules(model):
             find_gradient_types(module)
 

@@ -21,6 +21,13 @@ SLOW = {
         "*[[]FSDP, full]",
         "*[[]FSDP, every second matmul]",
     ),
+    "distributed/test_compute_copies.py": (
+        "*compiled]",
+        "*[[]documents]",
+        "*[[]selective checkpointing]",
+        "*[[]one micro-batch]",
+        "test_a_run_moves_*",
+    ),
     "distributed/test_details.py": (
         "*[[]DDP 2]",
         "*[[]CP 2*",

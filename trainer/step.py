@@ -6,7 +6,7 @@ loss or gradient norm is not finite on any rank, or its loss is above a limit, n
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from configs.schema import Config
 from models import build_model
 from models.documents import Documents
 from parallelisms.attention.context import shard_batch
+from parallelisms.compute_copies import ComputeCopies, keeps_copies
 from parallelisms.exact_numbers import exact_grad_norm, exact_loss_sum
 from parallelisms.exact_reduction import ExactReduction
 from parallelisms.fsdp import freeze
@@ -71,7 +72,7 @@ class Learner:
     stages: dict[int, nn.Module]
     """This rank's pipeline stages by number; without a pipeline, stage 0 is the whole model."""
     parameters: dict[str, nn.Parameter]
-    """Parameters of these stages by name, each the rank's shard or whole."""
+    """Parameters of these stages by name, each the rank's shard or whole; what the optimizer updates."""
     passes: Passes
     optimizer: TrainingOptimizer
     loss: CrossEntropy
@@ -81,6 +82,8 @@ class Learner:
     """Returned by `optimizer.frozen_until`."""
     fingerprint: GradientFingerprint | None = None
     """What `metrics.fingerprint` records of each step; None: nothing."""
+    compute_copies: ComputeCopies | None = None
+    """What the modules compute with instead of `parameters`; None: these, or what FSDP gathers of them."""
 
     def freeze(self, step: int) -> None:
         """Freeze the parameters that the next step, after `step` steps, does not train; unfreeze the others."""
@@ -123,6 +126,7 @@ class Learner:
             before_update()
             set_lr(self.optimizer, lr)
             self._update(verdict)
+            self._refresh_copies()
             self.finish(verdict.skip)
             return verdict
 
@@ -208,6 +212,12 @@ class Learner:
     def was_loaded(self) -> None:
         """Send what was loaded into `state` to all ranks that need it; all ranks must call it."""
         self.optimizer.owned_were_loaded()
+        self._refresh_copies()
+
+    def _refresh_copies(self) -> None:
+        if self.compute_copies:
+            self.finish_update()
+            self.compute_copies.refresh()
 
     def finish_update(self) -> None:
         """Wait for updated parameters still being sent; otherwise the next forward pass waits."""
@@ -289,9 +299,18 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
         guard=OrderGuard(config.comm.order_guard_interval, groups_of_axes(mesh).values()),
         frozen_until=frozen_until(config.optimizer, model_names),
         fingerprint=fingerprint_of(stages.values(), model_names, mesh, config),
+        compute_copies=_compute_copies(config, mesh, stages.values()),  # last: the others need the masters
     )
     learner.freeze(step=0)
     return learner
+
+
+def _compute_copies(config: Config, mesh: Mesh, stages: Iterable[nn.Module]) -> ComputeCopies | None:
+    """The copies with which the modules compute from now on; None if FSDP converts, or nothing does."""
+    training = config.training
+    if not keeps_copies(mesh.sizes.world_size, config.fsdp, training):
+        return None
+    return ComputeCopies(stages, getattr(torch, training.compute_dtype))
 
 
 def _optimizer(

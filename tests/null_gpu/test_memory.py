@@ -20,6 +20,11 @@ FIRST_LAYERS = '[{pattern="embed_tokens.*",freeze=true},{pattern="layers.?.*",fr
 JOBS = {
     # name: (job file, ranks, words)
     "1B": ("llama_1b.toml", 1, "--training.global_batch_size 16"),
+    "1B, FSDP at degree 1": (
+        "llama_1b.toml",
+        1,
+        "--training.global_batch_size 16 --fsdp.reshard_after_forward always",
+    ),
     "1B, ZeRO 1": ("llama_1b.toml", 1, "--training.global_batch_size 16 --fsdp.zero_stage 1"),
     "1B, the first ten layers frozen": (
         "llama_1b.toml",
@@ -90,6 +95,8 @@ JOBS = {
     ),
 }
 WITHIN = 0.05
+WITHIN_WITH_COPIES = 0.005
+"""Where a single rank computes with copies, nothing is gathered or reduced, and so little is unknown."""
 
 
 def peak_bytes(config: str, ranks: int, words: str) -> int:
@@ -132,7 +139,8 @@ def test_the_estimate_is_near_what_is_allocated(peaks, name):
     job = chosen(job, planned_choice(job, ranks, None))
     estimate = RankMemory(job, mesh_sizes(job, ranks), "cuda", pipeline_rank=0).estimate()
     print(f"{name}: estimated {estimate.device:,}, allocated {peaks[name]:,}: {estimate.device / peaks[name] - 1:+.2%}")
-    assert estimate.device == pytest.approx(peaks[name], rel=WITHIN), estimate.peak
+    within = WITHIN_WITH_COPIES if estimate.copies else WITHIN
+    assert estimate.device == pytest.approx(peaks[name], rel=within), estimate.peak
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ PARTS = {
             "kernels",
             "part.py",
         )
-        + ("safe_read.py", "verify.py", "pin.py", "room.py", "lock.py"),
+        + ("safe_read.py", "verify.py", "pin.py", "room.py", "lock.py", "compute_copies.py"),
         6000,
     ),
     "what protects checkpoints": (
@@ -89,7 +89,8 @@ PARTS = {
         1795,
     ),
     "the kernels of attention": (("parallelisms/attention/backend.py",), (), 140),
-    "how much is recomputed": (("trainer/planning/least_recomputation.py",), (), 150),
+    "how much is recomputed": (("trainer/planning/least_recomputation.py",), (), 200),
+    "copies that a single rank computes with": (("parallelisms/compute_copies.py",), (), 50),
     "the records of a run's steps": (("trainer/report/step_records.py", "trainer/report/wall_clock.py"), (), 200),
     "the page of runs": (("scripts/page", "scripts/report.py", "scripts/runs.py"), (), 1250),
     "paired experiments": (("trainer/comparison", "scripts/compare.py", "scripts/score.py"), (), 640),

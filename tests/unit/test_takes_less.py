@@ -9,6 +9,7 @@ import torch
 from configs.layout import mesh_sizes
 from configs.load import load
 from trainer import announce
+from trainer.planning.least_recomputation import freeing_copies
 from trainer.planning.memory import estimate_memory
 from trainer.planning.takes_less import CONTEXT_BYTES, does_not_fit, host_does_not_fit
 
@@ -21,7 +22,8 @@ def job(name, ranks, *words):
 
 
 def needed(config, ranks):
-    return estimate_memory(config, mesh_sizes(config, ranks), "cuda").device + CONTEXT_BYTES
+    sizes = mesh_sizes(config, ranks)
+    return estimate_memory(freeing_copies(config, sizes), sizes, "cuda").device + CONTEXT_BYTES
 
 
 def test_nothing_is_said_of_a_job_that_fits():

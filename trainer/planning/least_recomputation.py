@@ -7,20 +7,25 @@ memory is `estimate_memory`'s, so that the choice is the same on every rank, and
 
 What is repeated is estimated in FLOPs, in which a byte that is moved counts as much as the products that a GPU could
 compute meanwhile.
+
+A single rank that keeps copies of its parameters in compute_dtype (`parallelisms/compute_copies.py`) can free them
+instead. Then parameters are cast for each computation, which counts as what is repeated does.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from math import ceil
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import ceil, prod
 
 import torch
 
 from configs.checks import check
 from configs.errors import ConfigError
-from configs.layout import MeshSizes, layer_numbers, mesh_sizes
+from configs.layout import MeshSizes, layer_numbers, mesh_sizes, reshard_after_forward
 from configs.reading.toml_text import value_text
-from configs.schema import ActivationCheckpoint, Config
+from configs.schema import ActivationCheckpoint, Config, Fsdp
 from configs.stages import layers_of_stages
+from parallelisms.compute_copies import CAST_BYTES, CASTS_BESIDE, COPY_BYTES, keeps_copies
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import gather
 from trainer.planning.memory import block_widths, estimate_memory
@@ -30,6 +35,7 @@ from trainer.report.console import size
 SHARE_OF_A_CARD = 0.9
 """The part of a GPU's memory that memory_limit_gib = "device" fills with tensors, by estimate. CUDA and NCCL take up to
 1 GiB of the rest, the allocator's unused pieces and the estimate's error another few percent."""
+_FREED = 'fsdp.reshard_after_forward = "always"'
 _FLOPS_PER_BYTE = 200
 """bfloat16 products that an H100 or H200 computes while it moves a byte: 989 TFLOP/s, 3.4 and 4.8 TB/s."""
 
@@ -40,8 +46,10 @@ class Choice:
 
     table: ActivationCheckpoint
     """As if the job had set it."""
+    frees_copies: bool
+    """Whether a single rank is to free its copies in compute_dtype, by `fsdp.reshard_after_forward`."""
     asked: float | str
-    """`memory_limit_gib`."""
+    """`memory_limit_gib`; 0: only the copies were in question."""
     limit: int
     """Bytes that a rank's tensors may take."""
     needed: int
@@ -52,21 +60,25 @@ class Choice:
     def __str__(self) -> str:
         changed = self.table.model_dump(exclude_defaults=True) or {"mode": "none"}
         keys = ", ".join(f"{key} = {value_text(value)}" for key, value in changed.items())
+        needed = f"about {size(self.needed)} of {size(self.limit)}"
+        if not self.asked:
+            return f"{_FREED}, since copies of the parameters in compute_dtype do not fit: {needed}"
+        also = f", {_FREED}" if self.frees_copies else ""
         return (
-            f"activation_checkpoint.memory_limit_gib = {value_text(self.asked)} chooses {keys}: about "
-            f"{size(self.needed)} of {size(self.limit)}, {self.repeated:.0%} of the blocks' forward pass repeated"
+            f"activation_checkpoint.memory_limit_gib = {value_text(self.asked)} chooses {keys}{also}: {needed}, "
+            f"{self.repeated:.0%} of the blocks' forward pass repeated"
         )
 
 
 def least_recomputation(config: Config, mesh: Mesh) -> Choice | None:
-    """The choice for a run on this mesh, the same on all its ranks, which all must call it; None if none is asked for.
+    """The choice for a run on this mesh, the same on all its ranks, which all must call it; None: the job as it is.
 
     Raises:
         ConfigError: the job does not fit, or asks for a GPU's memory on a CPU.
     """
     asked, device = config.activation_checkpoint.memory_limit_gib, mesh.device
     if not asked:
-        return None
+        return _without_copies(config, mesh.sizes, _share_of(device)) if device.type == "cuda" else None
     if asked != "device":
         return choose(config, mesh.sizes, device.type, asked * 2**30)
     if device.type != "cuda":
@@ -74,12 +86,15 @@ def least_recomputation(config: Config, mesh: Mesh) -> Choice | None:
             'activation_checkpoint.memory_limit_gib = "device" is about a GPU\'s memory, and this run is on a CPU; set '
             "a number of GiB, or 0 to choose activation_checkpoint.mode yourself"
         )
-    smallest = min(gather(torch.cuda.mem_get_info(device)[1]))
-    return choose(config, mesh.sizes, device.type, SHARE_OF_A_CARD * smallest)
+    return choose(config, mesh.sizes, device.type, min(gather(_share_of(device))))
+
+
+def _share_of(device: torch.device) -> float:
+    return SHARE_OF_A_CARD * torch.cuda.mem_get_info(device)[1]
 
 
 def planned_choice(config: Config, ranks: int, card_bytes: int | None) -> Choice | None:
-    """The choice for a run on other machines; None if none is asked for.
+    """The choice for a run on other machines; None: the job as it is.
 
     Args:
         config, ranks: the job, and the number of its ranks.
@@ -90,7 +105,7 @@ def planned_choice(config: Config, ranks: int, card_bytes: int | None) -> Choice
     """
     asked = config.activation_checkpoint.memory_limit_gib
     if not asked:
-        return None
+        return _without_copies(config, mesh_sizes(config, ranks), SHARE_OF_A_CARD * card_bytes) if card_bytes else None
     if asked != "device":
         limit = asked * 2**30
     elif card_bytes:
@@ -105,11 +120,14 @@ def planned_choice(config: Config, ranks: int, card_bytes: int | None) -> Choice
 
 def chosen(config: Config, choice: Choice | None) -> Config:
     """The job with the choice in place of the limit."""
-    return config.model_copy(update={"activation_checkpoint": choice.table}) if choice else config
+    if not choice:
+        return config
+    config = config.model_copy(update={"activation_checkpoint": choice.table})
+    return config.model_copy(update={"fsdp": _freeing(config.fsdp)}) if choice.frees_copies else config
 
 
 def choose(config: Config, sizes: MeshSizes, device_type: str, limit: float) -> Choice:
-    """The way of checkpointing that repeats the least and fits `limit` bytes.
+    """The way of checkpointing that costs the least and fits `limit` bytes.
 
     Args:
         config, sizes, device_type: the job, its mesh, and "cpu" or "cuda".
@@ -118,6 +136,17 @@ def choose(config: Config, sizes: MeshSizes, device_type: str, limit: float) -> 
     Raises:
         ConfigError: even full recomputation does not fit.
     """
+    if (freeing := freeing_copies(config, sizes)) == config:
+        return _least(config, sizes, device_type, limit)
+    freed = replace(_least(freeing, sizes, device_type, limit), frees_copies=True)
+    with suppress(ConfigError):  # the copies may take too much
+        kept = _least(config, sizes, device_type, limit)
+        return kept if kept.repeated <= freed.repeated + _casts(config) else freed
+    return freed
+
+
+def _least(config: Config, sizes: MeshSizes, device_type: str, limit: float) -> Choice:
+    """As `choose`, with the copies that `config` asks for."""
 
     def needed(table: ActivationCheckpoint) -> int:
         changed = config.model_copy(update={"activation_checkpoint": table})
@@ -126,8 +155,8 @@ def choose(config: Config, sizes: MeshSizes, device_type: str, limit: float) -> 
     asked = config.activation_checkpoint.memory_limit_gib
     plain = ActivationCheckpoint()
     if (all_kept := needed(plain)) <= limit:
-        return Choice(plain, asked, int(limit), all_kept, 0.0)
-    forward = sum(_Cost.of(config, layer).forward for layer in range(config.model.n_layers))
+        return Choice(plain, False, asked, int(limit), all_kept, 0.0)
+    forward = _forward(config)
     found: list[Choice] = []
     for way in _ways(config):
         if check(config.model_copy(update={"activation_checkpoint": way.table}), sizes.world_size):
@@ -136,7 +165,7 @@ def choose(config: Config, sizes: MeshSizes, device_type: str, limit: float) -> 
         if at_most <= limit:
             table = _on_fewest_layers(config, way.table, needed, limit, all_kept, at_most)
             repeated = sum(way.repeats(_Cost.of(config, layer)) for layer in _layers(config, table))
-            found.append(Choice(table, asked, int(limit), needed(table), repeated / forward))
+            found.append(Choice(table, False, asked, int(limit), needed(table), repeated / forward))
     if not found:
         raise ConfigError(
             f"activation_checkpoint.memory_limit_gib = {value_text(asked)} allows {size(limit)} for a rank's tensors, "
@@ -144,6 +173,41 @@ def choose(config: Config, sizes: MeshSizes, device_type: str, limit: float) -> 
             f"training.micro_batch_size (now {config.training.micro_batch_size}), or use more ranks"
         )
     return min(found, key=lambda choice: choice.repeated)
+
+
+# --------------------------------------------------------------------------- copies in compute_dtype
+
+
+def freeing_copies(config: Config, sizes: MeshSizes) -> Config:
+    """The job with its copies freed; the job itself if it has none, or asks for them by name."""
+    has_copies = keeps_copies(sizes.world_size, config.fsdp, config.training)
+    if not has_copies or reshard_after_forward(config.fsdp) != "default":
+        return config
+    return config.model_copy(update={"fsdp": _freeing(config.fsdp)})
+
+
+def _freeing(fsdp: Fsdp) -> Fsdp:
+    return fsdp.model_copy(update={"reshard_after_forward": "always"})
+
+
+def _without_copies(config: Config, sizes: MeshSizes, limit: float) -> Choice | None:
+    """The job's own way of checkpointing without copies, if they do not fit `limit` bytes of a GPU."""
+    freeing = freeing_copies(config, sizes)
+    if freeing == config or estimate_memory(config, sizes, "cuda").device <= limit:
+        return None
+    needed = estimate_memory(freeing, sizes, "cuda").device
+    return Choice(config.activation_checkpoint, True, 0, int(limit), needed, 0.0)
+
+
+def _casts(config: Config) -> float:
+    """What FSDP's casts cost a micro-batch more than copies do, as a fraction of all blocks' forward pass.
+
+    What runs beside the computation counts nothing, so that copies are preferred only where they surely gain.
+    """
+    elements = sum(map(prod, skeleton(config.model).shapes.values()))
+    tokens = config.training.micro_batch_size * config.training.seq_len
+    more_bytes = CAST_BYTES - CASTS_BESIDE - COPY_BYTES
+    return _FLOPS_PER_BYTE * more_bytes * elements / tokens / _forward(config)
 
 
 # --------------------------------------------------------------------------- how many layers
@@ -217,6 +281,11 @@ class _Cost:
     @property
     def forward(self) -> float:
         return self.elementwise + self.every_second + self.all_others + self.last + self.attention
+
+
+def _forward(config: Config) -> float:
+    """The cost of all blocks' forward pass."""
+    return sum(_Cost.of(config, layer).forward for layer in range(config.model.n_layers))
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from configs.layout import (
 )
 from configs.schema import ActivationCheckpoint, Config
 from configs.stages import layers_of_stages, stages_of_rank, stages_per_rank
+from parallelisms.compute_copies import keeps_copies
 from parallelisms.fsdp import is_needed
 from parallelisms.owner_partition import assign_owners
 from trainer.loss import chunk_rows
@@ -70,6 +71,8 @@ class MemoryEstimate:
     """Bytes on the rank that holds the most."""
 
     parameters: int
+    copies: int
+    """Parameters in compute_dtype that a single rank keeps from step to step."""
     gradients: int
     """All gradients that a step accumulates, at its end."""
     optimizer: int
@@ -83,13 +86,13 @@ class MemoryEstimate:
     @property
     def states(self) -> int:
         """What persists from step to step, gradients included."""
-        return self.parameters + self.gradients + self.optimizer
+        return self.parameters + self.copies + self.gradients + self.optimizer
 
     @property
     def device(self) -> int:
         """Everything that the device must hold at the worst moment."""
         transient = self.buffers + self.peak.total
-        return transient if self.offloaded else transient + self.parameters + self.optimizer
+        return transient if self.offloaded else transient + self.parameters + self.copies + self.optimizer
 
 
 def estimate_memory(config: Config, sizes: MeshSizes, device_type: str) -> MemoryEstimate:
@@ -110,6 +113,8 @@ class _Group:
     trained: int
     """Elements that have gradients."""
     trained_shard: int
+    largest: int
+    """Elements of the largest parameter that has a gradient."""
     layer: int | None = None
     """The block's number, if the group is a block."""
 
@@ -128,6 +133,7 @@ class RankMemory:
         config, shards = self.config, {name: self._sharded(name) for name in self.shapes}
         return MemoryEstimate(
             parameters=sum(shards.values()) * self.state_bytes,
+            copies=sum(shards.values()) * self.compute_bytes * self.keeps_copies,
             gradients=self._gradients(sum(shards[name] for name in shards.keys() - self.frozen)),
             optimizer=max(optimizer_bytes(config, self.sizes, shards)),
             buffers=self._buffers(),
@@ -193,7 +199,7 @@ class RankMemory:
         groups: dict[str, _Group] = {}
         for name, shape in self.shapes.items():
             key = self.model.fsdp_group_of(name)
-            group = groups.get(key, _Group(key, 0, 0, 0, 0, self.model.block_of(name)))
+            group = groups.get(key, _Group(key, 0, 0, 0, 0, 0, self.model.block_of(name)))
             elements, shard, trains = prod(shape), self._sharded(name), name not in self.frozen
             groups[key] = replace(
                 group,
@@ -201,6 +207,7 @@ class RankMemory:
                 shard=group.shard + shard,
                 trained=group.trained + trains * elements,
                 trained_shard=group.trained_shard + trains * shard,
+                largest=max(group.largest, trains * elements),
             )
         return list(groups.values())
 
@@ -282,7 +289,7 @@ class RankMemory:
             gradients += sum(map(self._reduced_shard if is_last else self._held, after))
         below = [layer for layer in self.layers if group.layer is not None and layer < group.layer]
         kept = self._waiting(len(below))
-        waiting_losses = self._loss(peak=False)
+        waiting_losses = self._loss(peak=False) + self._waiting_for_embedding(place)
         gathered = self._gathered(place, self.config.comm.prefetch_backward)
         if group.layer is not None:
             block = self.blocks[group.layer]
@@ -291,6 +298,8 @@ class RankMemory:
             sent = self._reduced(place + 1) if place + 1 < len(self.groups) and not self.reduces_once else 0
             yield Moment(name, gradients + ceil(down), gathered + sent, kept + ceil(computing), waiting_losses)
         made = group.trained * self.compute_bytes
+        if self.keeps_copies and not accumulated:  # the last one is added up while the others are whole
+            made = group.trained * self.state_bytes + group.largest * self.compute_bytes
         yield Moment(name, gradients + made, gathered + self._reduced(place), kept, waiting_losses)
 
     # ------------------------------------------------------------------------- gathered groups, and gradients
@@ -298,6 +307,10 @@ class RankMemory:
     @property
     def uses_fsdp(self) -> bool:
         return is_needed(self.sizes.world_size, self.config.fsdp, self.config.training)
+
+    @property
+    def keeps_copies(self) -> bool:
+        return keeps_copies(self.sizes.world_size, self.config.fsdp, self.config.training)
 
     @property
     def is_sharded(self) -> bool:
@@ -399,6 +412,11 @@ class RankMemory:
         names = list(self.model.shapes)
         return names[0] if self.config.model.tie_embeddings else names[-1]
 
+    def _waiting_for_embedding(self, place: int) -> int:
+        """Bytes of a tied matrix's gradient as the head, which waits in backward for its gradient as the embedding."""
+        waits = self.config.model.tie_embeddings and self._head not in self.frozen and place > 0
+        return prod(self.shapes[self._head]) * self.compute_bytes if waits else 0
+
     def _loss(self, peak: bool) -> int:
         """Bytes of the gradients that the losses of waiting micro-batches have computed ahead; with `peak`, also of one
         loss's chunks of logits."""
@@ -421,7 +439,8 @@ class RankMemory:
             working = 0 if in_place else logits + max(before, product)
         else:
             working = before + chunk * softmax * (1 if in_place else 2)
-        return waiting * ahead + logits + working
+        rounded = 0 if in_place or not by_weight else vocabulary * model.dim * compute  # in the loss's backward
+        return waiting * ahead + max(logits + working, rounded)
 
 
 def _stages_in_flight(config: Config, rank: int, micro_batches: int) -> int:

@@ -8,6 +8,7 @@ from configs.errors import ConfigError
 from configs.layout import mesh_sizes
 from configs.reading.toml_text import value_text
 from configs.schema import ActivationCheckpoint, Config
+from trainer.planning.least_recomputation import freeing_copies
 from trainer.planning.memory import estimate_memory
 from trainer.report.console import size
 
@@ -90,7 +91,9 @@ def _more(ranks: int) -> Iterator[int]:
 
 
 def _on_gpu(config: Config, ranks: int) -> int:
-    return estimate_memory(config, mesh_sizes(config, ranks), "cuda").device + CONTEXT_BYTES
+    sizes = mesh_sizes(config, ranks)
+    job = freeing_copies(config, sizes)  # as is done where they do not fit
+    return estimate_memory(job, sizes, "cuda").device + CONTEXT_BYTES
 
 
 def _estimated(needed: _Needed, config: Config, ranks: int) -> int:

@@ -1,0 +1,169 @@
+"""Copies of parameters to compute with: their gradients, ties and freezing, against plain torch; and who has them."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from configs.layout import mesh_sizes
+from configs.load import load
+from parallelisms.compute_copies import ComputeCopies, keeps_copies
+from parallelisms.fsdp import freeze, is_needed
+from tests.end_to_end.launch import TINY
+from trainer.planning.least_recomputation import choose, chosen, planned_choice
+from trainer.planning.memory import estimate_memory
+from trainer.planning.takes_less import does_not_fit
+
+GIB = 2**30
+BF16 = "--training.compute_dtype bfloat16"
+SOURCE = ("--data.sources", '[{name = "random", kind = "synthetic"}]')
+
+
+class Tied(nn.Module):
+    """Two products by one matrix, and one by another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Tied()
+
+
+def inputs(n):
+    return torch.randn(n, 4, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def summed_by_hand(model, micro_batches, names):
+    """Gradients of a bfloat16 model, each rounded to bfloat16 and added in float32."""
+    rounded, sums = deepcopy(model).bfloat16(), {}
+    for x in micro_batches:
+        rounded.zero_grad()
+        rounded(x).square().sum().backward()
+        for name, parameter in rounded.named_parameters():
+            if name in names:
+                sums[name] = sums.get(name, 0) + parameter.grad.float()
+    return sums
+
+
+def test_gradients_are_added_to_the_masters_in_float32(model):
+    expected = summed_by_hand(model, inputs(3), dict(model.named_parameters()))
+    masters = dict(model.named_parameters())
+    ComputeCopies([model], torch.bfloat16)
+    for x in inputs(3):
+        assert model(x).dtype == torch.bfloat16
+        model(x).square().sum().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert masters.keys() == dict(model.named_parameters()).keys() == expected.keys()
+    for name, master in masters.items():
+        assert master.dtype == master.grad.dtype == torch.float32
+        assert torch.equal(master.grad, expected[name]), name
+
+
+def test_ties_stay_and_a_refresh_takes_what_the_masters_hold(model):
+    masters = list(model.parameters())
+    copies = ComputeCopies([model], torch.bfloat16)
+    assert model.first.weight is model.last.weight is copies.copies[masters[0]]
+    with torch.no_grad():
+        for master in masters:
+            master.add_(0.3)
+    assert not torch.equal(model.middle.weight, masters[2].bfloat16())
+    copies.refresh()
+    for master, copy in copies.copies.items():
+        assert torch.equal(copy, master.bfloat16())
+
+
+def test_a_frozen_copy_gets_no_gradient_until_it_trains(model):
+    masters = dict(model.named_parameters())
+    ComputeCopies([model], torch.bfloat16)
+    x, *_ = inputs(1)
+    for frozen in ({"first.weight"}, set(), {"middle.weight"}):
+        expected = summed_by_hand(with_values(masters), [x], masters.keys() - frozen)
+        freeze([model], masters, frozen)
+        model(x).square().sum().backward()
+        assert {name for name, master in masters.items() if master.grad is None} == frozen
+        for name, gradient in expected.items():
+            assert torch.equal(masters[name].grad, gradient), (frozen, name)
+        for master in masters.values():
+            master.grad = None
+
+
+def with_values(masters):
+    model = Tied()
+    model.load_state_dict({name: master.detach() for name, master in masters.items()}, strict=False)
+    return model
+
+
+# --------------------------------------------------------------------------- who has copies
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "by"),
+    [
+        (BF16, 1, "copies"),
+        (f"{BF16} --fsdp.zero_stage 1", 1, "copies"),
+        (f"{BF16} --fsdp.partition owner --optimizer.name muon", 1, "copies"),
+        (BF16, 2, "FSDP"),
+        ("", 1, ""),
+        (f"{BF16} --training.dtype bfloat16 --training.reduce_dtype bfloat16", 1, ""),
+        (f"{BF16} --training.reduce_dtype bfloat16", 1, "FSDP"),
+        (f"{BF16} --training.reduction exact", 1, "FSDP"),
+        (f"{BF16} --fsdp.reshard_after_forward always", 1, "FSDP"),
+        (f"{BF16} --fsdp.partition owner --fsdp.owner_broadcast_dtype bfloat16", 1, "FSDP"),
+        (f"{BF16} --job.device auto --fsdp.cpu_offload true", 1, "FSDP"),
+    ],
+)
+def test_what_converts(words, ranks, by):
+    config = load(str(TINY), words.split(), ranks).config
+    assert keeps_copies(ranks, config.fsdp, config.training) == (by == "copies")
+    assert is_needed(ranks, config.fsdp, config.training) == (by == "FSDP")
+
+
+# --------------------------------------------------------------------------- where there is no room for them
+
+
+def job(name, *words):
+    return load(name, [*words, *SOURCE], 1).config
+
+
+@pytest.mark.parametrize(("mode", "gib", "frees"), [("full", 140, True), ("full", 170, False), ("none", 100, True)])
+def test_copies_that_do_not_fit_are_freed(mode, gib, frees):
+    """8B on one GPU: 144 GiB with copies and full recomputation, 133 without copies."""
+    config = job("llama_8b.toml", "--activation_checkpoint.mode", mode)
+    choice = planned_choice(config, 1, gib * GIB)
+    assert (choice is not None) == frees
+    changed = chosen(config, choice)
+    assert changed.activation_checkpoint == config.activation_checkpoint
+    assert keeps_copies(1, changed.fsdp, changed.training) == (not frees)
+    if choice:
+        assert choice.needed == estimate_memory(changed, mesh_sizes(config, 1), "cuda").device
+        assert str(choice).startswith('fsdp.reshard_after_forward = "always", since copies of the parameters')
+    for asked_for in (("--fsdp.reshard_after_forward", "never"), ("--fsdp.zero_stage", "1")):
+        assert planned_choice(job("llama_8b.toml", *asked_for), 1, gib * GIB) is None
+
+
+def test_a_job_that_fits_without_copies_is_not_said_not_to_fit():
+    config = job("llama_8b.toml", "--activation_checkpoint.mode", "full")
+    assert estimate_memory(config, mesh_sizes(config, 1), "cuda").device > 140 * GIB
+    assert does_not_fit(config, 1, 140 * GIB) == ""
+
+
+def test_a_limit_weighs_casts_against_recomputation():
+    """More memory never costs more; there are limits under which each of both is the cheaper one."""
+    config = job("llama_8b.toml", "--activation_checkpoint.memory_limit_gib", "1")
+    choices = [choose(config, mesh_sizes(config, 1), "cuda", gib * GIB) for gib in (134, 142, 150, 166)]
+    for choice in choices:
+        changed = chosen(config, choice)
+        assert choice.needed == estimate_memory(changed, mesh_sizes(config, 1), "cuda").device <= choice.limit
+        assert keeps_copies(1, changed.fsdp, changed.training) == (not choice.frees_copies)
+    frees = [choice.frees_copies for choice in choices]
+    assert frees == sorted(frees, reverse=True)
+    assert set(frees) == {True, False}
