@@ -39,6 +39,7 @@ from trainer.data.loader import IGNORED, MicroBatch
 from trainer.guards.verdict import Verdict, judge
 from trainer.loss import CrossEntropy
 from trainer.optimizer import (
+    RowAdamW,
     TrainingOptimizer,
     build_optimizer,
     frozen_until,
@@ -126,7 +127,6 @@ class Learner:
             before_update()
             set_lr(self.optimizer, lr)
             self._update(verdict)
-            self._refresh_copies()
             self.finish(verdict.skip)
             return verdict
 
@@ -138,12 +138,17 @@ class Learner:
             if not verdict.result().skipped:
                 self.clip(verdict.norm)
                 self.optimizer.step()
+                self._refresh_copies()
             return
         if config.training.dtype == "float64":  # the kernel would divide by a number in float32
             self.clip(verdict.norm)
         elif math.isfinite(config.training.max_norm):
             divisor = ((verdict.norm + 1e-6) / config.training.max_norm).clamp(min=1.0).float()
-        self.optimizer.step(skip=verdict.skip, divisor=divisor)
+        if self.compute_copies and isinstance(self.optimizer, RowAdamW):
+            self.optimizer.step(skip=verdict.skip, divisor=divisor, compute_copies=self.compute_copies.copies)
+        else:
+            self.optimizer.step(skip=verdict.skip, divisor=divisor)
+            self._refresh_copies()
 
     def _updates_separately(self) -> bool:
         training, device_type = self.config.training, self.mesh.device.type

@@ -86,7 +86,7 @@ PARTS = {
     "estimates and reports": (
         ("trainer/planning", "trainer/report"),
         ("step_records.py", "wall_clock.py", "sinks", "least_recomputation.py"),
-        1795,
+        1815,
     ),
     "the kernels of attention": (("parallelisms/attention/backend.py",), (), 140),
     "how much is recomputed": (("trainer/planning/least_recomputation.py",), (), 200),
