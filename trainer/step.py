@@ -21,6 +21,7 @@ from models.documents import Documents
 from parallelisms.attention.context import shard_batch
 from parallelisms.exact_numbers import exact_grad_norm, exact_loss_sum
 from parallelisms.exact_reduction import ExactReduction
+from parallelisms.float8 import gather_in_8_bits
 from parallelisms.fsdp import freeze
 from parallelisms.grad_norm import clip_grads_with_norm, grad_norm
 from parallelisms.guards.fingerprint import GradientFingerprint, fingerprint_of
@@ -263,6 +264,8 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
     is_exact = config.training.reduction == "exact"
     reductions = {number: ExactReduction(stage) for number, stage in stages.items() if is_exact}
     queue_gathers(stages.values(), config.comm, mesh.device)
+    for stage in stages.values():
+        gather_in_8_bits(stage, config, mesh)
     passes: Passes
     if mesh.sizes.pp > 1:
         passes = Pipeline(stages, config, mesh, reductions)

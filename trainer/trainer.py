@@ -44,6 +44,7 @@ from trainer.guards.verdict import StepResult, Verdict, describe
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import State, StopRequest, write_status
 from trainer.lr_schedule import learning_rate
+from trainer.planning.float8 import float8_products
 from trainer.planning.flops import peak_flops
 from trainer.planning.least_recomputation import chosen, least_recomputation
 from trainer.planning.skeleton import skeleton
@@ -121,6 +122,7 @@ class Trainer:
             self.recomputation = least_recomputation(config, self.mesh)
             self.config = config = chosen(config, self.recomputation)
             self.attention = attention_kernel(config, device)
+            self.float8 = float8_products(config, device)
             on_rank_zero(None, lambda: require_inputs(job))
             with ledger.measure(Kind.PREPARATION):
                 watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, stop))
