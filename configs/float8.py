@@ -57,7 +57,7 @@ def choose(shapes: Mapping[str, Sequence[int]], plan: Plan, config: Config) -> C
     converted = [name for name in matrices if name not in skipped and name not in odd]
     if not converted:
         raise ConfigError(
-            f'float8.recipe is "{config.float8.recipe}", but no matrix is left for it: of the blocks\' {len(matrices)}, '
+            f'float8.recipe is "{config.float8.recipe}", but no matrix is left: of the blocks\' {len(matrices)}, '
             f"{len(skipped)} are skipped by float8.skip, and {len(odd)} have dimensions that are no multiples of "
             f'{MULTIPLE}; set recipe = "none"'
         )

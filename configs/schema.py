@@ -403,6 +403,12 @@ class Comm(Table):
     """Number of FSDP groups gathered ahead of the one that computes, in the forward pass."""
     prefetch_backward: NonNegativeInt = 1
     """Number of FSDP groups gathered ahead of the one that computes, in the backward pass."""
+    async_tp: Annotated[bool, only_with("compile.enable", reason="which makes the overlap")] = False
+    """Under tensor parallelism, cut matrix products into parts that overlap with their gathers and reductions; off, as
+    the start-up summary says, where a tensor-parallel group's GPUs do not reach each other's memory."""
+    fsdp_buffers: Literal["default", "registered", "symmetric", "copy_engine"] = "default"
+    """Memory that FSDP's collectives use on GPUs. registered: NCCL's own; symmetric: NCCL's symmetric memory (torch
+    2.13 or newer); copy_engine: as well, and gathers within a host by the GPUs' copy engines, not by their cores."""
     order_guard_interval: NonNegativeInt = 100
     """Compare the order of collectives across ranks on the first step and then every this many steps; 0: never."""
     simulate: Simulate = Simulate()

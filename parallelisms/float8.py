@@ -149,7 +149,7 @@ def _even_shard(name: str, parameter: Tensor) -> Tensor:
     pieces = prod(size for size, placement in cuts if cast(Any, placement).is_shard(0))
     if parameter.shape[0] % pieces:
         raise ConfigError(
-            f"float8.fsdp_all_gather: the {parameter.shape[0]} rows of {name} cannot be cut evenly over {pieces} ranks; "
+            f"float8.fsdp_all_gather: {pieces} ranks cannot cut the {parameter.shape[0]} rows of {name} evenly; "
             f'change mesh.dp_shard, add "{name}" to float8.skip, or set fsdp_all_gather = false'
         )
     with torch.no_grad():  # then it is the shard itself, not a view

@@ -22,6 +22,7 @@ from parallelisms.fsdp import apply_fsdp, apply_prefetch, is_needed
 from parallelisms.load_balance import apply_load_balance
 from parallelisms.mesh import Mesh
 from parallelisms.pipeline import own_stages
+from parallelisms.symmetric_memory import enable_async_tp
 from parallelisms.tensor import apply_tensor_parallel
 
 
@@ -45,7 +46,7 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> dict[int, nn.Mo
         apply_load_balance(stage, mesh, config)
         apply_activation_checkpoint(stage, config.activation_checkpoint)
         if config.compile.enable:
-            apply_compile(stage)
+            apply_compile(stage, enable_async_tp(config, mesh))
         if is_needed(mesh.sizes.world_size, config.fsdp, config.training):
             apply_fsdp(stage, mesh, config.fsdp, config.training)
             apply_prefetch(stage, config.comm)

@@ -79,7 +79,7 @@ def in_8_bits(model: nn.Module, config: Float8) -> None:
     for name, module in model.named_modules():
         is_skipped = any(fnmatchcase(name, pattern) for pattern in config.skip)
         if isinstance(module, nn.Linear) and name.startswith("layers.") and not is_skipped:
-            module.forward = partial(_multiply, module, config.recipe)
+            module.__dict__["forward"] = partial(_multiply, module, config.recipe)
 
 
 def _multiply(module: nn.Linear, recipe: str, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The reference of the parity table: the same training in plain PyTorch, written independently of the trainer.
 
 It uses one process in eager mode, whole batches and logits, each masked document separately, a second implementation of
-expert balancing and of 8-bit products, and torch's own clipping and AdamW. Only 8-bit products see one micro-batch after
-the other, since their scales are of a micro-batch.
+expert balancing and of 8-bit products, and torch's own clipping and AdamW. Only 8-bit products see one micro-batch
+after the other, since their scales are of a micro-batch.
 """
 
 import fnmatch

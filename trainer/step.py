@@ -35,6 +35,7 @@ from parallelisms.parallelize import parallelize
 from parallelisms.passes import Call, OneByOne, Passes
 from parallelisms.pipeline import Pipeline
 from parallelisms.streams import queue_gathers
+from parallelisms.symmetric_memory import set_fsdp_buffers
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.guards.verdict import Verdict, judge
 from trainer.loss import CrossEntropy
@@ -265,6 +266,7 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
     reductions = {number: ExactReduction(stage) for number, stage in stages.items() if is_exact}
     queue_gathers(stages.values(), config.comm, mesh.device)
     for stage in stages.values():
+        set_fsdp_buffers(stage, config, mesh)
         gather_in_8_bits(stage, config, mesh)
     passes: Passes
     if mesh.sizes.pp > 1:

@@ -26,6 +26,7 @@ from parallelisms.attention.backend import attention_kernel
 from parallelisms.guards.collective_waits import CollectiveWaits
 from parallelisms.mesh import build_mesh, groups_of_axes
 from parallelisms.ranks import gather, on_rank_zero
+from parallelisms.symmetric_memory import fast_paths
 from trainer.data.loader import MicroBatch, build_loader, merge_state_dicts
 from trainer.data.tokenizer import load_tokenizer
 from trainer.details import Details, Measured
@@ -123,6 +124,7 @@ class Trainer:
             self.config = config = chosen(config, self.recomputation)
             self.attention = attention_kernel(config, device)
             self.float8 = float8_products(config, device)
+            self.communication = fast_paths(config, self.mesh)
             on_rank_zero(None, lambda: require_inputs(job))
             with ledger.measure(Kind.PREPARATION):
                 watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, stop))
