@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
 
+from configs.float8 import choose
 from configs.layout import (
     MeshSizes,
     accumulation_steps,
@@ -110,6 +111,8 @@ class _Group:
     trained: int
     """Elements that have gradients."""
     trained_shard: int
+    gathered_bytes: int
+    """Bytes of its parameters as FSDP gathers them."""
     layer: int | None = None
     """The block's number, if the group is a block."""
 
@@ -193,7 +196,7 @@ class RankMemory:
         groups: dict[str, _Group] = {}
         for name, shape in self.shapes.items():
             key = self.model.fsdp_group_of(name)
-            group = groups.get(key, _Group(key, 0, 0, 0, 0, self.model.block_of(name)))
+            group = groups.get(key, _Group(key, 0, 0, 0, 0, 0, self.model.block_of(name)))
             elements, shard, trains = prod(shape), self._sharded(name), name not in self.frozen
             groups[key] = replace(
                 group,
@@ -201,8 +204,16 @@ class RankMemory:
                 shard=group.shard + shard,
                 trained=group.trained + trains * elements,
                 trained_shard=group.trained_shard + trains * shard,
+                gathered_bytes=group.gathered_bytes + elements * (1 if name in self.in_8_bits else self.compute_bytes),
             )
         return list(groups.values())
+
+    @cached_property
+    def in_8_bits(self) -> set[str]:
+        """The parameters that FSDP gathers in 8 bits."""
+        if not self.config.float8.fsdp_all_gather:
+            return set()
+        return {f"{name}.weight" for name in choose(self.model.shapes, self.model.plan, self.config).converted}
 
     @cached_property
     def frozen(self) -> set[str]:
@@ -265,7 +276,7 @@ class RankMemory:
         gradients = sum(self._held(group) for group in self.groups) if accumulated else 0
         gathered = self._gathered(len(self.groups) - 1, ahead=0)
         if self.is_sharded and self.config.fsdp.zero_stage > 1:
-            gathered += self.groups[-1].elements * self.compute_bytes  # FSDP keeps the buffer of its last gather
+            gathered += self.groups[-1].gathered_bytes  # FSDP keeps the buffer of its last gather
         if accumulated and not self.reduces_once:
             gathered += self._reduced(0)
         return Moment("the loss", gradients, gathered, self._waiting(len(self.layers)), self._loss(peak=True))
@@ -346,7 +357,7 @@ class RankMemory:
         else:
             coming = self.groups[max(0, place - ahead) : place] if self.is_sharded else []
             alive = [*(g for g in self.groups if g.name == "root"), group, *coming]
-        return sum({g.name: g.elements for g in alive}.values()) * self.compute_bytes
+        return sum({g.name: g.gathered_bytes for g in alive}.values())
 
     # ------------------------------------------------------------------------- activations and loss
 
