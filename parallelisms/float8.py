@@ -17,7 +17,7 @@ given the methods.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -26,7 +26,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from configs.errors import ConfigError
@@ -118,33 +117,38 @@ def apply_float8(model: nn.Module, choice: Choice | None, config: Float8) -> Non
 # --------------------------------------------------------------------------- gathers
 
 
-def gather_in_8_bits(model: nn.Module, config: Config, mesh: Mesh) -> None:
-    """Let FSDP gather weights in 8 bits, with scales that are computed at each forward pass of `model`.
+def gather_in_8_bits(stages: Iterable[nn.Module], config: Config, mesh: Mesh) -> None:
+    """Let FSDP gather weights in 8 bits, with scales that are computed at each forward pass of a stage.
 
-    The parameters must be in memory, and stay the same tensors from now on.
+    The parameters must be in memory, and stay the same tensors from now on; FSDP must not have gathered them yet.
 
     Raises:
         ConfigError: a weight's rows cannot be cut evenly.
     """
-    if not config.float8.fsdp_all_gather or not isinstance(model, FSDPModule):
+    if not config.float8.fsdp_all_gather:
         return
-    float8, weights = _torchao(config.float8.recipe), []
-    for name, linear in model.named_modules():
-        if isinstance(linear, float8.float8_linear.Float8Linear):
-            shard: Any = _even_shard(name, linear.weight)
-            cast_to = linear.config.cast_config_weight.target_dtype
-            weight = float8.fsdp_utils.WeightWithDynamicFloat8CastTensor(shard, linear.linear_mm_config, cast_to)
-            shard.fsdp_pre_all_gather = weight.fsdp_pre_all_gather
-            shard.fsdp_post_all_gather = weight.fsdp_post_all_gather
-            weights.append(weight)
-    if weights:
-        to_scale = partial(float8.float8_utils.amax_to_scale, float8_dtype=weights[0]._dtype)
-        groups = (mesh.fsdp.get_group(mesh.fsdp.ndim - 1), mesh.tp.get_group())
-        model.register_forward_pre_hook(partial(_set_scales, weights, groups, to_scale), prepend=True)
+    float8 = _torchao(config.float8.recipe)
+    groups = (mesh.fsdp.get_group(mesh.fsdp.ndim - 1), mesh.tp.get_group())
+    for stage in stages:
+        shards: dict[Any, Callable[..., Any]] = {}
+        for name, linear in stage.named_modules():
+            if isinstance(linear, float8.float8_linear.Float8Linear) and isinstance(linear.weight, DTensor):
+                settings = linear.linear_mm_config, linear.config.cast_config_weight.target_dtype
+                shard = _even_shard(name, linear.weight)
+                shards[shard] = partial(_give_methods, shard, float8.fsdp_utils, settings)
+                shards[shard](None)  # FSDP looks for the methods before the first forward pass
+        if shards:
+            to_scale = partial(float8.float8_utils.amax_to_scale, float8_dtype=settings[1])
+            stage.register_forward_pre_hook(partial(_set_scales, shards, groups, to_scale), prepend=True)
 
 
-def _even_shard(name: str, parameter: Tensor) -> Tensor:
-    assert isinstance(parameter, DTensor)
+def _give_methods(shard: Any, fsdp_utils: Any, settings: tuple[Any, torch.dtype], scale: Tensor | None) -> None:
+    weight = fsdp_utils.WeightWithDynamicFloat8CastTensor(shard, *settings, scale)
+    shard.fsdp_pre_all_gather = weight.fsdp_pre_all_gather
+    shard.fsdp_post_all_gather = weight.fsdp_post_all_gather
+
+
+def _even_shard(name: str, parameter: DTensor) -> Tensor:
     cuts = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
     pieces = prod(size for size, placement in cuts if cast(Any, placement).is_shard(0))
     if parameter.shape[0] % pieces:
@@ -157,7 +161,7 @@ def _even_shard(name: str, parameter: Tensor) -> Tensor:
 
 
 def _set_scales(
-    weights: Sequence[Any],
+    shards: Mapping[Any, Callable[..., Any]],
     groups: Sequence[dist.ProcessGroup],
     to_scale: Callable[[Tensor], Tensor],
     *_: object,
@@ -166,11 +170,16 @@ def _set_scales(
 
     This reads every shard once in a forward pass. Scales kept from the update to the next forward pass would be wrong
     after whatever else changes weights in between: loading, going back, healing.
+
+    Args:
+        shards: for each, what gives it the methods of torchao's tensor with a scale.
+        groups: whose ranks hold other shards of the same weights.
+        to_scale: the scales of largest values.
     """
     with torch.no_grad():
-        largest = torch.stack(torch._foreach_norm([weight._tensor for weight in weights], float("inf")))
+        largest = torch.stack(torch._foreach_norm(list(shards), float("inf")))
         for group in groups:
             if group.size() > 1:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        for weight, scale in zip(weights, to_scale(largest).unbind(), strict=True):
-            weight._precomputed_scale = scale
+        for give_methods, scale in zip(shards.values(), to_scale(largest).unbind(), strict=True):
+            give_methods(scale)

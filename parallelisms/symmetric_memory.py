@@ -16,7 +16,8 @@ on this machine is off, and the start-up summary says why.
 import os
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -96,11 +97,11 @@ def enable_async_tp(config: Config, mesh: Mesh) -> dict[str, Any]:
     return MICRO_PIPELINE
 
 
-def set_fsdp_buffers(model: nn.Module, config: Config, mesh: Mesh) -> None:
-    """Let the collectives of a model's FSDP groups use the memory that the job names; all ranks must call it."""
+def set_fsdp_buffers(stages: Iterable[nn.Module], config: Config, mesh: Mesh) -> None:
+    """Let the collectives of the stages' FSDP groups use the memory that the job names; all ranks must call it."""
     if fsdp_buffers_are_off(config, mesh):
         return
-    for module in fsdp_modules(model):
+    for module in chain.from_iterable(map(fsdp_modules, stages)):
         _set(module, config.comm)
 
 

@@ -264,10 +264,9 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
     """Make the learner from stages of `build_stages` whose parameters are in memory."""
     is_exact = config.training.reduction == "exact"
     reductions = {number: ExactReduction(stage) for number, stage in stages.items() if is_exact}
+    gather_in_8_bits(stages.values(), config, mesh)
     queue_gathers(stages.values(), config.comm, mesh.device)
-    for stage in stages.values():
-        set_fsdp_buffers(stage, config, mesh)
-        gather_in_8_bits(stage, config, mesh)
+    set_fsdp_buffers(stages.values(), config, mesh)
     passes: Passes
     if mesh.sizes.pp > 1:
         passes = Pipeline(stages, config, mesh, reductions)

@@ -70,9 +70,10 @@ def test_matrices_that_a_gpu_cannot_multiply_in_8_bits_stay_with_a_word():
 
 
 def test_pieces_of_tensor_parallelism_must_fit_too():
+    job = config(*EMULATED, "--mesh.tp", "4", ranks=4)
+    model = skeleton(job.model)
     with pytest.raises(ConfigError, match=r"mesh.tp 4 cuts layers.0.self_attn.k_proj into pieces of 32 / 4 = 8"):
-        load_for = config(*EMULATED, "--mesh.tp", "4", ranks=4)
-        choose(skeleton(load_for.model).shapes, skeleton(load_for.model).plan, load_for)
+        choose(model.shapes, model.plan, job)
 
 
 def test_a_mixture_keeps_its_experts_and_its_router():
@@ -187,7 +188,7 @@ def test_one_layer_has_the_second_implementations_bits(torchao, recipe, dtype):
 
 
 def test_a_run_in_8_bits_is_said_resumed_and_exported_in_full_precision(torchao, tmp_path, capsys):
-    words = (*EMULATED, "--checkpoint.export_every", "10", "--training.steps")
+    words = (*EMULATED, "--checkpoint.interval", "10", "--checkpoint.export_every", "10", "--training.steps")
     assert launch_here(tmp_path / "whole", *words, "20") == 0
     assert "14 of the blocks' 14 matrices; one scale for a tensor; emulated, slowly" in " ".join(
         capsys.readouterr().out.replace("│", " ").split()

@@ -41,7 +41,7 @@ PARTS = {
             "incarnation.py",
             "takeover.py",
         )
-        + ("safe_read.py", "verify.py", "pin.py", "room.py", "lock.py"),
+        + ("safe_read.py", "verify.py", "pin.py", "room.py", "lock.py", "float8.py", "symmetric_memory.py"),
         6000,
     ),
     "what protects checkpoints": (
@@ -60,7 +60,7 @@ PARTS = {
     ),
     "what guards a run": (("trainer/guards", "parallelisms/guards"), ("fingerprint.py",), 1615),
     "what a launch tells": (("trainer/announce.py",), (), 105),
-    "job files: schema, reading, checks": (("configs",), ("elastic.py",), 2320),
+    "job files: schema, reading, checks": (("configs",), ("elastic.py", "float8.py"), 2330),
     "sums whose bits no mesh changes": (
         ("parallelisms/exact_reduction.py", "parallelisms/exact_numbers.py"),
         (),
@@ -82,10 +82,16 @@ PARTS = {
     "sinks of a run's records": (("trainer/report/sinks",), (), 460),
     "estimates and reports": (
         ("trainer/planning", "trainer/report"),
-        ("step_records.py", "wall_clock.py", "sinks", "least_recomputation.py"),
+        ("step_records.py", "wall_clock.py", "sinks", "least_recomputation.py", "float8.py"),
         1795,
     ),
     "the kernels of attention": (("parallelisms/attention/backend.py",), (), 140),
+    "matrix products in 8 bits": (
+        ("parallelisms/float8.py", "configs/float8.py", "configs/checks/float8.py", "trainer/planning/float8.py"),
+        (),
+        230,
+    ),
+    "fast paths of communication": (("parallelisms/symmetric_memory.py",), (), 80),
     "how much is recomputed": (("trainer/planning/least_recomputation.py",), (), 150),
     "the records of a run's steps": (("trainer/report/step_records.py", "trainer/report/wall_clock.py"), (), 200),
     "the page of runs": (("scripts/page", "scripts/report.py", "scripts/runs.py"), (), 1250),

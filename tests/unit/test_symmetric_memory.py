@@ -77,7 +77,7 @@ def test_fsdps_buffers(buffers, monkeypatch):
         set_symm_mem_for_comm=lambda: called.append("symmetric"),
     )
     monkeypatch.setattr(symmetric_memory, "fsdp_modules", lambda _: [module])
-    set_fsdp_buffers(torch.nn.Linear(1, 1), job, mesh())
+    set_fsdp_buffers([torch.nn.Linear(1, 1)], job, mesh())
     assert called == [True if buffers == "registered" else "symmetric"]
     import os
 
