@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
+from math import inf, prod
 from typing import Any, cast
 
 import torch
@@ -32,6 +32,7 @@ from configs.errors import ConfigError
 from configs.float8 import Choice, choose
 from configs.plan import plan_of
 from configs.schema import Config, Float8
+from parallelisms.grad_norm import norms_of
 from parallelisms.mesh import Mesh
 
 _INSTALL = "pip install 'torchao>=0.18'"
@@ -177,7 +178,7 @@ def _set_scales(
         to_scale: the scales of largest values.
     """
     with torch.no_grad():
-        largest = torch.stack(torch._foreach_norm(list(shards), float("inf")))
+        largest = norms_of(list(shards), inf)
         for group in groups:
             if group.size() > 1:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group)
