@@ -1,9 +1,14 @@
 """8-bit products on meshes: rows of the parity table, and weights that move between meshes in full precision."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from scripts import parity_reference
 from scripts.parity import run_rows
-from scripts.parity_rows import BOUNDS, float8_rows
+from scripts.parity_compare import compare
+from scripts.parity_rows import BOUNDS, Difference, float8_rows
 
 pytest.importorskip("torchao", reason="needs the package torchao")
 
@@ -32,3 +37,24 @@ def test_chosen_rows(ranks, name):
     for row, difference in run_rows(Pool(), "parity.toml", [ROWS[name]], ("--training.steps", "3")):
         bounds = row.bounds or "float64"
         assert difference.passes(bounds), (row.name, difference, BOUNDS[bounds])
+
+
+def against_torchao(run: tuple[str, ...], path: str) -> Difference | None:
+    """On a rank: the trainer against the bare model that torchao has converted, in plain PyTorch."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def convert(model: torch.nn.Module, config) -> None:
+        recipe = replace(Float8LinearConfig.from_recipe_name(config.recipe), emulate=True)
+        convert_to_float8_training(model.get_submodule("layers"), config=recipe)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parity_reference, "in_8_bits", convert)
+        parity_reference.reference("parity.toml", run, path)
+    return compare("parity.toml", run, path)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_training_is_that_of_torchao_on_the_bare_model(ranks, recipe, tmp_path):
+    run = next(row.run_overrides for name, row in ROWS.items() if name.startswith(f"float8 {recipe}, 1 process"))
+    difference = ranks(1, against_torchao, ("--training.steps", "3", *run), str(tmp_path / "reference.pt"))[0]
+    assert difference.passes("float64"), difference
