@@ -60,7 +60,7 @@ PARTS = {
     ),
     "what guards a run": (("trainer/guards", "parallelisms/guards"), ("fingerprint.py",), 1615),
     "what a launch tells": (("trainer/announce.py",), (), 105),
-    "job files: schema, reading, checks": (("configs",), ("elastic.py", "float8.py"), 2330),
+    "job files: schema, reading, checks": (("configs",), ("elastic.py", "float8.py"), 2345),
     "sums whose bits no mesh changes": (
         ("parallelisms/exact_reduction.py", "parallelisms/exact_numbers.py"),
         (),
