@@ -26,6 +26,8 @@ SETTINGS = (
     "pipeline.stages_per_rank",
     "pipeline.split",
     "compile.enable",
+    "comm.async_tp",
+    "float8.emulate",
 )
 """The machine keys that change the order of sums, what the compiler fuses, or which kernels are used."""
 _FREE_IF_EXACT = {"mesh.pp", "mesh.dp_replicate", "mesh.dp_shard", "fsdp.zero_stage", "fsdp.accumulate"} | {

@@ -1,5 +1,6 @@
 """Compares the run keys of two configs, which a resume refuses to change unless allowed."""
 
+from collections.abc import Collection
 from typing import Any
 
 from pydantic import ValidationError
@@ -8,7 +9,7 @@ from configs.layout import expert_dim, head_dim, n_kv_heads
 from configs.load import leaves
 from configs.reading.keys import KeyPath, dotted, find
 from configs.reading.toml_text import value_text
-from configs.schema import Model, is_exact, is_run_key
+from configs.schema import Model, further_run_keys, is_run_key
 
 
 def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -19,8 +20,8 @@ def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     Returns:
         One line per changed key, `"training.seed: 0 -> 1"`; empty if none changed.
     """
-    exact = is_exact(old) and is_exact(new)
-    before, after = _run_values(old, exact), _run_values(new, exact)
+    further = set(further_run_keys(old)) & set(further_run_keys(new))
+    before, after = _run_values(old, further), _run_values(new, further)
     lines = []
     for path in sorted(before.keys() | after.keys(), key=lambda path: list(map(str, path))):
         was, now = (values.get(path, _default(path)) for values in (before, after))
@@ -54,8 +55,8 @@ def _computed(model: Model) -> dict[str, Any]:
     return values | {f"router.{key}": value for key, value in experts.items()}
 
 
-def _run_values(config: dict[str, Any], exact: bool) -> dict[KeyPath, Any]:
-    return {path: value_at(config, path) for path in leaves(config) if is_run_key(dotted(path), exact)}
+def _run_values(config: dict[str, Any], further: Collection[str]) -> dict[KeyPath, Any]:
+    return {path: value_at(config, path) for path in leaves(config) if is_run_key(dotted(path), further)}
 
 
 def value_at(config: Any, path: KeyPath) -> Any:

@@ -5,7 +5,7 @@ The tables are strict (`"100"` is not an int, an unknown key is an error) and fr
 checkpoints rely on. Nothing here imports torch, so `--help` and `--validate` answer in a fraction of a second.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,6 +20,7 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "float64"]
+_FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 class MissingKey(Exception):
@@ -281,6 +282,23 @@ class LrSchedule(Table):
     """Final learning rate as a fraction of the peak."""
 
 
+class Float8(Table):
+    """Matrix products of the blocks in 8 bits, by the package torchao (docs/float8.md)."""
+
+    recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    """Scales: one for a tensor (the fastest), one for a row; rowwise_with_gw_hp: rows, and the weights' gradients in
+    compute_dtype, so that neither micro_batch_size nor cp changes a value."""
+    skip: Annotated[list[str], only_with("recipe", *_FLOAT8)] = []
+    """Shell-style patterns of matrices that stay in compute_dtype, e.g. "layers.0.*" or "*.o_proj"; matching nothing is
+    an error. Embedding, head and experts always stay."""
+    fsdp_all_gather: Annotated[bool, only_with("recipe", "tensorwise", reason="which has no scale for a tensor")] = (
+        False
+    )
+    """Gather weights in 8 bits, rounded from training.dtype instead of from compute_dtype."""
+    emulate: Annotated[bool, only_with("recipe", *_FLOAT8)] = False
+    """Compute with the rounded values in float32, slowly, on any device (machine key)."""
+
+
 # --------------------------------------------------------------------------- machine tables: how it is computed
 
 
@@ -395,6 +413,12 @@ class Comm(Table):
     """Number of FSDP groups gathered ahead of the one that computes, in the forward pass."""
     prefetch_backward: NonNegativeInt = 1
     """Number of FSDP groups gathered ahead of the one that computes, in the backward pass."""
+    async_tp: Annotated[bool, only_with("compile.enable", reason="which makes the overlap")] = False
+    """Under tensor parallelism, cut matrix products into parts that overlap with their gathers and reductions; off, as
+    the start-up summary says, where a tensor-parallel group's GPUs do not reach each other's memory."""
+    fsdp_buffers: Literal["default", "registered", "symmetric", "copy_engine"] = "default"
+    """Memory that FSDP's collectives use on GPUs. registered: NCCL's own; symmetric: NCCL's symmetric memory (torch
+    2.13 or newer); copy_engine: as well, and gathers within a host by the GPUs' copy engines, not by their cores."""
     order_guard_interval: NonNegativeInt = 100
     """Compare the order of collectives across ranks on the first step and then every this many steps; 0: never."""
     simulate: Simulate = Simulate()
@@ -622,6 +646,8 @@ class Config(Table):
     """The update rule."""
     lr_schedule: LrSchedule
     """Learning rate over the steps."""
+    float8: Float8 = Float8()
+    """Matrix products in 8 bits."""
     mesh: Mesh = Mesh()
     """Arrangement of the ranks."""
     elastic: Elastic = Elastic()
@@ -654,12 +680,13 @@ class Config(Table):
     """Faults of machines and of training."""
 
 
-RUN_TABLES = ("model", "tokenizer", "data", "training", "optimizer", "lr_schedule")
+RUN_TABLES = ("model", "tokenizer", "data", "training", "optimizer", "lr_schedule", "float8")
 MACHINE_KEYS_IN_RUN_TABLES = (
     "training.steps",
     "training.micro_batch_size",
     "training.deterministic",
     "optimizer.kernel",
+    "float8.emulate",
 )
 RUN_KEYS_IN_MACHINE_TABLES = ("fsdp.owner_broadcast_dtype", "fault.spikes")
 """Keys, and tables (with all their keys)."""
@@ -667,6 +694,8 @@ RUN_KEYS_IN_MACHINE_TABLES = ("fsdp.owner_broadcast_dtype", "fault.spikes")
 
 RUN_KEYS_IF_EXACT = ("training.micro_batch_size",)
 """Keys that are run keys with training.reduction = "exact", whose sums have micro-batches for terms."""
+RUN_KEYS_IF_SCALED_TOGETHER = ("training.micro_batch_size", "mesh.cp")
+"""Keys that are run keys with a float8.recipe whose scales are of all tokens that a rank computes at once."""
 
 
 def is_exact(config: Mapping[str, Any]) -> bool:
@@ -675,13 +704,22 @@ def is_exact(config: Mapping[str, Any]) -> bool:
     return isinstance(training, Mapping) and training.get("reduction") == "exact"
 
 
-def is_run_key(key: str, exact: bool = False) -> bool:
+def further_run_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The machine keys that a config's run keys make run keys; the config is given as nested tables."""
+    float8 = config.get("float8")
+    scaled_together = isinstance(float8, Mapping) and float8.get("recipe") in ("tensorwise", "rowwise")
+    return RUN_KEYS_IF_EXACT * is_exact(config) + RUN_KEYS_IF_SCALED_TOGETHER * scaled_together
+
+
+def is_run_key(key: str, further: Collection[str] = ()) -> bool:
     """Whether a dotted key (`"training.seed"`) or table decides what is learned, so a resume must not change it.
 
     Args:
         key: the key.
-        exact: whether training.reduction is "exact".
+        further: returned by `further_run_keys`.
     """
+    if key in further:
+        return True
     if key.split(".")[0] in RUN_TABLES:
-        return key not in MACHINE_KEYS_IN_RUN_TABLES or (exact and key in RUN_KEYS_IF_EXACT)
+        return key not in MACHINE_KEYS_IN_RUN_TABLES
     return any(f"{key}.".startswith(f"{run_key}.") for run_key in RUN_KEYS_IN_MACHINE_TABLES)

@@ -5,14 +5,21 @@ one. FSDP's work between blocks (gathers, reductions, prefetching) stays eager, 
 other expensive part, compiles its own kernels (`trainer/loss.py`).
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from configs.plan import plan_of
 
 
-def apply_compile(model: nn.Module) -> None:
-    """Compile each of the plan's blocks; a graph break is an error, since it would lose speed silently."""
+def apply_compile(model: nn.Module, options: dict[str, Any]) -> None:
+    """Compile each of the plan's blocks; a graph break is an error, since it would lose speed silently.
+
+    Args:
+        model: the model or stage.
+        options: further settings of the compiler (`torch._inductor.config`).
+    """
     for name in plan_of(model).blocks:
         block = model.get_submodule(name)
-        block.forward = torch.compile(block.forward, fullgraph=True)
+        block.forward = torch.compile(block.forward, fullgraph=True, options=options or None)

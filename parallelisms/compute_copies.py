@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from configs.layout import reshard_after_forward
-from configs.schema import Fsdp, Training
+from configs.schema import Config
 
 CAST_BYTES, CASTS_BESIDE, COPY_BYTES = 46, 20, 10
 """Bytes that are moved per parameter and micro-batch, of float32 parameters that compute in bfloat16: by FSDP, a cast
@@ -27,15 +27,17 @@ and a copy for each pass, and three copies and a sum of the gradient; of these, 
 with copies, the sum (6 in a step's first micro-batch), besides 6 once per step."""
 
 
-def keeps_copies(world_size: int, fsdp: Fsdp, training: Training) -> bool:
-    """Whether a rank computes with copies; exact sums, rounded masters and states in CPU memory are FSDP's.
+def keeps_copies(world_size: int, config: Config) -> bool:
+    """Whether a rank computes with copies; exact sums, rounded masters, gathers in 8 bits and states in CPU memory are
+    FSDP's.
 
     Gradients are accumulated in the masters' type, which must be `reduce_dtype` and hold all values of `compute_dtype`.
     """
+    fsdp, training = config.fsdp, config.training
     dtype, compute_dtype = (getattr(torch, name) for name in (training.dtype, training.compute_dtype))
     is_wider = torch.finfo(dtype).bits > torch.finfo(compute_dtype).bits
     is_for_fsdp = training.reduction == "exact" or fsdp.cpu_offload or fsdp.owner_broadcast_dtype is not None
-    may_keep = reshard_after_forward(fsdp) != "always" and not is_for_fsdp
+    may_keep = reshard_after_forward(fsdp) != "always" and not is_for_fsdp and not config.float8.fsdp_all_gather
     return world_size == 1 and is_wider and training.reduce_dtype == training.dtype and may_keep
 
 

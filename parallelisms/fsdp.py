@@ -100,13 +100,14 @@ def _add_up_gradients(group: FSDPModule) -> None:
     group.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
 
 
-def is_needed(world_size: int, config: Fsdp, training: Training) -> bool:
+def is_needed(world_size: int, config: Config) -> bool:
     """Whether FSDP has anything to shard, reduce or convert; exact sums are formed in its reductions."""
-    if keeps_copies(world_size, config, training):
+    if keeps_copies(world_size, config):
         return False
+    training, fsdp = config.training, config.fsdp
     converts = len({training.dtype, training.compute_dtype, training.reduce_dtype}) > 1
     is_exact = training.reduction == "exact"
-    return world_size > 1 or converts or is_exact or config.cpu_offload or config.partition == "owner"
+    return world_size > 1 or converts or is_exact or fsdp.cpu_offload or fsdp.partition == "owner"
 
 
 def apply_prefetch(model: nn.Module, comm: Comm) -> None:

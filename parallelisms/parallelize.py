@@ -1,6 +1,7 @@
 """All parallelism techniques, applied in the one order in which they compose.
 
-Pipeline stages are split off first; to the other techniques, each stage is a separate model. Tensor and expert
+Pipeline stages are split off first; to the other techniques, each stage is a separate model. 8-bit products replace
+modules (by such with the same names and parameters), so they come before all that change a module. Tensor and expert
 parallelism change what modules hold, and context parallelism changes what a block's forward pass calls, so these come
 before techniques that wrap the forward pass. Activation checkpointing wraps a block's forward pass, and compilation
 wraps the result, so that the compiler sees what is recomputed. FSDP comes last: its gathers and reductions run around
@@ -17,10 +18,12 @@ from parallelisms.attention.backend import apply_attention_backend
 from parallelisms.attention.context import apply_context_parallel
 from parallelisms.compile import apply_compile
 from parallelisms.expert import apply_expert_parallel
+from parallelisms.float8 import apply_float8, choice_of
 from parallelisms.fsdp import apply_fsdp, apply_prefetch, is_needed
 from parallelisms.load_balance import apply_load_balance
 from parallelisms.mesh import Mesh
 from parallelisms.pipeline import own_stages
+from parallelisms.symmetric_memory import enable_async_tp
 from parallelisms.tensor import apply_tensor_parallel
 
 
@@ -30,8 +33,10 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> dict[int, nn.Mo
     Returns:
         The pipeline stages that this rank holds, by number, still on the meta device; without a pipeline, {0: model}.
     """
+    in_8_bits = choice_of(model, config)
     stages = own_stages(model, config, mesh.pp.get_local_rank())
     for stage in stages.values():
+        apply_float8(stage, in_8_bits, config.float8)
         apply_attention_backend(stage, config, mesh.device)
         if mesh.sizes.tp > 1:
             apply_tensor_parallel(stage, mesh.tp)
@@ -42,8 +47,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config) -> dict[int, nn.Mo
         apply_load_balance(stage, mesh, config)
         apply_activation_checkpoint(stage, config.activation_checkpoint)
         if config.compile.enable:
-            apply_compile(stage)
-        if is_needed(mesh.sizes.world_size, config.fsdp, config.training):
+            apply_compile(stage, enable_async_tp(config, mesh))
+        if is_needed(mesh.sizes.world_size, config):
             apply_fsdp(stage, mesh, config.fsdp, config.training)
             apply_prefetch(stage, config.comm)
     return stages

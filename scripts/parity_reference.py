@@ -1,8 +1,9 @@
 """The reference of the parity table: the same training in plain PyTorch, written independently of the trainer.
 
 It uses one process in eager mode, whole batches and logits, each masked document separately, a second implementation of
-expert balancing, and torch's own clipping and AdamW. For moments in bfloat16, which torch's AdamW cannot round, it has
-a second implementation in numpy.
+expert balancing and of 8-bit products, and torch's own clipping and AdamW. For moments in bfloat16, which torch's AdamW
+cannot round, it has a second implementation in numpy. Only 8-bit products see one micro-batch after the other, since
+their scales are of a micro-batch.
 """
 
 import fnmatch
@@ -22,6 +23,7 @@ from configs.plan import plan_of
 from configs.schema import Config, Optimizer
 from models import build_model
 from parallelisms.init import materialize
+from scripts.parity_float8 import in_8_bits
 from trainer.data.loader import MicroBatch, build_loader
 from trainer.lr_schedule import learning_rate
 
@@ -44,6 +46,8 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
     with torch.device("meta"):
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
     materialize(model, torch.device("cpu"), config.training.seed)
+    if config.float8.recipe != "none":
+        in_8_bits(model, config.float8)
     optimizers = _plain_optimizers(config, dict(model.named_parameters()))
     found = Trajectory()
     for step, micro_batches in enumerate(batches(config, 0, 1)):
@@ -53,7 +57,12 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
         targets = torch.cat([batch.targets for batch in micro_batches])
         document_ids = [ids for batch in micro_batches if (ids := batch.document_ids) is not None]
         choices = _Choices(model, config)
-        logits = _each_document_alone(model, tokens, torch.cat(document_ids)) if document_ids else model(tokens)
+        if document_ids:
+            logits = _each_document_alone(model, tokens, torch.cat(document_ids))
+        elif config.float8.recipe != "none":
+            logits = torch.cat([model(batch.tokens) for batch in micro_batches])
+        else:
+            logits = model(tokens)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         (loss + choices.auxiliary_loss()).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm, config.training.norm_type)

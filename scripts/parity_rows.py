@@ -16,16 +16,24 @@ class Row:
     overrides: tuple[str, ...]
     run_overrides: tuple[str, ...] = ()
     """Overrides of run keys, which the reference uses as well."""
+    bounds: str = ""
+    """Key of BOUNDS; default: the type that all rows are computed in."""
 
 
 BOUNDS = {
     "float64": (1e-10, 1e-10, 1e-10, 1e-10),
     "float32": (1e-5, 1e-5, 1e-4, math.inf),
     "bfloat16": (1e-3, 2e-2, 1e-1, math.inf),
+    "8-bit, other sums": (1e-4, 1e-2, 1e-2, math.inf),
 }
 """Largest relative difference of loss, norm, first-step gradients and weights. float32 weights are not compared:
 Adam amplifies round-off where a gradient is near zero (5e-4 after three steps). bfloat16 means the mixed precision of
-the job files for GPUs, against a reference in float32."""
+the job files for GPUs, against a reference in float32. The last are for 8-bit products whose sums, of float32, a mesh
+cuts or orders differently from the reference (docs/float8.md derives them)."""
+
+
+DTYPES = ("float64", "float32", "bfloat16")
+"""Types to compute all rows in."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,7 @@ def table() -> Iterator[Row]:
     yield from memory_rows()
     yield from attention_rows()
     yield from moments_rows()
+    yield from float8_rows()
 
 
 MOMENTS: dict[str, object] = {"optimizer.moments_dtype": "bfloat16"}
@@ -162,6 +171,46 @@ def moments_rows() -> Iterator[Row]:
         at_once = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
         overrides = _selective(sizes, max(1, 4 // at_once), compiled=name == "FSDP 2 x TP 2")
         yield Row(f"bfloat16 moments, {name}", ranks, words(overrides), words(MOMENTS | run))
+
+
+def float8_rows() -> Iterator[Row]:
+    """Emulated 8-bit products on each axis, two micro-batches or more.
+
+    Scales are of a micro-batch, so all rows have the reference's, but for the recipe whose scales are not.
+    """
+    tensorwise, rowwise, by_token = "tensorwise", "rowwise", "rowwise_with_gw_hp"
+    gather: dict[str, object] = {"float8.fsdp_all_gather": "true"}
+    selective: dict[str, object] = {
+        "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.save_every_nth_matmul": 2,
+    }
+    meshes: list[tuple[str, str, int, dict[str, object]]] = [  # recipe, mesh, ranks, settings
+        (tensorwise, "1 process", 1, {}),
+        (tensorwise, "FSDP 2", 2, {}),
+        (tensorwise, "FSDP 2, selective", 2, selective),
+        (tensorwise, "FSDP 2, gathered in 8 bits", 2, gather),
+        (tensorwise, "HSDP 2x2, gathered in 8 bits", 4, {"mesh.dp_replicate": 2, **gather}),
+        (tensorwise, "ZeRO 1, gathered in 8 bits", 2, {"fsdp.zero_stage": 1, **gather}),
+        (tensorwise, "PP 2, gathered in 8 bits", 4, {"mesh.pp": 2, **gather}),
+        (tensorwise, "owner 2", 2, {"mesh.dp_replicate": 2, **OWNER}),
+        (tensorwise, "PP 2", 2, {"mesh.pp": 2}),
+        (tensorwise, "TP 2", 2, {"mesh.tp": 2}),
+        (tensorwise, "FSDP 2 x TP 2, gathered in 8 bits", 4, {"mesh.tp": 2, **gather}),
+        (rowwise, "1 process", 1, {}),
+        (rowwise, "FSDP 2, selective", 2, selective),
+        (rowwise, "PP 2", 2, {"mesh.pp": 2}),
+        (rowwise, "FSDP 2 x TP 2", 4, {"mesh.tp": 2}),
+        (by_token, "1 process", 1, {}),
+        (by_token, "FSDP 2, 2 at once", 2, {"training.micro_batch_size": 2}),
+        (by_token, "TP 2", 2, {"mesh.tp": 2}),
+        (by_token, "CP 2", 2, {"mesh.cp": 2}),
+    ]
+    for (recipe, mesh, ranks, settings), compiled in itertools.product(meshes, (False, True)):
+        run = {"float8.recipe": recipe, "float8.emulate": "true", "training.micro_batch_size": 1}
+        overrides = {"compile.enable": str(compiled).lower(), **settings}
+        cuts_sums = bool(settings.keys() & {"mesh.tp", "mesh.cp", "training.micro_batch_size"})
+        bounds = "8-bit, other sums" if cuts_sums else ""
+        yield Row(f"float8 {recipe}, {mesh}, {_how(compiled)}", ranks, words(overrides), words(run), bounds)
 
 
 def attention_rows() -> Iterator[Row]:

@@ -53,6 +53,7 @@ SLOW = {
         "*[[]DDP 2]",
         "*[[]EP 2]",
     ),
+    "distributed/test_float8.py": ("*",),
     "distributed/test_freezing.py": (
         "*[[]frozen, PP 4*",
         "*[[]frozen, HSDP 2x2*",

@@ -44,6 +44,8 @@ def say_hello(trainer: Trainer) -> None:
     name = device_name(mesh.device)
     rows = startup_rows(config, mesh.sizes, name, trainer.peak, data, trainer.folder, trainer.first_step)
     rows.insert(2, ("attention", trainer.attention))
+    further = (("8 bits", trainer.float8), ("communication", trainer.communication))
+    rows[3:3] = [row for row in further if row[1]]
     trainer.console.table(f"Keel trains {config.job.name}", rows)
     if trainer.choice:
         trainer.console.line(_where(config, trainer.choice))

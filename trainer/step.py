@@ -22,6 +22,7 @@ from parallelisms.attention.context import shard_batch
 from parallelisms.compute_copies import ComputeCopies, keeps_copies
 from parallelisms.exact_numbers import exact_grad_norm, exact_loss_sum
 from parallelisms.exact_reduction import ExactReduction
+from parallelisms.float8 import gather_in_8_bits
 from parallelisms.fsdp import freeze
 from parallelisms.grad_norm import clip_grads_with_norm, grad_norm
 from parallelisms.guards.fingerprint import GradientFingerprint, fingerprint_of
@@ -35,6 +36,7 @@ from parallelisms.parallelize import parallelize
 from parallelisms.passes import Call, OneByOne, Passes
 from parallelisms.pipeline import Pipeline
 from parallelisms.streams import queue_gathers
+from parallelisms.symmetric_memory import set_fsdp_buffers
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.guards.verdict import Verdict, judge
 from trainer.loss import CrossEntropy
@@ -282,7 +284,9 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
     """Make the learner from stages of `build_stages` whose parameters are in memory."""
     is_exact = config.training.reduction == "exact"
     reductions = {number: ExactReduction(stage) for number, stage in stages.items() if is_exact}
+    gather_in_8_bits(stages.values(), config, mesh)
     queue_gathers(stages.values(), config.comm, mesh.device)
+    set_fsdp_buffers(stages.values(), config, mesh)
     passes: Passes
     if mesh.sizes.pp > 1:
         passes = Pipeline(stages, config, mesh, reductions)
@@ -312,10 +316,9 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
 
 def _compute_copies(config: Config, mesh: Mesh, stages: Iterable[nn.Module]) -> ComputeCopies | None:
     """The copies with which the modules compute from now on; None if FSDP converts, or nothing does."""
-    training = config.training
-    if not keeps_copies(mesh.sizes.world_size, config.fsdp, training):
+    if not keeps_copies(mesh.sizes.world_size, config):
         return None
-    return ComputeCopies(stages, getattr(torch, training.compute_dtype))
+    return ComputeCopies(stages, getattr(torch, config.training.compute_dtype))
 
 
 def _optimizer(

@@ -26,6 +26,7 @@ from parallelisms.attention.backend import attention_kernel
 from parallelisms.guards.collective_waits import CollectiveWaits
 from parallelisms.mesh import build_mesh, groups_of_axes
 from parallelisms.ranks import gather, on_rank_zero
+from parallelisms.symmetric_memory import fast_paths
 from trainer.data.loader import MicroBatch, build_loader, merge_state_dicts
 from trainer.data.tokenizer import load_tokenizer
 from trainer.details import Details, Measured
@@ -44,6 +45,7 @@ from trainer.guards.verdict import StepResult, Verdict, describe
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import State, StopRequest, write_status
 from trainer.lr_schedule import learning_rate
+from trainer.planning.float8 import float8_products
 from trainer.planning.flops import peak_flops
 from trainer.planning.least_recomputation import chosen, least_recomputation
 from trainer.planning.skeleton import skeleton
@@ -121,6 +123,8 @@ class Trainer:
             self.recomputation = least_recomputation(config, self.mesh)
             self.config = config = chosen(config, self.recomputation)
             self.attention = attention_kernel(config, device)
+            self.float8 = float8_products(config, device)
+            self.communication = fast_paths(config, self.mesh)
             on_rank_zero(None, lambda: require_inputs(job))
             with ledger.measure(Kind.PREPARATION):
                 watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, stop))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from configs.checks.rule import Problem, Rule
 from configs.errors import ConfigError
 from configs.layout import FSDP_DIMENSIONS, mesh_sizes, smallest_world_size
-from configs.schema import Config
+from configs.schema import Config, Simulate
 
 
 def _owner_partition(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -35,4 +35,23 @@ def _comm(config: Config, _: int | None) -> Iterator[Problem]:
             yield key, f'duplicate delays for "{name}"; give them once'
 
 
-RULES: tuple[Rule, ...] = (_owner_partition, _comm)
+def _buffers(config: Config, _: int | None) -> Iterator[Problem]:
+    """What replaces FSDP's collectives knows no other buffers."""
+    buffers = config.comm.fsdp_buffers
+    if buffers == "default":
+        return
+    key, start = "comm.fsdp_buffers", f'fsdp_buffers "{buffers}" needs FSDP\'s own collectives, but '
+    if config.training.reduction == "exact":
+        yield key, f'{start}training.reduction "exact" replaces them; set fsdp_buffers = "default"'
+    simulate = config.comm.simulate
+    if simulate != Simulate():
+        yield key, f'{start}[comm.simulate] replaces them; set fsdp_buffers = "default", or leave [comm.simulate] out'
+    if config.comm.async_tp and buffers != "registered":
+        yield (
+            key,
+            "torch takes symmetric memory from one library for all of a process: async_tp from CUDA, fsdp_buffers "
+            f'"{buffers}" from NCCL; set fsdp_buffers = "registered", or async_tp = false',
+        )
+
+
+RULES: tuple[Rule, ...] = (_owner_partition, _comm, _buffers)

@@ -5,7 +5,17 @@ import pytest
 from configs.load import load
 from parallelisms.torch_internals import has_zero_bubble
 from scripts.parity import dtype_overrides, refusals, run_rows
-from scripts.parity_rows import BOUNDS, REFUSED, Row, attention_rows, memory_rows, table, words
+from scripts.parity_rows import (
+    BOUNDS,
+    REFUSED,
+    Row,
+    attention_rows,
+    float8_rows,
+    memory_rows,
+    moments_rows,
+    table,
+    words,
+)
 from trainer.planning.least_recomputation import planned_choice
 
 CONFIG = "parity.toml"
@@ -88,7 +98,14 @@ def test_the_table_is_whole():
     dense = without_zero_bubble * 3 * 2 * 2 + zero_bubble * 2 * 2
     zero_stages, context, mixed, mixtures, experts = 9, 5 * 3 * 2 * 2, 6 * 2, 7 * 2 * 2, 12 * 2
     owner, documents, frozen = 4 * 2 * 3 + 3 * 2 * 2, 4 * 2 + 1, 27
-    rest = owner + mixtures + experts + documents + frozen + len(list(memory_rows())) + len(list(attention_rows()))
+    rest = (
+        owner
+        + mixtures
+        + experts
+        + documents
+        + frozen
+        + sum(len(list(rows())) for rows in (memory_rows, attention_rows, moments_rows, float8_rows))
+    )
     assert len(ROWS) == dense + zero_stages + context + mixed + rest
 
 

@@ -334,7 +334,7 @@ def test_budget_does_not_change_the_values():
 def test_works_with_the_default_backend():
     torch._dynamo.reset()
     model = build({"mode": "selective", "save_every_nth_matmul": 2})
-    apply_compile(model)
+    apply_compile(model, {})
     with attention_that_compiles():
         actual = loss_and_gradients(model)
     for name, value in loss_and_gradients(build({})).items():

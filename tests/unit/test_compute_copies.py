@@ -119,12 +119,14 @@ def with_values(masters):
         (f"{BF16} --fsdp.reshard_after_forward always", 1, "FSDP"),
         (f"{BF16} --fsdp.partition owner --fsdp.owner_broadcast_dtype bfloat16", 1, "FSDP"),
         (f"{BF16} --job.device auto --fsdp.cpu_offload true", 1, "FSDP"),
+        (f"{BF16} --float8.recipe tensorwise --float8.emulate true", 1, "copies"),
+        (f"{BF16} --float8.recipe tensorwise --float8.emulate true --float8.fsdp_all_gather true", 1, "FSDP"),
     ],
 )
 def test_what_converts(words, ranks, by):
     config = load(str(TINY), words.split(), ranks).config
-    assert keeps_copies(ranks, config.fsdp, config.training) == (by == "copies")
-    assert is_needed(ranks, config.fsdp, config.training) == (by == "FSDP")
+    assert keeps_copies(ranks, config) == (by == "copies")
+    assert is_needed(ranks, config) == (by == "FSDP")
 
 
 # --------------------------------------------------------------------------- where there is no room for them
@@ -142,7 +144,7 @@ def test_copies_that_do_not_fit_are_freed(mode, gib, frees):
     assert (choice is not None) == frees
     changed = chosen(config, choice)
     assert changed.activation_checkpoint == config.activation_checkpoint
-    assert keeps_copies(1, changed.fsdp, changed.training) == (not frees)
+    assert keeps_copies(1, changed) == (not frees)
     if choice:
         assert choice.needed == estimate_memory(changed, mesh_sizes(config, 1), "cuda").device
         assert str(choice).startswith('fsdp.reshard_after_forward = "always", since copies of the parameters')
@@ -163,7 +165,7 @@ def test_a_limit_weighs_casts_against_recomputation():
     for choice in choices:
         changed = chosen(config, choice)
         assert choice.needed == estimate_memory(changed, mesh_sizes(config, 1), "cuda").device <= choice.limit
-        assert keeps_copies(1, changed.fsdp, changed.training) == (not choice.frees_copies)
+        assert keeps_copies(1, changed) == (not choice.frees_copies)
     frees = [choice.frees_copies for choice in choices]
     assert frees == sorted(frees, reverse=True)
     assert set(frees) == {True, False}

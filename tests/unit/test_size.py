@@ -43,7 +43,8 @@ PARTS = {
             "kernels",
             "part.py",
         )
-        + ("safe_read.py", "verify.py", "pin.py", "room.py", "lock.py", "compute_copies.py"),
+        + ("safe_read.py", "verify.py", "pin.py", "room.py", "lock.py", "compute_copies.py")
+        + ("float8.py", "symmetric_memory.py"),
         6000,
     ),
     "what protects checkpoints": (
@@ -62,7 +63,7 @@ PARTS = {
     ),
     "what guards a run": (("trainer/guards", "parallelisms/guards"), ("fingerprint.py",), 1615),
     "what a launch tells": (("trainer/announce.py",), (), 105),
-    "job files: schema, reading, checks": (("configs",), ("elastic.py",), 2320),
+    "job files: schema, reading, checks": (("configs",), ("elastic.py", "float8.py"), 2345),
     "sums whose bits no mesh changes": (
         ("parallelisms/exact_reduction.py", "parallelisms/exact_numbers.py"),
         (),
@@ -85,10 +86,16 @@ PARTS = {
     "sinks of a run's records": (("trainer/report/sinks",), (), 460),
     "estimates and reports": (
         ("trainer/planning", "trainer/report"),
-        ("step_records.py", "wall_clock.py", "sinks", "least_recomputation.py"),
+        ("step_records.py", "wall_clock.py", "sinks", "least_recomputation.py", "float8.py"),
         1815,
     ),
     "the kernels of attention": (("parallelisms/attention/backend.py",), (), 140),
+    "matrix products in 8 bits": (
+        ("parallelisms/float8.py", "configs/float8.py", "configs/checks/float8.py", "trainer/planning/float8.py"),
+        (),
+        230,
+    ),
+    "fast paths of communication": (("parallelisms/symmetric_memory.py",), (), 80),
     "how much is recomputed": (("trainer/planning/least_recomputation.py",), (), 200),
     "copies that a single rank computes with": (("parallelisms/compute_copies.py",), (), 50),
     "the records of a run's steps": (("trainer/report/step_records.py", "trainer/report/wall_clock.py"), (), 200),

@@ -180,7 +180,7 @@ def _least(config: Config, sizes: MeshSizes, device_type: str, limit: float) -> 
 
 def freeing_copies(config: Config, sizes: MeshSizes) -> Config:
     """The job with its copies freed; the job itself if it has none, or asks for them by name."""
-    has_copies = keeps_copies(sizes.world_size, config.fsdp, config.training)
+    has_copies = keeps_copies(sizes.world_size, config)
     if not has_copies or reshard_after_forward(config.fsdp) != "default":
         return config
     return config.model_copy(update={"fsdp": _freeing(config.fsdp)})

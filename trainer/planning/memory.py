@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
 
+from configs.float8 import choose
 from configs.layout import (
     MeshSizes,
     accumulation_steps,
@@ -115,6 +116,8 @@ class _Group:
     trained_shard: int
     largest: int
     """Elements of the largest parameter that has a gradient."""
+    gathered_bytes: int
+    """Bytes of its parameters as FSDP gathers them."""
     layer: int | None = None
     """The block's number, if the group is a block."""
 
@@ -199,7 +202,7 @@ class RankMemory:
         groups: dict[str, _Group] = {}
         for name, shape in self.shapes.items():
             key = self.model.fsdp_group_of(name)
-            group = groups.get(key, _Group(key, 0, 0, 0, 0, 0, self.model.block_of(name)))
+            group = groups.get(key, _Group(key, 0, 0, 0, 0, 0, 0, self.model.block_of(name)))
             elements, shard, trains = prod(shape), self._sharded(name), name not in self.frozen
             groups[key] = replace(
                 group,
@@ -208,8 +211,16 @@ class RankMemory:
                 trained=group.trained + trains * elements,
                 trained_shard=group.trained_shard + trains * shard,
                 largest=max(group.largest, trains * elements),
+                gathered_bytes=group.gathered_bytes + elements * (1 if name in self.in_8_bits else self.compute_bytes),
             )
         return list(groups.values())
+
+    @cached_property
+    def in_8_bits(self) -> set[str]:
+        """The parameters that FSDP gathers in 8 bits."""
+        if not self.config.float8.fsdp_all_gather:
+            return set()
+        return {f"{name}.weight" for name in choose(self.model.shapes, self.model.plan, self.config).converted}
 
     @cached_property
     def frozen(self) -> set[str]:
@@ -272,7 +283,7 @@ class RankMemory:
         gradients = sum(self._held(group) for group in self.groups) if accumulated else 0
         gathered = self._gathered(len(self.groups) - 1, ahead=0)
         if self.is_sharded and self.config.fsdp.zero_stage > 1:
-            gathered += self.groups[-1].elements * self.compute_bytes  # FSDP keeps the buffer of its last gather
+            gathered += self.groups[-1].gathered_bytes  # FSDP keeps the buffer of its last gather
         if accumulated and not self.reduces_once:
             gathered += self._reduced(0)
         return Moment("the loss", gradients, gathered, self._waiting(len(self.layers)), self._loss(peak=True))
@@ -306,11 +317,11 @@ class RankMemory:
 
     @property
     def uses_fsdp(self) -> bool:
-        return is_needed(self.sizes.world_size, self.config.fsdp, self.config.training)
+        return is_needed(self.sizes.world_size, self.config)
 
     @property
     def keeps_copies(self) -> bool:
-        return keeps_copies(self.sizes.world_size, self.config.fsdp, self.config.training)
+        return keeps_copies(self.sizes.world_size, self.config)
 
     @property
     def is_sharded(self) -> bool:
@@ -359,7 +370,7 @@ class RankMemory:
         else:
             coming = self.groups[max(0, place - ahead) : place] if self.is_sharded else []
             alive = [*(g for g in self.groups if g.name == "root"), group, *coming]
-        return sum({g.name: g.elements for g in alive}.values()) * self.compute_bytes
+        return sum({g.name: g.gathered_bytes for g in alive}.values())
 
     # ------------------------------------------------------------------------- activations and loss
 

@@ -1,0 +1,88 @@
+"""Which matrices are multiplied in 8 bits: those of the blocks, but for the experts' and what the job skips.
+
+Embedding and head stay in compute_dtype: the embedding is no product, and the head's logits decide the loss directly,
+are a small part of the FLOPs of a large model, and lose most by rounding (torchao and torchtitan leave it out as well).
+Experts are stacked in one tensor, which torchao's linear layer does not take; their router chooses by small
+differences.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from configs.errors import ConfigError
+from configs.plan import Plan, TensorRole
+from configs.schema import Config
+
+MULTIPLE = 16
+"""Both dimensions of a matrix must be multiples of this for the 8-bit products of a GPU."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The matrices of the blocks, by the name of their module."""
+
+    converted: tuple[str, ...]
+    skipped: tuple[str, ...]
+    """By float8.skip."""
+    odd: tuple[str, ...]
+    """Their dimensions are no multiples of 16."""
+
+    def __str__(self) -> str:
+        total = sum(map(len, (self.converted, self.skipped, self.odd)))
+        parts = [f"{len(self.converted)} of the blocks' {total} matrices"]
+        parts += [f"{len(self.skipped)} skipped by float8.skip"] if self.skipped else []
+        parts += [f"{len(self.odd)} have dimensions that are no multiples of {MULTIPLE}"] if self.odd else []
+        return ", ".join(parts)
+
+
+def choose(shapes: Mapping[str, Sequence[int]], plan: Plan, config: Config) -> Choice:
+    """Choose among a whole model's parameters.
+
+    Args:
+        shapes: of all parameters by name, on one rank.
+        plan: the model's.
+
+    Raises:
+        ConfigError: float8.skip names no matrix, no matrix is left, or tensor parallelism cuts one into pieces that a
+            GPU cannot multiply in 8 bits.
+    """
+    matrices = _matrices(shapes, plan)
+    for pattern in config.float8.skip:
+        if not any(fnmatchcase(name, pattern) for name in matrices):
+            example = next(iter(matrices), "nothing")
+            raise ConfigError(f'float8.skip: "{pattern}" matches no matrix of the blocks (such as {example})')
+    skipped = [name for name in matrices if any(fnmatchcase(name, pattern) for pattern in config.float8.skip)]
+    odd = [name for name, shape in matrices.items() if name not in skipped and any(n % MULTIPLE for n in shape)]
+    converted = [name for name in matrices if name not in skipped and name not in odd]
+    if not converted:
+        raise ConfigError(
+            f'float8.recipe is "{config.float8.recipe}", but no matrix is left: of the blocks\' {len(matrices)}, '
+            f"{len(skipped)} are skipped by float8.skip, and {len(odd)} have dimensions that are no multiples of "
+            f'{MULTIPLE}; set recipe = "none"'
+        )
+    for name in converted:
+        _check_piece(name, matrices[name], plan, config.mesh.tp)
+    return Choice(tuple(converted), tuple(skipped), tuple(odd))
+
+
+def _matrices(shapes: Mapping[str, Sequence[int]], plan: Plan) -> dict[str, Sequence[int]]:
+    """The blocks' matrices (out, in) by module; neither experts nor what is beside them in a mixture."""
+    blocks = tuple(f"{block}." for block in plan.blocks)
+    mixtures = tuple(f"{experts.rpartition('.')[0]}." for experts in plan.experts)
+    return {
+        name.removesuffix(".weight"): shape
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.startswith(blocks) and not name.startswith(mixtures)
+    }
+
+
+def _check_piece(name: str, shape: Sequence[int], plan: Plan, tp: int) -> None:
+    cuts: dict[TensorRole, int] = {"column": 0, "row": 1}
+    roles = [role for pattern, role in plan.tensor_parallel.items() if fnmatchcase(name, pattern) and role in cuts]
+    if tp > 1 and roles and shape[cuts[roles[0]]] // tp % MULTIPLE:
+        size = shape[cuts[roles[0]]]
+        raise ConfigError(
+            f"mesh.tp {tp} cuts {name} into pieces of {size} / {tp} = {size // tp}, no multiple of {MULTIPLE}, which "
+            f'8-bit products need; lower tp, or add "{name}" to float8.skip'
+        )

@@ -1,0 +1,87 @@
+"""A second, plain implementation of 8-bit products, for the reference of the parity table.
+
+It rounds by arithmetic instead of torch's 8-bit types, and knows nothing of torchao.
+"""
+
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from configs.schema import Float8
+
+
+class Format(NamedTuple):
+    """An 8-bit floating-point type (Micikevicius et al. 2022, table 1)."""
+
+    mantissa: int
+    """Bits."""
+    lowest_exponent: int
+    """Of normal numbers."""
+    largest: float
+
+
+E4M3 = Format(3, -6, 448.0)
+E5M2 = Format(2, -14, 57344.0)
+
+
+def to_format(x: Tensor, kind: Format) -> Tensor:
+    """Round float32 values to the nearest that the type has, ties to even; values beyond its range to its largest."""
+    x = x.clamp(-kind.largest, kind.largest)
+    exponent = torch.frexp(x)[1] - 1  # |x| = m * 2 ** exponent with 1 <= m < 2
+    step = torch.exp2((exponent.clamp(min=kind.lowest_exponent) - kind.mantissa).float())
+    return torch.round(x / step) * step  # a division by a power of two is exact
+
+
+def rounded(x: Tensor, kind: Format, dim: int | None) -> Tensor:
+    """What an 8-bit product computes with instead of `x`, float32.
+
+    Args:
+        x: (rows, columns).
+        kind: the type.
+        dim: the dimension whose elements share a scale, a power of two; None: all elements share one scale.
+    """
+    largest = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = (kind.largest / largest.double().clamp(min=1e-12)).float()
+    if dim is not None:
+        scale = torch.exp2(scale.log2().floor())
+    return to_format(x.float() * scale, kind) / scale
+
+
+class _Product(torch.autograd.Function):
+    """y = x w^T and its gradients, each a float32 product of rounded factors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, recipe: str) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.recipe = recipe
+        dim = None if recipe == "tensorwise" else 1  # the scales of the dimension that is summed over
+        return (rounded(x, E4M3, dim) @ rounded(w, E4M3, dim).t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x, w), (grad,), recipe = ctx.saved_tensors, grads, ctx.recipe
+        if recipe == "tensorwise":
+            g = rounded(grad, E5M2, None)
+            return (g @ rounded(w, E4M3, None)).to(x.dtype), (g.t() @ rounded(x, E4M3, None)).to(w.dtype), None
+        if recipe == "rowwise":
+            grad_x = rounded(grad, E4M3, 1) @ rounded(w, E4M3, 0)
+            return grad_x.to(x.dtype), (rounded(grad, E4M3, 0).t() @ rounded(x, E4M3, 0)).to(w.dtype), None
+        scale = torch.exp2((E4M3.largest / w.abs().max().double()).float().log2().floor())
+        w = to_format(w.float() * scale, E4M3) / scale
+        return (rounded(grad, E4M3, 1) @ w).to(x.dtype), grad.t() @ x, None
+
+
+def in_8_bits(model: nn.Module, config: Float8) -> None:
+    """Let the matrices of a model's layers multiply in 8 bits, but for those that the config skips."""
+    for name, module in model.named_modules():
+        is_skipped = any(fnmatchcase(name, pattern) for pattern in config.skip)
+        if isinstance(module, nn.Linear) and name.startswith("layers.") and not is_skipped:
+            module.__dict__["forward"] = partial(_multiply, module, config.recipe)
+
+
+def _multiply(module: nn.Linear, recipe: str, x: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return _Product.apply(rows, module.weight, recipe).reshape(*x.shape[:-1], -1)

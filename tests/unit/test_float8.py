@@ -1,0 +1,226 @@
+"""8-bit products: what a job may ask for, and torchao's values beside a second implementation."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from configs.errors import ConfigError
+from configs.float8 import choose
+from configs.layout import mesh_sizes
+from configs.load import load
+from configs.run_change import run_key_diff
+from configs.schema import Float8, further_run_keys, is_run_key
+from models import build_model
+from parallelisms.float8 import apply_float8, check_float8, choice_of
+from scripts.parity_float8 import E4M3, E5M2, in_8_bits, to_format
+from tests.end_to_end.launch import curve, launch_here
+from trainer.planning.float8 import float8_products
+from trainer.planning.memory import estimate_memory
+from trainer.planning.skeleton import skeleton
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+EMULATED = ("--float8.recipe", "tensorwise", "--float8.emulate", "true")
+
+
+def config(*words, ranks=1, job="parity.toml"):
+    return load(job, words, ranks).config
+
+
+@pytest.fixture
+def torchao():
+    return pytest.importorskip("torchao", reason="needs the package torchao")
+
+
+# --------------------------------------------------------------------------- which matrices
+
+
+def chosen(*words, job="parity.toml"):
+    job = config(*EMULATED, *words, job=job)
+    model = skeleton(job.model)
+    return choose(model.shapes, model.plan, job)
+
+
+def test_all_matrices_of_the_blocks_are_chosen_but_neither_embedding_nor_head():
+    choice = chosen()
+    assert len(choice.converted) == 4 * 7
+    assert all(name.startswith("layers.") for name in choice.converted)
+    assert str(choice) == "28 of the blocks' 28 matrices"
+
+
+def test_filters_skip_by_name():
+    choice = chosen("--float8.skip", '["layers.0.*", "*.o_proj"]')
+    assert len(choice.skipped) == 7 + 3
+    assert len(choice.converted) == 28 - 10
+    assert "10 skipped by float8.skip" in str(choice)
+    with pytest.raises(
+        ConfigError, match=r'"lm_head" matches no matrix of the blocks \(such as layers.0.self_attn.q_proj'
+    ):
+        chosen("--float8.skip", '["lm_head"]')
+
+
+def test_matrices_that_a_gpu_cannot_multiply_in_8_bits_stay_with_a_word():
+    choice = chosen("--model.ffn_dim", "136")
+    assert len(choice.odd) == 4 * 3
+    assert "12 have dimensions that are no multiples of 16" in str(choice)
+    with pytest.raises(ConfigError, match="no matrix is left"):
+        chosen("--model.ffn_dim", "136", "--float8.skip", '["*.self_attn.*"]')
+
+
+def test_pieces_of_tensor_parallelism_must_fit_too():
+    job = config(*EMULATED, "--mesh.tp", "4", ranks=4)
+    model = skeleton(job.model)
+    with pytest.raises(ConfigError, match=r"mesh.tp 4 cuts layers.0.self_attn.k_proj into pieces of 32 / 4 = 8"):
+        choose(model.shapes, model.plan, job)
+
+
+def test_a_mixture_keeps_its_experts_and_its_router():
+    choice = chosen("--model.n_experts", "4", "--model.n_shared_experts", "1", "--model.n_dense_layers", "1")
+    assert len(choice.converted) == 4 * 4 + 3
+    assert not any("expert" in name or "router" in name for name in choice.converted)
+
+
+# --------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--float8.recipe", "tensorwise"), "a CPU has no 8-bit products"),
+        (("--float8.recipe", "tensorwise", "--job.device", "auto"), "8-bit products have no float64 sums"),
+        (("--float8.recipe", "rowwise", "--job.device", "auto", "--training.seq_len", "40"), "= 40 tokens, which must"),
+        (("--float8.emulate", "true"), "does nothing"),
+        (("--float8.recipe", "rowwise", "--float8.emulate", "true", "--float8.fsdp_all_gather", "true"), "no scale"),
+        ((*EMULATED, "--float8.fsdp_all_gather", "true", "--fsdp.partition", "owner"), "gathers nothing"),
+    ],
+)
+def test_what_contradicts_the_job_is_refused(words, reason):
+    with pytest.raises(ConfigError) as error:
+        config(*words)
+    assert reason in " ".join(str(error.value).split())
+
+
+def test_hardware_without_8_bit_products_is_refused_with_the_reason(torchao, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an old GPU")
+    for capability, recipe, reason in [
+        ((8, 0), "tensorwise", "an old GPU has compute capability 8.0, and it needs 8.9"),
+        ((8, 9), "rowwise", "has compute capability 8.9, and it needs 9.0"),
+    ]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, has=capability: has)
+        with pytest.raises(ConfigError, match=reason):
+            check_float8(Float8(recipe=recipe), GPU)
+        check_float8(Float8(recipe=recipe, emulate=True), GPU)
+    check_float8(Float8(recipe="tensorwise"), GPU)
+    with pytest.raises(ConfigError, match=r"this run is on a CPU.*set float8.emulate = true"):
+        check_float8(Float8(recipe="tensorwise"), CPU)
+
+
+def test_without_torchao_one_message_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(ConfigError, match=r"needs the package torchao.*: pip install 'torchao>=0.18'"):
+        check_float8(Float8(recipe="tensorwise", emulate=True), CPU)
+
+
+def test_its_keys_are_run_keys_but_for_how_it_is_computed():
+    assert is_run_key("float8.recipe")
+    assert is_run_key("float8.fsdp_all_gather")
+    assert not is_run_key("float8.emulate")
+    by_micro_batch, by_token = ({"float8": {"recipe": recipe}} for recipe in ("rowwise", "rowwise_with_gw_hp"))
+    assert set(further_run_keys(by_micro_batch)) == {"training.micro_batch_size", "mesh.cp"}
+    assert not further_run_keys(by_token)
+    assert not further_run_keys({})
+
+
+@pytest.mark.parametrize(("recipe", "refused"), [("tensorwise", True), ("rowwise_with_gw_hp", False)])
+def test_another_micro_batch_is_another_run_where_it_decides_scales(recipe, refused):
+    words = ("--float8.recipe", recipe, "--float8.emulate", "true")
+    old, new = (config(*words, "--training.micro_batch_size", n).model_dump() for n in ("1", "2"))
+    assert bool(run_key_diff(old, new)) == refused
+
+
+def test_the_estimate_counts_8_bits_where_fsdp_gathers_them():
+    words = ("--mesh.dp_shard", "8", "--float8.recipe", "tensorwise", "--fsdp.zero_stage", "2")
+    peaks = []
+    for gather in ("false", "true"):
+        job = config(*words, "--float8.fsdp_all_gather", gather, job="llama_7b.toml", ranks=8)
+        peaks.append(estimate_memory(job, mesh_sizes(job, 8), "cuda").peak.gathered)
+    assert 0.5 < peaks[1] / peaks[0] < 0.9
+
+
+# --------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)])
+def test_the_second_implementation_rounds_as_torchs_types_do(kind, dtype):
+    every = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    every = every[every.isfinite()]
+    middles = (every.sort().values[1:] + every.sort().values[:-1]) / 2  # ties
+    random = torch.randn(100_000, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 3, 100_000)
+    for values in (every, middles, random):
+        values = values.clamp(-kind.largest, kind.largest)
+        torch.testing.assert_close(to_format(values, kind), values.to(dtype).float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_one_layer_has_the_second_implementations_bits(torchao, recipe, dtype):
+    job = config("--float8.recipe", recipe, "--float8.emulate", "true", "--model.n_layers", "1")
+    x = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(2)).to(getattr(torch, dtype))
+    weight, grad = torch.randn(128, 64).to(x), torch.randn(2, 32, 128).to(x)
+    found = []
+    for convert in (lambda m: apply_float8(m, choice_of(m, job), job.float8), lambda m: in_8_bits(m, job.float8)):
+        model = build_model(job.model).to(x.dtype)
+        convert(model)
+        linear = model.layers["0"].mlp.up_proj
+        linear.weight = nn.Parameter(weight.clone())
+        given = x.clone().requires_grad_()
+        y = linear(given)
+        y.backward(grad)
+        found.append((y.detach(), given.grad, linear.weight.grad))
+    exact = x @ weight.T
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    error = ((found[0][0] - exact).norm() / exact.norm()).item()
+    assert 0.01 < error < 0.06  # two factors of 3 bits: each is off by 2 ** -4 at most, 0.026 in the mean square
+
+
+def test_a_run_in_8_bits_is_said_resumed_and_exported_in_full_precision(torchao, tmp_path, capsys):
+    words = (*EMULATED, "--checkpoint.interval", "10", "--checkpoint.export_every", "10", "--training.steps")
+    assert launch_here(tmp_path / "whole", *words, "20") == 0
+    assert "14 of the blocks' 14 matrices; one scale for a tensor; emulated, slowly" in " ".join(
+        capsys.readouterr().out.replace("│", " ").split()
+    )
+    assert launch_here(tmp_path / "stopped", *words, "10") == 0
+    assert launch_here(tmp_path / "stopped", *words, "20") == 0
+    assert curve(tmp_path / "stopped" / "run") == curve(tmp_path / "whole" / "run")
+    assert launch_here(tmp_path / "plain", "--training.steps", "20") == 0
+    assert curve(tmp_path / "plain" / "run") != curve(tmp_path / "whole" / "run")
+    capsys.readouterr()
+    assert launch_here(tmp_path / "stopped", "--training.steps", "30") == 78
+    assert 'float8.recipe: "tensorwise" -> "none"' in capsys.readouterr().err
+    from safetensors.torch import load_file
+
+    exports = sorted((tmp_path / "stopped" / "run" / "exports").glob("*/model*.safetensors"))
+    weights = load_file(exports[0])
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+    assert "model.layers.0.mlp.up_proj.weight" in weights
+
+
+def test_a_cpu_without_emulation_ends_in_one_message(torchao, tmp_path, capsys):
+    words = ("--job.device", "auto", "--float8.recipe", "tensorwise")
+    assert launch_here(tmp_path, *words) == 78
+    said = capsys.readouterr().err
+    assert "this run is on a CPU, which has no 8-bit products" in said
+    assert "Traceback" not in said
+
+
+def test_the_summary_names_what_the_recipe_does(torchao):
+    job = config("--float8.recipe", "rowwise_with_gw_hp", "--float8.emulate", "true", "--float8.skip", '["layers.3.*"]')
+    assert float8_products(job, CPU) == (
+        "21 of the blocks' 28 matrices, 7 skipped by float8.skip; a scale for each row, the weights' gradients in "
+        "compute_dtype; emulated, slowly (float8.emulate)"
+    )
+    assert float8_products(config(), CPU) == ""
