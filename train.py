@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from configs.command_line import answer, load_for_run, parse_command_line
 from configs.errors import ConfigError
+from configs.load import LoadedConfig
 from configs.schema import Config
 from trainer.guards.fragmentation import let_segments_grow
 from trainer.lifecycle import install_signal_handlers, tell_torchrun
@@ -25,7 +26,7 @@ def main() -> int:
     stop = install_signal_handlers()
     try:
         command = parse_command_line(sys.argv[1:])
-        if answer(command, chooser=_say_choice):
+        if answer(command, chooser=_say_choice, check_names=_check_names):
             return 0
         job = load_for_run(command)
     except ConfigError as error:
@@ -46,6 +47,12 @@ def _say_choice(config: Config, ranks: int) -> str:
     from trainer.planning.least_recomputation import planned_choice
 
     return str(planned_choice(config, ranks, card_bytes=None))
+
+
+def _check_names(job: LoadedConfig) -> None:
+    from trainer.planning.unknown_names import require_known_names
+
+    require_known_names(job)
 
 
 def end_process(code: int) -> NoReturn:
