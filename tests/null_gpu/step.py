@@ -34,7 +34,11 @@ LAUNCHES = ("launch_aten", "launch_triton", "gemm")
 
 
 def measure(
-    config: str, overrides: Sequence[str], warm_up: int = WARM_UP_STEPS, timed: int = TIMED_STEPS
+    config: str,
+    overrides: Sequence[str],
+    warm_up: int = WARM_UP_STEPS,
+    timed: int = TIMED_STEPS,
+    count_work: bool = False,
 ) -> dict[str, Any]:
     """Counts of a warmed-up step of a job, on this rank of the process group that exists already.
 
@@ -42,6 +46,7 @@ def measure(
         config, overrides: as of the command line; the data are synthetic.
         warm_up: steps before those that count.
         timed: steps of whose times the medians are taken.
+        count_work: also count operations and bytes, as `work`.
 
     Returns:
         `launches`, `memcpys`, `syncs`, `nccl_calls`, `host_ms`, `peak_allocated_bytes`, `peak_reserved_bytes`, and
@@ -73,13 +78,12 @@ def measure(
             idle.append(counters.idle_seconds())
     counts = counters.read()
     peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    parameters = learner.parameters.values()
-    with (
-        _synchronizations() as places,
-        _collectives(groups_of_axes(learner.mesh)) as calls,
-        counting(learner.optimizer, parameters) as work,
-    ):
+    with _synchronizations() as places, _collectives(groups_of_axes(learner.mesh)) as calls:
         learner.step(next(loader), 1e-4, terms)
+    work: dict[str, int] = {}
+    if count_work:
+        with counting(learner.optimizer, learner.parameters.values()) as work:
+            learner.step(next(loader), 1e-4, terms)
     loader.close()
     return {
         "launches": sum(counts[name] for name in LAUNCHES),
@@ -272,7 +276,7 @@ def main() -> int:
         print(json.dumps(measure_bare(options.config, overrides), indent=2))
         return 0
     try:
-        result = measure(options.config, overrides, timed=options.timed)
+        result = measure(options.config, overrides, timed=options.timed, count_work=True)
     except KeelError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -63,6 +63,11 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self.work = work
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs as ever; in other modes torch would run what it was compiled from."""
+        return True
+
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         keywords = keywords or {}
         if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):

@@ -82,11 +82,16 @@ PARTS = {
     "sinks of a run's records": (("trainer/report/sinks",), (), 460),
     "estimates and reports": (
         ("trainer/planning", "trainer/report"),
-        ("step_records.py", "wall_clock.py", "sinks", "least_recomputation.py"),
+        ("step_records.py", "wall_clock.py", "sinks", "least_recomputation.py", "unknown_names.py", "for_validate.py"),
         1795,
     ),
     "the kernels of attention": (("parallelisms/attention/backend.py",), (), 140),
     "how much is recomputed": (("trainer/planning/least_recomputation.py",), (), 150),
+    "names that only the model knows": (
+        ("trainer/planning/unknown_names.py", "trainer/planning/for_validate.py"),
+        (),
+        50,
+    ),
     "the records of a run's steps": (("trainer/report/step_records.py", "trainer/report/wall_clock.py"), (), 200),
     "the page of runs": (("scripts/page", "scripts/report.py", "scripts/runs.py"), (), 1250),
     "paired experiments": (("trainer/comparison", "scripts/compare.py", "scripts/score.py"), (), 640),

@@ -5,7 +5,7 @@ import pytest
 from configs.command_line import answer, parse_command_line
 from configs.errors import ConfigError
 from configs.load import load
-from train import _check_names
+from trainer.planning.for_validate import check_names
 
 SELECTIVE = ("--activation_checkpoint.mode", "selective")
 
@@ -39,7 +39,7 @@ SELECTIVE = ("--activation_checkpoint.mode", "selective")
 def test_validate_refuses_what_does_not_exist(words, message):
     command = parse_command_line(["--config", "debug.toml", "--validate", *words])
     with pytest.raises(ConfigError) as caught:
-        answer(command, {}, check_names=_check_names)
+        answer(command, {}, check_names=check_names)
     assert str(caught.value).startswith(message)
 
 
@@ -47,7 +47,7 @@ def test_all_mistakes_come_at_once():
     groups = ("--optimizer.groups", '[{pattern = "nothing", freeze = true}]')
     ops = (*SELECTIVE, "--activation_checkpoint.save_ops", '["nothing"]')
     with pytest.raises(ConfigError) as caught:
-        _check_names(load("debug.toml", [*groups, *ops]))
+        check_names(load("debug.toml", [*groups, *ops]))
     first, second = str(caught.value).splitlines()
     assert first.startswith("--optimizer.groups: ")
     assert second.startswith("--activation_checkpoint.save_ops: ")
@@ -57,7 +57,7 @@ def test_names_that_exist_are_no_mistake(capsys):
     groups = ("--optimizer.groups", '[{pattern = "*norm*", lr_scale = 0.1}]')
     ops = (*SELECTIVE, "--activation_checkpoint.save_ops", '["aten.mm", "aten._scaled_dot_product_*"]')
     command = parse_command_line(["--config", "debug.toml", "--validate", *groups, *ops])
-    assert answer(command, {}, check_names=_check_names)
+    assert answer(command, {}, check_names=check_names)
     assert "debug" in capsys.readouterr().out
 
 
