@@ -26,7 +26,7 @@ def test_the_work_of_a_step_is_that_of_the_model(null_ranks):
     assert "generated_bytes" not in eager
     # SwiGLU alone: forward reads gate and up and writes their product; backward reads three and writes two.
     assert compiled["generated_bytes"] > 4 * tokens * 1024 * 2 * (3 + 5)
-    assert compiled["generated_bytes"] + compiled["operator_bytes"] < 0.7 * eager["operator_bytes"]
+    assert compiled["generated_bytes"] + compiled["operator_bytes"] < 0.8 * eager["operator_bytes"]
 
 
 def test_the_estimate_adds_the_parts_of_a_step():
