@@ -33,6 +33,7 @@ MODES = ("eager", "compiled")
 _SERVE = str(Path(__file__).parent / "peers" / "serve.py")
 _ROOT = Path(__file__).parents[2]
 _GIB = 2**30
+_WARM_UP_STEPS = 2  # after the first
 
 
 @dataclass
@@ -186,12 +187,15 @@ def _require(name: str, python: str) -> None:
 def _started(name: str, python: str, job: dict[str, Any]) -> "_Worker":
     """A worker whose first step is done; what it compiled was compiled before, by one that has ended."""
     if not job["compile"]:
-        return _Worker(name, python, job, {})
-    with tempfile.TemporaryDirectory() as cache:  # loaded code needs its files no more
+        worker = _Worker(name, python, job, {})
+        worker.warm_up()
+        return worker
+    with tempfile.TemporaryDirectory() as cache:  # what is loaded and warm needs its files no more
         caches = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
         with _Worker(name, python, job, caches) as cold:
             pass
         warm = _Worker(name, python, job, caches)
+        warm.warm_up()
     warm.row.cold_start_seconds = cold.row.warm_start_seconds
     warm.row.cold_start_cpu_seconds = cold.row.warm_start_cpu_seconds
     return warm
@@ -225,6 +229,11 @@ class _Worker:
             warm_start_seconds=time.perf_counter() - started,
             warm_start_cpu_seconds=first["cpu_seconds"],
         )
+
+    def warm_up(self) -> None:
+        """Train steps that are not measured: some code is compiled in the second."""
+        self._ask(f"{_WARM_UP_STEPS}\n")
+        self._answer()
 
     def turn(self, steps: int) -> float:
         """Train some steps; returns the seconds of one."""
