@@ -11,9 +11,9 @@ from typing import NoReturn
 
 from configs.command_line import answer, load_for_run, parse_command_line
 from configs.errors import ConfigError
-from configs.schema import Config
 from trainer.guards.fragmentation import let_segments_grow
 from trainer.lifecycle import install_signal_handlers, tell_torchrun
+from trainer.planning.for_validate import check_names, say_choice
 
 
 def main() -> int:
@@ -25,7 +25,7 @@ def main() -> int:
     stop = install_signal_handlers()
     try:
         command = parse_command_line(sys.argv[1:])
-        if answer(command, chooser=_say_choice):
+        if answer(command, chooser=say_choice, check_names=check_names):
             return 0
         job = load_for_run(command)
     except ConfigError as error:
@@ -40,12 +40,6 @@ def main() -> int:
     from trainer.run import run
 
     return run(job, stop)
-
-
-def _say_choice(config: Config, ranks: int) -> str:
-    from trainer.planning.least_recomputation import planned_choice
-
-    return str(planned_choice(config, ranks, card_bytes=None))
 
 
 def end_process(code: int) -> NoReturn:

@@ -83,14 +83,23 @@ def parse_command_line(words: Sequence[str]) -> CommandLine:
 Chooser = Callable[[Config, int], str]
 """Says what `activation_checkpoint.memory_limit_gib` chooses for a job on so many ranks."""
 
+NamesCheck = Callable[[LoadedConfig], None]
+"""Raises a ConfigError if the job names a parameter or an op that does not exist."""
 
-def answer(command: CommandLine, environment: Mapping[str, str] = os.environ, chooser: Chooser = lambda *_: "") -> bool:
+
+def answer(
+    command: CommandLine,
+    environment: Mapping[str, str] = os.environ,
+    chooser: Chooser = lambda *_: "",
+    check_names: NamesCheck = lambda _: None,
+) -> bool:
     """Carry out `--help`, `--validate` or `--print-config`; under torchrun only rank 0 prints.
 
     Args:
         command: the parsed command line.
         environment: where torchrun says how many ranks there are.
-        chooser: called by `--validate` for a job with a memory limit; the one thing here that needs torch.
+        chooser: called by `--validate` for a job with a memory limit; it needs torch.
+        check_names: called by `--validate` for a job that names parameters or ops; it needs torch.
 
     Returns:
         False if none of them was given, so that the job is to be run.
@@ -100,7 +109,7 @@ def answer(command: CommandLine, environment: Mapping[str, str] = os.environ, ch
     """
     if command.action == "run":
         return False
-    text = _answer(command, environment, chooser)
+    text = _answer(command, environment, chooser, check_names)
     if environment.get("RANK", "0") == "0":
         _print(text)
     return True
@@ -130,15 +139,23 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python reports the error again on exit
 
 
-def _answer(command: CommandLine, environment: Mapping[str, str], chooser: Chooser) -> str:
+def _answer(command: CommandLine, environment: Mapping[str, str], chooser: Chooser, check_names: NamesCheck) -> str:
     if command.action == "help":
         return help_text(min(shutil.get_terminal_size().columns, 100))
     world_size = _world_size(environment)
     loaded = load(command.config, command.overrides, world_size)
     if command.action == "print_config":
         return loaded.to_toml(with_origins=True)
+    if _has_names(loaded.config):
+        check_names(loaded)
     missing = "".join(f"warning: {line}; the machine that runs the job needs it\n" for line in missing_paths(loaded))
     return f"{summary(loaded, world_size)}\n{missing}{_chosen(loaded.config, world_size, chooser)}"
+
+
+def _has_names(config: Config) -> bool:
+    """Whether the job names parameters, ops or matrices, which only torch and the model know."""
+    table = config.activation_checkpoint
+    return bool(config.optimizer.groups or table.save_ops or table.save_every_nth_matmul > 1)
 
 
 def _chosen(config: Config, world_size: int | None, chooser: Chooser) -> str:

@@ -1,6 +1,7 @@
-"""Measure Keel's speed: compared to a plain loop, along each axis of the mesh, with a slow network.
+"""Measure Keel's speed: compared to a plain loop and to other frameworks, along each axis of the mesh.
 
     python scripts/benchmark.py [bare] --config benchmark_10m.toml --json speed.json
+    python scripts/benchmark.py peers --litgpt PYTHON --transformers PYTHON --torchtitan PYTHON --json peers.json
     python scripts/benchmark.py loader
     python scripts/benchmark.py axes --rounds 3
     torchrun --nproc-per-node 4 scripts/benchmark.py overlap --milliseconds 20 --fsdp.reshard_after_forward always
@@ -56,6 +57,15 @@ def bare(options: argparse.Namespace, overrides: list[str]) -> Figures:
     return figures, lines(figures)
 
 
+def peers(options: argparse.Namespace, overrides: list[str]) -> Figures:
+    """Speed, first step and memory of Keel, a bare loop and other frameworks, each in a process of its own."""
+    from scripts.benchmarks.contenders import PEERS, lines, measure
+
+    pythons = {name: python for name in PEERS if (python := getattr(options, name))}
+    figures = measure(options.config, overrides, pythons, options.modes, options.rounds, options.steps)
+    return figures, lines(figures)
+
+
 def loader(_options: argparse.Namespace, _overrides: list[str]) -> Figures:
     """Tokens per second that the loader alone reads from token files."""
     from scripts.benchmarks.bare import loader_speed
@@ -80,7 +90,7 @@ def overlap(options: argparse.Namespace, overrides: list[str]) -> Figures:
     return figures, lines(figures)
 
 
-_COMMANDS = ("bare", "loader", "axes", "overlap")
+_COMMANDS = ("bare", "peers", "loader", "axes", "overlap")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,6 +116,11 @@ def _parser() -> argparse.ArgumentParser:
     add = of_job(bare, "benchmark_10m.toml", 10)
     add("--steps", type=int, default=2, help="steps per turn (default: %(default)s)")
     add("--variants", type=_variants, default=",".join(VARIANTS), help="variants to measure (default: %(default)s)")
+    add = of_job(peers, "benchmark_10m.toml", 5)
+    add("--steps", type=int, default=2, help="steps per turn (default: %(default)s)")
+    add("--modes", type=_modes, default="eager,compiled", help="of eager and compiled (default: %(default)s)")
+    for name in ("torchtitan", "litgpt", "transformers"):
+        add(f"--{name}", metavar="PYTHON", help=f"the Python of an environment with {name}; without it, left out")
     command(loader)
     add = of_job(axes, "benchmark_10m.toml", 3)
     add("--steps", type=int, default=3, help="steps per turn (default: %(default)s)")
@@ -122,6 +137,12 @@ def _numbers(text: str) -> list[int]:
 def _variants(text: str) -> list[str]:
     if unknown := set(text.split(",")) - set(VARIANTS):
         raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; choose from {', '.join(VARIANTS)}")
+    return text.split(",")
+
+
+def _modes(text: str) -> list[str]:
+    if unknown := set(text.split(",")) - {"eager", "compiled"}:
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; choose from eager, compiled")
     return text.split(",")
 
 

@@ -263,6 +263,8 @@ SLOW = {
     ),
     "unit/test_scripts.py": (
         "test_the_benchmark_measures_what_it_says",
+        "test_keel_and_the_bare_loop_take_turns*",
+        "test_what_cannot_be_compared*",
         "test_a_plan_of_7b*",
     ),
     "unit/test_sinks.py": ("test_a_service_*", "test_a_run_writes*"),

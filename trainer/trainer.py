@@ -49,6 +49,7 @@ from trainer.planning.float8 import float8_products
 from trainer.planning.flops import peak_flops
 from trainer.planning.least_recomputation import chosen, least_recomputation
 from trainer.planning.skeleton import skeleton
+from trainer.planning.unknown_names import require_known_names
 from trainer.preparation import prepare_data, require_inputs
 from trainer.proof.fingerprints import Fingerprints
 from trainer.report.console import Console
@@ -120,6 +121,7 @@ class Trainer:
         self.peak = peak_flops(device_name(device), config.training.compute_dtype)
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), self.device)
         with mistakes_of_the_job():
+            require_known_names(job)
             self.recomputation = least_recomputation(config, self.mesh)
             self.config = config = chosen(config, self.recomputation)
             self.attention = attention_kernel(config, device)

@@ -1,6 +1,7 @@
 """Draw the README's pictures; needs matplotlib.
 
 python docs/pictures/draw.py curve STRAIGHT_RUN MOVED_RUN    # folders of two runs of debug.toml
+python docs/pictures/draw.py samples RUN                     # a run of debug.toml with validation.samples
 python docs/pictures/draw.py proof TABLE                     # the output of scripts/parity.py
 """
 
@@ -39,6 +40,25 @@ def draw_curve(straight: str, moved: str) -> None:
     figure.savefig(HERE / "loss_curve.svg", metadata={"Date": None})
 
 
+SHOWN_SAMPLES = 4
+
+
+def draw_samples(run: str) -> None:
+    """How a run continues its first text, after a few of its validations."""
+    records = map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines())
+    sampled = [record for record in records if record.get("samples")]
+    last = len(sampled) - 1
+    chosen = sorted({round(i * last / (SHOWN_SAMPLES - 1)) for i in range(SHOWN_SAMPLES)})
+    figure, panels = plt.subplots(1, len(chosen), figsize=(7.5, 2.2), layout="constrained", squeeze=False)
+    for panel, record in zip(panels[0], (sampled[i] for i in chosen), strict=True):
+        text = "".join(record["samples"][0].values())  # the prompt, and what follows it
+        shown = "\n".join(line[:34] for line in text.expandtabs(4).splitlines()[:11])
+        panel.set_title(f"step {record['step']}, loss {record['validation_loss']:.2f}", fontsize=8, loc="left")
+        panel.text(0, 1, shown, family="monospace", fontsize=5.5, va="top", parse_math=False)
+        panel.axis("off")
+    figure.savefig(HERE / "samples.svg", metadata={"Date": None})
+
+
 FIGURE = r"(\d\.\de[+-]\d\d)"
 ROW = re.compile(rf"(.+?)\s+{FIGURE}\s+{FIGURE}\s+{FIGURE}\s+{FIGURE}\s+(ok|FAILS)")
 """A row's name, and its differences of loss, gradient norm, first step's gradients and final weights."""
@@ -66,4 +86,4 @@ def draw_proof(table: str) -> None:
 
 
 if __name__ == "__main__":
-    {"curve": draw_curve, "proof": draw_proof}[sys.argv[1]](*sys.argv[2:])
+    {"curve": draw_curve, "samples": draw_samples, "proof": draw_proof}[sys.argv[1]](*sys.argv[2:])

@@ -65,22 +65,22 @@ def measure(
 def _step(job: LoadedConfig, overrides: Sequence[str], mesh: Mesh, variant: str) -> Step:
     loop, _, mode = variant.partition("-")
     if loop == "bare":
-        return _bare_step(job.config, mesh, compiled=mode == "compiled")
+        return bare_step(job.config, mesh.device, compiled=mode == "compiled")
     compiled = ["--compile.enable", str(mode == "compiled").lower()]
     return KeelStep(load(job.file, [*overrides, *compiled], mesh.sizes.world_size).config, mesh)
 
 
-def _bare_step(config: Config, mesh: Mesh, compiled: bool) -> Step:
+def bare_step(config: Config, device: torch.device, compiled: bool) -> Step:
     """Make the step function of the bare loop."""
     with torch.device("meta"):
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
-    materialize(model, mesh.device, config.training.seed)
+    materialize(model, device, config.training.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, fused=True)
     compute_dtype = getattr(torch, config.training.compute_dtype)
-    batches = _batches_in_memory(config, mesh.device)
+    batches = _batches_in_memory(config, device)
 
     def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(mesh.device.type, compute_dtype, enabled=compute_dtype is torch.bfloat16):
+        with torch.autocast(device.type, compute_dtype, enabled=compute_dtype is torch.bfloat16):
             logits = model(tokens)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 

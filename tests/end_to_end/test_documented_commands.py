@@ -119,6 +119,7 @@ NOT_RUN = {  # beginning of a line: why not
     "scripts/launch/elastic.sh": "tests/torture/test_torture.py",
     "torchrun --max-restarts": "an option, not a command; tests/end_to_end/test_restarts.py uses it",
     "python -m tests.null_gpu": "needs torch's CUDA build; tests/null_gpu",
+    "python scripts/benchmark.py peers": "needs other frameworks' environments; tests/unit/test_scripts.py",
     "vllm": "not installed, as the page says",
     "curl": "not installed, as the page says",
     "lm_eval": "not installed, as the page says",

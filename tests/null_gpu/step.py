@@ -34,7 +34,11 @@ LAUNCHES = ("launch_aten", "launch_triton", "gemm")
 
 
 def measure(
-    config: str, overrides: Sequence[str], warm_up: int = WARM_UP_STEPS, timed: int = TIMED_STEPS
+    config: str,
+    overrides: Sequence[str],
+    warm_up: int = WARM_UP_STEPS,
+    timed: int = TIMED_STEPS,
+    count_work: bool = False,
 ) -> dict[str, Any]:
     """Counts of a warmed-up step of a job, on this rank of the process group that exists already.
 
@@ -42,6 +46,7 @@ def measure(
         config, overrides: as of the command line; the data are synthetic.
         warm_up: steps before those that count.
         timed: steps of whose times the medians are taken.
+        count_work: also count operations and bytes, as `work`.
 
     Returns:
         `launches`, `memcpys`, `syncs`, `nccl_calls`, `host_ms`, `peak_allocated_bytes`, `peak_reserved_bytes`, and
@@ -51,6 +56,7 @@ def measure(
     import torch.distributed as dist
 
     from parallelisms.mesh import groups_of_axes
+    from tests.null_gpu.work import counting
     from trainer.step import Terms
 
     learner, loader = build(load_job(config, overrides, dist.get_world_size()))
@@ -74,6 +80,10 @@ def measure(
     peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     with _synchronizations() as places, _collectives(groups_of_axes(learner.mesh)) as calls:
         learner.step(next(loader), 1e-4, terms)
+    work: dict[str, int] = {}
+    if count_work:
+        with counting(learner.optimizer, learner.parameters.values()) as work:
+            learner.step(next(loader), 1e-4, terms)
     loader.close()
     return {
         "launches": sum(counts[name] for name in LAUNCHES),
@@ -87,8 +97,32 @@ def measure(
         "counts": counts,
         "sync_places": dict(places),
         "collectives_by_axis": dict(calls),
+        "work": dict(work),
         "torch": torch.__version__,
         "ranks": dist.get_world_size(),
+    }
+
+
+def measure_bare(config: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Counts of a step of the bare loop of `scripts/benchmark.py`, to compare: launches, syncs and memory."""
+    import torch
+
+    from scripts.benchmarks.bare import bare_step
+
+    job = load_job(config, overrides, ranks=1)
+    with weights_without_values():
+        step = bare_step(job, torch.device("cuda", 0), compiled=job.compile.enable)
+    for _ in range(WARM_UP_STEPS):
+        step()
+    counters = Counters()
+    counters.reset()
+    step()
+    counts = counters.read()
+    return {
+        "launches": sum(counts[name] for name in LAUNCHES),
+        "syncs": sum(counts[name] for name in SYNCS),
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
     }
 
 
@@ -224,6 +258,8 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="job file")
     parser.add_argument("--ranks", type=int, default=1, help="be rank 0 of so many (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the counts to this file, too")
+    parser.add_argument("--bare", action="store_true", help="count the bare loop's step instead, as JSON")
+    parser.add_argument("--timed", type=int, default=TIMED_STEPS, help="steps of which the median is taken")
     options, overrides = parser.parse_known_args()
     if "KEEL_NULL_GPUS" not in os.environ:
         try:
@@ -236,8 +272,11 @@ def main() -> int:
     from configs.errors import KeelError
 
     join(options.ranks)
+    if options.bare:
+        print(json.dumps(measure_bare(options.config, overrides), indent=2))
+        return 0
     try:
-        result = measure(options.config, overrides)
+        result = measure(options.config, overrides, timed=options.timed, count_work=True)
     except KeelError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -118,3 +118,35 @@ def test_a_mesh_that_the_user_sets_is_kept(tmp_path):
     (tmp_path / "config.toml").write_text(f'base = "{ROOT / "configs" / "parity.toml"}"\n')
     with pytest.raises(ConfigError, match="mesh"):
         load_for_scoring(tmp_path, ("--mesh.tp", "2"), 1)
+
+
+def test_keel_and_the_bare_loop_take_turns_as_processes(tmp_path):
+    path = tmp_path / "peers.json"
+    words = ["--modes", "eager", "--rounds", "3", "--steps", "1", "--json", str(path), *TINY]
+    done = run_script("benchmark.py", "peers", *words)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(path.read_text())
+    assert list(figures["rows"]) == ["bare-eager", "keel-eager"]
+    for name, row in figures["rows"].items():
+        assert row["tokens_per_second"] == pytest.approx(4 * 32 / sorted(row["seconds"])[1])
+        assert row["warm_start_cpu_seconds"] > 0
+        assert row["cold_start_seconds"] is None  # nothing is compiled
+        assert 50 * 2**20 < row["resident_peak_bytes"] < 4 * 2**30
+        ratio = [bare / own for bare, own in zip(figures["rows"]["bare-eager"]["seconds"], row["seconds"], strict=True)]
+        assert figures["over_bare"][name]["speed"] == pytest.approx(ratio)
+    assert done.stdout.splitlines()[1].startswith("bare-eager")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--litgpt", sys.executable], f"--litgpt: {sys.executable} lacks a package that is needed: No module named"),
+        (["--litgpt", "/nowhere/python"], "--litgpt: /nowhere/python can't be started (No such file or directory)"),
+        (["--optimizer.name", "muon", "--fsdp.partition", "owner"], "optimizer.name: not every framework has the same"),
+    ],
+)
+def test_what_cannot_be_compared_is_a_message(words, message):
+    done = run_script("benchmark.py", "peers", "--modes", "eager", *words, *TINY)
+    assert done.returncode == 78
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

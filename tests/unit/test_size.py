@@ -63,7 +63,7 @@ PARTS = {
     ),
     "what guards a run": (("trainer/guards", "parallelisms/guards"), ("fingerprint.py",), 1615),
     "what a launch tells": (("trainer/announce.py",), (), 105),
-    "job files: schema, reading, checks": (("configs",), ("elastic.py", "float8.py"), 2345),
+    "job files: schema, reading, checks": (("configs",), ("elastic.py", "float8.py"), 2360),
     "sums whose bits no mesh changes": (
         ("parallelisms/exact_reduction.py", "parallelisms/exact_numbers.py"),
         (),
@@ -86,8 +86,9 @@ PARTS = {
     "sinks of a run's records": (("trainer/report/sinks",), (), 460),
     "estimates and reports": (
         ("trainer/planning", "trainer/report"),
-        ("step_records.py", "wall_clock.py", "sinks", "least_recomputation.py", "float8.py"),
-        1815,
+        ("step_records.py", "wall_clock.py", "sinks", "least_recomputation.py", "float8.py")
+        + ("unknown_names.py", "for_validate.py"),
+        1825,
     ),
     "the kernels of attention": (("parallelisms/attention/backend.py",), (), 140),
     "matrix products in 8 bits": (
@@ -98,6 +99,11 @@ PARTS = {
     "fast paths of communication": (("parallelisms/symmetric_memory.py",), (), 80),
     "how much is recomputed": (("trainer/planning/least_recomputation.py",), (), 200),
     "copies that a single rank computes with": (("parallelisms/compute_copies.py",), (), 50),
+    "names that only the model knows": (
+        ("trainer/planning/unknown_names.py", "trainer/planning/for_validate.py"),
+        (),
+        50,
+    ),
     "the records of a run's steps": (("trainer/report/step_records.py", "trainer/report/wall_clock.py"), (), 200),
     "the page of runs": (("scripts/page", "scripts/report.py", "scripts/runs.py"), (), 1250),
     "paired experiments": (("trainer/comparison", "scripts/compare.py", "scripts/score.py"), (), 640),

@@ -1,0 +1,18 @@
+"""What `--validate` asks that only torch can answer, which is imported when a job needs it."""
+
+from configs.load import LoadedConfig
+from configs.schema import Config
+
+
+def say_choice(config: Config, ranks: int) -> str:
+    """What `activation_checkpoint.memory_limit_gib` chooses for a job on so many ranks."""
+    from trainer.planning.least_recomputation import planned_choice
+
+    return str(planned_choice(config, ranks, card_bytes=None))
+
+
+def check_names(job: LoadedConfig) -> None:
+    """Raise a ConfigError if the job names a parameter or an op that does not exist."""
+    from trainer.planning.unknown_names import require_known_names
+
+    require_known_names(job)

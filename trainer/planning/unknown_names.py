@@ -1,0 +1,55 @@
+"""Names in a job that only the model or torch knows: patterns of parameters, and ops.
+
+They are checked before anything is built, and by `--validate`, which needs torch for it.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from configs.errors import ConfigError
+from configs.load import LoadedConfig
+from configs.plan import plan_of
+from configs.reading.keys import key_path
+from configs.schema import Config
+from models import build_model
+from parallelisms.activation_checkpoint import select
+from trainer.optimizer import frozen_until
+from trainer.planning.skeleton import skeleton
+
+
+def require_known_names(job: LoadedConfig) -> None:
+    """Check the patterns of `optimizer.groups`, and the ops and matrices of `[activation_checkpoint]`.
+
+    Raises:
+        ConfigError: lists all mistakes, one per line, each with where its key was set.
+    """
+    found = [f"{job.layers.where(key_path(key))}: {message}" for key, message in _mistakes(job.config)]
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def _mistakes(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield a key and what is wrong with it."""
+    table = config.activation_checkpoint
+    if config.optimizer.groups:
+        names = list(skeleton(config.model).shapes)
+        yield from _mistake("optimizer.groups", lambda: frozen_until(config.optimizer, names))
+    if table.mode == "selective" and (table.save_ops or table.save_every_nth_matmul > 1):
+        key = "save_ops" if table.save_ops else "save_every_nth_matmul"
+        yield from _mistake(f"activation_checkpoint.{key}", lambda: _select(config))
+
+
+def _mistake(key: str, check: Callable[[], object]) -> Iterator[tuple[str, str]]:
+    try:
+        check()
+    except ConfigError as error:
+        yield key, str(error)
+
+
+def _select(config: Config) -> None:
+    with torch.device("meta"):
+        model = build_model(config.model)
+    plan = plan_of(model)
+    for name in plan.blocks:
+        select(model.get_submodule(name), config.activation_checkpoint, plan.save_ops)
