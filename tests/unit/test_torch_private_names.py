@@ -49,6 +49,7 @@ NAMES = {
     },
     "parallelisms/attention/blocked.py": ATTENTION,
     "parallelisms/attention/context.py": {COLLECTIVES},
+    "parallelisms/compute_copies.py": {"torch._foreach_copy_"},
     "parallelisms/expert.py": {
         COLLECTIVES,
         "torch._subclasses.fake_tensor.DynamicOutputShapeException",
@@ -60,7 +61,9 @@ NAMES = {
     "parallelisms/owner_partition.py": {"torch._foreach_copy_"},
     "parallelisms/symmetric_memory.py": {"torch.distributed._symmetric_memory.enable_symm_mem_for_group"},
     "parallelisms/tensor.py": {"*._apply", "*._prepare_input_fn"},
+    "scripts/benchmarks/peers/torchtitan_adapter.py": {"*._build_llama3_layers"},
     "scripts/parity_compare.py": {FAKE_TENSORS, "torch._functorch.config.patch", ATTENTION_ON_A_CPU},
+    "trainer/kernels/row_adamw.py": {"torch._foreach_copy_"},
     "trainer/numerics.py": {"torch._inductor.config"},
     "trainer/planning/activation_table.py": {FAKE_TENSORS, DISPATCH, LEAVES, "*._cdata"},
     "trainer/planning/traffic.py": {

@@ -310,5 +310,5 @@ def _ways(config: Config) -> Iterator[_Way]:
     yield _Way(ActivationCheckpoint(mode="full"), lambda cost: cost.forward - cost.last)
 
 
-_PRODUCTS = ("aten.mm", "keel.grouped_mm", "_c10d_functional.reduce_scatter_tensor")
+_PRODUCTS = ("aten.mm", "aten._scaled_mm", "keel.grouped_mm", "_c10d_functional.reduce_scatter_tensor")
 """Of the ops that a plan names: matrix products, and the tensor-parallel sum of the terms that they compute."""
