@@ -74,10 +74,10 @@ def score_run(folder: Path, step: int | None, overrides: Sequence[str], console:
 
 
 def load_for_scoring(folder: Path, overrides: Sequence[str], ranks: int) -> LoadedConfig:
-    """Load the job of a run folder; one rank drops the run's mesh, unless the overrides set one."""
+    """Load a run folder's job, which is not elastic then; one rank drops its mesh, unless the overrides set one."""
     drops_mesh = ranks == 1 and not any(word.startswith("--mesh.") for word in overrides)
     alone = [f"--mesh.{axis}=1" for axis in Mesh.model_fields] if drops_mesh else []
-    return load(str(folder / "config.toml"), [*alone, *overrides], ranks)
+    return load(str(folder / "config.toml"), ["--elastic.enable=false", *alone, *overrides], ranks)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -105,6 +105,7 @@ def test_a_command_ends_with_a_message_and_a_code(capsys, ends_by, code, said):
         ("dp_replicate = 2\ncp = 2", (), 1, (1, 1, 1)),
         ("tp = 2", (), 2, (1, 2, 1)),
         ("tp = 2", ("--mesh.tp", "1"), 2, (2, 1, 1)),
+        ("tp = 2\n[elastic]\nenable = true\nmeshes = [{tp = 4}, {tp = 2}]", (), 1, (1, 1, 1)),
     ],
 )
 def test_one_rank_scores_a_run_of_any_mesh(tmp_path, mesh, words, ranks, sizes):
