@@ -10,7 +10,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,8 @@ from trainer.lifecycle import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTE
 
 _ELASTIC = "is_host=false,last_call_timeout=10,join_timeout=86400,read_timeout=60,close_timeout=1"
 """torchrun's settings for hosts that are lost and join (docs/elastic.md); scripts/launch/elastic.sh has the same."""
+
+_RETRY_SECONDS = 0.1
 
 
 def torchrun_line(program: str, words: Sequence[str], ranks: int, nodes: str) -> str:
@@ -46,11 +49,16 @@ def run_ranks(program: str, words: Sequence[str], ranks: int) -> int:
     logging.disable(logging.ERROR)  # torch's reports on ranks that end, of which Keel has said why
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # the agent's handlers would kill the ranks
     agent: list[Any] = []
+    passed_on: set[int] = set()
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        pids = [worker.id for each in agent for worker in each.get_worker_group().workers if worker.id]
-        if not pids:
+        if not agent:
             sys.exit(EXIT_PREEMPTED)
+        pids = [worker.id for worker in agent[0].get_worker_group().workers if worker.id]
+        if not pids:  # the ranks are being started, and would be left alone
+            threading.Timer(_RETRY_SECONDS, os.kill, (os.getpid(), number)).start()
+            return
+        passed_on.add(number)
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -60,7 +68,7 @@ def run_ranks(program: str, words: Sequence[str], ranks: int) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal
     agent.append(_agent(program, words, ranks))
     result = agent[0].run()
-    return _exit_code(result.failures) if result.is_failed() else EXIT_DONE
+    return _exit_code(result.failures, passed_on) if result.is_failed() else EXIT_DONE
 
 
 def _agent(program: str, words: Sequence[str], ranks: int) -> Any:
@@ -90,11 +98,13 @@ def _agent(program: str, words: Sequence[str], ranks: int) -> Any:
     return LocalElasticAgent(spec, logs_specs=config.logs_specs, start_method=config.start_method)
 
 
-def _exit_code(failures: dict[int, Any]) -> int:
-    """The exit code of the rank that ended first, where it is one of Keel's."""
+def _exit_code(failures: dict[int, Any], passed_on: Collection[int]) -> int:
+    """The exit code of the rank that ended first, where it is one of Keel's; a signal may come before it can save."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     rank, first = ChildFailedError("keel train", failures).get_first_failure()
+    if -first.exitcode in passed_on:
+        return EXIT_PREEMPTED
     if first.exitcode < 0:
         print(f"rank {rank} was killed by {signal.Signals(-first.exitcode).name}", file=sys.stderr)
     return first.exitcode if first.exitcode in (EXIT_PREEMPTED, EXIT_CONFIG) else EXIT_FAILED

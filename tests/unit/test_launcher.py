@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from scripts.launcher import run_ranks
 
@@ -56,6 +57,34 @@ def run(folder, program, ranks=2):
 def test_the_exit_code_is_that_of_the_ranks(tmp_path, capfd, ending, code, said):
     assert run(tmp_path, RANK + ending) == code
     assert capfd.readouterr().err == said
+
+
+def test_a_signal_while_ranks_are_being_started_reaches_them(tmp_path, monkeypatch):
+    start = LocalElasticAgent._start_workers
+
+    def start_and_signal(agent, group):
+        started = start(agent, group)
+        while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)  # the agent does not know its ranks yet
+        return started
+
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", start_and_signal)
+    assert run(tmp_path, WAIT) == 75
+    assert {(tmp_path / f"stopped-{rank}").read_text() for rank in range(2)} == {"15"}
+
+
+def test_ranks_that_are_signalled_before_they_can_save_are_preempted(tmp_path, capfd):
+    def send():
+        while not (tmp_path / "ready-0").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert run(tmp_path, RANK + 'open(f"ready-{rank}", "w").close(); time.sleep(600)') == 75
+    sender.join()
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
