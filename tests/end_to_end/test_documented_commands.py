@@ -67,7 +67,6 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     " runs/proven --step 4 --ranks 2 --mesh.tp 2",
     "python scripts/certify.py runs/proven --checks 5": "python scripts/certify.py runs/proven --checks 1",
     "keel sample": "python scripts/keel.py sample --help",
-    "keel evaluate": "python scripts/keel.py evaluate --help",
     "keel replay": "python scripts/keel.py replay --help",
     "keel replay RUN --step N": "python scripts/keel.py replay --help",
     "keel certify": "python scripts/keel.py certify --help",
