@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+import trainer.step  # noqa: F401  # the ops of all techniques must be known
 from configs.errors import ConfigError
 from configs.load import LoadedConfig
 from configs.plan import plan_of
