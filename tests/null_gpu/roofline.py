@@ -35,6 +35,12 @@ JOBS: dict[str, tuple[str, int, str]] = {
         1,
         "--training.global_batch_size 8 --activation_checkpoint.memory_limit_gib 132",
     ),
+    "8B, 1 GPU, in 132 GiB, bfloat16 moments": (
+        "llama_8b.toml",
+        1,
+        "--training.global_batch_size 8 --activation_checkpoint.memory_limit_gib 132 "
+        "--optimizer.moments_dtype bfloat16",
+    ),
     "7B, FSDP 8": ("llama_7b.toml", 8, ""),
     "7B, FSDP 4 x TP 2, full recomputation": (
         "llama_7b.toml",
