@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from checkpoint.manifest import Manifest
+from configs.reading.keys import key_path
+from configs.run_change import default_of
 from configs.schema import is_exact
 
 CODE = "Keel's code"
@@ -26,6 +28,8 @@ SETTINGS = (
     "pipeline.stages_per_rank",
     "pipeline.split",
     "compile.enable",
+    "attention.backend",
+    "optimizer.kernel",
     "comm.async_tp",
     "float8.emulate",
 )
@@ -61,9 +65,9 @@ def changed_settings(
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The SETTINGS that a config contains."""
+    """The SETTINGS of a config; one that an earlier version of Keel did not have counts as its default."""
     tables = ((key, *key.split(".")) for key in SETTINGS)
-    return {key: config[table][name] for key, table, name in tables if name in config.get(table, {})}
+    return {key: config.get(table, {}).get(name, default_of(key_path(key))) for key, table, name in tables}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:

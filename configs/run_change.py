@@ -24,7 +24,7 @@ def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     before, after = _run_values(old, further), _run_values(new, further)
     lines = []
     for path in sorted(before.keys() | after.keys(), key=lambda path: list(map(str, path))):
-        was, now = (values.get(path, _default(path)) for values in (before, after))
+        was, now = (values.get(path, default_of(path)) for values in (before, after))
         if was != now:
             lines.append(f"{dotted(path)}: {_text(was)} -> {_text(now)}")
     return lines
@@ -66,7 +66,8 @@ def value_at(config: Any, path: KeyPath) -> Any:
     return config
 
 
-def _default(path: KeyPath) -> Any:
+def default_of(path: KeyPath) -> Any:
+    """The default of a key; None if it has none."""
     key = find(path)
     return key.default if key else None
 
