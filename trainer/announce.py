@@ -63,7 +63,7 @@ def say_hello(trainer: Trainer) -> None:
 
 
 def _where(config: Config, choice: Choice) -> str:
-    """One line: "hosts: 2; 4 ranks form the mesh dp_shard 4"."""
+    """One line: "elastic: 2 hosts of 2 ranks; 4 ranks form the mesh dp_shard 4"."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return f"elastic: {choice.world_size // here} hosts of {here} ranks; {describe(config, choice)}"
 

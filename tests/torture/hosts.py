@@ -185,7 +185,7 @@ class Run:
     problems: list[str] = field(default_factory=list)
 
     def watch(self) -> None:
-        """Look at the checkpoints: whoever commits a step must be the only one."""
+        """Look at the checkpoints: only one launch may commit a step."""
         for step in steps_in(self.folder / "checkpoints"):
             with suppress(UserError, OSError):
                 manifest = read_manifest(self.folder / f"checkpoints/step-{step:08d}")

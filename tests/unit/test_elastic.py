@@ -240,6 +240,8 @@ def test_a_launch_that_is_about_to_end_is_waited_for(tmp_path):
     with holder(tmp_path) as process:
         threading.Timer(0.7, process.kill).start()
         lock_or_take_over(tmp_path, refuse, 60.0)
+        with holder_is_refused(tmp_path):
+            pass
 
 
 def test_a_launch_that_is_not_elastic_is_never_taken_over(tmp_path):

@@ -121,7 +121,7 @@ def test_an_update_follows_the_formula(dtype, n):
 
 
 def test_the_second_moment_follows_a_small_change():
-    """Rounded to the nearest, a moment of 1 that each step moves by 1e-3 of the way would stay 1 for ever."""
+    """Rounded to the nearest, a moment of 1 that each step moves by 1e-3 of the way would never change."""
     n, steps = 1024, 200
     weight, gradient = torch.zeros(n), torch.full((n,), 0.5)
     m, v = torch.zeros(n).bfloat16(), torch.ones(n).bfloat16()
