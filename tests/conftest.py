@@ -10,7 +10,10 @@ from hypothesis import settings
 from tests import slow
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-settings.register_profile("keel", deadline=None)  # a busy machine is no error
+# No deadline, since a busy machine is no error. The same examples each time, so that whether a change may land does not
+# depend on luck; `pytest --hypothesis-profile=search` looks for new ones.
+settings.register_profile("keel", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None, max_examples=1000)
 settings.load_profile("keel")
 
 ROOT = Path(__file__).parent.parent

@@ -159,7 +159,9 @@ SOURCES = st.lists(TEXT, min_size=1, max_size=3, unique=True).map(
 )
 JOBS = st.fixed_dictionaries(
     {
-        "job": st.fixed_dictionaries({"name": TEXT.filter(str.isprintable), "output_dir": TEXT.filter(bool)}),
+        "job": st.fixed_dictionaries(
+            {"name": TEXT.filter(str.isprintable), "output_dir": TEXT.filter(lambda t: t != "" and "\0" not in t)}
+        ),
         "model": st.fixed_dictionaries(
             {
                 "dim": st.integers(1, 10**4).map(lambda n: 8 * n),
