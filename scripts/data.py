@@ -22,8 +22,9 @@ if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from configs.errors import UserError
-from scripts.command import end, parser_of, run_command
-from trainer.report.console import Console, count
+from scripts.command import end, not_negative, parser_of, positive, run_command
+from trainer.report.console import Console
+from trainer.report.units import count
 
 if TYPE_CHECKING:
     from trainer.microscope.documents import Document
@@ -201,18 +202,22 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("run", type=Path, metavar="RUN", help="run folder")
         one.add_argument("--json", action="store_true", help="print a JSON object per line")
         if command is step:
-            one.add_argument("step", type=int, metavar="STEP", help="step, numbered from 1")
+            one.add_argument("step", type=not_negative, metavar="STEP", help="step, numbered from 1")
             one.add_argument("--full", action="store_true", help="print the whole text of each document's part")
         elif command is find:
             one.add_argument("text", nargs="?", metavar="TEXT", help="text to look for")
             one.add_argument("--document", type=int, metavar="N", help="number of a document, as `step` shows it")
             one.add_argument("--source", metavar="NAME", help="search only this source")
             one.add_argument(
-                "--step", type=int, metavar="STEP", help="the checkpoint to say it of (default: the newest)"
+                "--step", type=not_negative, metavar="STEP", help="the checkpoint to say it of (default: the newest)"
             )
-            one.add_argument("--most", type=int, default=10, metavar="N", help="places to show (default: %(default)s)")
+            one.add_argument(
+                "--most", type=positive, default=10, metavar="N", help="places to show (default: %(default)s)"
+            )
         else:
-            one.add_argument("--step", type=int, metavar="STEP", help="up to this step (default: newest checkpoint's)")
+            one.add_argument(
+                "--step", type=not_negative, metavar="STEP", help="up to this step (default: newest checkpoint's)"
+            )
     return parser
 
 

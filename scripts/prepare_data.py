@@ -15,8 +15,8 @@ if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.command import INPUT_HELP, add_text_arguments, end, parser_of, positive, run_command
-from trainer.data.prepare import prepare
-from trainer.data.prepared_folder import RECORD, described
+from trainer.data.text.prepare import prepare
+from trainer.data.text.prepared_folder import RECORD, described
 from trainer.report.console import Console
 
 

@@ -13,8 +13,8 @@ if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.command import INPUT_HELP, add_text_arguments, end, parser_of, run_command
-from trainer.data.bad_files import PATIENCE, BadFiles
-from trainer.data.text import documents
+from trainer.data.text.bad_files import PATIENCE, BadFiles
+from trainer.data.text.documents import documents
 from trainer.data.tokenizer import train_sentencepiece
 from trainer.report.console import Console
 

@@ -11,11 +11,11 @@ from configs.errors import KeelError, UserError
 from configs.load import LoadedConfig
 from configs.paths import missing_paths
 from configs.schema import Config, Prepare
-from trainer.data.bad_files import PATIENCE, BadFiles
-from trainer.data.listing import examine, list_files
-from trainer.data.prepare import prepare
-from trainer.data.prepared_folder import described
-from trainer.data.text import documents
+from trainer.data.text.bad_files import PATIENCE, BadFiles
+from trainer.data.text.documents import documents
+from trainer.data.text.listing import examine, list_files
+from trainer.data.text.prepare import prepare
+from trainer.data.text.prepared_folder import described
 from trainer.data.tokenizer import train_sentencepiece
 from trainer.evaluation.tasks import find_tasks
 from trainer.lifecycle import EXIT_PREEMPTED, StopRequest

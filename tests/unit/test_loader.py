@@ -16,7 +16,7 @@ from configs.schema import Config
 from trainer.data.loader import IGNORED, build_loader, merge_state_dicts
 from trainer.data.order import Epochs, Mixture, derive_key, permute
 from trainer.data.prefetch import Prefetcher
-from trainer.data.token_writer import TokenFileWriter
+from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.tokenizer import load_tokenizer, train_sentencepiece
 
 SEQ_LEN = 16

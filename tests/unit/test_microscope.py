@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from configs.load import load
 from scripts.data import main
+from tests.end_to_end.launch import launch_here
 from tests.unit.small_job import JOB
 from trainer.data.loader import build_loader
 from trainer.data.packing import PackingWriter, write_mark
+from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import BLOCK_BYTES, Header, TokenFolder
-from trainer.data.token_writer import TokenFileWriter
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
 from trainer.microscope.documents import Documents
 from trainer.microscope.history import History, Stretch
@@ -260,3 +261,15 @@ def test_a_corpus_of_a_trillion_tokens_takes_less_than_a_second(run, tmp_path, c
     assert time.process_time() - started < 1
     assert step in [use.step for use in uses]
     assert f"document {document.number} (17 of 1000000000 tokens, 0.tokens)" in capsys.readouterr().out
+
+
+def test_a_batch_that_a_resume_changed(tmp_path):
+    words = ("--checkpoint.interval", "3", "--job.allow_run_change", "true", "--training.micro_batch_size", "1")
+    for steps, batch in ((3, 8), (5, 4), (7, 2)):
+        sizes = ("--training.steps", str(steps), "--training.global_batch_size", str(batch))
+        assert launch_here(tmp_path, *words, *sizes) == 0
+    run = RunData(tmp_path / "run")
+    found = [run.history.samples(step) for step in range(1, 9)]
+    assert [len(samples) for samples in found] == [8, 8, 8, 4, 4, 2, 2, 2]
+    assert [sample for samples in found for sample in samples] == [*range(38)]
+    assert [row.samples for row in run.ledger(7)] == [36]

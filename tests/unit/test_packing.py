@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from configs.errors import UserError
 from scripts.prepare_data import main as prepare_data
 from tests.unit.test_loader import SEED, VOCAB_SIZE, config
-from trainer.data import prepare as preparing
 from trainer.data.loader import IGNORED, build_loader, merge_state_dicts
 from trainer.data.packing import PackedSource, PackingWriter, best_fit, window_bounds
-from trainer.data.prepare import prepare
 from trainer.data.sources import PADDING
+from trainer.data.text import prepare as preparing
+from trainer.data.text.prepare import prepare
+from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import TokenFolder
-from trainer.data.token_writer import TokenFileWriter
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
 
 SEQ_LEN = 16
@@ -74,7 +74,7 @@ def corpus(tmp_path_factory):
     (root / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparing, "MIN_SHARD_BYTES", 2000)
-        patch.setattr("trainer.data.text.PIECE_BYTES", 2000)
+        patch.setattr("trainer.data.text.documents.PIECE_BYTES", 2000)
         record = prepare(
             [str(root / "text.jsonl")], root / "out", root / "tokenizer.model", validation_fraction=0.1, pack=SEQ_LEN
         )

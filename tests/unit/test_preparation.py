@@ -8,7 +8,7 @@ import pytest
 
 from configs.errors import UserError
 from configs.schema import Source
-from trainer.data.bad_files import BINARY
+from trainer.data.text.bad_files import BINARY
 from trainer.lifecycle import StopRequest
 from trainer.preparation import _look_at_text
 from trainer.report.console import Console

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from configs.errors import UserError
 from scripts.prepare_data import main as prepare_data
 from scripts.train_tokenizer import main as train_tokenizer
-from trainer.data import prepare as module
-from trainer.data.prepare import divide, prepare
-from trainer.data.shard import is_validation
-from trainer.data.text import Piece
+from trainer.data.text import prepare as module
+from trainer.data.text.documents import Piece
+from trainer.data.text.prepare import divide, prepare
+from trainer.data.text.shard import is_validation
 from trainer.data.token_file import TokenFolder
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
 
@@ -101,7 +101,7 @@ def test_any_number_of_processes_gives_the_same_bytes(corpus, tmp_path, undistur
 KILLED_AFTER_THREE_SHARDS = """
 import os, signal, sys
 from pathlib import Path
-from trainer.data import prepare
+from trainer.data.text import prepare
 
 def progress(done, total, message):
     if len(list(Path(output).with_name(".out.partial").glob("reports/*.json"))) >= 3:
@@ -169,7 +169,7 @@ def test_files_that_changed_since_the_stop_are_read_again(corpus, tmp_path):
 
 def test_launches_at_the_same_time_do_not_break_each_other(corpus, tmp_path, undisturbed):
     code = (
-        "import sys; from pathlib import Path; from trainer.data import prepare as p; p.MIN_SHARD_BYTES = 4000;"
+        "import sys; from pathlib import Path; from trainer.data.text import prepare as p; p.MIN_SHARD_BYTES = 4000;"
         "p.prepare([sys.argv[1]], Path(sys.argv[2]), Path(sys.argv[3]), 1, 0.2)"
     )
     command = [sys.executable, "-c", code, corpus / "text", tmp_path / "out", corpus / "t.model"]
@@ -470,5 +470,5 @@ def test_the_scripts_run_from_any_folder(tmp_path, script):
 
 
 def test_the_workers_do_not_import_torch():
-    code = "import sys, trainer.data.prepare; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainer.data.text.prepare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

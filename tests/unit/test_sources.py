@@ -5,8 +5,8 @@ import pytest
 
 from configs.errors import UserError
 from trainer.data.sources import SyntheticSource, TokenSource
+from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import TokenFolder
-from trainer.data.token_writer import TokenFileWriter
 
 SEQ_LEN = 8
 DOCUMENTS = [list(range(start, start + length)) for start, length in [(0, 5), (5, 1), (6, 20), (26, 9), (35, 15)]]

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.errors import UserError
-from trainer.data import hub as inputs
-from trainer.data import streaming
-from trainer.data.streaming import Rows, TextSource, merge_states
+from trainer.data.text import hub as inputs
+from trainer.data.text import streaming
+from trainer.data.text.streaming import Rows, TextSource, merge_states
 
 SEQ_LEN = 7
 N_SHARDS = 4

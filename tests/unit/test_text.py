@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.errors import UserError
-from trainer.data import text as module
-from trainer.data.bad_files import BINARY, HIDDEN, LINKED, BadFiles
-from trainer.data.text import documents, pieces, read
+from trainer.data.text import documents as module
+from trainer.data.text.bad_files import BINARY, HIDDEN, LINKED, BadFiles
+from trainer.data.text.documents import documents, pieces, read
 
 
 def read_all(path, text_key="text", limit=0):

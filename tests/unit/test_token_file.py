@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from configs.errors import UserError
 from trainer.data import token_file
+from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import BLOCK_BYTES, Header, TokenFile, TokenFolder
-from trainer.data.token_writer import TokenFileWriter
 
 HASH = "0123456789abcdef0123456789abcdef"
 VOCAB = 1000

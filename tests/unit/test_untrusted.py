@@ -27,9 +27,9 @@ from scripts.export_hf import _tokenizer
 from tests.held import held
 from tests.unit.hf_support import TINY, make_model, save
 from tests.unit.test_checkpoint_exploits import reseal
-from trainer.data import text
-from trainer.data.prepared_folder import Settings, is_finished
-from trainer.data.text import BadFiles, documents
+from trainer.data.text import documents as text
+from trainer.data.text.documents import BadFiles, documents
+from trainer.data.text.prepared_folder import Settings, is_finished
 from trainer.data.tokenizer import load_tokenizer
 from trainer.guards.saved_state import check_saved_state
 from trainer.lifecycle import read_status

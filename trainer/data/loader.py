@@ -21,7 +21,7 @@ from trainer.data.order import Mixture
 from trainer.data.packing import PackedSource, packed_for
 from trainer.data.prefetch import Prefetcher
 from trainer.data.sources import PADDING, SampleSource, SyntheticSource, TokenSource
-from trainer.data.streaming import TextSource, merge_states
+from trainer.data.text.streaming import TextSource, merge_states
 from trainer.data.token_file import TokenFolder
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 

@@ -21,8 +21,8 @@ from configs.errors import UserError
 from configs.files import write_atomically
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
 from trainer.data.sources import PADDING, TokenSource
+from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import TokenFolder
-from trainer.data.token_writer import TokenFileWriter
 
 NAME = "packed.json"
 """Marks a folder of packed token files, and says for which seq_len."""

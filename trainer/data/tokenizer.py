@@ -291,6 +291,8 @@ def train_sentencepiece(
         UserError: the texts are too few for the vocabulary, or `output` cannot be written. Anything that `texts` raises
             is raised as well.
     """
+    if output.suffix == ".json":
+        raise UserError(f"{output}: a SentencePiece model would be read as a tokenizer.json; name it .model")
     reader = _Reader(texts, at_end)
     model = io.BytesIO()
     try:

@@ -60,11 +60,6 @@ class Documents:
             start = document.stop
 
 
-def text_of(document: Document, folder: TokenFolder, tokenizer: Tokenizer) -> str:
-    """Decode a whole document."""
-    return tokenizer.decode(folder.read(document.start, document.stop - document.start).tolist())
-
-
 def occurrences(text: str, documents: Documents, tokenizer: Tokenizer) -> Iterator[tuple[Document, int, int]]:
     """Find a text by decoding every document; yields the document and the tokens [start, stop) that spell the text.
 

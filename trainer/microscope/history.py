@@ -74,7 +74,7 @@ def read_history(folder: Path, config: Config) -> History:
     lines = [(change.step, line) for change in manifest.run_changes for line in change.changes]
     sizes = [(step, int(found[1]), int(found[2])) for step, line in lines if (found := _BATCH_CHANGE.fullmatch(line))]
     stretches = [Stretch(1, 0, sizes[0][1] if sizes else batch)]
-    events: list[tuple[int, int, int | None]] = [(step, now, None) for step, _, now in sizes]
+    events: list[tuple[int, int, int | None]] = [(step + 1, now, None) for step, _, now in sizes]
     rewinds = [incident for incident in run.incidents if incident["what"] == "rewind"]
     events += [(each["spike_step"], each["to_step"], each["samples"][1] + 1) for each in rewinds]
     for at, value, resumed_at in sorted(events, key=lambda event: event[0]):

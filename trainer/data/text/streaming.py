@@ -32,10 +32,10 @@ import numpy as np
 import xxhash
 
 from configs.errors import UserError
-from trainer.data.bad_files import BadFiles
-from trainer.data.hub import pin
-from trainer.data.inputs import content_files
-from trainer.data.text import Piece, pieces, read
+from trainer.data.text.bad_files import BadFiles
+from trainer.data.text.documents import Piece, pieces, read
+from trainer.data.text.hub import pin
+from trainer.data.text.inputs import content_files
 from trainer.data.tokenizer import Tokenizer, encode_document
 
 FULL_CHECK_BYTES = 1 << 30

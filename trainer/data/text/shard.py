@@ -12,12 +12,12 @@ from typing import Any
 
 import xxhash
 
-from trainer.data.bad_files import PATIENCE, BadFiles
 from trainer.data.packing import PackingWriter
-from trainer.data.prepared_folder import TRAIN, VALIDATION, Settings, Split, read_json, write_json
-from trainer.data.text import Piece, read
+from trainer.data.text.bad_files import PATIENCE, BadFiles
+from trainer.data.text.documents import Piece, read
+from trainer.data.text.prepared_folder import TRAIN, VALIDATION, Settings, Split, read_json, write_json
+from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import SUFFIX
-from trainer.data.token_writer import TokenFileWriter
 from trainer.data.tokenizer import Tokenizer, encode_document, load_tokenizer
 
 

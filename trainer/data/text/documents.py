@@ -33,10 +33,10 @@ from typing import IO, Any, Literal, cast
 
 from configs.errors import UserError
 from configs.untrusted import parse_json, read_file, shortened
-from trainer.data import hub
-from trainer.data.bad_files import BINARY, BadFiles
-from trainer.data.hub import pin
-from trainer.data.inputs import HUB, content_files, files_of, import_package
+from trainer.data.text import hub
+from trainer.data.text.bad_files import BINARY, BadFiles
+from trainer.data.text.hub import pin
+from trainer.data.text.inputs import HUB, content_files, files_of, import_package
 
 MAX_TEXT_BYTES = 16 << 30
 """Limit on a file that is one document."""

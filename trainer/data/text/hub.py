@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import OutageError, UserError
-from trainer.data.inputs import HUB, import_package
+from trainer.data.text.inputs import HUB, import_package
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 

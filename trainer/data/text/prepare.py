@@ -35,11 +35,12 @@ import numpy as np
 
 from configs.errors import OutageError, UserError
 from configs.files import FULL
-from trainer.data.bad_files import BadFiles
-from trainer.data.hub import pin
-from trainer.data.listing import InputFile, examine, list_files, summary, write_list
 from trainer.data.packing import write_mark
-from trainer.data.prepared_folder import (
+from trainer.data.text.bad_files import BadFiles
+from trainer.data.text.documents import Piece, pieces
+from trainer.data.text.hub import pin
+from trainer.data.text.listing import InputFile, examine, list_files, summary, write_list
+from trainer.data.text.prepared_folder import (
     RECORD,
     Settings,
     Split,
@@ -50,8 +51,7 @@ from trainer.data.prepared_folder import (
     read_record,
     write_json,
 )
-from trainer.data.shard import Shard, hash_shard, keep, read_bytes, write_shard
-from trainer.data.text import Piece, pieces
+from trainer.data.text.shard import Shard, hash_shard, keep, read_bytes, write_shard
 from trainer.data.tokenizer import load_tokenizer
 
 MIN_SHARD_BYTES = 1 << 20

@@ -9,8 +9,8 @@ from typing import Any
 from configs.errors import UserError
 from configs.files import write_atomically
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, shortened
-from trainer.data.bad_files import BadFiles
-from trainer.data.listing import changes, examine, list_files, read_list, write_list
+from trainer.data.text.bad_files import BadFiles
+from trainer.data.text.listing import changes, examine, list_files, read_list, write_list
 
 RECORD = "prepare.json"
 TRAIN, VALIDATION = "train", "validation"

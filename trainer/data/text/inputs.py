@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
-from trainer.data.bad_files import HIDDEN, LINKED, BadFiles
+from trainer.data.text.bad_files import HIDDEN, LINKED, BadFiles
 
 STDLIB = "python_stdlib"
 HUB = "hub:"

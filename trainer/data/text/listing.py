@@ -19,9 +19,9 @@ import xxhash
 from configs.errors import UserError
 from configs.files import write_atomically
 from configs.untrusted import parse_json, read_file, shortened
-from trainer.data.bad_files import BadFiles
-from trainer.data.inputs import HUB, content_files, files_of
-from trainer.data.text import file_pieces, read
+from trainer.data.text.bad_files import BadFiles
+from trainer.data.text.documents import file_pieces, read
+from trainer.data.text.inputs import HUB, content_files, files_of
 
 NAME = "inputs.jsonl"
 MAX_LIST_BYTES = 1 << 30
