@@ -13,6 +13,10 @@ there is a higher one. A checkpoint is thus never committed by an older launch, 
 This relies on nothing but atomic creations and renames, as a POSIX file system has, and NFS between its clients. Lines
 of `metrics.jsonl` and `status.json` are guarded by the same look, but not by a rename: a process that is halted in the
 microseconds between the look and the write may, when it continues, still write one line.
+
+A launch also records at which step it began, before it cuts anything back, with a name for what it trains from there:
+its *line*. A copy of the state in memory (`checkpoint.memory_copies`) bears the name of its line, and is out of date
+once a later launch has begun at an earlier step.
 """
 
 import json
@@ -23,9 +27,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from configs.errors import UserError
-from configs.files import synced
+from configs.files import synced, write_atomically
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
 
 FOLDER = "incarnations"
@@ -74,6 +79,23 @@ class Incarnation:
         """Whether no newer launch has taken the run over."""
         return newest_number(self.folder) == self.number
 
+    def begin(self, step: int, source: str) -> str:
+        """Record, once and again after going back, that the run goes on from `step`; returns the name of its line.
+
+        Args:
+            step: steps completed.
+            source: what it goes on from, for people.
+
+        Raises:
+            Superseded: a newer launch has taken the run over.
+            OSError: the file system refuses.
+        """
+        self.require_current()
+        line = uuid4().hex[:16]
+        facts = facts_of(self.folder, self.number) | {"began": step, "from": source, "line": line}
+        write_atomically(self._file, [json.dumps(facts) + "\n"])
+        return line
+
     def show_life(self) -> None:
         """Renew the time of its file, by which another launch sees that this one is alive.
 
@@ -90,6 +112,10 @@ class Alone:
 
     def require_current(self) -> None:
         """Nothing can have taken the run over."""
+
+    def begin(self, step: int, source: str) -> str:
+        """Nothing is recorded."""
+        return ""
 
 
 def claim(run_folder: Path, facts: Mapping[str, Any]) -> Incarnation:
@@ -132,6 +158,17 @@ def facts_of(folder: Path, number: int) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}
+
+
+def is_of_this_line(folder: Path, number: int, line: str, step: int) -> bool:
+    """Whether the state of `step` in a launch's line belongs to what the run is now: no later launch began before it.
+
+    A launch without a record of its beginning has cut nothing back.
+    """
+    if facts_of(folder, number).get("line") != line:
+        return False
+    later = (facts_of(folder, each).get("began") for each in range(number + 1, newest_number(folder) + 1))
+    return all(began is None or began >= step for began in later)
 
 
 def last_sign_of_life(folder: Path) -> int:

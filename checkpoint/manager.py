@@ -27,6 +27,7 @@ from checkpoint.bits import CODE, changed_settings, changed_surroundings
 from checkpoint.compare import shape_differences
 from checkpoint.incarnation import Alone, Incarnation
 from checkpoint.manifest import Damaged, Manifest, Origin, RunChange, damaged
+from checkpoint.memory_copies import Copy, MemoryCopies, with_copies
 from checkpoint.room import crowded_hosts, measure_room
 from checkpoint.safe_read import read_metadata
 from checkpoint.store import SaveFailed, State
@@ -36,7 +37,7 @@ from checkpoint.writer import OPTIMIZER, Save, Saved, Writer
 from configs.errors import ConfigError, UserError, listed
 from configs.run_change import function_diff
 from configs.schema import Checkpoint
-from parallelisms.ranks import on_rank_zero
+from parallelisms.ranks import on_rank, on_rank_zero
 
 TrainerState = dict[str, Any]
 GRACE_SECONDS = 10.0
@@ -53,6 +54,8 @@ class Found:
     trainer_state: TrainerState
     changes: list[RunChange] = field(default_factory=list)
     """Run keys that differ now, as `job.allow_run_change` allows."""
+    copy: Copy | None = None
+    """If it is a copy in the hosts' memory."""
 
 
 class CheckpointManager:
@@ -111,10 +114,15 @@ class CheckpointManager:
         self._environment = dict(environment or {})
         self._incarnation = incarnation or Alone()
         self._writer = Writer(folder, settings, rewind_interval, self._incarnation)
+        self._copies: MemoryCopies | None = None
+        if settings.memory_copies and incarnation:
+            given = (settings.memory_copies, self._writer.group, incarnation, self._log, self._warn)
+            self._copies = self._writer.copies = MemoryCopies(folder.parent, *given)
+        self._copy_is_due = self._has_copied = False
         self._pending: Save | None = None
         self._vote: Vote | None = None
         self._clock = SaveClock(settings.interval_minutes)
-        self._candidates: list[Path] | None = None
+        self._candidates: list[Path | Copy] | None = None
         """Checkpoints to fall back to if `_found` is damaged; None before `find`."""
         self._reason = ""
         """Why they were chosen."""
@@ -164,10 +172,9 @@ class CheckpointManager:
         load, go_back = self._settings.load, self._settings.go_back
         choice = on_rank_zero(self._writer.group, lambda: folders.choose(self._folder, load, go_back))
         self._candidates, self._reason = [*choice.candidates], choice.reason
-        if self._candidates:
-            self._find_next()
-        elif self._settings.init_from is not None:
-            self._initial = self._find_initial(Path(self._settings.init_from))
+        if self._copies and load == "latest":
+            self._candidates = with_copies(choice.candidates, self._copies.find())
+        self._find_next()
         found = self._found or self._initial
         if found and shapes:
             self._require_none(found, shape_differences(found.metadata, shapes))
@@ -197,31 +204,43 @@ class CheckpointManager:
             try:
                 self._load(self._found, state)
             except Damaged as error:
-                self._pass_over(error)
+                self._pass_over(error, self._found.copy is not None)
                 self._find_next()
                 continue
             newer = ", all newer ones are damaged" if self._problems else ""
-            self._log(f"resuming from {self._found.folder}: {self._reason}{newer}")
+            if self._copies and (copy := self._found.copy):
+                hosts = self._copies.names(copy.holders)
+                self._log(f"resuming from step {copy.step}, from copies in the memory of {hosts}{newer}")
+            else:
+                self._log(f"resuming from {self._found.folder}: {self._reason}{newer}")
             self._say_other_bits(self._found.manifest)
             return self._found.trainer_state
         self._initialize(state)
         return None
 
     def _find_next(self) -> None:
-        """Read the first candidate that is not damaged, and check that the run may resume from it."""
-        assert self._candidates
-        self._found = None
-        while self._found is None:
-            folder = self._candidates.pop(0)
-            try:
-                self._found = self._find(folder)
-            except Damaged as error:
-                self._pass_over(error)
+        """Read the first candidate that is not damaged, and check that the run may resume from it.
 
-    def _pass_over(self, error: Damaged) -> None:
-        """Warn of a damaged checkpoint if there is one to fall back to; otherwise raise."""
+        If there is none, the run starts from scratch: perhaps with the weights that `checkpoint.init_from` names.
+        """
+        assert self._candidates is not None
+        self._found = None
+        while self._found is None and self._candidates:
+            candidate = self._candidates.pop(0)
+            try:
+                self._found = self._find(candidate)
+            except Damaged as error:
+                self._pass_over(error, isinstance(candidate, Copy))
+        if self._found is None and self._settings.init_from is not None:
+            self._initial = self._find_initial(Path(self._settings.init_from))
+
+    def _pass_over(self, error: Damaged, is_copy: bool) -> None:
+        """Warn of a damaged checkpoint if there is one to fall back to; otherwise raise.
+
+        A copy in memory is more than a run can count on: without a checkpoint it begins as it would without the copy.
+        """
         self._problems.append(str(error))
-        if self._settings.on_damage == "stop" or not self._candidates:
+        if self._settings.on_damage == "stop" or not (self._candidates or is_copy):
             raise Damaged("\n".join(self._problems)) from None
         self._warn(f"{error}; trying the one before it (checkpoint.on_damage)")
 
@@ -234,8 +253,20 @@ class CheckpointManager:
         Raises:
             UserError: the folder can't be written.
         """
+        self._begin_incarnation()
         on_rank_zero(self._writer.group, self._prepare)
         self._leave_later_ones()
+
+    def _begin_incarnation(self) -> None:
+        """Record where this launch begins, before anything later is cut off: later copies in memory are out of date."""
+        found = self._found
+        step, source = (found.manifest.step if found else 0), "memory" if found and found.copy else "disk"
+        try:
+            line = on_rank_zero(self._writer.group, lambda: self._incarnation.begin(step, source))
+        except OSError as error:
+            raise UserError(f"the beginning of this launch can't be recorded: {error} (see job.output_dir)") from None
+        if self._copies:
+            self._copies.begin_line(line, found.copy if found else None)
 
     def _prepare(self) -> None:
         self._incarnation.require_current()
@@ -247,6 +278,8 @@ class CheckpointManager:
         If a host has too little memory to stage its ranks' state, this launch saves like `checkpoint.mode = "sync"`:
         through a small buffer, while training waits.
         """
+        if self._copies:
+            self._copies.check_room(store.shards_of(state), self._writer.saved_dtype)
         if self._writer.mode == "sync":
             return
         hosts_room = measure_room(store.shards_of(state), self._writer.saved_dtype, self._writer.group)
@@ -278,6 +311,7 @@ class CheckpointManager:
         """
         self._found = self._find(manifests.step_folder(self._folder, step))
         self._load(self._found, state)
+        self._begin_incarnation()
         self._leave_later_ones()
         return self._found.trainer_state
 
@@ -285,7 +319,8 @@ class CheckpointManager:
         """Move the checkpoints aside that the run does not continue, and begin a new line if there were any."""
         found = self._found
         is_own = found is not None and on_rank_zero(
-            self._writer.group, lambda: folders.is_own(self._folder, found.folder, found.manifest.step)
+            self._writer.group,
+            lambda: bool(found.copy) or folders.is_own(self._folder, found.folder, found.manifest.step),
         )
         newest_kept = found.manifest.step if found and is_own else None
         aside = on_rank_zero(self._writer.group, lambda: self._set_aside(newest_kept))
@@ -300,8 +335,11 @@ class CheckpointManager:
         self._incarnation.require_current()
         return folders.set_aside(self._folder, newest_kept, self._metrics)
 
-    def _find(self, folder: Path) -> Found:
+    def _find(self, candidate: Path | Copy) -> Found:
         """Read what describes a checkpoint, and check that the run may resume from it."""
+        if isinstance(candidate, Copy):
+            return self._find_copy(candidate)
+        folder = candidate
         found = on_rank_zero(self._writer.group, lambda: _read(folder))
         if not found.trainer_state:  # made by scripts/import_hf.py
             raise ConfigError(
@@ -310,10 +348,21 @@ class CheckpointManager:
             )
         return replace(found, changes=self._changes(found))
 
+    def _find_copy(self, copy: Copy) -> Found:
+        """Like `_find`; a rank that has it reads it for all."""
+        assert self._copies is not None
+        folder = self._copies.folder / copy.name
+        if self._settings.verify == "hash":
+            copy = self._copies.verified(copy)
+        found = on_rank(self._copies.describer(copy), self._writer.group, lambda: _read(folder, is_whole=False))
+        return replace(found, folder=folder, copy=copy, changes=self._changes(found))
+
     def _load(self, found: Found, state: State) -> None:
-        self._verify(found)
+        if found.copy is None:
+            self._verify(found)
         self._fill(found, state, _may_resume_from)
-        self._last = Origin(found.manifest.run_id, found.manifest.step)
+        # A copy is not a checkpoint that later ones may name, or that need not be saved.
+        self._last = found.manifest.parent if found.copy else Origin(found.manifest.run_id, found.manifest.step)
         self._times_gone_back = max(found.manifest.times_gone_back, self._settings.go_back)
         self._initialized_from = found.manifest.initialized_from
         self._run_changes = [*found.manifest.run_changes, *found.changes]
@@ -393,6 +442,8 @@ class CheckpointManager:
         shards = store.shards_of(state)
         self._require_none(found, store.differences(found.metadata, shards, self._writer.group, may_convert))
         started = time.perf_counter()
+        if self._copies and found.copy:
+            self._copies.fetch(found.copy, store.files_for(found.metadata, shards))
         store.read(found.folder, found.metadata, shards, self._writer.group)
         self._log(f"loaded step {found.manifest.step} in {time.perf_counter() - started:.1f} s")
 
@@ -418,8 +469,9 @@ class CheckpointManager:
         validation_loss: float | None = None,
         prune: bool = True,
         chain: str = "",
+        in_memory: bool = False,
     ) -> float:
-        """Write a checkpoint of the run after `step` steps.
+        """Write a checkpoint of the run after `step` steps, or a copy of its state to the hosts' memory.
 
         Both states are saved as they are now, even if they are written in the background. Waits for a save that is
         still in progress. A step that this run has already saved, or was loaded from, is skipped.
@@ -432,6 +484,7 @@ class CheckpointManager:
             validation_loss: None unless it was measured at this step.
             prune: remove the checkpoints that the settings don't keep; False while this one may turn out bad.
             chain: `Manifest.chain`.
+            in_memory: make a copy in memory; `should_copy` has said so. A failure is a warning: the one before is kept.
 
         Returns:
             Seconds for which training waited.
@@ -442,25 +495,66 @@ class CheckpointManager:
                 background before it; raised on all ranks. Earlier failures are warnings, and the run continues.
         """
         started = time.perf_counter()
-        self.wait()
-        self._clock.start()
-        folder = manifests.step_folder(self._folder, step)
-        try:
-            unfinished = self._writer.begin(folder, is_ours=step == self.latest_step())
-        except SaveFailed as error:
-            self._failed(error)
-            return time.perf_counter() - started
+        unfinished = self._begin_copy(step) if in_memory else self._begin(step)
         if unfinished is None:
             return time.perf_counter() - started
+        self._copy_is_due = False
         draft = self._draft(step, trainer_state["tokens"], data_fingerprint or {}, validation_loss, chain)
-        save = Save(started, unfinished, draft, json.dumps(trainer_state), prune, self._newest())
-        self._pending = save
-        self._writer.start(save, state)
+        text, prune = json.dumps(trainer_state), prune and not in_memory
+        self._pending = Save(started, unfinished, draft, text, prune, self._newest(), in_memory)
+        self._writer.start(self._pending, state)
         if self._writer.mode == "sync":
             self.wait()
         stall = time.perf_counter() - started
-        self._log(f"checkpoint {folder.name}: training waited {stall:.3f} s")
+        if not in_memory:
+            name = manifests.step_folder(self._folder, step).name
+            self._log(f"checkpoint {name}: training waited {stall:.3f} s")
         return stall
+
+    def _begin(self, step: int) -> Path | None:
+        """The temporary folder of a checkpoint; None if there is none to write, or the disk refuses."""
+        self.wait()
+        self._clock.start()
+        try:
+            return self._writer.begin(manifests.step_folder(self._folder, step), is_ours=step == self.latest_step())
+        except SaveFailed as error:
+            self._failed(error)
+            return None
+
+    def _begin_copy(self, step: int) -> Path | None:
+        """The temporary folder of a copy on this host; None if a host refuses."""
+        assert self._copies is not None
+        self._copy_is_due = False
+        try:
+            return self._copies.begin(step)
+        except SaveFailed as error:
+            self._copy_failed(step, error)
+            return None
+
+    def should_copy(self, step: int) -> bool:
+        """Whether to copy the state to the hosts' memory after `step` steps.
+
+        A copy that is due while a save or another copy is under way waits for its end.
+        """
+        if self._copies is None:
+            return False
+        self._copy_is_due |= step % self._settings.memory_interval == 0
+        return self._copy_is_due and self._pending is None
+
+    def _copy_failed(self, step: int, error: SaveFailed) -> None:
+        why = str(error).removesuffix(" (see job.output_dir)")
+        self._warn(f"the copy of step {step} in the hosts' memory has failed, TRAINING GOES ON without it: {why}")
+
+    def _announce_copy(self, saved: Saved) -> None:
+        """Say so of the first one."""
+        if not self._has_copied and self._copies:
+            self._has_copied = True
+            megabytes = sum(entry.size for entry in saved.manifest.files.values()) / 1e6
+            self._log(
+                f"the state of step {saved.manifest.step}, {megabytes:.1f} MB, is in the memory of "
+                f"{self._copies.names(range(len(self._copies.hosts)))}, {saved.seconds:.1f} s after its step; the next "
+                "copies are not announced"
+            )
 
     def poll(self) -> None:
         """Check whether the background save has finished. All ranks call it once per step; it never waits long.
@@ -493,7 +587,10 @@ class CheckpointManager:
         try:
             saved = save.result.result(self._seconds_left(save))
         except SaveFailed as error:
-            self._failed(error)
+            if save.in_memory:
+                self._copy_failed(save.draft.step, error)
+            else:
+                self._failed(error)
             return
         except TimeoutError:
             if save.result.done():  # the TimeoutError came from the writer itself
@@ -502,6 +599,9 @@ class CheckpointManager:
                 f"the save to {save.unfinished} has not finished within {self._settings.timeout_seconds} s "
                 f"(checkpoint.timeout_seconds): the disk does not answer on rank {dist.get_rank()}, or is too slow"
             ) from None
+        if save.in_memory:
+            self._announce_copy(saved)
+            return
         self._failures.clear()
         manifest = saved.manifest
         self._last = Origin(manifest.run_id, manifest.step)
@@ -528,6 +628,8 @@ class CheckpointManager:
         self._writer.close()
         if self._failures:
             raise self._failures[-1]
+        if self._copies:
+            self._copies.forget()
 
     def _draft(
         self, step: int, tokens: int, data_fingerprint: Mapping[str, str], validation_loss: float | None, chain: str
@@ -568,14 +670,20 @@ class CheckpointManager:
         self._warn(f"{error}; TRAINING GOES ON, {kept}; failed saves in a row: {count}, the run ends at {limit}")
 
 
-def _read(folder: Path) -> Found:
+def _read(folder: Path, is_whole: bool = True) -> Found:
     """Read the parts of a checkpoint that describe it.
+
+    Args:
+        folder: the checkpoint.
+        is_whole: whether all its files must be there.
 
     Raises:
         Damaged: it is damaged.
         UserError: it has a newer format.
     """
-    return Found(folder, manifests.read_manifest(folder), read_metadata(folder), manifests.read_trainer_state(folder))
+    manifest = manifests.read_manifest(folder) if is_whole else manifests.read_description(folder)
+    sizes = None if is_whole else {name: entry.size for name, entry in manifest.files.items()}
+    return Found(folder, manifest, read_metadata(folder, sizes), manifests.read_trainer_state(folder))
 
 
 def _may_resume_from(name: str, saved: torch.dtype) -> bool:

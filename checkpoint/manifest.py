@@ -66,7 +66,7 @@ class RunChange:
     """Run keys that were changed on a resume, with `job.allow_run_change`."""
 
     step: Count
-    """The first step to which they apply."""
+    """Steps completed before the resume: the changes apply from the next one on."""
     changes: list[str]
     """One line per key: its name, old and new value."""
 
@@ -227,6 +227,16 @@ def commit(
         OSError: a file can't be written.
     """
     _check_visible(unfinished, files)
+    manifest = describe(unfinished, draft, files, trainer_state)
+    sync_folder(unfinished)
+    may_commit()
+    unfinished.rename(unfinished.with_name(unfinished.name.removesuffix(mark + UNFINISHED)))
+    sync_folder(unfinished.parent)
+    return manifest
+
+
+def describe(unfinished: Path, draft: Manifest, files: Mapping[str, FileEntry], trainer_state: str) -> Manifest:
+    """Write trainer.json and MANIFEST.json; the arguments, the result and the errors are those of `commit`."""
     trainer = trainer_state.encode()
     with synced(unfinished / TRAINER_NAME) as file:
         file.write(trainer)
@@ -234,10 +244,6 @@ def commit(
     manifest = replace(draft, files={**dict(sorted(files.items())), TRAINER_NAME: entry})
     with synced(unfinished / MANIFEST_NAME) as file:
         file.write(sealed(json.dumps(asdict(manifest), indent=1)).encode())
-    sync_folder(unfinished)
-    may_commit()
-    unfinished.rename(unfinished.with_name(unfinished.name.removesuffix(mark + UNFINISHED)))
-    sync_folder(unfinished.parent)
     return manifest
 
 
@@ -254,6 +260,13 @@ def read_manifest(folder: Path) -> Manifest:
         Damaged: the folder is not a complete checkpoint.
         UserError: the checkpoint has a newer format.
     """
+    manifest = read_description(folder)
+    _check_files(folder, manifest)
+    return manifest
+
+
+def read_description(folder: Path) -> Manifest:
+    """Like `read_manifest`, of a folder that may lack files."""
     text = sealed_text(folder)
     try:
         version = parse_json(text).get("format_version")  # the seal guarantees an object
@@ -271,7 +284,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(folder, f"{MANIFEST_NAME} is not in the form that Keel writes: {place}: {first['msg']}") from None
     except ValueError as error:
         raise damaged(folder, f"{MANIFEST_NAME} can't be read: {error}") from None
-    _check_files(folder, manifest)
+    for name in manifest.files:
+        if not is_plain_name(name):
+            raise damaged(folder, f"{MANIFEST_NAME} names {name!r}, outside of the folder")
     return manifest
 
 
@@ -329,8 +344,6 @@ def _hint(folder: Path) -> str:
 
 def _check_files(folder: Path, manifest: Manifest) -> None:
     for name, entry in manifest.files.items():
-        if not is_plain_name(name):
-            raise damaged(folder, f"{MANIFEST_NAME} names {name!r}, outside of the folder")
         path = folder / name
         if path.is_symlink() or not path.is_file():
             raise damaged(folder, f"{name} is {'no plain file' if path.is_symlink() or path.exists() else 'missing'}")

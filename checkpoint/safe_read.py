@@ -15,7 +15,7 @@ import pickle
 import struct
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -240,8 +240,12 @@ _EFFECTS: dict[int, Callable[[_Index], None]] = {
 }
 
 
-def read_metadata(folder: Path) -> Metadata:
+def read_metadata(folder: Path, sizes: Mapping[str, int] | None = None) -> Metadata:
     """Read the index of the checkpoint in `folder` without running any code in it.
+
+    Args:
+        folder: the checkpoint.
+        sizes: of its files, in bytes, if not all of them are in the folder.
 
     Raises:
         UserError: the index can't be read, or has anything but whole tensors in files of this folder.
@@ -251,7 +255,7 @@ def read_metadata(folder: Path) -> Metadata:
         content = read_file(path, MAX_INDEX_BYTES)
         with _without_collection():
             metadata = _Index(content).load()
-        _check(metadata, folder)
+        _check(metadata, lambda name: (folder / name).lstat().st_size if sizes is None else sizes.get(name, 0))
     except OSError as error:
         raise damaged(folder, f"{path.name} can't be read: {error.strerror}") from None
     # A damaged pickle may fail in any way, so every kind of exception means the same here.
@@ -279,7 +283,7 @@ def _without_collection() -> Generator[None, None, None]:
             gc.enable()
 
 
-def _check(metadata: Any, folder: Path) -> None:
+def _check(metadata: Any, size_of: Callable[[str], int]) -> None:
     """Raise ValueError unless `metadata` describes whole tensors in files beside it."""
     if type(metadata) is not Metadata:
         raise ValueError(f"it holds a {type(metadata).__name__} instead of an index of tensors")
@@ -288,7 +292,7 @@ def _check(metadata: Any, folder: Path) -> None:
     if metadata.planner_data is not None:
         raise ValueError("it has planner data, which Keel does not write")
     metadata.storage_meta = StorageMeta()
-    _check_places(metadata.storage_data, folder)
+    _check_places(metadata.storage_data, size_of)
     for name, entry in metadata.state_dict_metadata.items():
         if type(entry) is not TensorStorageMetadata:
             raise ValueError(f"{name} is not a tensor")
@@ -300,7 +304,7 @@ def _check(metadata: Any, folder: Path) -> None:
             _check_part(name, entry, chunk, metadata.storage_data)
 
 
-def _check_places(places: dict[Any, Any], folder: Path) -> None:
+def _check_places(places: dict[Any, Any], size_of: Callable[[str], int]) -> None:
     """Raise ValueError unless each place is in a file beside the index, and the files are long enough for them."""
     used: Counter[str] = Counter()
     for place in places.values():
@@ -313,7 +317,7 @@ def _check_places(places: dict[Any, Any], folder: Path) -> None:
             raise ValueError(f"a place in {place.relative_path} is invalid")
         used[place.relative_path] += place.length
     for name, length in used.items():
-        if length > (folder / name).lstat().st_size:
+        if length > size_of(name):
             raise ValueError(f"{name} is shorter than its tensors")
 
 

@@ -27,6 +27,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -254,6 +255,12 @@ def read(folder: Path, metadata: Metadata, shards: Mapping[str, Shard], group: d
     except CheckpointException as failure:
         reasons = [f"rank {rank}: {_first_line(error)}" for rank, (error, _) in sorted(failure.failures.items())]
         raise damaged(folder, "; ".join(reasons)) from failure
+
+
+def files_for(metadata: Metadata, shards: Mapping[str, Shard]) -> set[str]:
+    """The files of a checkpoint from which `read` fills this rank's shards; `metadata` has passed `differences`."""
+    plan = create_default_local_load_plan(dict(shards), metadata)
+    return {metadata.storage_data[item.storage_index].relative_path for item in plan.items}
 
 
 def differences(

@@ -25,6 +25,7 @@ from checkpoint import manifest as manifests
 from checkpoint import store
 from checkpoint.incarnation import Alone, Incarnation, Superseded
 from checkpoint.manifest import FileEntry, Manifest
+from checkpoint.memory_copies import MemoryCopies
 from checkpoint.pin import Pinned, remove
 from checkpoint.seals import seal_of_parent
 from checkpoint.store import NotFinite, SaveFailed, Shard, State, save_failed
@@ -61,6 +62,8 @@ class Save:
     prune: bool
     newest: Path | None
     """The run's checkpoint before this one."""
+    in_memory: bool = False
+    """Whether it is a copy in the hosts' memory, not a checkpoint on disk."""
     result: "Future[Saved]" = field(default_factory=Future)
 
 
@@ -84,6 +87,8 @@ class Writer:
         """All ranks."""
         self.mode = settings.mode
         """ "async" writes in the background."""
+        self.copies: MemoryCopies | None = None
+        """Where saves `in_memory` go; set by the manager."""
         self._stager = store.Stager()
 
     def begin(self, folder: Path, is_ours: bool) -> Path | None:
@@ -126,13 +131,18 @@ class Writer:
             files = store.write(save.unfinished, shards, self.group)
             if is_staged:
                 self._check_staged(save, shards, staged)
-            self._check_before_pruning(save.unfinished, files)
-            manifest = on_rank_zero(self.group, lambda: self._commit(save, files))
+            if save.in_memory and self.copies:
+                manifest = self.copies.commit(save.unfinished, save.draft, files, save.trainer_text)
+            else:
+                self._check_before_pruning(save.unfinished, files)
+                manifest = on_rank_zero(self.group, lambda: self._commit(save, files))
             seconds = time.perf_counter() - save.started
             pruned = on_rank_zero(self.group, self._prune) if save.prune else []
             save.result.set_result(Saved(manifest, seconds, pruned))
         except BaseException as error:
-            if dist.get_rank() == 0:
+            if save.in_memory and self.copies:
+                self.copies.discard(save.unfinished)
+            elif dist.get_rank() == 0:
                 shutil.rmtree(save.unfinished, ignore_errors=True)
             save.result.set_exception(self._cause(error))
 

@@ -362,7 +362,7 @@ class Fsdp(Table):
         only_with("zero_stage", 3, of="always", reason="which keeps parameters gathered from forward to backward"),
     ] = "default"
     """Free gathered parameters after forward; default: all but the last group's (none if mesh.pp > 1); never: like
-    zero_stage = 2. On a single rank: its copies in compute_dtype, by default only if they do not fit."""
+    zero_stage = 2. On a single rank: free each group's copies in compute_dtype, by default only if they do not fit."""
     cpu_offload: Annotated[
         bool, only_with("job.device", "auto", "cuda", reason="where the state is in CPU memory anyway")
     ] = False
@@ -516,6 +516,11 @@ class Checkpoint(Table):
     """Consecutive failed saves (such as on a full disk) after which the run fails; until then it trains on."""
     timeout_seconds: Seconds = 1800
     """Time that a save may take, or that a rank waits for another rank's reads or writes, before the run fails."""
+    memory_copies: Annotated[NonNegativeInt, only_with("elastic.enable", reason="so no launch goes on from them")] = 0
+    """Other hosts that hold a copy of each host's part of the state in their memory, from which the run goes on when
+    hosts are lost; 0: off."""
+    memory_interval: Annotated[NonNegativeInt, only_with("memory_copies", reason="so there are no copies")] = 0
+    """Steps between copies in memory."""
     export_every: NonNegativeInt = 0
     """Also export every checkpoint whose step is a multiple of this, in Hugging Face format, to exports/; 0: off."""
     optimizer_dtype: Annotated[

@@ -1,5 +1,6 @@
 """What an elastic run adds to a launch: taking the run folder over, and ranks that no mesh has a place for."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -9,6 +10,7 @@ from torch.distributed import Store
 
 from checkpoint.incarnation import FOLDER, Incarnation, claim, last_sign_of_life
 from checkpoint.lock import lock
+from checkpoint.memory_copies import remove_copies
 from checkpoint.takeover import lock_or_take_over
 from configs.elastic import describe
 from configs.errors import OutageError
@@ -44,7 +46,8 @@ def take_folder(job: LoadedConfig, warn: Callable[[str], None]) -> Incarnation |
     folder = job.config.job.folder
     if not job.choice:
         lock(folder, warn)
-        return None
+        # A run that was elastic keeps its account of where each launch began.
+        return claim(folder, {"ranks": int(os.environ.get("WORLD_SIZE", "1"))}) if (folder / FOLDER).is_dir() else None
     lock_or_take_over(folder, warn, min(_TAKE_OVER_SECONDS, job.config.job.timeout_seconds / 2))
     return claim(folder, {"ranks": job.choice.world_size, "mesh": describe(job.config, job.choice)})
 
@@ -66,6 +69,7 @@ def wait_idle(store: Store, folder: Path, stop: StopRequest, timeout_seconds: fl
         try:
             if store.check([_END]):
                 store.add(_HEARD, 1)
+                remove_copies(folder)
                 return int(store.get(_END))
         except RuntimeError:  # the store was in a rank, or on a host, that is gone
             return EXIT_FAILED

@@ -5,7 +5,7 @@ expects an effect (the schema declares what each key needs, `idle.py` checks it)
 the mesh or the available devices leave it idle, so that one file runs on any number of ranks.
 """
 
-from configs.checks import activation_checkpoint, attention, data, float8, fsdp, job, mesh, model, training
+from configs.checks import activation_checkpoint, attention, data, elastic, float8, fsdp, job, mesh, model, training
 from configs.checks.rule import Problem, Rule
 from configs.schema import Config, MissingKey
 
@@ -19,6 +19,7 @@ RULES: tuple[Rule, ...] = (
     *activation_checkpoint.RULES,
     *attention.RULES,
     *float8.RULES,
+    *elastic.RULES,
 )
 
 

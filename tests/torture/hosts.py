@@ -1,4 +1,5 @@
 """Hosts are lost and come back: python -m tests.torture.hosts --kills 20 [--hosts 3] [--ranks 2] [--seed 0] [--fast]
+[--memory-copies 1]
 
 Each host is a network namespace with an address of its own, on a bridge; a further one has the rendezvous store. On
 each runs scripts/launch/elastic.sh with real torchrun. The run folder is shared. At random moments something happens to
@@ -14,6 +15,9 @@ a random host, and nobody does anything about it:
 Each time the run must go on by itself. At the end the curve must be that of an undisturbed run on one rank: bit for bit
 with training.reduction = "exact"; with --fast to 1e-10, in float64. No step may have been committed twice. A table says
 how long the run took to train a new step, and how many steps it had to repeat. Needs root and iproute2.
+
+With --memory-copies, checkpoints are rare, and each host has a folder in /dev/shm as its memory, which is lost when a
+node is killed. The table then says how often the run went on from copies.
 
 So that 100 kills take an hour and not a day, processes are forked off one that has imported torch (tests/preloaded.py).
 """
@@ -45,7 +49,7 @@ IN_FLIGHT_STEPS = 10
 """Steps that may still be logged of what was computed before something has happened."""
 OUT_SECONDS = (10.0, 60.0)
 """How long a link is down, or a host hangs: some outages are shorter than the time-outs, some longer."""
-NETWORK, PORT = "10.77.0", 29500
+NETWORK, PORT = f"10.{78 + os.getpid() % 150}.{os.getpid() // 150 % 250}", 29500
 CONF = "is_host=false,last_call_timeout=8,join_timeout=86400,read_timeout=30,close_timeout=1"
 FOREVER = 1_000_000
 JOB = f"""
@@ -73,6 +77,7 @@ keep_last = 3
 [fault]
 compare_interval = 25
 """
+MEMORY_INTERVAL = 5
 EXACT = {"training.reduction": '"exact"', "training.global_batch_size": "8"}
 FAST = {"training.dtype": '"float64"', "training.global_batch_size": "12"} | {
     f"training.{key}_dtype": '"float64"' for key in ("compute", "reduce")
@@ -105,6 +110,8 @@ class Host:
     environment: dict[str, str]
     words: list[str]
     log: Path
+    memory: Path
+    """Where copies of the state are held on it."""
     loop: subprocess.Popen | None = None
     back_at: float = 0.0
     """When what has happened to it ends; 0: nothing has."""
@@ -155,6 +162,11 @@ class Host:
         if self.loop:
             self.loop.wait()
 
+    def lose_power(self) -> None:
+        self.kill()
+        for path in self.memory.iterdir():
+            shutil.rmtree(path)
+
     def set_link(self, to: str) -> None:
         sh(f"ip netns exec {self.name} ip link set {self.link} {to}")
 
@@ -170,10 +182,14 @@ class Event:
     """Steps trained a second time."""
     noticed: float | None
     """Seconds until the next incarnation had the run folder; None if none was needed, as on a host of idle ranks."""
+    source: str
+    """What the next incarnation went on from: disk or memory; "" if none was needed."""
 
     @property
     def how(self) -> str:
-        return "without a restart" if self.noticed is None else f"next incarnation after {self.noticed:.1f} s"
+        if self.noticed is None:
+            return "without a restart"
+        return f"next incarnation after {self.noticed:.1f} s, from {self.source or '?'}"
 
 
 @dataclass
@@ -213,6 +229,15 @@ class Run:
         folder = self.folder / "incarnations"
         return max((int(path.stem) for path in folder.glob("*.json")), default=0)
 
+    def source(self, after: int) -> str:
+        """What the first incarnation with a higher number that has begun went on from; "" if none has."""
+        for number in range(after + 1, self.incarnation() + 1):
+            with suppress(OSError, ValueError):
+                facts = json.loads((self.folder / f"incarnations/{number:06d}.json").read_text())
+                if "from" in facts:
+                    return facts["from"]
+        return ""
+
 
 class Torture:
     """The hosts, and what happens to them."""
@@ -224,6 +249,12 @@ class Torture:
         job.write_text(JOB)
         keys = FAST if options.fast else EXACT
         self.words = [str(job), *(word for key, value in keys.items() for word in (f"--{key}", value))]
+        self.elastic_words = [*self.words]
+        if options.memory_copies:
+            table = {"memory_copies": options.memory_copies, "memory_interval": MEMORY_INTERVAL, "interval": 200}
+            self.elastic_words += [word for key, n in table.items() for word in (f"--checkpoint.{key}", str(n))]
+        self.memory = Path(f"/dev/shm/keel-torture-{os.getpid()}")
+        stack.callback(shutil.rmtree, self.memory, ignore_errors=True)
         self.bin = place / "bin"
         self.bin.mkdir()
         torchrun = self.bin / "torchrun"
@@ -257,7 +288,9 @@ class Torture:
                 "sh",
             )
             server = Server(self.place / f"tmp{number}", prefix)
-            host = Host(name, f"{NETWORK}.{number}", server, {}, self.words, self.place / f"h{number}.log")
+            memory, log = self.memory / f"h{number}", self.place / f"h{number}.log"
+            memory.mkdir(parents=True)
+            host = Host(name, f"{NETWORK}.{number}", server, {}, self.elastic_words, log, memory)
             self.hosts.append(host)
             sh(f"ip netns add {name}")
             inside, outside = host.link, f"o{host.link}"
@@ -280,6 +313,7 @@ class Torture:
                 "KEEL_JOB": "torture",
                 "KEEL_RUN_FOLDER": str(self.run.folder),
                 "KEEL_PAUSE_SECONDS": "1",
+                "KEEL_MEMORY_FOLDER": str(memory),
             }
 
     def start(self) -> None:
@@ -345,7 +379,7 @@ class Torture:
         launched = [each for record in self.run.records() for each in record.get("launches", [])]
         resumed = [each["step"] for each in launched if each["started"] > after]
         repeated = max(0, step - resumed[0]) if resumed else 0
-        return Event(kind, time.monotonic() - began, repeated, noticed)
+        return Event(kind, time.monotonic() - began, repeated, noticed, self.run.source(number))
 
     def _do(self, kind: str, host: Host) -> None:
         if kind == "rendezvous":
@@ -357,7 +391,7 @@ class Torture:
                 os.kill(self.random.choice(victims), signal.SIGKILL)
         else:
             host.out_by, lasts = kind, {"node": self.random.uniform(2, 15)}.get(kind, self.random.uniform(*OUT_SECONDS))
-            {"node": host.kill, "link": lambda: host.set_link("down")}.get(
+            {"node": host.lose_power, "link": lambda: host.set_link("down")}.get(
                 kind, lambda: host.signal_all(signal.SIGSTOP)
             )()
             host.back_at = time.monotonic() + lasts
@@ -426,7 +460,9 @@ class Torture:
 
 
 def table(events: list[Event]) -> str:
-    lines = [f"{'kind':<12}{'times':>6}{'seconds to a new step':>34}{'steps repeated':>22}"]
+    lines = [
+        f"{'kind':<12}{'times':>6}{'seconds to a new step':>34}{'steps repeated':>22}{'restarts':>10}{'memory':>8}"
+    ]
     lines += [f"{'':<12}{'':>6}{'median':>14}{'90%':>10}{'most':>10}{'median':>12}{'most':>10}"]
     for kind in (*KINDS, "all"):
         mine = [event for event in events if kind in (event.kind, "all")]
@@ -435,7 +471,8 @@ def table(events: list[Event]) -> str:
             ninety = seconds[min(len(seconds) - 1, round(0.9 * (len(seconds) - 1)))]
             lines.append(
                 f"{kind:<12}{len(mine):>6}{statistics.median(seconds):>14.1f}{ninety:>10.1f}{seconds[-1]:>10.1f}"
-                f"{statistics.median(repeated):>12.0f}{max(repeated):>10}"
+                f"{statistics.median(repeated):>12.0f}{max(repeated):>10}{sum(bool(e.source) for e in mine):>10}"
+                f"{sum(e.source == 'memory' for e in mine):>8}"
             )
     return "\n".join(lines)
 
@@ -448,6 +485,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--fast", action="store_true", help="today's reductions, in float64")
+    parser.add_argument("--memory-copies", type=int, default=0, help="hosts with copies; checkpoints are rare then")
     parser.add_argument("--minutes", type=float, default=600, help="stop after so long")
     parser.add_argument("--keep", type=Path, help="a new folder to work in, which stays")
     options = parser.parse_args()

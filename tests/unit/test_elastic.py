@@ -222,26 +222,22 @@ def test_a_launch_that_hangs_is_taken_over_and_one_that_lives_is_not(tmp_path):
         assert [line.partition(" it has")[0] for line in told] == [told[0].partition(" it has")[0]]
         assert "no sign of life" in told[0]
         os.kill(process.pid, signal.SIGCONT)
-        with holder_is_refused(tmp_path):
-            pass
+        assert is_locked_for_others(tmp_path)
     assert f"process {os.getpid()} " in (tmp_path / ".lock").read_text()
 
 
-@contextmanager
-def holder_is_refused(folder):
-    """The folder is this process's now."""
+def is_locked_for_others(folder):
+    """Whether the folder is this process's now."""
     script = "import sys; from pathlib import Path; from checkpoint.lock import lock; lock(Path(sys.argv[1]), print)"
     tried = subprocess.run([sys.executable, "-c", script, folder], cwd=ROOT, capture_output=True, text=True)
-    assert "FolderInUse" in tried.stderr
-    yield
+    return "FolderInUse" in tried.stderr
 
 
 def test_a_launch_that_is_about_to_end_is_waited_for(tmp_path):
     with holder(tmp_path) as process:
         threading.Timer(0.7, process.kill).start()
         lock_or_take_over(tmp_path, refuse, 60.0)
-        with holder_is_refused(tmp_path):
-            pass
+        assert is_locked_for_others(tmp_path)
 
 
 def test_a_launch_that_is_not_elastic_is_never_taken_over(tmp_path):
