@@ -18,8 +18,8 @@ from parallelisms.ranks import local_part
 
 _LIMB = 2.0**30
 """The integers to which sums of rows are rounded: up to 2^32 rows fit into 64 bits, in each of two parts."""
-_ROWS_AT_ONCE = 1 << 24
-"""Elements whose powers are in memory at once."""
+_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}
+"""Elements whose powers are in memory at once: on a CPU so few that they stay in its cache."""
 
 
 @torch.no_grad()
@@ -74,8 +74,8 @@ def _row_sums(gradient: Tensor, power: int) -> Tensor:
     if gradient.dtype in (torch.bfloat16, torch.float16):
         gradient = gradient.float()
     sums = [gradient.new_zeros(1, dtype=torch.float64)]  # a shard may be empty
-    for rows in gradient.split(max(1, _ROWS_AT_ONCE // gradient.shape[1])):
-        values = magnitudes = rows.abs()
+    for rows in gradient.split(max(1, _AT_ONCE[gradient.device.type] // gradient.shape[1])):
+        values = magnitudes = rows.abs() if power % 2 else rows  # an even power has no sign
         for _ in range(power - 1):
             values = values * magnitudes
         while values.shape[1] > 1:

@@ -12,9 +12,11 @@ like a binary counter: at most log2 of the micro-batches of a step, each of the 
 Replicas split each shard further, and gather the result once per step.
 
 FSDP issues the reductions, overlapping them with the backward pass as always. It has a public hook for the first half
-(`set_custom_reduce_scatter`) and one that runs afterwards (`set_all_reduce_hook`), where this file does the rest.
+(`set_custom_reduce_scatter`) and one that runs afterwards (`set_all_reduce_hook`), where this file does the rest. A
+single rank that needs no FSDP adds up the gradient of each parameter as soon as autograd has computed it.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,16 +60,20 @@ class PartialSums:
 
 
 class ExactReduction:
-    """The reduction of one model's gradients, in place of FSDP's own; every parameter must be in an FSDP group."""
+    """The reduction of one model's gradients, in place of FSDP's own; all parameters are in FSDP groups, or none is."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Take over the reductions of a model whose parameters are sharded, as they are between two steps."""
-        self._shards = list(model.parameters())
+        """Take over the reductions of a model whose parameters are sharded, as they are between two steps, or whole."""
+        self._parameters = list(model.parameters())
         self._groups = []
+        self._sums: dict[Tensor, PartialSums] = defaultdict(PartialSums)
+        """Of the parameters that are in no FSDP group, in a step."""
         for module in modules_with_groups(model):
             group = _GroupReduction()
             group.replicas = reduce_with(module, group, group.finish)
             self._groups.append(group)
+        for parameter in () if self._groups else self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._take_gradient)
 
     @contextmanager
     def of_micro_batch(self, is_last: bool) -> Iterator[None]:
@@ -75,9 +81,17 @@ class ExactReduction:
         for group in self._groups:
             group.is_last = is_last
         yield
-        if not is_last:  # what FSDP has set is not the sum yet
-            for shard in self._shards:
-                shard.grad = None
+        for parameter in self._parameters:
+            if not is_last:  # what FSDP has set is not the sum yet
+                parameter.grad = None
+            elif parameter in self._sums:
+                parameter.grad = self._sums.pop(parameter).take()
+
+    def _take_gradient(self, parameter: Tensor) -> None:
+        """Add a micro-batch's gradient, which autograd has just completed, to the parameter's sum."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            self._sums[parameter].add(gradient)
 
 
 class ReducingStage(PipelineStage):

@@ -19,13 +19,18 @@ def gather(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
 
 def on_rank_zero(group: dist.ProcessGroup | None, action: Callable[[], Value]) -> Value:
     """Run `action` on the first rank of `group` only (None: of all); all ranks return its result or raise its error."""
+    return on_rank(0, group, action)
+
+
+def on_rank(rank: int, group: dist.ProcessGroup | None, action: Callable[[], Value]) -> Value:
+    """Like `on_rank_zero`, with another rank of the group."""
     result_and_error: list[Any] = [None, None]
-    if dist.get_rank(group) == 0:
+    if dist.get_rank(group) == rank:
         try:
             result_and_error[0] = action()
         except Exception as error:
             result_and_error[1] = error
-    dist.broadcast_object_list(result_and_error, group_src=0, group=group)
+    dist.broadcast_object_list(result_and_error, group_src=rank, group=group)
     result, failure = result_and_error
     if failure is not None:
         raise failure

@@ -144,7 +144,9 @@ def partial_sums(overrides: tuple[str, ...]) -> tuple[int, int]:
     held: list[int] = []
 
     def count(*_: object) -> None:
-        pending = [tensor for group in passes.reduction._groups for _, tensor in group.sums._pending]
+        reduction = passes.reduction
+        all_sums = [*(group.sums for group in reduction._groups), *reduction._sums.values()]
+        pending = [tensor for sums in all_sums for _, tensor in sums._pending]
         held.append(sum(tensor.untyped_storage().nbytes() // 4 for tensor in pending))
 
     passes.model.register_forward_hook(count)

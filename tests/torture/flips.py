@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from tests.preloaded import FIRST, Server
-from tests.torture.faults import TINY
+from tests.torture.scene import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 FLIPS = "FLIPS"

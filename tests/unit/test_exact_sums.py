@@ -1,6 +1,9 @@
 """The sums behind `training.reduction = "exact"`: the tree, the norm, and an update, however they are cut up."""
 
 import math
+import os
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from configs.schema import Optimizer
 from parallelisms.exact_numbers import exact_grad_norm
-from parallelisms.exact_reduction import PartialSums, _add_pairs
+from parallelisms.exact_reduction import ExactReduction, PartialSums, _add_pairs
 from trainer.optimizer import build_optimizer
 
 
@@ -97,25 +100,113 @@ def with_gradients(tensors: list[Tensor]) -> list[torch.nn.Parameter]:
     return parameters
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_an_exact_adamw_has_the_same_bits_wherever_a_shard_begins(dtype):
-    """Vectorized kernels compute the last elements of a tensor one by one; fused, they round them differently."""
-    n, steps = 4099, 12
-    weights = values(n).to(dtype)
-    gradients = [values(n, seed=step + 1).to(dtype) for step in range(steps)]
-    whole = updated(weights, gradients, [0, n])
-    assert not whole.equal(weights)
-    for bounds in ([0, 1, 2, 4, 7, 12, 33, 100, 1025, n], [0, 2048, n], [0, 1367, 2734, n]):
-        assert updated(weights, gradients, bounds).equal(whole), bounds
+TYPES = torch.bfloat16, torch.float32, torch.float64
 
 
-def updated(weights: Tensor, gradients: list[Tensor], bounds: list[int]) -> Tensor:
-    """The weights after AdamW has updated each part separately, each in its own memory."""
+def assert_no_cut_changes_a_bit(dtype: torch.dtype, bounds: list[int], divisor: float | None, seed: int = 0) -> None:
+    """Neither of weights nor of moments, after AdamW has updated the whole and the parts."""
+    n, steps = bounds[-1], 4
+    weights = values(n, seed=seed).to(dtype)
+    gradients = [values(n, seed=seed + step + 1).to(dtype) for step in range(steps)]
+    whole, cut = (updated(weights, gradients, each, divisor) for each in ([0, n], bounds))
+    assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True)), (dtype, bounds, divisor)
+    assert whole[2].any()
+
+
+def updated(weights: Tensor, gradients: list[Tensor], bounds: list[int], divisor: float | None) -> list[Tensor]:
+    """Weights and moments after AdamW has updated each part separately, each in its own memory; it skips some."""
     parts = [slice(a, b) for a, b in pairwise(bounds)]
     named = [(f"{part}", torch.nn.Parameter(weights[part].clone()[None])) for part in parts]
     optimizer = build_optimizer(Optimizer(lr=1e-2), named, exact=True)
-    for gradient in gradients:
+    for step, gradient in enumerate(gradients):
         for (_, parameter), part in zip(named, parts, strict=True):
-            parameter.grad = gradient[part].clone()[None] / 1.7
-        optimizer.step()
-    return torch.cat([parameter.detach()[0] for _, parameter in named])
+            parameter.grad = gradient[part].clone()[None]
+        skip = torch.tensor(1.0 if step % 3 == 1 else 0.0)
+        optimizer.step(skip=skip, divisor=None if divisor is None else torch.tensor(divisor))
+    states = [optimizer.state[parameter] for _, parameter in named]
+    assert {int(state["step"]) for state in states} <= {len(gradients) - len(gradients) // 3}
+    columns = [[parameter.detach() for _, parameter in named]]
+    columns += [[state[key] for state in states] for key in ("exp_avg", "exp_avg_sq")]
+    return [torch.cat([part[0] for part in column]) for column in columns]
+
+
+@given(
+    st.sampled_from(TYPES),
+    st.integers(1, 300),
+    st.lists(st.integers(0, 300), max_size=5),
+    st.sampled_from([None, 1.0, 1.7]),
+    st.integers(0, 9),
+)
+def test_an_exact_adamw_has_the_same_bits_wherever_a_shard_begins(dtype, n, cuts, divisor, seed):
+    """torch's fused kernel computes the last elements of a tensor one by one, and rounds them differently."""
+    assert_no_cut_changes_a_bit(dtype, [0, *sorted(cut % n for cut in cuts), n], divisor, seed)
+
+
+ON_THIS_PROCESSOR = """
+import random, sys, torch
+from tests.unit.test_exact_sums import TYPES, assert_no_cut_changes_a_bit
+assert torch.backends.cpu.get_cpu_capability() == sys.argv[1], torch.backends.cpu.get_cpu_capability()
+dice = random.Random(0)
+for case in range(36):
+    torch.set_num_threads(1 + case % 4)
+    n = dice.choice([dice.randrange(1, 100), dice.randrange(100, 5_000), dice.randrange(5_000, 70_000)])
+    bounds = [0, *sorted(dice.randrange(n + 1) for _ in range(dice.randrange(6))), n]
+    assert_no_cut_changes_a_bit(TYPES[case % 3], bounds, dice.choice([None, 1.7]), case)
+"""
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_an_exact_adamw_has_the_same_bits_in_vectors_of_any_size_on_any_number_of_threads(capability):
+    """Brute force, as if on other processors."""
+    if capability not in capabilities():
+        pytest.skip(f"this processor has no {capability}")
+    command = [sys.executable, "-c", ON_THIS_PROCESSOR, capability.upper()]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+def capabilities() -> list[str]:
+    """Those of this processor, at most."""
+    all_of_them = ["default", "avx2", "avx512"]
+    here = torch.backends.cpu.get_cpu_capability().lower()
+    return all_of_them[: all_of_them.index(here) + 1] if here in all_of_them else []
+
+
+def test_the_exact_adamw_follows_the_fused_kernel_where_that_is_vectorized():
+    """A tensor of whole vectors has the bits that torch's kernel gives it; so have the gradients, which it divides."""
+    start, gradient = values(64), values(64, seed=1)
+    found = []
+    for is_exact in (True, False):
+        parameter = torch.nn.Parameter(start.clone())
+        optimizer = build_optimizer(Optimizer(lr=1e-2), [("w", parameter)], exact=is_exact)
+        parameter.grad = gradient.clone()
+        optimizer.step(divisor=torch.tensor(1.7))
+        found.append((parameter.detach(), parameter.grad, optimizer.state[parameter]["exp_avg_sq"]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    short = torch.nn.Parameter(start[:5].clone())
+    optimizer = build_optimizer(Optimizer(lr=1e-2), [("w", short)], exact=True)
+    short.grad = gradient[:5].clone()
+    optimizer.step(divisor=torch.tensor(1.7))
+    assert torch.equal(short.detach(), found[0][0][:5])
+    assert torch.equal(short.grad, found[0][1][:5])
+
+
+@given(st.integers(1, 9), st.integers(0, 3))
+def test_a_rank_without_fsdp_adds_its_micro_batches_in_the_tree(n, seed):
+    """Of a tied parameter, too; and one that is frozen has no gradient."""
+    first, frozen = torch.nn.Linear(5, 3, bias=False), torch.nn.Linear(3, 5, bias=False)
+    model = torch.nn.Sequential(first, frozen, first)
+    reduction = ExactReduction(model)
+    frozen.weight.requires_grad_(False)
+    inputs = values(2, n, 4, 5, seed=seed)
+    for of_step in inputs:
+        leaves = []
+        for i, x in enumerate(of_step):
+            leaves.append(torch.autograd.grad(model(x).sum(), first.weight)[0])
+            with reduction.of_micro_batch(is_last=i == n - 1):
+                model(x).sum().backward()
+            assert (first.weight.grad is None) == (i < n - 1)
+        assert first.weight.grad.equal(tree(leaves))
+        assert frozen.weight.grad is None
+        first.weight.grad = None

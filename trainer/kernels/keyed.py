@@ -61,9 +61,12 @@ def salts(word: int, update: int) -> tuple[int, int]:
 def random_bits(key: Key, update: int, start: int, stop: int, device: torch.device) -> Tensor:
     """The 32 bits for each of the part's elements `start` to `stop` in an update (counted from 1); int32."""
     first, second = map(_signed, salts(key.word, update))
-    numbers = key.part.numbers(start, stop, device)
-    low, high = numbers.to(torch.int32), (numbers >> 32).to(torch.int32)
-    return _mixed(_mixed(low ^ first) ^ (high * _signed(GOLDEN) + second))
+    words, high = _halves(key.part, start, stop, device)
+    words ^= first
+    _multiply(_fold(words))
+    # To fold twice changes nothing, so that of two mixes in a row, the last step and the first nearly cancel.
+    words ^= _fold(high * _signed(GOLDEN) + second)
+    return _fold(_multiply(words))
 
 
 def rounded(values: Tensor, bits: Tensor) -> Tensor:
@@ -74,22 +77,39 @@ def rounded(values: Tensor, bits: Tensor) -> Tensor:
         bits: int32 in [0, 2^16).
     """
     pattern = values.view(torch.int32)
-    pattern = pattern + bits.where(pattern & 0x7FFFFFFF < _INFINITE, 0)
-    return (pattern & -0x10000).view(torch.float32).bfloat16()
+    is_finite = (pattern & 0x7FFFFFFF).lt_(
+        _INFINITE
+    )  # 1 or 0: on a CPU, operations on booleans take four times as long
+    return torch.addcmul(pattern, bits, is_finite).bitwise_and_(-0x10000).view(torch.float32).bfloat16()
 
 
-def _mixed(words: Tensor) -> Tensor:
-    """`mixed`, of int32 words, whose products wrap."""
-    words = words ^ _shifted(words, 16)
-    words = words * FACTORS[0]
-    words = words ^ _shifted(words, 15)
-    words = words * _signed(FACTORS[1])
-    return words ^ _shifted(words, 16)
+def _halves(part: Part, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Low and high 32 bits of the numbers of a part's elements, int32; (stop - start,) and, if all are equal, ()."""
+    begin, end = part.first + start, part.first + stop
+    if part.levels > 1 or begin >> 32 != (end - 1) >> 32:
+        numbers = part.numbers(start, stop, device)
+        return numbers.to(torch.int32), (numbers >> 32).to(torch.int32)
+    low = torch.arange(stop - start, dtype=torch.int32, device=device).add_(_signed(begin & _LOW))
+    return low, torch.full((), begin >> 32, dtype=torch.int32, device=device)
+
+
+def _fold(words: Tensor) -> Tensor:
+    """The first step of the mix of int32 words, and the last, in place."""
+    words ^= _shifted(words, 16)
+    return words
+
+
+def _multiply(words: Tensor) -> Tensor:
+    """The steps of the mix in the middle, in place; products wrap."""
+    words *= FACTORS[0]
+    words ^= _shifted(words, 15)
+    words *= _signed(FACTORS[1])
+    return words
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
     """Shifted right, with zeros from the left."""
-    return words >> by & (1 << (32 - by)) - 1
+    return (words >> by).bitwise_and_((1 << (32 - by)) - 1)
 
 
 def _signed(word: int) -> int:

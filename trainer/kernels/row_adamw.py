@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,17 +18,17 @@ from configs.schema import Optimizer
 from parallelisms.ranks import local_part
 from trainer.kernels import separate
 from trainer.kernels.keyed import Key
+from trainer.kernels.padded import whole_vectors
 from trainer.kernels.separate import Rates
 
 if TYPE_CHECKING:
     from trainer.kernels.adamw import Group
 
 _FUSED_DEVICES = ("cpu", "cuda")
-_EXACT_DEVICES = ("cuda",)
-"""Where the fused kernel computes all elements alike."""
 _TRITON_CAPABILITY = (8, 0)
-Kernel = Literal["keel", "torch", "separate"]
-"""keel: kernels/adamw.py; torch: its fused kernel; separate: separate operations, which neither skip nor divide."""
+Kernel = Literal["keel", "torch", "padded", "separate"]
+"""keel: kernels/adamw.py; torch: its fused kernel; padded: the same, but for whole vectors alone (kernels/padded.py);
+separate: separate operations, which neither skip nor divide."""
 
 
 class RowAdamW(AdamW):
@@ -42,7 +43,7 @@ class RowAdamW(AdamW):
             keys: for moments in bfloat16, how those of each parameter are rounded, by name; otherwise empty.
             settings: AdamW's.
         """
-        super().__init__(groups, fused=kernel == "torch", **settings)
+        super().__init__(groups, fused=kernel in ("torch", "padded"), **settings)
         self.kernel, self._keys = kernel, keys
         self._tables: dict[int, Group] = {}
         """Keel's kernel for each parameter group, by number."""
@@ -87,15 +88,16 @@ class RowAdamW(AdamW):
         settings: dict[str, Any] = {"found_inf": skip, "grad_scale": divisor} | {key: group[key] for key in names}
         settings["beta1"], settings["beta2"] = group["betas"]
         states = [self.state[parameter] for parameter in trained]
-        adamw(
+        tensors = (
             [local_part(parameter) for parameter in trained],
             [local_part(parameter.grad) for parameter in trained if parameter.grad is not None],
             [local_part(state["exp_avg"]) for state in states],
             [local_part(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            **settings,
         )
+        steps = [state["step"] for state in states]
+        in_vectors = whole_vectors if self.kernel == "padded" else nullcontext
+        with in_vectors((*tensors, steps)) as (p, g, m, v, counts):
+            adamw(p, g, m, v, [], counts, **settings)
 
     def _step_keyed(self, group: dict[str, Any], trained: list[tuple[str, Parameter]]) -> None:
         for name, parameter in trained:
@@ -158,8 +160,9 @@ def kernel_of_adamw(config: Optimizer, device_type: str, dtype: torch.dtype, exa
     """What updates parameters of this type on this kind of device."""
     if config.kernel == "auto" and device_type == "cuda" and dtype == torch.float32 and _has_triton():
         return "keel"
-    fuses = device_type in (_EXACT_DEVICES if exact else _FUSED_DEVICES)
-    return "torch" if fuses and config.moments_dtype == "float32" else "separate"
+    if device_type not in _FUSED_DEVICES or config.moments_dtype != "float32":
+        return "separate"
+    return "padded" if exact and device_type == "cpu" else "torch"
 
 
 @cache

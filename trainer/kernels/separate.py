@@ -2,13 +2,14 @@
 
 The operations are single additions, products, quotients and square roots, each correctly rounded, so a device or an
 element's place in a tensor changes no bit, and `adamw.py` computes the same bits in Triton. (torch's square root of a
-float32 on a CPU is not correctly rounded; that of the float64 is close enough that rounding it is.) Blocks that fit
-into the cache halve the time on a CPU.
+float32 on a CPU is not correctly rounded; numpy's is.) On a CPU, each operation is a pass over memory: blocks that fit
+into the cache and operations in place make it two to three times as fast.
 """
 
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,8 +53,7 @@ def update(
         key: of the parameter.
         rates: AdamW's settings.
     """
-    tensors = [tensor.view(-1) for tensor in (parameter, exp_avg, exp_avg_sq)]
-    p, m, v = tensors
+    p, m, v = (tensor.view(-1) for tensor in (parameter, exp_avg, exp_avg_sq))
     g = gradient.reshape(-1)
     lr = torch.tensor(rates.lr, dtype=p.dtype).item()
     step_size = lr / (1.0 - power(rates.beta1, step))
@@ -61,11 +61,17 @@ def update(
     block = _BLOCK_ON_CPU if p.device.type == "cpu" else _BLOCK
     for start in range(0, len(p), block):
         at = slice(start, min(start + block, len(p)))
+        mean = m[at].to(p.dtype).mul_(rates.beta1).add_(g[at] * (1.0 - rates.beta1))
+        square = v[at].to(p.dtype).mul_(rates.beta2).add_((g[at] * g[at]).mul_(1.0 - rates.beta2))
+        change = (mean * step_size).div_(_root(square).mul_(scale).add_(rates.eps))
+        p[at].sub_(p[at] * (rates.lr * rates.weight_decay)).sub_(change)
         bits = random_bits(key, step, at.start, at.stop, p.device)
-        mean = m[at].to(p.dtype) * rates.beta1 + g[at] * (1.0 - rates.beta1)
-        square = v[at].to(p.dtype) * rates.beta2 + g[at] * g[at] * (1.0 - rates.beta2)
-        change = mean * step_size / (square.double().sqrt().to(p.dtype) * scale + rates.eps)
-        p[at] -= p[at] * (rates.lr * rates.weight_decay)
-        p[at] -= change
         m[at] = rounded(mean.float(), bits & 0xFFFF)
-        v[at] = rounded(square.float(), bits >> 16 & 0xFFFF)
+        v[at] = rounded(square.float(), bits.bitwise_right_shift_(16).bitwise_and_(0xFFFF))
+
+
+def _root(values: Tensor) -> Tensor:
+    """The square root, of float32 correctly rounded; that of the float64 is so near that rounding it is correct."""
+    if values.device.type == "cpu" and values.dtype == torch.float32:
+        return torch.from_numpy(np.sqrt(values.numpy()))
+    return values.double().sqrt().to(values.dtype)
