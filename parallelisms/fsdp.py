@@ -30,7 +30,7 @@ from torch.distributed.tensor import Shard
 from configs.layout import cut_dim, reduces_once, reshard_after_forward
 from configs.plan import plan_of
 from configs.schema import Comm, Config, Fsdp, Training
-from parallelisms.compute_copies import keeps_copies
+from parallelisms.compute_copies import computes_with_copies
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import local_part
 from parallelisms.torch_internals import compute_within, find_gradient_types, fsdp_modules
@@ -101,13 +101,12 @@ def _add_up_gradients(group: FSDPModule) -> None:
 
 
 def is_needed(world_size: int, config: Config) -> bool:
-    """Whether FSDP has anything to shard, reduce or convert; exact sums are formed in its reductions."""
-    if keeps_copies(world_size, config):
+    """Whether FSDP has anything to shard, reduce or convert."""
+    if computes_with_copies(world_size, config):
         return False
     training, fsdp = config.training, config.fsdp
     converts = len({training.dtype, training.compute_dtype, training.reduce_dtype}) > 1
-    is_exact = training.reduction == "exact"
-    return world_size > 1 or converts or is_exact or fsdp.cpu_offload or fsdp.partition == "owner"
+    return world_size > 1 or converts or fsdp.cpu_offload or fsdp.partition == "owner"
 
 
 def apply_prefetch(model: nn.Module, comm: Comm) -> None:

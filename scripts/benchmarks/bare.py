@@ -29,7 +29,7 @@ from parallelisms.init import materialize
 from parallelisms.mesh import Mesh, build_mesh, start_process_group
 from scripts.benchmarks.turns import KeelStep, Step, ratios, seconds_a_step, spread, take_turns, warm_up
 from trainer.data.loader import build_loader
-from trainer.data.token_writer import TokenFileWriter
+from trainer.data.text.token_writer import TokenFileWriter
 from trainer.planning.flops import flops_per_token, mfu, peak_flops, tflops_per_device
 from trainer.report.metrics import memory_peak_bytes
 

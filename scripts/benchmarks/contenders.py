@@ -29,7 +29,6 @@ from scripts.benchmarks.turns import ratios, spread, take_turns
 
 OURS = ("bare", "keel")
 PEERS = ("torchtitan", "litgpt", "transformers")
-MODES = ("eager", "compiled")
 _SERVE = str(Path(__file__).parent / "peers" / "serve.py")
 _ROOT = Path(__file__).parents[2]
 _GIB = 2**30

@@ -27,6 +27,11 @@ JOBS = {
         f"{_LAYERS} --training.global_batch_size 16 --compile.enable false",
     ),
     "1B of 4 layers": ("llama_1b.toml", 1, f"{_LAYERS} --training.global_batch_size 16"),
+    "1B of 4 layers, transient copies": (
+        "llama_1b.toml",
+        1,
+        f"{_LAYERS} --training.global_batch_size 16 --fsdp.reshard_after_forward always",
+    ),
     "7B of 4 layers, FSDP 8, selective": ("llama_7b.toml", 8, _LAYERS),
     "8B of 4 layers, FSDP 4 x TP 2, selective": (
         "llama_8b.toml",

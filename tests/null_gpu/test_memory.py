@@ -8,23 +8,36 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 
+from tests.fsdp_at_degree_1 import fsdp_at_degree_1
 from tests.null_gpu.step import join, load_job
 
 EVERY_SECOND = "--activation_checkpoint.mode selective --activation_checkpoint.save_every_nth_matmul 2"
 ATTENTION = '--activation_checkpoint.save_ops ["*._scaled_dot_product_*attention*"]'
 FIRST_LAYERS = '[{pattern="embed_tokens.*",freeze=true},{pattern="layers.?.*",freeze=true}]'
+FREED = "--fsdp.reshard_after_forward always"
+EIGHT_LAYERS = "--model.n_layers 8 --training.global_batch_size 2 --activation_checkpoint.mode full"
 JOBS = {
     # name: (job file, ranks, words)
     "1B": ("llama_1b.toml", 1, "--training.global_batch_size 16"),
-    "1B, FSDP at degree 1": (
+    "1B, FSDP at degree 1": ("llama_1b.toml", 1, f"--training.global_batch_size 16 {FREED}"),
+    "1B, transient copies": ("llama_1b.toml", 1, f"--training.global_batch_size 16 {FREED}"),
+    "1B, transient copies, one micro-batch, eager": (
         "llama_1b.toml",
         1,
-        "--training.global_batch_size 16 --fsdp.reshard_after_forward always",
+        f"--training.global_batch_size 8 --compile.enable false {FREED}",
     ),
+    "1B, transient copies, the first ten layers frozen": (
+        "llama_1b.toml",
+        1,
+        f"--training.global_batch_size 16 --model.tie_embeddings false --optimizer.groups {FIRST_LAYERS} {FREED}",
+    ),
+    "8B of 8 layers, FSDP at degree 1, full": ("llama_8b.toml", 1, f"{EIGHT_LAYERS} {FREED}"),
+    "8B of 8 layers, transient copies, full": ("llama_8b.toml", 1, f"{EIGHT_LAYERS} {FREED}"),
     "1B, ZeRO 1": ("llama_1b.toml", 1, "--training.global_batch_size 16 --fsdp.zero_stage 1"),
     "1B, the first ten layers frozen": (
         "llama_1b.toml",
@@ -99,15 +112,22 @@ WITHIN_WITH_COPIES = 0.005
 """Where a single rank computes with copies, nothing is gathered or reduced, and so little is unknown."""
 
 
-def peak_bytes(config: str, ranks: int, words: str) -> int:
-    """In a process with the device: what a warmed-up step of the job allocates at its peak."""
+def converting(name: str) -> AbstractContextManager:
+    """FSDP at degree 1 in the jobs that are named so."""
+    return fsdp_at_degree_1() if "at degree 1" in name else nullcontext()
+
+
+def peak_bytes(name: str) -> int:
+    """In a process with the device: what a warmed-up step of a job allocates at its peak."""
     import torch
     import torch.distributed as dist
 
     from tests.null_gpu.step import build
 
+    config, ranks, words = JOBS[name]
     join(ranks)
-    learner, loader = build(load_job(config, words.split(), ranks))
+    with converting(name):
+        learner, loader = build(load_job(config, words.split(), ranks))
     for _ in range(2):
         learner.step(next(loader), lr=1e-4)
     loader.close()
@@ -137,13 +157,20 @@ def test_the_estimate_is_near_what_is_allocated(peaks, name):
     config, ranks, words = JOBS[name]
     job = load_job(config, words.split(), ranks)
     job = chosen(job, planned_choice(job, ranks, None))
-    estimate = RankMemory(job, mesh_sizes(job, ranks), "cuda", pipeline_rank=0).estimate()
+    with converting(name):
+        estimate = RankMemory(job, mesh_sizes(job, ranks), "cuda", pipeline_rank=0).estimate()
     print(f"{name}: estimated {estimate.device:,}, allocated {peaks[name]:,}: {estimate.device / peaks[name] - 1:+.2%}")
     within = WITHIN_WITH_COPIES if estimate.copies else WITHIN
     assert estimate.device == pytest.approx(peaks[name], rel=within), estimate.peak
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("job", ["1B, {}", "8B of 8 layers, {}, full"])
+def test_transient_copies_take_no_more_than_fsdp(peaks, job):
+    assert peaks[job.format("transient copies")] <= peaks[job.format("FSDP at degree 1")]
+
+
 if __name__ == "__main__":
-    print(json.dumps({name: peak_bytes(*job) for name, job in JOBS.items()}))
+    print(json.dumps({name: peak_bytes(name) for name in JOBS}))
     sys.stdout.flush()
     os._exit(0)  # NCCL's threads wait for a device that never answers

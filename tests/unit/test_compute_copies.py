@@ -1,6 +1,7 @@
 """Copies of parameters to compute with: their gradients, ties and freezing, against plain torch; and who has them."""
 
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from configs.layout import mesh_sizes
 from configs.load import load
-from parallelisms.compute_copies import ComputeCopies, keeps_copies
+from parallelisms.compute_copies import ComputeCopies, computes_with_copies, keeps_copies
 from parallelisms.fsdp import freeze, is_needed
 from tests.end_to_end.launch import TINY
 from trainer.planning.least_recomputation import choose, chosen, planned_choice
@@ -23,6 +24,8 @@ SOURCE = ("--data.sources", '[{name = "random", kind = "synthetic"}]')
 class Tied(nn.Module):
     """Two products by one matrix, and one by another."""
 
+    plan = SimpleNamespace(fsdp_groups=(("middle",),))
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
@@ -30,6 +33,24 @@ class Tied(nn.Module):
 
     def forward(self, x):
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+class Chain(nn.Module):
+    """Groups of one, of two, and of one module."""
+
+    plan = SimpleNamespace(fsdp_groups=(("first",), ("second", "third"), ("last",)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))))
+
+
+@pytest.fixture(params=[True, False], ids=["kept", "transient"])
+def are_kept(request):
+    return request.param
 
 
 @pytest.fixture
@@ -54,10 +75,10 @@ def summed_by_hand(model, micro_batches, names):
     return sums
 
 
-def test_gradients_are_added_to_the_masters_in_float32(model):
+def test_gradients_are_added_to_the_masters_in_float32(model, are_kept):
     expected = summed_by_hand(model, inputs(3), dict(model.named_parameters()))
     masters = dict(model.named_parameters())
-    ComputeCopies([model], torch.bfloat16)
+    ComputeCopies([model], torch.bfloat16, are_kept)
     for x in inputs(3):
         assert model(x).dtype == torch.bfloat16
         model(x).square().sum().backward()
@@ -81,9 +102,9 @@ def test_ties_stay_and_a_refresh_takes_what_the_masters_hold(model):
         assert torch.equal(copy, master.bfloat16())
 
 
-def test_a_frozen_copy_gets_no_gradient_until_it_trains(model):
+def test_a_frozen_copy_gets_no_gradient_until_it_trains(model, are_kept):
     masters = dict(model.named_parameters())
-    ComputeCopies([model], torch.bfloat16)
+    ComputeCopies([model], torch.bfloat16, are_kept)
     x, *_ = inputs(1)
     for frozen in ({"first.weight"}, set(), {"middle.weight"}):
         expected = summed_by_hand(with_values(masters), [x], masters.keys() - frozen)
@@ -94,6 +115,53 @@ def test_a_frozen_copy_gets_no_gradient_until_it_trains(model):
             assert torch.equal(masters[name].grad, gradient), (frozen, name)
         for master in masters.values():
             master.grad = None
+
+
+def held(model):
+    """Names of the modules whose copies have memory."""
+    with_memory = {name.split(".")[0] for name, p in model.named_parameters() if p.untyped_storage().size()}
+    return sorted(with_memory, key=list(dict(model.named_children())).index)
+
+
+def test_transient_copies_have_memory_only_while_their_group_computes():
+    model, seen = Chain(), []
+    ComputeCopies([model], torch.bfloat16, are_kept=False)
+    model.second.requires_grad_(False)  # what has no gradient is freed, too
+    for name, module in model.named_children():
+        module.register_forward_pre_hook(lambda *_, name=name: seen.append((name, held(model))))
+        module.register_full_backward_hook(lambda *_, name=name: seen.append((f"{name}, backward", held(model))))
+    x, *_ = inputs(1)
+    assert held(model) == []
+    model(x.requires_grad_()).sum().backward()
+    assert seen == [
+        ("first", ["first"]),
+        ("second", ["second", "third"]),
+        ("third", ["second", "third"]),
+        ("last", ["last"]),
+        ("last, backward", []),
+        ("third, backward", ["second"]),
+        ("second, backward", ["second"]),
+        ("first, backward", []),
+    ]
+    model(x)
+    assert held(model) == ["last"]  # its backward pass would follow at once
+    with torch.no_grad():
+        model(x)
+    assert held(model) == []
+
+
+def test_transient_copies_have_the_masters_values_of_each_forward_pass(model):
+    masters = dict(model.named_parameters())
+    copies = ComputeCopies([model], torch.bfloat16, are_kept=False)
+    assert not copies.kept
+    x, *_ = inputs(1)
+    for _ in range(2):
+        copies.refresh()
+        model(x)  # without a backward pass, which leaves the root's copies
+        with torch.no_grad():
+            for master in masters.values():
+                master.add_(0.3)
+        assert torch.equal(model(x), with_values(masters).bfloat16()(x))
 
 
 def with_values(masters):
@@ -116,7 +184,9 @@ def with_values(masters):
         (f"{BF16} --training.dtype bfloat16 --training.reduce_dtype bfloat16", 1, ""),
         (f"{BF16} --training.reduce_dtype bfloat16", 1, "FSDP"),
         (f"{BF16} --training.reduction exact", 1, "FSDP"),
-        (f"{BF16} --fsdp.reshard_after_forward always", 1, "FSDP"),
+        (f"{BF16} --fsdp.reshard_after_forward always", 1, "transient copies"),
+        (f"{BF16} --fsdp.reshard_after_forward always", 2, "FSDP"),
+        (f"{BF16} --fsdp.reshard_after_forward always --training.reduction exact", 1, "FSDP"),
         (f"{BF16} --fsdp.partition owner --fsdp.owner_broadcast_dtype bfloat16", 1, "FSDP"),
         (f"{BF16} --job.device auto --fsdp.cpu_offload true", 1, "FSDP"),
         (f"{BF16} --float8.recipe tensorwise --float8.emulate true", 1, "copies"),
@@ -125,6 +195,7 @@ def with_values(masters):
 )
 def test_what_converts(words, ranks, by):
     config = load(str(TINY), words.split(), ranks).config
+    assert computes_with_copies(ranks, config) == ("copies" in by)
     assert keeps_copies(ranks, config) == (by == "copies")
     assert is_needed(ranks, config) == (by == "FSDP")
 

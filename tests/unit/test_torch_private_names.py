@@ -63,6 +63,7 @@ NAMES = {
     "parallelisms/tensor.py": {"*._apply", "*._prepare_input_fn"},
     "scripts/benchmarks/peers/torchtitan_adapter.py": {"*._build_llama3_layers"},
     "scripts/parity_compare.py": {FAKE_TENSORS, "torch._functorch.config.patch", ATTENTION_ON_A_CPU},
+    "trainer/kernels/padded.py": {"torch._foreach_copy_"},
     "trainer/kernels/row_adamw.py": {"torch._foreach_copy_"},
     "trainer/numerics.py": {"torch._inductor.config"},
     "trainer/planning/activation_table.py": {FAKE_TENSORS, DISPATCH, LEAVES, "*._cdata"},

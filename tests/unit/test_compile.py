@@ -1,0 +1,40 @@
+"""Compiled blocks in one process: how many graphs they may have."""
+
+from functools import partial
+
+import torch
+
+from configs.schema import Model
+from models import build_model
+from parallelisms import compile as compiling
+from parallelisms.compile import apply_compile
+from scripts.parity_compare import attention_that_compiles
+
+SHAPE = Model(dim=24, n_layers=6, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=40, vocab_size=32)
+TOKENS = torch.arange(16).view(1, 16) % 32
+
+
+def test_each_block_may_have_other_frozen_parameters(monkeypatch):
+    """Each makes two graphs, with gradients and without, of torch's limit of 8 for all blocks together."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(compiling.torch, "compile", partial(torch.compile, backend=backend))
+    model = build_model(SHAPE)
+    plain = build_model(SHAPE)
+    plain.load_state_dict(model.state_dict())
+    for number in range(SHAPE.n_layers):
+        for parameter in list(model.get_submodule(f"layers.{number}").parameters())[:number]:
+            parameter.requires_grad_(False)
+    # What apply_compile sets is put back; monkeypatch would remove a setting of torch's.
+    with torch._dynamo.config.patch(recompile_limit=8), attention_that_compiles():
+        apply_compile(model, {})
+        loss = model(TOKENS).square().mean()
+        with torch.no_grad():
+            assert torch.equal(model(TOKENS), plain(TOKENS))
+    loss.backward()
+    assert len(graphs) == 2 * SHAPE.n_layers
