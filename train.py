@@ -12,7 +12,7 @@ from typing import NoReturn
 from configs.command_line import answer, load_for_run, parse_command_line
 from configs.errors import ConfigError
 from trainer.guards.fragmentation import let_segments_grow
-from trainer.lifecycle import install_signal_handlers, tell_torchrun
+from trainer.lifecycle import install_signal_handlers, open_closed_streams, tell_torchrun
 from trainer.planning.for_validate import check_names, say_choice
 
 
@@ -22,6 +22,7 @@ def main() -> int:
     Returns:
         The exit code: 0 done, 75 stopped by a signal, 78 config error, 1 any other error.
     """
+    open_closed_streams()
     stop = install_signal_handlers()
     try:
         command = parse_command_line(sys.argv[1:])

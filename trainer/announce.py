@@ -16,8 +16,9 @@ from models import build_model
 from parallelisms.mesh import Mesh
 from trainer.guards.environment import device_name, threads
 from trainer.lifecycle import State, write_status
+from trainer.opening import Opened
 from trainer.planning.activation_table import activation_table
-from trainer.planning.memory import checkpoint_bytes
+from trainer.planning.states import checkpoint_bytes
 from trainer.planning.takes_less import CONTEXT_BYTES, does_not_fit, host_does_not_fit
 from trainer.report.console import Console, Row
 from trainer.report.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
@@ -37,29 +38,29 @@ def silent_end(before: dict[str, Any], folder: Path) -> str:
     )
 
 
-def say_hello(trainer: Trainer) -> None:
+def say_hello(job: Opened, console: Console) -> None:
     """Print what will be trained, and warn of what will not fit; nothing is built yet."""
-    config, mesh = trainer.config, trainer.mesh
+    config, mesh = job.config, job.mesh
     data = [f"{source.name}: {source.kind} {source.path or ''}".rstrip() for source in config.data.sources]
     name = device_name(mesh.device)
-    rows = startup_rows(config, mesh.sizes, name, trainer.peak, data, trainer.folder, trainer.first_step)
-    rows.insert(2, ("attention", trainer.attention))
-    further = (("8 bits", trainer.float8), ("communication", trainer.communication))
+    rows = startup_rows(config, mesh.sizes, name, job.peak, data, config.job.folder, job.progress.first_step)
+    rows.insert(2, ("attention", job.attention))
+    further = (("8 bits", job.float8), ("communication", job.communication))
     rows[3:3] = [row for row in further if row[1]]
-    trainer.console.table(f"Keel trains {config.job.name}", rows)
-    if trainer.choice:
-        trainer.console.line(_where(config, trainer.choice))
+    console.table(f"Keel trains {config.job.name}", rows)
+    if job.choice:
+        console.line(_where(config, job.choice))
     if config.training.reduction == "exact":
-        trainer.console.line(_what_decides_bits(config, mesh))
-    if trainer.recomputation:
-        trainer.console.line(str(trainer.recomputation))
+        console.line(_what_decides_bits(config, mesh))
+    if job.recomputation:
+        console.line(str(job.recomputation))
     for complaint in slow_attention(config, mesh.device.type):
-        trainer.console.warning(complaint)
-    if trainer.rank == 0 and config.activation_checkpoint.mode != "none":
-        trainer.console.table("What a checkpointed block keeps for its backward pass", _activation_rows(trainer))
+        console.warning(complaint)
+    if dist.get_rank() == 0 and config.activation_checkpoint.mode != "none":
+        console.table("What a checkpointed block keeps for its backward pass", _activation_rows(config, mesh.device))
     if config.compile.enable:
-        trainer.console.line("torch.compile compiles in the first steps, which may take minutes")
-    warn_if_too_large(config, mesh.device, trainer.console)
+        console.line("torch.compile compiles in the first steps, which may take minutes")
+    warn_if_too_large(config, mesh.device, console)
 
 
 def _where(config: Config, choice: Choice) -> str:
@@ -98,8 +99,7 @@ def warn_if_too_large(config: Config, device: torch.device, console: Console) ->
         console.warning(problem)
 
 
-def _activation_rows(trainer: Trainer) -> list[Row]:
-    config = trainer.config
+def _activation_rows(config: Config, device: torch.device) -> list[Row]:
     with torch.device("meta"):
         model = build_model(config.model)
     table = activation_table(
@@ -107,7 +107,7 @@ def _activation_rows(trainer: Trainer) -> list[Row]:
         config.activation_checkpoint,
         config.training.seq_len,
         getattr(torch, config.training.compute_dtype),
-        trainer.device,
+        device,
     )
     return [("", line) for line in str(table).split("\n")]
 
@@ -122,7 +122,7 @@ def say_goodbye(trainer: Trainer, state: State) -> None:
     reason = trainer.stop.reason or "a signal to another rank"
     console.table(
         closing_title(state, step, reason),
-        closing_rows(config, trainer.folder, trainer.ledger.seconds(), trainer.ends, memory, newest),
+        closing_rows(config, trainer.folder, trainer.ledger.seconds(), trainer.progress.ends, memory, newest),
     )
     console.table("What to try next", next_rows(config, state))
     with console.outages.tolerate(trainer.folder / "status.json"):

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -46,6 +47,18 @@ def exit_code(state: State, error: BaseException | None = None) -> int:
     if error is not None:
         return EXIT_FAILED
     return {"done": EXIT_DONE, "preempted": EXIT_PREEMPTED}.get(state, EXIT_FAILED)
+
+
+def open_closed_streams() -> None:
+    """Open those of the standard streams that are closed (`train.py ... >&-`) to nothing; call it before anything else.
+
+    Otherwise a file of the run gets a stream's number, and what a library in C says is written into that file.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115 - stays open
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 # --------------------------------------------------------------------------- signals
@@ -148,9 +161,10 @@ def write_status(run_folder: Path, state: State, step: int, reason: str = "", **
 
 
 def _replace_status(run_folder: Path, said: dict[str, Any]) -> None:
-    # seconds since the epoch, as in metrics.jsonl
-    status = said | {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
-    write_even_if_full(run_folder / "status.json", json.dumps(status, indent=2) + "\n")
+    host, pid = socket.gethostname(), os.getpid()
+    status = said | {"time": time.time(), "host": host, "pid": pid}  # seconds since the epoch, as in metrics.jsonl
+    # A launch that was halted and has lost the run to another one may continue in the middle of this.
+    write_even_if_full(run_folder / "status.json", json.dumps(status, indent=2) + "\n", writer=f"{host}-{pid}")
 
 
 def read_status(run_folder: Path) -> dict[str, Any]:

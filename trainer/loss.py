@@ -37,7 +37,8 @@ class CrossEntropy:
     """Loss over the vocabulary, summed over the valid tokens; the caller divides by their number."""
 
     z_loss_weight: float = 0.0
-    """Weight of the squared log-partition: keeps logits from drifting (PaLM, Chowdhery et al. 2022, section 5)."""
+    """Weight of the squared log-partition, the z-loss: keeps logits from drifting (PaLM, Chowdhery et al. 2022, section
+    5). It is in the gradients alone, so that the loss is the cross-entropy with any weight."""
     compile: bool = False
     """Compile what happens between the matrix products."""
     repeatable: bool = False
@@ -47,10 +48,11 @@ class CrossEntropy:
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None
     ) -> Tensor:
-        """Sum over valid tokens of -log softmax(hidden @ weight.T)[target] + z_loss_weight * logsumexp^2, in nats.
+        """Sum over valid tokens of -log softmax(hidden @ weight.T)[target], in nats.
 
-        The softmax is in float32, or in float64 if the inputs are. This call also computes the gradients, which
-        backward only scales (so it may run once); under `torch.no_grad()` it does not compute them.
+        The softmax is in float32, or in float64 if the inputs are. This call also computes the gradients, those of this
+        sum and of z_loss_weight * logsumexp^2, which backward only scales (so it may run once); under
+        `torch.no_grad()` it does not compute them.
 
         Args:
             hidden: (batch, seq, dim).
@@ -132,7 +134,7 @@ def _sweep(
                 torch.mm(by_logits, weight, out=gradients[0][part])
             if gradients[1] is not None:
                 _add_product_(gradients[1], by_logits.T, hidden[part])
-    loss = log_partition - target_logit + settings.z_loss_weight * log_partition.square()
+    loss = log_partition - target_logit
     return loss.masked_fill(targets == IGNORED, 0).sum()
 
 

@@ -5,8 +5,8 @@ takes 6 ms per step where `foreach` takes 24 (with the DTensors of `fully_shard`
 allocated at once, so its memory is known before the first step and a checkpoint can be loaded into it in place.
 
 On a CPU the fused kernel computes a tensor's last elements, those that do not fill a vector, by other instructions than
-the rest, which round differently. Which elements these are depends on the shards, so exact runs use separate
-operations, which take three times as long (48 ms of a busy core instead of 17).
+the rest, which round differently. Which elements these are depends on the shards, so exact runs fill them up to a
+vector (`kernels/padded.py`).
 
 On a GPU, Keel's own kernel (`kernels/adamw.py`) takes the place of torch's where Triton is installed. Moments in
 bfloat16 are updated by that kernel or, elsewhere, by separate operations that compute the same bits.

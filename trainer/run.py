@@ -95,7 +95,9 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
                 if rank >= job.choice.ranks:
                     return wait_idle(shared, folder, stop, timeout)
                 watchdog = _watch(launch, timeout)
-            trainer = build(job, device, console, stop, ledger, watchdog, before_build=say_hello)
+            trainer = build(
+                job, device, console, stop, ledger, watchdog, before_build=lambda opened: say_hello(opened, console)
+            )
             _write_config(launch, job)
             state = trainer.train()
             if folder / "config.toml" in console.outages:
@@ -134,6 +136,8 @@ def _open_folder(job: LoadedConfig, console: Console) -> Incarnation | None:
         for file in (folder / "crashes").glob("rank-*.txt"):
             if not file.stat().st_size:  # left by a rank that was killed
                 file.unlink()
+        for file in folder.glob(".status.json.*tmp"):  # likewise
+            file.unlink(missing_ok=True)
         before = read_status(folder)
         if before.get("state") == "running":  # this launch holds the lock, so that one has ended
             console.warning(silent_end(before, folder))
@@ -203,7 +207,7 @@ def _end_from_thread(losses: list[Loss], launch: _Launch) -> NoReturn:
 def _write_end(launch: _Launch, state: State, step: int | None, reason: str, **details: object) -> None:
     if launch.incarnation and not launch.incarnation.is_current():
         return
-    if launch.folder.is_dir() and not _has_ended(launch):  # the first error of a launch is the cause
+    if os.path.isdir(launch.folder) and not _has_ended(launch):  # the first error of a launch is the cause
         known = read_status(launch.folder).get("step", 0)
         with launch.console.outages.tolerate(launch.folder / "status.json"):  # the disk may be why the run fails
             write_status(launch.folder, state, known if step is None else step, reason, **details)

@@ -7,7 +7,7 @@ loss or gradient norm is not finite on any rank, or its loss is above a limit, n
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from configs.schema import Config
 from models import build_model
 from models.documents import Documents
 from parallelisms.attention.context import shard_batch
-from parallelisms.compute_copies import ComputeCopies, keeps_copies
+from parallelisms.compute_copies import ComputeCopies, computes_with_copies, keeps_copies
 from parallelisms.exact_numbers import exact_grad_norm, exact_loss_sum
 from parallelisms.exact_reduction import ExactReduction
 from parallelisms.float8 import gather_in_8_bits
@@ -147,7 +147,7 @@ class Learner:
         elif math.isfinite(config.training.max_norm):
             divisor = ((verdict.norm + 1e-6) / config.training.max_norm).clamp(min=1.0).float()
         if self.compute_copies and isinstance(self.optimizer, RowAdamW):
-            self.optimizer.step(skip=verdict.skip, divisor=divisor, compute_copies=self.compute_copies.copies)
+            self.optimizer.step(skip=verdict.skip, divisor=divisor, compute_copies=self.compute_copies.kept)
         else:
             self.optimizer.step(skip=verdict.skip, divisor=divisor)
             self._refresh_copies()
@@ -189,8 +189,7 @@ class Learner:
             token_bytes: (vocab,) bytes of text of each token; None: not counted.
         """
         micro_batches = self.own_part(micro_batches)
-        cross_entropy = replace(self.loss, z_loss_weight=0.0)
-        loss_sum = self.passes.evaluate([self.call(batch, cross_entropy) for batch in micro_batches])
+        loss_sum = self.passes.evaluate([self.call(batch, self.loss) for batch in micro_batches])
         n_bytes = 0 if token_bytes is None else sum(int(token_bytes[_valid(batch)].sum()) for batch in micro_batches)
         return torch.stack((loss_sum, *loss_sum.new_tensor([_count_valid(micro_batches), n_bytes])))
 
@@ -316,9 +315,10 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
 
 def _compute_copies(config: Config, mesh: Mesh, stages: Iterable[nn.Module]) -> ComputeCopies | None:
     """The copies with which the modules compute from now on; None if FSDP converts, or nothing does."""
-    if not keeps_copies(mesh.sizes.world_size, config):
+    world_size = mesh.sizes.world_size
+    if not computes_with_copies(world_size, config):
         return None
-    return ComputeCopies(stages, getattr(torch, config.training.compute_dtype))
+    return ComputeCopies(stages, getattr(torch, config.training.compute_dtype), keeps_copies(world_size, config))
 
 
 def _optimizer(

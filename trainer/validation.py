@@ -1,13 +1,17 @@
-"""The loss on text that is not trained on, as a whole and by source."""
+"""The loss on text that is not trained on, as a whole and by source, and samples of what the model writes."""
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from trainer.data.loader import MicroBatch
+from configs.schema import Config
+from parallelisms.mesh import Mesh
+from trainer.data.loader import DataLoader, MicroBatch, build_loader
+from trainer.data.tokenizer import load_tokenizer
+from trainer.sampling.periodic import Sampler
 from trainer.step import Learner
 
 _LARGEST_EXPONENT = 709.0
@@ -27,6 +31,44 @@ class ValidationResult:
     """By name of the source: `loss`, `perplexity` and `bits_per_byte`."""
     samples: list[dict[str, str]] | None = None
     """The texts that the model continued (see `StepMetrics`); None if there are none, or a signal came."""
+
+
+class Validation:
+    """The validations of a run; every rank has them, and all make the same calls."""
+
+    def __init__(self, config: Config, mesh: Mesh, sampler: Sampler) -> None:
+        """Open the validation data, if the job has any.
+
+        Raises:
+            KeelError: it can't be read, or is too little.
+        """
+        self._sampler = sampler
+        self._loader: DataLoader | None = None
+        self._token_bytes: torch.Tensor | None = None
+        self._last: tuple[int, float] | None = None
+        """Step and loss of the last validation."""
+        if config.validation.interval:
+            self._loader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0, validation=True)
+            if config.tokenizer.path:
+                self._token_bytes = torch.from_numpy(load_tokenizer(config.tokenizer.path).token_bytes())
+
+    def measure(self, learner: Learner, step: int, is_over: Callable[[], bool]) -> ValidationResult | None:
+        """Validate after `step` steps, and draw samples; arguments and result as of `validate`."""
+        assert self._loader is not None
+        result = validate(learner, self._loader, self._token_bytes, is_over)
+        if result:
+            result = replace(result, samples=self._sampler.sample(learner, step, is_over))
+            self._last = (step, result.validation_loss)
+        return result
+
+    def loss_after(self, step: int) -> float | None:
+        """The loss that was measured after `step` steps; None if the last validation was at another step."""
+        return self._last[1] if self._last and self._last[0] == step else None
+
+    def close(self) -> None:
+        """End the loader's background thread."""
+        if self._loader:
+            self._loader.close()
 
 
 def validate(

@@ -22,7 +22,8 @@ from scripts.parity_rows import owner_table
 from tests.distributed.test_parity import CONFIG, assert_parity
 from trainer.data.loader import build_loader
 from trainer.lr_schedule import learning_rate
-from trainer.planning.memory import estimate_memory, optimizer_bytes
+from trainer.planning.memory import estimate_memory
+from trainer.planning.states import optimizer_bytes
 from trainer.step import build_learner
 
 STEPS = 8

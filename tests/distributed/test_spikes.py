@@ -26,6 +26,7 @@ from tests.end_to_end.launch import (
     tensors,
 )
 from tests.losses import kept_losses
+from trainer import opening
 from trainer.data.sources import SyntheticSource
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
@@ -143,19 +144,19 @@ def test_a_run_that_went_back_is_the_run_without_those_samples(ranks, tmp_path):
 def jump(folder):
     words = (*RULE, "--fault.spikes.action", "skip")
     train(folder, words, noise=(), steps=20)
-    original = Trainer._build_loaders
+    original = opening.open_loader
 
-    def jumped(trainer, data):
-        original(trainer, {**data, "next_sample": data["next_sample"] + 7 * BATCH})
+    def jumped(config, mesh, position):
+        return original(config, mesh, {**position, "next_sample": position["next_sample"] + 7 * BATCH})
 
-    Trainer._build_loaders = jumped
+    opening.open_loader = jumped
     try:
         before = [loss for _, loss, _ in curve(Path(folder))]
         first, run, message = train(folder, words, noise=())
         assert (run.step, message) == (40, "")
         return before + first, None, None
     finally:
-        Trainer._build_loaders = original
+        opening.open_loader = original
 
 
 @pytest.mark.parametrize("words", [SKIP, REWIND], ids=["skip", "rewind"])

@@ -12,7 +12,7 @@ from configs.load import load
 from models import build_model
 from parallelisms.mesh import build_mesh
 from trainer.data.loader import build_loader
-from trainer.data.token_writer import TokenFileWriter
+from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
 from trainer.step import build_learner
 from trainer.validation import validate

@@ -73,13 +73,13 @@ def trained(folder: str, words: tuple[str, ...], change: Callable[[torch.Tensor]
     ):
         trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)
         losses = kept_losses(trainer)
-        count = trainer._count
+        count = trainer.progress.count
 
-        def counted(result):
+        def counted(result, chain):
             weights.append([p.detach().clone() for p in trainer.learner.parameters.values()])
-            count(result)
+            count(result, chain)
 
-        trainer._count = counted
+        trainer.progress.count = counted
         try:
             trainer.train()
         except UserError as fault:

@@ -4,8 +4,8 @@ import torch.distributed as dist
 
 from configs.errors import SHOWN, UserError
 from configs.load import load
+from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import TokenFolder, folder_fingerprint
-from trainer.data.token_writer import TokenFileWriter
 from trainer.guards import agreement
 from trainer.guards.environment import ROOT, code_hashes
 

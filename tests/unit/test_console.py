@@ -17,10 +17,11 @@ import pytest
 from configs.layout import MeshSizes
 from configs.schema import Config
 from trainer.kernels import row_adamw
-from trainer.report import console as console_module
-from trainer.report.console import Console, count, duration, size
+from trainer.report import bars
+from trainer.report.console import Console
 from trainer.report.metrics import Kind, Memory, StepMetrics, memory_of
 from trainer.report.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
+from trainer.report.units import count, duration, size
 
 ROOT = Path(__file__).parents[2]
 
@@ -208,7 +209,7 @@ def test_a_validation_of_several_sources_says_each_below_the_whole(streams):
 
 def test_progress_in_a_pipe_is_a_line_now_and_then(streams, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(console_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(bars.time, "monotonic", lambda: now[0])
     console = Console(0, *streams)
     with console.progress("Encoding text") as report:
         for done in range(1, 101):
@@ -223,7 +224,7 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(streams, monkeypatch):
 
 
 def test_progress_in_bytes(streams, monkeypatch):
-    monkeypatch.setattr(console_module, "_PLAIN_PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(bars, "_PLAIN_PROGRESS_SECONDS", 0.0)
     with Console(0, *streams).progress("Encoding", in_bytes=True) as report:
         report(3 * 2**20, 12 * 2**20)
     assert "Encoding: 25%, 3.00 MiB of 12.0 MiB\n" in streams[0].getvalue()
@@ -231,7 +232,7 @@ def test_progress_in_bytes(streams, monkeypatch):
 
 def test_progress_in_bytes_has_its_speed_and_time_left(streams, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(console_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(bars.time, "monotonic", lambda: now[0])
     with Console(0, *streams).progress("Tokenizing", in_bytes=True) as report:
         report(0, None, "checking the inputs")
         now[0] += 60

@@ -7,7 +7,8 @@ from configs.layout import MeshSizes
 from configs.schema import Config
 from models import build_model
 from trainer.optimizer import build_optimizer, optimizer_state
-from trainer.planning.memory import RankMemory, checkpoint_bytes, estimate_memory
+from trainer.planning.memory import RankMemory, estimate_memory
+from trainer.planning.states import checkpoint_bytes
 
 GIB = 2**30
 ONE = MeshSizes(1, 1, 1)
@@ -55,7 +56,7 @@ def test_moments_in_bfloat16_take_two_bytes(dtype):
     assert checkpoint_bytes(settings) == bytes_of(model.parameters()) + bytes_of(state.values())
 
 
-def test_what_is_frozen_for_ever_has_neither_gradients_nor_state():
+def test_what_is_always_frozen_has_neither_gradients_nor_state():
     groups = [{"pattern": "layers.[02].*", "freeze": True}, {"pattern": "embed*", "freeze_until_step": 5}]
     settings = config(optimizer={"groups": groups})
     model = build_model(settings.model)

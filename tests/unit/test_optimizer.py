@@ -232,7 +232,7 @@ def test_which_kernel_updates(monkeypatch):
         (plain, "cuda", torch.bfloat16, False, "torch"),
         (plain, "cuda", torch.float64, False, "torch"),
         (plain, "cpu", torch.float32, False, "torch"),
-        (plain, "cpu", torch.float32, True, "separate"),
+        (plain, "cpu", torch.float32, True, "padded"),
         (by_torch, "cuda", torch.float32, False, "torch"),
         (ROUNDED, "cuda", torch.float32, False, "keel"),
         (ROUNDED, "cpu", torch.float32, False, "separate"),

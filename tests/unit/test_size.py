@@ -1,113 +1,65 @@
-"""The size of the code a reader has to know, by part: lines with code, without blank lines, comments and docstrings."""
+"""The size of the code a reader has to know, by room: lines with code, without blank lines, comments and docstrings.
+
+A file belongs to the room that names it, or else the nearest folder above it. What remains of models, techniques,
+trainer and checkpoints is the training path: all that computes, feeds and saves a step, on any mesh. `python -m
+tests.walk` measures how much of each room a plain job runs.
+"""
 
 import ast
 import io
 import tokenize
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 
-PARTS = {
-    # part: (its files and folders, those of them that are other parts, code lines at most)
-    "the training path": (
-        ("train.py", "models", "parallelisms", "trainer", "checkpoint"),
-        (
-            "guards",
-            "planning",
-            "report",
-            "microscope",
-            "sampling",
-            "proof",
-            "export",
-            "evaluation",
-            "validation.py",
-            "prepare.py",
-            "preparation.py",
-        )
-        + ("text.py", "exports.py", "tokenizer.py", "hf_tokenizer.py", "streaming.py", "compare.py", "tensor_stream.py")
-        + ("bad_files.py", "hub.py", "inputs.py", "listing.py", "packing.py", "token_writer.py", "announce.py")
-        + (
-            "prepared_folder.py",
-            "shard.py",
-            "comparison",
-            "details.py",
-            "seals.py",
-            "exact_reduction.py",
-            "exact_numbers.py",
-            "backend.py",
-            "elastic.py",
-            "incarnation.py",
-            "takeover.py",
-            "kernels",
-            "part.py",
-        )
-        + ("safe_read.py", "verify.py", "pin.py", "room.py", "lock.py", "compute_copies.py")
-        + ("float8.py", "symmetric_memory.py"),
-        6000,
+TRAINING_PATH = "the training path"
+ROOMS = {  # room: (code lines at most, its folders and files)
+    TRAINING_PATH: (6000, "train.py models parallelisms trainer checkpoint"),
+    # Every job passes through these, beside its steps.
+    "job files: schema, reading, checks": (2365, "configs"),
+    "what a job's paths lead to": (75, "configs/paths.py"),
+    "what guards a run": (1640, "trainer/guards parallelisms/guards"),
+    "what protects checkpoints": (440, "checkpoint/{safe_read,verify,pin,room,lock}.py"),
+    "estimates": (985, "trainer/planning"),
+    "reports": (1230, "trainer/report trainer/announce.py"),
+    "the kernels of the optimizer and of attention": (
+        640,
+        "trainer/kernels parallelisms/part.py parallelisms/attention/backend.py",
     ),
-    "what protects checkpoints": (
-        tuple(f"checkpoint/{name}.py" for name in ("safe_read", "verify", "pin", "room", "lock")),
-        (),
-        440,
+    # A job asks for these by a key, or a person by a command.
+    "text, and token files of it": (1650, "trainer/data/text trainer/data/packing.py trainer/preparation.py"),
+    "tokenizers": (340, "trainer/data/{tokenizer,hf_tokenizer}.py"),
+    "checkpoints in other formats": (
+        1240,
+        "checkpoint/export checkpoint/{compare,tensor_stream}.py trainer/{exports,by_products}.py",
     ),
-    "text to token files": (
-        (
-            *(f"trainer/data/{name}.py" for name in ("bad_files", "hub", "inputs", "listing", "packing")),
-            *(f"trainer/data/{name}.py" for name in ("text", "token_writer", "prepare", "prepared_folder", "shard")),
-            "trainer/preparation.py",
-        ),
-        (),
-        1450,
-    ),
-    "what guards a run": (("trainer/guards", "parallelisms/guards"), ("fingerprint.py",), 1615),
-    "what a launch tells": (("trainer/announce.py",), (), 105),
-    "job files: schema, reading, checks": (("configs",), ("elastic.py", "float8.py"), 2360),
-    "sums whose bits no mesh changes": (
-        ("parallelisms/exact_reduction.py", "parallelisms/exact_numbers.py"),
-        (),
-        180,
-    ),
-    "hosts that are lost and join": (
-        ("configs/elastic.py", "checkpoint/incarnation.py", "checkpoint/takeover.py", "trainer/elastic.py"),
-        (),
-        220,
-    ),
-    "the kernels of the optimizer": (("trainer/kernels", "parallelisms/part.py"), (), 510),
-    "which step trains on what": (("trainer/microscope",), (), 280),
-    "replay and proof of a run": (
-        ("trainer/proof", "parallelisms/guards/fingerprint.py", "checkpoint/seals.py"),
-        (),
-        660,
-    ),
-    "sampling": (("trainer/sampling", "scripts/sample.py"), (), 540),
-    "what judges a model": (("trainer/validation.py", "trainer/evaluation", "scripts/evaluate.py"), (), 520),
-    "sinks of a run's records": (("trainer/report/sinks",), (), 460),
-    "estimates and reports": (
-        ("trainer/planning", "trainer/report"),
-        ("step_records.py", "wall_clock.py", "sinks", "least_recomputation.py", "float8.py")
-        + ("unknown_names.py", "for_validate.py"),
-        1825,
-    ),
-    "the kernels of attention": (("parallelisms/attention/backend.py",), (), 140),
+    "what judges a model": (530, "trainer/validation.py trainer/evaluation scripts/evaluate.py"),
+    "sampling": (540, "trainer/sampling scripts/sample.py"),
+    "details of a step": (170, "trainer/details.py parallelisms/details.py"),
+    "sinks of a run's records": (460, "trainer/report/sinks"),
+    "how much is recomputed": (200, "trainer/planning/least_recomputation.py"),
+    "copies that a single rank computes with": (100, "parallelisms/compute_copies.py"),
+    "fast paths of communication": (80, "parallelisms/symmetric_memory.py"),
     "matrix products in 8 bits": (
-        ("parallelisms/float8.py", "configs/float8.py", "configs/checks/float8.py", "trainer/planning/float8.py"),
-        (),
         230,
+        "parallelisms/float8.py configs/float8.py configs/checks/float8.py trainer/planning/float8.py",
     ),
-    "fast paths of communication": (("parallelisms/symmetric_memory.py",), (), 80),
-    "how much is recomputed": (("trainer/planning/least_recomputation.py",), (), 200),
-    "copies that a single rank computes with": (("parallelisms/compute_copies.py",), (), 50),
-    "names that only the model knows": (
-        ("trainer/planning/unknown_names.py", "trainer/planning/for_validate.py"),
-        (),
-        50,
+    "sums and updates whose bits no mesh changes": (
+        205,
+        "parallelisms/{exact_reduction,exact_numbers}.py trainer/kernels/padded.py",
     ),
-    "the records of a run's steps": (("trainer/report/step_records.py", "trainer/report/wall_clock.py"), (), 200),
-    "the page of runs": (("scripts/page", "scripts/report.py", "scripts/runs.py"), (), 1250),
-    "paired experiments": (("trainer/comparison", "scripts/compare.py", "scripts/score.py"), (), 640),
-    "details of a step": (("trainer/details.py", "parallelisms/details.py"), (), 170),
+    "hosts that are lost and join": (230, "{configs,trainer}/elastic.py checkpoint/{incarnation,takeover}.py"),
+    "copies of the state in memory": (430, "checkpoint/{memory_copies,exchange}.py configs/checks/elastic.py"),
+    "replay and proof of a run": (
+        660,
+        "trainer/proof parallelisms/guards/fingerprint.py checkpoint/seals.py",
+    ),
+    "which step trains on what": (280, "trainer/microscope"),
+    "paired experiments": (640, "trainer/comparison scripts/{compare,score}.py"),
+    "the page of runs": (1250, "scripts/page scripts/{report,runs}.py"),
 }
 NOT_CODE = (
     tokenize.COMMENT,
@@ -119,24 +71,55 @@ NOT_CODE = (
 )
 
 
-def code_lines(path: Path) -> int:
+def code_line_numbers(path: Path) -> set[int]:
+    """Numbers of the lines with code."""
     source = path.read_text()
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             docstrings |= set(range(node.lineno, (node.end_lineno or 0) + 1))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    lines = {n for t in tokens if t.type not in NOT_CODE for n in range(t.start[0], t.end[0] + 1)}
-    return len(lines - docstrings)
+    return {n for t in tokens if t.type not in NOT_CODE for n in range(t.start[0], t.end[0] + 1)} - docstrings
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_stays_within_its_size(part):
-    places, others, most = PARTS[part]
-    files = [
-        path for place in places for path in ([ROOT / place] if place.endswith(".py") else (ROOT / place).rglob("*.py"))
-    ]
-    sizes = {path: code_lines(path) for path in files if not set(path.relative_to(ROOT).parts[1:]) & set(others)}
-    assert sum(sizes.values()) <= most, {
-        str(path.relative_to(ROOT)): n for path, n in sorted(sizes.items(), key=lambda item: -item[1])[:10]
-    }
+def places(names: str) -> list[str]:
+    """Folders and files; "a/{b,c}.py" stands for two."""
+    found = []
+    for name in names.split():
+        before, _, rest = name.partition("{")
+        inside, _, after = rest.partition("}")
+        found += [f"{before}{each}{after}" for each in inside.split(",")]
+    return found
+
+
+PLACES = {place: room for room, (_, names) in ROOMS.items() for place in places(names)}
+
+
+def room_of(path: Path) -> str | None:
+    """The room of a file; None: it is in none, as the scripts are."""
+    name = path.relative_to(ROOT)
+    return next((PLACES[str(each)] for each in (name, *name.parents) if str(each) in PLACES), None)
+
+
+@cache
+def sizes() -> dict[str, dict[str, int]]:
+    """Code lines of each file, by room."""
+    found: dict[str, dict[str, int]] = {room: {} for room in ROOMS}
+    for folder in ("configs", "models", "parallelisms", "trainer", "checkpoint", "scripts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if (room := room_of(path)) is not None:
+                found[room][str(path.relative_to(ROOT))] = len(code_line_numbers(path))
+    found[TRAINING_PATH]["train.py"] = len(code_line_numbers(ROOT / "train.py"))
+    return found
+
+
+def test_every_place_is_in_one_room():
+    named = [place for _, names in ROOMS.values() for place in places(names)]
+    assert sorted(PLACES) == sorted(named)
+    assert not [place for place in named if not (ROOT / place).exists()]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_stays_within_its_size(room):
+    largest = sorted(sizes()[room].items(), key=lambda item: -item[1])
+    assert sum(sizes()[room].values()) <= ROOMS[room][0], largest[:10]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import read_manifest, read_trainer_state
+from checkpoint.seals import seal_of
 from configs.errors import ConfigError
 from configs.files import write_atomically
 from configs.layout import mesh_sizes
@@ -35,6 +36,8 @@ class Scores:
 
     step: int
     """Of the checkpoint."""
+    seal: str
+    """Of the checkpoint's manifest: a run that was trained once more has another one."""
     tokens: int
     """Trained on until then."""
     digest: str
@@ -65,15 +68,24 @@ def score(config: Config, checkpoint: Path, device: torch.device, console: Conso
             "checkpoint": _load(config, checkpoint),
         }
     )
-    saved = on_rank_zero(None, lambda: (read_manifest(checkpoint).step, read_trainer_state(checkpoint)))
+    saved = on_rank_zero(None, lambda: (read_manifest(checkpoint).step, seal_of(checkpoint)))
+    state = on_rank_zero(None, lambda: read_trainer_state(checkpoint))
     digest = on_rank_zero(None, lambda: _digest(config))
     mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), device)
     learner = build_learner(config, mesh)
     _load_weights(config, learner, console)
     sums = sequence_sums(config, learner).tolist()
     losses = [total / n if n else 0.0 for total, n in zip(*sums, strict=True)]
-    step, state = saved
-    return Scores(step, state.get("tokens", 0), digest, losses, [int(n) for n in sums[1]])
+    return Scores(*saved, state.get("tokens", 0), digest, losses, [int(n) for n in sums[1]])
+
+
+def are_current(scores: Scores, config: Config, checkpoint: Path) -> bool:
+    """Whether `score` would compute these scores again: they are of this checkpoint, and of the sequences of `config`.
+
+    Raises:
+        KeelError: the sequences or the checkpoint can't be read.
+    """
+    return scores.seal == seal_of(checkpoint) and scores.digest == _digest(config)
 
 
 def require_sequences(config: Config) -> None:
@@ -135,12 +147,13 @@ class _Rows:
 
 
 def _digest(config: Config) -> str:
-    """A hash of all validation sequences, in their order."""
+    """A hash of all validation sequences, in their order; the micro-batches that they come in do not matter."""
     seen = xxhash.xxh3_128()
     with closing(build_loader(config, 0, 1, start_sample=0, validation=True)) as loader:
         for [batch] in loader:
-            for tensor in (batch.tokens, batch.targets):
-                seen.update(tensor[: len(batch.samples)].contiguous().numpy().tobytes())
+            for row in range(len(batch.samples)):
+                for tensor in (batch.tokens, batch.targets):
+                    seen.update(tensor[row].numpy().tobytes())
     return seen.hexdigest()
 
 

@@ -29,8 +29,8 @@ from configs.reading.toml_text import value_text
 from configs.run_change import value_at
 from configs.schema import Config, Source
 from parallelisms.ranks import gather
-from trainer.data.streaming import text_fingerprint
-from trainer.data.text import pieces
+from trainer.data.text.documents import pieces
+from trainer.data.text.streaming import text_fingerprint
 from trainer.data.token_file import folder_fingerprint
 from trainer.guards.environment import THREADS, code_hashes, environment, threads
 

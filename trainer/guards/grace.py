@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 from parallelisms.torch_internals import store_of_all_ranks
 from trainer.lifecycle import StopRequest
-from trainer.report.console import Console, duration
+from trainer.report.console import Console
+from trainer.report.units import duration
 
 _TICK_SECONDS = 0.2
 """How often a thread checks whether its own rank was signalled."""

@@ -8,7 +8,7 @@ import torch
 from configs.errors import UserError
 from configs.schema import Config
 from trainer.planning.takes_less import takes_less
-from trainer.report.console import size
+from trainer.report.units import size
 
 _CPU_REQUEST = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _DETAILS = re.compile(r"Of the allocated memory .*", re.DOTALL)

@@ -13,7 +13,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class SourceState(TypedDict):
-    """The state of one source of samples; `trainer/data/streaming.py` explains what a text source adds."""
+    """The state of one source of samples; `trainer/data/text/streaming.py` explains what a text source adds."""
 
     fingerprint: str
     path: NotRequired[str]

@@ -9,7 +9,7 @@ What is repeated is estimated in FLOPs, in which a byte that is moved counts as 
 compute meanwhile.
 
 A single rank that keeps copies of its parameters in compute_dtype (`parallelisms/compute_copies.py`) can free them
-instead. Then parameters are cast for each computation, which counts as what is repeated does.
+instead. Then parameters are cast for each pass of a group of layers, which counts as what is repeated does.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,12 +25,13 @@ from configs.layout import MeshSizes, layer_numbers, mesh_sizes, reshard_after_f
 from configs.reading.toml_text import value_text
 from configs.schema import ActivationCheckpoint, Config, Fsdp
 from configs.stages import layers_of_stages
-from parallelisms.compute_copies import CAST_BYTES, CASTS_BESIDE, COPY_BYTES, keeps_copies
+from parallelisms.compute_copies import CAST_BYTES, keeps_copies
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import gather
-from trainer.planning.memory import block_widths, estimate_memory
+from trainer.planning.block import block_widths
+from trainer.planning.memory import estimate_memory
 from trainer.planning.skeleton import skeleton
-from trainer.report.console import size
+from trainer.report.units import size
 
 SHARE_OF_A_CARD = 0.9
 """The part of a GPU's memory that memory_limit_gib = "device" fills with tensors, by estimate. CUDA and NCCL take up to
@@ -200,14 +201,10 @@ def _without_copies(config: Config, sizes: MeshSizes, limit: float) -> Choice | 
 
 
 def _casts(config: Config) -> float:
-    """What FSDP's casts cost a micro-batch more than copies do, as a fraction of all blocks' forward pass.
-
-    What runs beside the computation counts nothing, so that copies are preferred only where they surely gain.
-    """
+    """What transient copies cost a micro-batch more than kept ones, as a fraction of all blocks' forward pass."""
     elements = sum(map(prod, skeleton(config.model).shapes.values()))
     tokens = config.training.micro_batch_size * config.training.seq_len
-    more_bytes = CAST_BYTES - CASTS_BESIDE - COPY_BYTES
-    return _FLOPS_PER_BYTE * more_bytes * elements / tokens / _forward(config)
+    return _FLOPS_PER_BYTE * CAST_BYTES * elements / tokens / _forward(config)
 
 
 # --------------------------------------------------------------------------- how many layers

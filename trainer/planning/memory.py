@@ -13,9 +13,7 @@ hold more: the CUDA context (about half a GiB, more with many NCCL communicators
 reserved in pieces that nothing fits into (2 to 10 GiB in the jobs of this repository).
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
@@ -25,24 +23,20 @@ from configs.layout import (
     MeshSizes,
     accumulation_steps,
     cut_dim,
-    expert_dim,
     head_dim,
-    is_mixture,
-    layer_numbers,
     n_kv_heads,
     reduces_once,
     reshard_after_forward,
 )
-from configs.schema import ActivationCheckpoint, Config
+from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank, stages_per_rank
-from parallelisms.compute_copies import keeps_copies
+from parallelisms.compute_copies import computes_with_copies, keeps_copies
 from parallelisms.fsdp import is_needed
-from parallelisms.owner_partition import assign_owners
 from trainer.loss import chunk_rows
-from trainer.optimizer import frozen_until
+from trainer.planning.block import Block, block_widths, checkpointed_layers
 from trainer.planning.skeleton import Shape, Skeleton, skeleton
+from trainer.planning.states import BYTES, always_frozen, optimizer_bytes
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 _WORKSPACE_BYTES = 2 * 32 * 2**20
 """cuBLAS's workspace on Hopper and later, as torch sets it, for each of two threads: forward's and backward's."""
 
@@ -225,7 +219,7 @@ class RankMemory:
     @cached_property
     def frozen(self) -> set[str]:
         """The whole model's parameters that never train."""
-        return frozen_for_ever(self.config, self.model)
+        return always_frozen(self.config, self.model)
 
     @cached_property
     def _idle_layers(self) -> set[int]:
@@ -243,15 +237,15 @@ class RankMemory:
 
     @property
     def state_bytes(self) -> int:
-        return _BYTES[self.config.training.dtype]
+        return BYTES[self.config.training.dtype]
 
     @property
     def compute_bytes(self) -> int:
-        return _BYTES[self.config.training.compute_dtype]
+        return BYTES[self.config.training.compute_dtype]
 
     @property
     def reduce_bytes(self) -> int:
-        return _BYTES[self.config.training.reduce_dtype]
+        return BYTES[self.config.training.reduce_dtype]
 
     def _gradients(self, sharded: int) -> int:
         return sum(map(self._held, self.groups)) if self.reduces_once else sharded * self.state_bytes
@@ -309,8 +303,9 @@ class RankMemory:
             sent = self._reduced(place + 1) if place + 1 < len(self.groups) and not self.reduces_once else 0
             yield Moment(name, gradients + ceil(down), gathered + sent, kept + ceil(computing), waiting_losses)
         made = group.trained * self.compute_bytes
-        if self.keeps_copies and not accumulated:  # the last one is added up while the others are whole
-            made = group.trained * self.state_bytes + group.largest * self.compute_bytes
+        if (self.keeps_copies or self.frees_copies) and not accumulated:  # the last is added up, all others are whole
+            freed = group.trained * self.compute_bytes * self.frees_copies
+            made = group.trained * self.state_bytes + group.largest * self.compute_bytes - freed
         yield Moment(name, gradients + made, gathered + self._reduced(place), kept, waiting_losses)
 
     # ------------------------------------------------------------------------- gathered groups, and gradients
@@ -322,6 +317,10 @@ class RankMemory:
     @property
     def keeps_copies(self) -> bool:
         return keeps_copies(self.sizes.world_size, self.config)
+
+    @property
+    def frees_copies(self) -> bool:
+        return computes_with_copies(self.sizes.world_size, self.config) and not self.keeps_copies
 
     @property
     def is_sharded(self) -> bool:
@@ -359,7 +358,7 @@ class RankMemory:
 
     def _gathered(self, place: int, ahead: int) -> int:
         """Bytes of parameters gathered while the group at `place` computes, with `ahead` prefetched in backward."""
-        if not self.uses_fsdp:
+        if not (self.uses_fsdp or self.frees_copies):
             return 0
         reshard = reshard_after_forward(self.config.fsdp)
         group = self.groups[place]
@@ -376,7 +375,8 @@ class RankMemory:
 
     @property
     def _tokens(self) -> int:
-        return _tokens(self.config, self.sizes)
+        """Tokens of a micro-batch on one rank: with context parallelism, a part of every sequence."""
+        return self.config.training.micro_batch_size * self.config.training.seq_len // self.sizes.cp
 
     @cached_property
     def blocks(self) -> dict[int, "Block"]:
@@ -385,7 +385,7 @@ class RankMemory:
     def _waiting(self, n_layers: int) -> int:
         """Bytes of activations waiting for backward, counting only `n_layers` layers of the current micro-batch."""
         config = self.config
-        recomputed = set(_checkpointed_layers(config.activation_checkpoint, config.model.n_layers))
+        recomputed = set(checkpointed_layers(config.activation_checkpoint, config.model.n_layers))
         kept = [
             0 if layer in self._idle_layers else block.kept(config, layer in recomputed)
             for layer, block in self.blocks.items()
@@ -464,159 +464,3 @@ def _stages_in_flight(config: Config, rank: int, micro_batches: int) -> int:
         "zero_bubble_v": 2 * ranks,
     }
     return min(most[config.pipeline.schedule], stages * micro_batches)
-
-
-# --------------------------------------------------------------------------- states
-
-
-def frozen_for_ever(config: Config, model: Skeleton) -> set[str]:
-    """Names of the parameters that never train."""
-    return {name for name, step in frozen_until(config.optimizer, list(model.shapes)).items() if math.isinf(step)}
-
-
-def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int]) -> list[int]:
-    """Bytes of optimizer state, for each rank that holds a different part of it.
-
-    AdamW keeps two moments, in `optimizer.moments_dtype`, and a float32 step count, Muon one momentum; neither keeps
-    anything for parameters that never train. An owner that sends rounded parameters also keeps them in full precision.
-    Muon's state is of whole matrices, even if tensor parallelism shards the parameters. Broadcast buffers are not
-    counted, since they are freed before activations appear.
-
-    Args:
-        config, sizes: the job and its mesh.
-        elements: number of elements of each parameter, by name.
-    """
-    state_bytes, moment_bytes = _BYTES[config.training.dtype], _BYTES[moments_dtype(config)]
-    masters, model = config.fsdp.owner_broadcast_dtype is not None, skeleton(config.model)
-    frozen = frozen_for_ever(config, model)
-    total = [0] * (sizes.replicas if sizes.by_owner else 1)
-    owners = assign_owners(elements, total)
-    for name, size in elements.items():
-        if name in frozen:
-            total[owners[name]] += masters * size * state_bytes
-            continue
-        by_muon = _is_by_muon(config, model, name)
-        if by_muon:
-            total[owners[name]] += (masters + 1) * sizes.tp * size * state_bytes
-        else:
-            total[owners[name]] += size * (masters * state_bytes + 2 * moment_bytes) + 4
-    return total
-
-
-def moments_dtype(config: Config) -> str:
-    """The type of AdamW's moments."""
-    return "bfloat16" if config.optimizer.moments_dtype == "bfloat16" else config.training.dtype
-
-
-def checkpoint_bytes(config: Config) -> int:
-    """Bytes of the tensors in a checkpoint, except the few of a mixture's balancing biases."""
-    model = skeleton(config.model)
-    kept = _BYTES[config.training.dtype]
-    of_moment = _BYTES["bfloat16" if config.checkpoint.optimizer_dtype == "bfloat16" else moments_dtype(config)]
-    total, frozen = 0, frozen_for_ever(config, model)
-    for name, shape in model.shapes.items():
-        total += prod(shape) * kept
-        if name not in frozen:
-            by_muon = _is_by_muon(config, model, name)
-            total += prod(shape) * of_moment * (1 if by_muon else 2) + (0 if by_muon else 4)
-    return total
-
-
-def _is_by_muon(config: Config, model: Skeleton, name: str) -> bool:
-    return config.optimizer.name == "muon" and model.block_of(name) is not None and len(model.shapes[name]) == 2
-
-
-# --------------------------------------------------------------------------- a block's activations
-
-
-@dataclass(frozen=True)
-class Block:
-    """Widths of a block's tensors, in elements per token on one tensor-parallel rank."""
-
-    stream: float
-    """The residual stream: a slice of the sequence under tensor parallelism."""
-    normed: float
-    """Input of the column-parallel matrices: the whole sequence on each rank."""
-    query: float
-    kv: float
-    ffn: float
-    """The inside of the feed-forward, or of all experts that a token goes through."""
-    statistics: float
-    """Attention's logsumexp of each head, float32."""
-    routed: float = 0.0
-    """One row for each expert that the token is sent to."""
-    unread: float = 0.0
-    """Inputs of frozen matrices, which no gradient needs."""
-
-    def everything(self, compiled: bool) -> float:
-        """Kept without checkpointing: both sums of the residual stream, both norms' outputs, q, k, v and the
-        attention's output, gate, up, silu(gate) and its product with up (the compiler recomputes silu(gate)); the
-        experts' inputs, and their outputs both sorted by expert and by token."""
-        attention = 2 * self.query + 2 * self.kv + self.statistics
-        inside = (3 if compiled else 4) * self.ffn + 3 * self.routed
-        return 2 * self.stream + 2 * self.normed + attention + inside - self.unread
-
-    def in_backward(self, config: Config) -> float:
-        """Alive while its gradients are computed, besides its input: everything, recomputed tensors included, and the
-        gradients of the stream and of the feed-forward's inside."""
-        compiled = config.compile.enable
-        return self.everything(compiled) + self.stream + (1 if compiled else 2) * self.ffn
-
-    def kept(self, config: Config, checkpointed: bool) -> float:
-        """Kept from the forward to the backward pass, counting its output instead of its input."""
-        checkpointing, everything = config.activation_checkpoint, self.everything(config.compile.enable)
-        if not checkpointed:
-            return everything
-        if checkpointing.mode == "budget":
-            return self.stream + checkpointing.memory_budget * (everything - self.stream)
-        if checkpointing.mode == "full":
-            return self.stream
-        return self.stream + self._saved(checkpointing, config.compile.enable)
-
-    def _saved(self, config: ActivationCheckpoint, compiled: bool) -> float:
-        """Outputs that `selective` saves; the compiler drops the last matrix's output, which nothing needs."""
-        attention = not config.save_ops or any("attention" in op for op in config.save_ops)
-        matmuls = not config.save_ops or any("mm" in op for op in config.save_ops)
-        last = 0 if compiled else self.stream
-        outputs = [self.query, self.kv, self.kv, self.stream, self.ffn, self.ffn, last]  # q k v o gate up down
-        saved = sum(outputs[config.save_every_nth_matmul - 1 :: config.save_every_nth_matmul])
-        return attention * (self.query + self.statistics) + matmuls * (saved + self.routed)
-
-
-def block_widths(config: Config, layer: int, tp: int, frozen: AbstractSet[str] = frozenset()) -> Block:
-    """`frozen`: names of the parameters that never train."""
-    model = config.model
-    mixture = is_mixture(model, layer)
-
-    def unread(width: float, *matrices: str) -> float:
-        names = {f"layers.{layer}.{matrix}.weight" for matrix in matrices}
-        return width if names <= frozen else 0.0
-
-    experts = model.experts_per_token + model.n_shared_experts
-    return Block(
-        stream=model.dim / tp,
-        normed=model.dim,
-        query=model.n_heads * head_dim(model) / tp,
-        kv=n_kv_heads(model) * head_dim(model) / tp,
-        ffn=(experts * expert_dim(model) if mixture else model.ffn_dim) / tp,
-        statistics=model.n_heads / tp * 4 / _BYTES[config.training.compute_dtype],
-        routed=model.experts_per_token * model.dim if mixture else 0,
-        unread=unread(model.dim, *(f"self_attn.{name}_proj" for name in "qkv"))
-        + unread(model.dim, "mlp.gate_proj", "mlp.up_proj")
-        + unread(model.ffn_dim / tp, "mlp.down_proj"),
-    )
-
-
-def _tokens(config: Config, sizes: MeshSizes) -> int:
-    """Tokens of a micro-batch on one rank: with context parallelism, a part of every sequence."""
-    return config.training.micro_batch_size * config.training.seq_len // sizes.cp
-
-
-def _checkpointed_layers(config: ActivationCheckpoint, n_layers: int) -> Sequence[int]:
-    """The layers to which the mode applies."""
-    if config.mode == "none":
-        return ()
-    if config.mode == "budget":
-        return range(n_layers)
-    layers = layer_numbers(config.layers, n_layers) if config.layers else range(n_layers)
-    return layers[config.every_nth_layer - 1 :: config.every_nth_layer]

@@ -10,7 +10,7 @@ from configs.reading.toml_text import value_text
 from configs.schema import ActivationCheckpoint, Config
 from trainer.planning.least_recomputation import freeing_copies
 from trainer.planning.memory import estimate_memory
-from trainer.report.console import size
+from trainer.report.units import size
 
 CONTEXT_BYTES = 2**30
 """Memory of a GPU used by CUDA itself and NCCL's communicators, outside of torch's tensors: half a GiB to one."""

@@ -11,6 +11,7 @@ from configs.errors import UserError
 from configs.load import LoadedConfig, load
 from configs.run_change import run_key_diff
 from configs.schema import Evaluation
+from trainer.opening import open_loader
 from trainer.proof.compare import MAX_STEPS_APART, Difference, Gap, bound_of, difference, gaps
 from trainer.proof.reading import Stretch, read_stretch
 from trainer.proof.record import FILE_NAME, Launch, Step
@@ -141,7 +142,7 @@ class Replayer(Trainer):
                 "is tokenized while training can't be read from another sample on; choose a step up to the checkpoint"
             )
         self.loader.close()
-        self._build_loaders(position | {"next_sample": first_sample})
+        self.loader = open_loader(self.config, self.mesh, position | {"next_sample": first_sample})
 
     def _save(self) -> None:
         pass

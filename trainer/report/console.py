@@ -6,10 +6,7 @@ Warnings from Python, torch and other libraries take the same way inside a `with
 import torch, and imports `rich` only on a terminal, because preparing data and reporting a config error must be quick.
 """
 
-import argparse
 import logging
-import math
-import re
 import sys
 import time
 import warnings
@@ -22,7 +19,10 @@ from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 from configs.files import AppendedFile
 from configs.untrusted import printable
 from trainer.guards.outages import Outages
+from trainer.report.bars import Bar, Pace, PlainProgress, live_display
 from trainer.report.metrics import StepMetrics
+from trainer.report.step_table import STEP_WIDTH, StepTable
+from trainer.report.units import INDENT, duration, size
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -33,66 +33,6 @@ Row = tuple[str, str]
 
 ReportProgress = Callable[..., None]
 """report(done, total=None, message=""): how far a piece of work is; total is None if unknown."""
-
-_PLAIN_PROGRESS_SECONDS = 10.0  # between two lines about the same piece of work if there is no live bar
-_PACE_SECONDS = 1.0  # before a speed is worth showing
-_ROWS_PER_HEADER = 20  # so that a header stays in view on a terminal of usual height
-_INDENT = "  "
-
-
-# --------------------------------------------------------------------------- numbers for people
-
-
-def duration(seconds: float) -> str:
-    """Format seconds in the two units that matter: "4.1 s", "2 min 31 s", "5 h 04 min", "3 d 02 h"."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
-
-
-def count(number: float) -> str:
-    """Format a number to three digits with the field's suffix: 950, "3.34 M", "1.24 B", "15.6 T"."""
-    for factor, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e4, " K")):
-        if number >= factor:
-            return _three_digits(number / (1e3 if suffix == " K" else factor)) + suffix
-    return f"{number:,.0f}"
-
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def size(n_bytes: float) -> str:
-    """Format bytes to three digits: "512 MiB", "25.6 GiB"."""
-    for factor, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
-        if n_bytes >= factor:
-            return f"{_three_digits(n_bytes / factor)} {suffix}"
-    return f"{_three_digits(n_bytes / 2**10)} KiB"
-
-
-def parse_size(text: str) -> int:
-    """Parse "500MB", "1.5 GiB" or "123" into bytes.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is not a size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.upper())
-    if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 500MB or 5GB")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
-
-
-def _three_digits(number: float) -> str:
-    return f"{number:.{max(0, 2 - int(math.log10(max(number, 1))))}f}"
-
-
-# --------------------------------------------------------------------------- the console
 
 
 class _Stream:
@@ -149,8 +89,8 @@ class Console:
         """The files of the run that currently can't be written."""
         self._rich: RichConsole | None = _rich_console(self._out) if rank == 0 else None
         self._live: Progress | None = None
-        self._steps: _StepTable | None = None
-        self._steps_bar: _Bar | None = None
+        self._steps: StepTable | None = None
+        self._steps_bar: Bar | None = None
         self._handler = _LoggingHandler(self)
         self._showwarning = warnings.showwarning
 
@@ -202,9 +142,9 @@ class Console:
         self.line()
         for label, text in rows:
             first, *others = text.split("\n")
-            self.line(f"{_INDENT}{label:<{width}}   {first}")
+            self.line(f"{INDENT}{label:<{width}}   {first}")
             for other in others:
-                self.line(f"{_INDENT}{'':<{width}}   {other}")
+                self.line(f"{INDENT}{'':<{width}}   {other}")
 
     # ----------------------------------------------------------------------- progress
 
@@ -220,20 +160,20 @@ class Console:
         """
         started = time.monotonic()
         number = size if in_bytes else "{:,}".format
-        pace = _Pace() if in_bytes else None
-        bar = self._bar(title, number, pace) if self._rich else _PlainProgress(self.line, title, number, pace)
+        pace = Pace() if in_bytes else None
+        bar = self._bar(title, number, pace) if self._rich else PlainProgress(self.line, title, number, pace)
         try:
             yield bar.report
         finally:
             bar.close()
         self.line(f"{title}: done in {duration(time.monotonic() - started)}", "dim")
 
-    def _bar(self, title: str, number: Callable[[int], str] = "{:,}".format, pace: "_Pace | None" = None) -> "_Bar":
+    def _bar(self, title: str, number: Callable[[int], str] = "{:,}".format, pace: Pace | None = None) -> Bar:
         if self._live is None:
             assert self._rich is not None
-            self._live = _live_display(self._rich)
+            self._live = live_display(self._rich)
             self._live.start()
-        return _Bar(self._live, title, number, pace)
+        return Bar(self._live, title, number, pace)
 
     # ----------------------------------------------------------------------- training
 
@@ -247,7 +187,7 @@ class Console:
             show_mfu: whether the device's peak is known.
             show_memory: whether its allocator tells how much it has reserved.
         """
-        self._steps = _StepTable(last_step, show_mfu, show_memory)
+        self._steps = StepTable(last_step, show_mfu, show_memory)
         self._steps_bar = self._bar("Training") if self._rich else None
         self.advance(first_step)
         try:
@@ -285,7 +225,7 @@ class Console:
 
     def note(self, text: str) -> None:
         """Print a remark between the rows: a checkpoint saved, a validation."""
-        self.line(f"{_INDENT}{'':>{_STEP_WIDTH}}   {text}", "dim")
+        self.line(f"{INDENT}{'':>{STEP_WIDTH}}   {text}", "dim")
 
     # ----------------------------------------------------------------------- inside
 
@@ -339,102 +279,6 @@ def _losses(loss: float | None, perplexity: float | None, bits_per_byte: float |
     return f"loss {loss:.4f}{bits}" + ("" if perplexity is None else f", perplexity {perplexity:,.2f}")
 
 
-# --------------------------------------------------------------------------- rows of the training table
-
-_STEP_WIDTH = 9
-
-
-class _StepTable:
-    """Formats the logged steps in columns, and estimates the time left from the speed of the last one."""
-
-    def __init__(self, last_step: int, show_mfu: bool, show_memory: bool) -> None:
-        self.last_step, self._show_mfu, self._show_memory = last_step, show_mfu, show_memory
-        self._rows = 0
-        self._step_seconds: float | None = None
-
-    def header_if_due(self) -> str:
-        """The header, before the first row and again after every _ROWS_PER_HEADER rows, otherwise ""."""
-        self._rows += 1
-        if self._rows % _ROWS_PER_HEADER != 1:
-            return ""
-        cells = self._cells("loss", "grad norm", "lr", "tokens/s", "mfu", "memory", "time left")
-        return ("\n" if self._rows == 1 else "") + f"{_INDENT}{'step':>{_STEP_WIDTH}}{cells}"
-
-    def row(self, metrics: StepMetrics) -> str:
-        self._step_seconds = metrics.step_seconds or self._step_seconds
-        speed, mfu, memory = metrics.tokens_per_second, metrics.mfu, metrics.memory_percent
-        cells = self._cells(
-            f"{metrics.loss:.4f}",
-            f"{metrics.grad_norm:.4f}" if metrics.grad_norm < 1e5 else f"{metrics.grad_norm:.3e}",
-            f"{metrics.lr:.2e}",
-            "-" if speed is None else f"{speed:,.0f}",
-            "-" if mfu is None else f"{mfu:.1%}",
-            "-" if memory is None else f"{memory:.1f}%",
-            self.time_left(metrics.step) or "-",
-        )
-        return f"{_INDENT}{metrics.step:>{_STEP_WIDTH},}{cells}"
-
-    def time_left(self, step: int) -> str:
-        """The time left for training alone; "" before a speed is known, and at the end."""
-        seconds = (self.last_step - step) * (self._step_seconds or 0)
-        return duration(seconds) if seconds > 0 else ""
-
-    def _cells(self, loss: str, norm: str, lr: str, speed: str, mfu: str, memory: str, left: str) -> str:
-        of_device = (f"{mfu:>8}" if self._show_mfu else "") + (f"{memory:>9}" if self._show_memory else "")
-        return f"{loss:>10}{norm:>12}{lr:>11}{speed:>13}{of_device}{left:>14}"
-
-
-# --------------------------------------------------------------------------- progress without a terminal
-
-
-class _Pace:
-    """The speed of work that is measured in bytes, and the time left."""
-
-    def __init__(self) -> None:
-        self._total: int | None = None
-        self._begun, self._done_before = time.monotonic(), 0
-
-    def start(self, done: int, total: int | None) -> None:
-        """Begin at the first report of some work; what was done before does not count for the speed."""
-        if total != self._total:
-            self._total, self._begun, self._done_before = total, time.monotonic(), done
-
-    def at(self, done: int, total: int, separator: str) -> str:
-        """Speed and time left, each after the separator; "" in the first second."""
-        seconds = time.monotonic() - self._begun
-        speed = (done - self._done_before) / max(seconds, 1e-9)
-        if seconds < _PACE_SECONDS or speed <= 0:
-            return ""
-        return f"{separator}{size(speed)}/s{separator}{duration((total - done) / speed)} left"
-
-
-class _PlainProgress:
-    """Prints a line at the start, and further lines only if the work takes long."""
-
-    def __init__(
-        self, say: Callable[[str], None], title: str, number: Callable[[int], str], pace: _Pace | None
-    ) -> None:
-        self._say, self._title, self._number, self._pace = say, title, number, pace
-        self._said_at = time.monotonic()
-        say(f"{title} ...")
-
-    def report(self, done: int, total: int | None = None, message: str = "") -> None:
-        now = time.monotonic()
-        if self._pace:
-            self._pace.start(done, total)
-        if now - self._said_at < _PLAIN_PROGRESS_SECONDS:
-            return
-        self._said_at = now
-        share = self._number(done)
-        if total:
-            share = f"{done / total:.0%}, {share} of {self._number(total)}"
-            share += self._pace.at(done, total, ", ") if self._pace else ""
-        self._say(f"{self._title}: {share}" + (f", {message}" if message else ""))
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 # --------------------------------------------------------------------------- rich, on a terminal only
 
 
@@ -452,35 +296,3 @@ def _print_styled(rich: "RichConsole", text: str, style: str) -> None:
     from rich.text import Text
 
     rich.print(Text(text, style=style), soft_wrap=True)  # long paths stay in one piece, so they can be copied
-
-
-def _live_display(rich: "RichConsole") -> "Progress":
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    return Progress(
-        TextColumn(_INDENT + "{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[numbers]}"),
-        TextColumn("{task.fields[message]}", style="dim", markup=False),
-        console=rich,
-        transient=True,
-    )
-
-
-class _Bar:
-    """One bar of the live display."""
-
-    def __init__(self, live: "Progress", title: str, number: Callable[[int], str], pace: _Pace | None) -> None:
-        self._live, self._number, self._pace = live, number, pace
-        self._task: Any = live.add_task(printable(title), total=None, numbers="", message="")
-
-    def report(self, done: int, total: int | None = None, message: str = "") -> None:
-        numbers = f"{self._number(done)} / {self._number(total)}" if total else self._number(done)
-        if self._pace and total:
-            self._pace.start(done, total)
-            numbers += self._pace.at(done, total, "  ")
-        self._live.update(self._task, completed=done, total=total or None, numbers=numbers, message=printable(message))
-
-    def close(self) -> None:
-        self._live.remove_task(self._task)
-        self._live.refresh()  # otherwise the next printed line would show the bar once more

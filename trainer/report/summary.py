@@ -26,10 +26,12 @@ from models.documents import has_kernel
 from trainer.kernels.row_adamw import kernel_of_adamw
 from trainer.lifecycle import LAUNCHER, State
 from trainer.planning.flops import flops_per_token
-from trainer.planning.memory import estimate_memory, frozen_for_ever, moments_dtype
+from trainer.planning.memory import estimate_memory
 from trainer.planning.skeleton import skeleton
-from trainer.report.console import Row, count, duration, size
+from trainer.planning.states import always_frozen, moments_dtype
+from trainer.report.console import Row
 from trainer.report.metrics import Kind, Memory
+from trainer.report.units import count, duration, size
 
 _WIDTH = 85  # of text that can be wrapped; with its label it fits a terminal of 100 columns
 
@@ -80,7 +82,7 @@ def _model(config: Config) -> str:
         heads += f", {n_kv_heads(model)} of keys and values"
     tied = ", tied" if model.tie_embeddings else ""
     active = "" if model.n_experts is None else f", {count(active_parameter_count(model))} active"
-    shapes, frozen = skeleton(model).shapes, frozen_for_ever(config, skeleton(model))
+    shapes, frozen = skeleton(model).shapes, always_frozen(config, skeleton(model))
     trained = f", {count(sum(prod(shapes[name]) for name in shapes.keys() - frozen))} trained" if frozen else ""
     n_parameters = parameter_count(model)
     return (
@@ -210,7 +212,7 @@ def _validation(config: Config) -> str:
 
 
 def _flops(config: Config, peak: float | None) -> str:
-    frozen = frozen_for_ever(config, skeleton(config.model))
+    frozen = always_frozen(config, skeleton(config.model))
     flops = flops_per_token(config.model, config.training.seq_len, frozen)
     of_peak = f"MFU of {peak / 1e12:g} TFLOP/s" if peak else "MFU not shown: the peak FLOP/s of this device is unknown"
     without_mask = f"{count(flops.full)} if attention is counted without the causal mask"

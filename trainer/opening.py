@@ -1,0 +1,98 @@
+"""Opens a job: checks all that it names, and finds its data and its checkpoint, before minutes go into weights."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from configs.errors import mistakes_of_the_job
+from configs.layout import mesh_sizes
+from configs.load import LoadedConfig
+from configs.schema import Config
+from parallelisms.attention.backend import attention_kernel
+from parallelisms.mesh import Mesh, build_mesh
+from parallelisms.ranks import on_rank_zero
+from parallelisms.symmetric_memory import fast_paths
+from trainer.data.loader import DataLoader, build_loader
+from trainer.guards.agreement import compare_data
+from trainer.guards.environment import device_name
+from trainer.guards.saved_state import check_saved_state
+from trainer.guards.watchdog import Watchdog
+from trainer.lifecycle import StopRequest
+from trainer.planning.float8 import float8_products
+from trainer.planning.flops import peak_flops
+from trainer.planning.least_recomputation import chosen, least_recomputation
+from trainer.planning.skeleton import skeleton
+from trainer.planning.unknown_names import require_known_names
+from trainer.preparation import prepare_data, require_inputs
+from trainer.progress import Progress
+from trainer.report.console import Console
+from trainer.report.metrics import Kind, TimeLedger
+from trainer.sampling.periodic import Sampler
+from trainer.saved_state import RunState
+from trainer.saving import open_checkpoints
+from trainer.validation import Validation
+
+
+class Opened:
+    """A job that is checked and open on this rank's place in the mesh; no weight is drawn yet."""
+
+    def __init__(
+        self,
+        job: LoadedConfig,
+        device: torch.device,
+        console: Console,
+        stop: StopRequest,
+        ledger: TimeLedger,
+        watchdog: Watchdog,
+    ) -> None:
+        """Open it; all ranks must do so. The process group and the run folder must exist.
+
+        Raises:
+            KeelError: the job, its data or its checkpoint is at fault; raised on all ranks alike.
+        """
+        config = job.config
+        self.device, self.choice = device, job.choice
+        self.peak = peak_flops(device_name(device), config.training.compute_dtype)
+        """The device's peak FLOP/s; None if it is unknown."""
+        self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), device)
+        with mistakes_of_the_job():
+            require_known_names(job)
+            self.recomputation = least_recomputation(config, self.mesh)
+            """What blocks recompute to fit the memory; None: as the job says."""
+            self.config = config = chosen(config, self.recomputation)
+            # What the job leaves open, each as a launch prints it:
+            self.attention = attention_kernel(config, device)
+            self.float8 = float8_products(config, device)
+            self.communication = fast_paths(config, self.mesh)
+            on_rank_zero(None, lambda: require_inputs(job))
+            with ledger.measure(Kind.PREPARATION):
+                watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, stop))
+                compare_data(config)
+            sampler = Sampler(job)
+            self.checkpoints = open_checkpoints(config, self.mesh, console, watchdog.incarnation)
+            shapes = skeleton(config.model).shapes
+            self.found = self.checkpoints.find({f"model.{name}": shape for name, shape in shapes.items()})
+            """What the checkpoint says of the run; None if the run starts from scratch."""
+            self.begin_at(self.found)
+            self.validation = Validation(config, self.mesh, sampler)
+
+    def begin_at(self, saved: dict[str, Any] | None) -> None:
+        """Set the run's progress, and open its data, at what a checkpoint says; None: at the start."""
+        if saved:
+            check_saved_state(saved)
+        self.progress = Progress(self.config, RunState(**saved["run"]) if saved else RunState())
+        position = saved["data"] if saved else {"next_sample": 0, "sources": None}
+        self.loader = open_loader(self.config, self.mesh, position)
+
+
+def open_loader(config: Config, mesh: Mesh, position: dict[str, Any]) -> DataLoader:
+    """This rank's loader of the training data from a position on, as `DataLoader.state_dict` returned it."""
+    return build_loader(
+        config,
+        mesh.dp_rank,
+        mesh.sizes.dp,
+        position["next_sample"],
+        states=position["sources"],
+        order=position.get("order"),
+    )

@@ -1,0 +1,57 @@
+"""Durations, counts and sizes as people read and write them."""
+
+import argparse
+import math
+import re
+
+INDENT = "  "
+"""Of rows under a title."""
+
+
+def duration(seconds: float) -> str:
+    """Format seconds in the two units that matter: "4.1 s", "2 min 31 s", "5 h 04 min", "3 d 02 h"."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def count(number: float) -> str:
+    """Format a number to three digits with the field's suffix: 950, "3.34 M", "1.24 B", "15.6 T"."""
+    for factor, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e4, " K")):
+        if number >= factor:
+            return _three_digits(number / (1e3 if suffix == " K" else factor)) + suffix
+    return f"{number:,.0f}"
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def size(n_bytes: float) -> str:
+    """Format bytes to three digits: "512 MiB", "25.6 GiB"."""
+    for factor, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
+        if n_bytes >= factor:
+            return f"{_three_digits(n_bytes / factor)} {suffix}"
+    return f"{_three_digits(n_bytes / 2**10)} KiB"
+
+
+def parse_size(text: str) -> int:
+    """Parse "500MB", "1.5 GiB" or "123" into bytes.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is not a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.upper())
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 500MB or 5GB")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.{max(0, 2 - int(math.log10(max(number, 1))))}f}"
