@@ -1,7 +1,7 @@
 """A stranger's files of every kind that Keel reads: python -m tests.torture.fuzz [--times 1000] [--kind K] [--seed 0]
 
 Real files of Keel's are damaged, forged and blown up (`mutations.py`), each is then read as a run or a script would
-read it (`fuzz_kinds.py`), in a process of its own. What is read must be whole; what is refused must be so by one
+read it (`kinds/`), in a process of its own. What is read must be whole; what is refused must be so by one
 message, of bounded length and nothing in it that a terminal obeys. Any other exception, a crash, more memory or more
 time than a file of that size may take is a failure, named by kind and number: `--kind K --only NUMBER` shows it again.
 """
@@ -25,7 +25,7 @@ from typing import Any
 
 from configs.errors import KeelError
 from configs.untrusted import MAX_MESSAGE_CHARACTERS, printable
-from tests.torture.fuzz_kinds import KINDS, Kind
+from tests.torture.kinds import KINDS, Kind
 
 MEMORY_BYTES, MEMORY_TIMES = 64 << 20, 32
 """What reading may take: so much, and so many times the file's size (small JSON values take 32 bytes a byte)."""

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from tests.torture import damage, full_disk, fuzz, hosts, resume
-from tests.torture.fuzz_kinds import KINDS, Kind
+from tests.torture.kinds import KINDS, Kind
+from trainer import opening
 from trainer.step import Learner
-from trainer.trainer import Trainer
 
 RESUMES = {row.name: row for row in resume.table()}
 CHOSEN_RESUMES = [
@@ -44,14 +44,22 @@ def test_a_soak_sees_a_resume_that_forgets_something(tmp_path):
 
 def forget_the_data():
     """As a resume that forgets where the data stands: called on each rank of a launch."""
-    forgets = Trainer._build_loaders
-    Trainer._build_loaders = lambda self, data: forgets(self, data | {"next_sample": 0})
+    forgets = opening.open_loader
+    opening.open_loader = lambda config, mesh, position: forgets(config, mesh, position | {"next_sample": 0})
 
 
 @pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
 def test_hosts_are_lost(tmp_path):
     told = run("tests.torture.hosts --kills 2 --kinds node,rank --hosts 2 --ranks 1", tmp_path)
     assert "2 of 2 recovered without a hand; nothing was committed twice" in told
+    assert "bit for bit equal" in told
+
+
+@pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
+def test_hosts_are_lost_and_their_state_is_in_the_memory_of_others(tmp_path):
+    told = run("tests.torture.hosts --kills 1 --kinds node --hosts 2 --ranks 1 --memory-copies 1", tmp_path)
+    assert ", from memory)" in told
+    assert "1 of 1 recovered without a hand; nothing was committed twice" in told
     assert "bit for bit equal" in told
 
 
