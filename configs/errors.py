@@ -1,5 +1,6 @@
 """Errors that end in one message instead of a traceback, each with its exit code."""
 
+import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -37,12 +38,28 @@ class ConfigError(KeelError):
     exit_code = 78
 
 
+_PASSING = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def files_that_fail() -> Iterator[None]:
+    """Turn an OSError about a file into a UserError: a folder that may not be entered, a name that is too long."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        kind = OutageError if error.errno in _PASSING else UserError
+        raise kind(f"{error.filename}: {error.strerror}") from error
+
+
 @contextmanager
 def mistakes_of_the_job() -> Iterator[None]:
     """Turn a UserError into a ConfigError: what is found wrong before a run begins, in the job or in a file or folder
     that it names, is a mistake in the job, unless it may pass."""
     try:
-        yield
+        with files_that_fail():
+            yield
     except UserError as error:
         if error.may_pass:
             raise

@@ -81,9 +81,12 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file that replaces `path` at the end of the block, complete and synced, or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def replacing(path: Path, writer: str = "") -> Iterator[IO[bytes]]:
+    """Open a temporary file that replaces `path` at the end of the block, complete and synced, or not at all.
+
+    `writer`: who writes it, if several processes may do so at once; part of the temporary file's name.
+    """
+    temporary = path.with_name(f".{path.name}{writer and f'.{writer}'}.tmp")
     temporary.unlink(missing_ok=True)
     try:
         with synced(temporary) as file:
@@ -101,16 +104,21 @@ def write_atomically(path: Path, texts: Iterable[str]) -> None:
         file.writelines(text.encode() for text in texts)
 
 
-def write_even_if_full(path: Path, text: str) -> None:
+def write_even_if_full(path: Path, text: str, writer: str = "") -> None:
     """Like `write_atomically`, but also rewrites a small existing file on a full disk.
 
     The file is then overwritten in place, in its existing blocks: not atomic, but one write of a few hundred bytes.
+
+    Args:
+        path, text: the file, and all of its content.
+        writer: as for `replacing`.
 
     Raises:
         OSError: the disk refuses that as well.
     """
     try:
-        write_atomically(path, [text])
+        with replacing(path, writer) as file:
+            file.write(text.encode())
     except OSError as error:
         if error.errno not in FULL or not _overwrite(path, text.encode()):
             raise

@@ -115,10 +115,14 @@ def find_job_file(name_or_path: str) -> Path:
     candidates = [path]
     if path.name == name_or_path:
         candidates += [JOB_FILES / name_or_path, JOB_FILES / f"{name_or_path}.toml"]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    if path.exists():
+    try:
+        for candidate in candidates:
+            if candidate.is_file():
+                return candidate
+        is_something = path.exists()
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        raise ConfigError(f"--config {name_or_path}: cannot be read: {error.strerror}") from None
+    if is_something:
         what = "a folder; name the job file in it" if path.is_dir() else "not a regular file, which a job must be"
         raise ConfigError(f"--config {name_or_path} is {what}")
     names = sorted(file.stem for file in JOB_FILES.glob("*.toml"))

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from glob import has_magic, iglob
 from pathlib import Path
 
@@ -23,9 +24,22 @@ def missing_paths(job: LoadedConfig) -> list[str]:
     return [f"{job.layers.where(key_path(key))}: {key} {problem}" for key, problem in found]
 
 
+def _looked_at(key: str, path: str, problems: Iterator[Missing]) -> Iterator[Missing]:
+    """The problems of a path; if it can't be followed, as through a folder that may not be entered, why."""
+    try:
+        yield from problems
+    except OSError as error:
+        yield key, f'is "{path}", which can\'t be looked at: {error.strerror}'
+
+
 def _tokenizer(config: Config) -> Iterator[Missing]:
     path, train_on = config.tokenizer.path, config.tokenizer.train_on
-    if not path or Path(path).is_file():
+    if path:
+        yield from _looked_at("tokenizer.path", path, _tokenizer_file(path, train_on))
+
+
+def _tokenizer_file(path: str, train_on: list[str]) -> Iterator[Missing]:
+    if Path(path).is_file():
         return
     if Path(path).is_dir():
         yield "tokenizer.path", f'is "{path}": a folder; name the file in it, such as tokenizer.model or tokenizer.json'
@@ -37,14 +51,15 @@ def _tokenizer(config: Config) -> Iterator[Missing]:
 
 def _data(config: Config) -> Iterator[Missing]:
     prepare, to_be_made = config.data.prepare, None
-    if prepare and not any(Path(prepare.output).glob("*")):
+    if prepare and not _has_any(Path(prepare.output), "*"):
         to_be_made = Path(prepare.output)
         yield from _texts("data.prepare.input", prepare.input)
     validation = config.validation.sources if config.validation.interval else []
     for table, sources in (("data", config.data.sources), ("validation", validation)):
         for index, source in enumerate(sources):
             if source.path and to_be_made not in Path(source.path).parents:
-                yield from _source(f"{table}.sources.{index}.path", source, source.path)
+                key = f"{table}.sources.{index}.path"
+                yield from _looked_at(key, source.path, _source(key, source, source.path))
 
 
 def _source(key: str, source: Source, path: str) -> Iterator[Missing]:
@@ -56,8 +71,13 @@ def _source(key: str, source: Source, path: str) -> Iterator[Missing]:
 
 def _texts(key: str, inputs: list[str]) -> Iterator[Missing]:
     for text in inputs:
-        if not text.startswith(_NOT_FILES) and not Path(text).exists() and not _matches(text):
-            yield key, f'names "{text}": no such file or folder'
+        if not text.startswith(_NOT_FILES):
+            yield from _looked_at(key, text, _text(key, text))
+
+
+def _text(key: str, text: str) -> Iterator[Missing]:
+    if not Path(text).exists() and not _matches(text):
+        yield key, f'names "{text}": no such file or folder'
 
 
 def _matches(pattern: str) -> bool:
@@ -65,11 +85,25 @@ def _matches(pattern: str) -> bool:
     return has_magic(pattern) and next(iglob(pattern, recursive=True), None) is not None
 
 
+def _has_any(folder: Path, pattern: str) -> bool:
+    """Whether a folder has anything of such a name; not if it can't be looked at, which its first use reports."""
+    with suppress(OSError):
+        return any(folder.glob(pattern))
+    return False
+
+
 def _checkpoint(config: Config) -> Iterator[Missing]:
     load, init_from = config.checkpoint.load, config.checkpoint.init_from
     # A run with checkpoints no longer needs the one that it began from.
-    has_own = any((config.job.folder / "checkpoints").glob("step-*"))
-    if isinstance(load, str) and load not in ("latest", "none") and not has_own and not Path(load).is_dir():
-        yield "checkpoint.load", f'is "{load}": no such folder (use "latest", "none", a step or a path)'
-    if init_from is not None and (load == "none" or not has_own) and not Path(init_from).is_dir():
-        yield "checkpoint.init_from", f'is "{init_from}": no such checkpoint folder'
+    has_own = _has_any(config.job.folder / "checkpoints", "step-*")
+    if isinstance(load, str) and load not in ("latest", "none") and not has_own:
+        what = 'no such folder (use "latest", "none", a step or a path)'
+        yield from _looked_at("checkpoint.load", load, _folder("checkpoint.load", load, what))
+    if init_from is not None and (load == "none" or not has_own):
+        key = "checkpoint.init_from"
+        yield from _looked_at(key, init_from, _folder(key, init_from, "no such checkpoint folder"))
+
+
+def _folder(key: str, path: str, otherwise: str) -> Iterator[Missing]:
+    if not Path(path).is_dir():
+        yield key, f'is "{path}": {otherwise}'

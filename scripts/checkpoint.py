@@ -25,12 +25,13 @@ from checkpoint.folder import to_be_pruned
 from checkpoint.lock import lock
 from checkpoint.manifest import MANIFEST_NAME, Manifest, Origin, read_manifest, step_folder, steps_in
 from checkpoint.pin import Pinned, remove
-from configs.errors import KeelError, UserError
+from configs.errors import KeelError, UserError, files_that_fail
 from configs.layout import named_axes
 from configs.reading.toml_text import table_text
 from configs.schema import Checkpoint
 from scripts.command import end, parser_of, positive
-from trainer.report.console import Console, Row, count, duration, size
+from trainer.report.console import Console, Row
+from trainer.report.units import count, duration, size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     with Console() as console:
         try:
-            return options.command(options, console)
+            with files_that_fail():
+                return options.command(options, console)
         except KeelError as error:
             console.error(str(error))
             return error.exit_code
@@ -190,7 +192,7 @@ def _list_line(folder: Path) -> str:
 
 
 def _history(manifest: Manifest) -> list[Row]:
-    changes = [f"from step {change.step}: {'; '.join(change.changes)}" for change in manifest.run_changes]
+    changes = [f"after step {change.step}: {'; '.join(change.changes)}" for change in manifest.run_changes]
     rows = [
         ("step", f"{manifest.step:,}"),
         ("tokens", f"{manifest.tokens:,}"),

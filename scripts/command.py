@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from configs.errors import KeelError
+from configs.errors import KeelError, files_that_fail
 from configs.reading.overrides import split_flags
+from trainer.lifecycle import open_closed_streams
 from trainer.report.console import Console
 
 EXIT_PIPE_CLOSED = 141
@@ -26,7 +27,13 @@ def parser_of(docstring: str | None, keeps_lines: bool = False) -> argparse.Argu
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that say how documents are read: text_key, separator and max_bad_files."""
     add = parser.add_argument
-    add("--max-bad-files", type=int, default=0, metavar="N", help="unreadable files and lines to allow (default: 0)")
+    add(
+        "--max-bad-files",
+        type=not_negative,
+        default=0,
+        metavar="N",
+        help="unreadable files and lines to allow (default: 0)",
+    )
     add(
         "--text-key",
         default="text",
@@ -71,6 +78,7 @@ def without_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def end(main: Callable[[], int]) -> NoReturn:
     """Run a command to its end as this process; a reader that closes its pipe, as `head` does, is no error."""
+    open_closed_streams()
     code = EXIT_PIPE_CLOSED
     try:
         code = main()
@@ -80,14 +88,33 @@ def end(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
+_MOST = 10**15 - 1
+"""Beyond all steps, bytes and pieces that there can be."""
+
+
 def positive(text: str) -> int:
     """Parse an integer above 0, as an argument's type.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: it is none, or beyond all use.
     """
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return _whole_number(text, at_least=1)
+
+
+def not_negative(text: str) -> int:
+    """Parse an integer of at least 0, as an argument's type.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none, or beyond all use.
+    """
+    return _whole_number(text, at_least=0)
+
+
+def _whole_number(text: str, at_least: int) -> int:
+    if text.isdecimal() and len(text.lstrip("0")) > len(str(_MOST)):
+        raise argparse.ArgumentTypeError(f"{text} is more than {_MOST:,}")
+    if not text.isdecimal() or int(text) < at_least:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {at_least}")
     return int(text)
 
 
@@ -101,7 +128,8 @@ def run_command(work: Callable[[Console], None], if_stopped: str, out: TextIO | 
     """
     with Console(out=out) as console:
         try:
-            work(console)
+            with files_that_fail():
+                work(console)
         except KeelError as error:
             console.error(str(error))
             return error.exit_code

@@ -25,7 +25,8 @@ from configs.load import load
 from scripts.command import end, parser_of, positive, run_command, without_overrides
 from scripts.score import load_for_scoring
 from trainer.lifecycle import EXIT_PREEMPTED, STOP_SIGNALS, read_status
-from trainer.report.console import Console, count
+from trainer.report.console import Console
+from trainer.report.units import count
 
 if TYPE_CHECKING:
     from trainer.comparison.arms import Arm
@@ -147,12 +148,12 @@ def _is_done(folder: Path, config: str, steps: int) -> bool:
 
 def _score(folder: Path, words: Sequence[str], ranks: int, launch: Launch) -> "Scores":
     """The scores of a run's newest checkpoint, computed unless they exist."""
-    from checkpoint.manifest import steps_in
-    from trainer.comparison.score import read_scores
+    from checkpoint.manifest import step_folder, steps_in
+    from trainer.comparison.score import are_current, read_scores
 
-    job, steps = load_for_scoring(folder, words, ranks), steps_in(folder / "checkpoints")
-    found = read_scores(folder)
-    if found and steps and (found.step, len(found.losses)) == (steps[-1], job.config.validation.sequences):
+    job, root = load_for_scoring(folder, words, ranks), folder / "checkpoints"
+    steps, found = steps_in(root), read_scores(folder)
+    if found and steps and are_current(found, job.config, step_folder(root, steps[-1])):
         return found
     _launch(["score", str(folder), *_ranks(ranks), *words], folder, launch)
     found = read_scores(folder)

@@ -16,7 +16,8 @@ if not __package__:  # run as a file, from any folder
 from checkpoint.manifest import read_manifest
 from configs.errors import UserError
 from scripts.command import end, parser_of, run_command
-from trainer.report.console import Console, parse_size
+from trainer.report.console import Console
+from trainer.report.units import parse_size
 
 if TYPE_CHECKING:
     from checkpoint.export.hf import TokenizerFiles

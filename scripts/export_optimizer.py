@@ -28,7 +28,8 @@ from configs.plan import plan_of
 from configs.schema import Config
 from scripts.command import end, parser_of, run_command
 from trainer.lr_schedule import learning_rate
-from trainer.report.console import Console, parse_size
+from trainer.report.console import Console
+from trainer.report.units import parse_size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

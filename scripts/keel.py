@@ -98,9 +98,9 @@ def _train(words: list[str]) -> NoReturn:
     if words and not words[0].startswith("-"):
         words = ["--config", *words]
     is_question = bool(_QUESTIONS & set(words))
-    if options.nodes:
-        if options.ranks is None:
-            parser.error("--nodes N needs --ranks R, the number of ranks on each of the N hosts")
+    if options.nodes and options.ranks is None:
+        parser.error("--nodes N needs --ranks R, the number of ranks on each of the N hosts")
+    if options.nodes and not is_question:
         print(torchrun_line(train.__file__, words, options.ranks, options.nodes))
         elastic = "RENDEZVOUS_HOST runs scripts/launch/rendezvous.py (docs/elastic.md)."
         where = elastic if ":" in options.nodes else "FIRST_HOST is the name of one of them."
@@ -110,7 +110,8 @@ def _train(words: list[str]) -> NoReturn:
     if options.ranks and options.ranks > 1 and not is_question:
         train.end_process(run_ranks(train.__file__, words, options.ranks))
     if options.ranks:
-        os.environ["WORLD_SIZE"] = str(options.ranks)
+        most_hosts = int((options.nodes or "1").split(":")[-1])
+        os.environ["WORLD_SIZE"] = str(options.ranks * most_hosts)
     sys.argv[1:] = words
     train.end_process(train.main())
 

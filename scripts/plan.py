@@ -9,6 +9,7 @@ each kind of rank is run with fake tensors, to show what it communicates.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -23,8 +24,9 @@ from configs.load import load
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
 from scripts.command import end, positive
-from trainer.report.console import Console, Row, count, duration, size
+from trainer.report.console import Console, Row
 from trainer.report.metrics import memory_peak_bytes
+from trainer.report.units import count, duration, size
 
 
 def shard_bytes(config: Config, ranks: int) -> int:
@@ -106,12 +108,18 @@ def traffic_rows(config: Config, ranks: int, rank: int) -> list[Row]:
     return [*rows, ("traced in", duration(time.perf_counter() - started))]
 
 
+def _gib(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Further words override the config.")
     parser.add_argument("--config", required=True, help="job file, or its name in configs/")
     parser.add_argument("--ranks", type=positive, required=True, help="number of ranks to run the job on")
-    parser.add_argument("--memory-gib", type=float, help="memory of a GPU, to check whether the job fits")
+    parser.add_argument("--memory-gib", type=_gib, help="memory of a GPU, to check whether the job fits")
     parser.add_argument("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")
     options, overrides = parser.parse_known_args(arguments)
     try:

@@ -20,7 +20,8 @@ from scripts.keel import VERSION
 from scripts.page.html import page
 from scripts.page.recorded import read_runs
 from scripts.page.verdict import comparison, verdict
-from trainer.report.console import Console, size
+from trainer.report.console import Console
+from trainer.report.units import size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,6 +23,7 @@ from typing import Any
 if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from checkpoint.incarnation import FOLDER, newest_number
 from checkpoint.lock import FolderInUse, lock
 from checkpoint.pin import Pinned
 from configs.errors import UserError
@@ -30,8 +31,9 @@ from scripts.command import end, parser_of, run_command
 from scripts.page.cleaning import WHAT, Doomed, removable, remove_emptied, remove_one
 from scripts.page.recorded import SILENT_SECONDS, Recorded, differences, read_runs
 from trainer.lifecycle import read_status
-from trainer.report.console import Console, count, duration, size
+from trainer.report.console import Console
 from trainer.report.metrics import METRICS_NAME
+from trainer.report.units import count, duration, size
 
 _TAIL_BYTES = 1 << 16
 _Command = Callable[[argparse.Namespace, Console], None]
@@ -135,8 +137,14 @@ def _figures(run: Recorded) -> dict[str, str]:
         "validation loss": form("validation_loss", "{:.4f}".format),
         "tokens/s": form("tokens_per_second", "{:,.0f}".format),
         "goodput": form("goodput", "{:.0%}".format),
-        "launches": str(len(run.launches) or "-"),
+        "launches": _launches(run),
     }
+
+
+def _launches(run: Recorded) -> str:
+    """The launches that have logged steps and, of an elastic run, how many there were in all."""
+    logged, n = str(len(run.launches) or "-"), newest_number(run.folder / FOLDER)
+    return f"{logged} of {n} incarnations" if n else logged
 
 
 def _print_columns(console: Console, rows: Sequence[tuple[str, Sequence[str]]]) -> None:

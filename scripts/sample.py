@@ -20,7 +20,8 @@ if not __package__:  # run as a file, from any folder
 from configs.errors import UserError
 from configs.untrusted import printable
 from scripts.command import add_computing_arguments, end, parser_of, run_command
-from trainer.report.console import Console, count
+from trainer.report.console import Console
+from trainer.report.units import count
 
 if TYPE_CHECKING:
     from trainer.sampling.load import Trained

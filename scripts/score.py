@@ -15,7 +15,7 @@ from pathlib import Path
 if not __package__:  # run as a file, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from configs.errors import KeelError, UserError
+from configs.errors import KeelError, UserError, files_that_fail
 from configs.load import LoadedConfig, load
 from configs.schema import Mesh
 from scripts.command import end, parser_of, positive, without_overrides
@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_ranks(__file__, words, options.ranks)
     with Console(int(os.environ.get("RANK", "0"))) as console:
         try:
-            score_run(options.run, options.step, overrides, console)
+            with files_that_fail():
+                score_run(options.run, options.step, overrides, console)
         except KeelError as error:
             tell_torchrun(str(error))
             if os.environ.get("RANK", "0") == "0":

@@ -7,11 +7,11 @@ from trainer.trainer import Trainer
 def kept_losses(trainer: Trainer) -> list[float]:
     """A list to which each step of `trainer` will append its loss."""
     losses: list[float] = []
-    count = trainer._count
+    count = trainer.progress.count
 
-    def counted(result: StepResult) -> None:
+    def counted(result: StepResult, chain: str) -> None:
         losses.append(result.loss)
-        count(result)
+        count(result, chain)
 
-    trainer._count = counted  # type: ignore[method-assign]
+    trainer.progress.count = counted  # type: ignore[method-assign]
     return losses

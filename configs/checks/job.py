@@ -17,6 +17,8 @@ def _job(config: Config, _: int | None) -> Iterator[Problem]:
         yield "job.name", f"name must be one line of printable characters, at most {_MAX_NAME_BYTES} bytes"
     if config.job.output_dir == "":
         yield "job.output_dir", "output_dir is empty; leave it out for runs/<job.name>"
+    if "\0" in (config.job.output_dir or ""):
+        yield "job.output_dir", "output_dir has a NUL character, which no name of a folder can have"
     if config.job.output_dir is None and (name in ("", ".", "..") or "/" in name or "\0" in name):
         yield (
             "job.name",

@@ -4,6 +4,7 @@ A higher layer replaces single keys: tables are merged key by key, other values 
 """
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +89,7 @@ class Layers:
                 key = find(inner)
                 node = node.setdefault(part, [] if key and key.type == "list of tables" else {})
         if isinstance(node, list):
-            raise ConfigError(f"{dotted(path[:-1])} is a list; set its items key by key: {flag}.KEY VALUE")
+            raise ConfigError(f"{dotted(path[:-1])} is a list; {_how_to_set(node, path)}")
         if not isinstance(node, dict):
             raise ConfigError(f"{dotted(path[:-1])} is not a table, so it has no key {path[-1]}")
         last = str(path[-1])
@@ -128,6 +129,15 @@ class Layers:
         """The number of the layer that set a key; a default is below all layers."""
         origin = self.origins.get(path) or self.left_out.get(path)
         return origin.layer if origin else _DEFAULTS
+
+
+def _how_to_set(items: list[Any], path: KeyPath) -> str:
+    """How to set what `path` names in a list."""
+    name = dotted(path[:-1])
+    if not any(isinstance(item, dict) for item in items):
+        return f"set all of it: --{name} {shlex.quote(value_text(items))}"
+    key = f"{path[-1]}.KEY" if isinstance(path[-1], int) else f"0.{path[-1]}"
+    return f"set a key of one of its items: --{name}.{key} VALUE"
 
 
 def _item(items: list[Any], path: KeyPath, index: str | int) -> Any:
@@ -172,7 +182,11 @@ def _base(value: Any, file: Path, where: str, chain: tuple[Path, ...]) -> Path:
     if len(chain) > MAX_BASES:
         raise ConfigError(f"{where}: more than {MAX_BASES} job files inherit from one another; merge some of them")
     base = file.parent / value
-    if not base.is_file():
+    try:
+        is_file = base.is_file()
+    except OSError as error:
+        raise ConfigError(f"{where}: base = {value_text(value)} cannot be read: {error.strerror}") from None
+    if not is_file:
         raise ConfigError(f"{where}: base = {value_text(value)}: no such file: {shown(base)}")
     resolved = [link.resolve() for link in chain]
     if base.resolve() in resolved:

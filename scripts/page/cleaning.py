@@ -91,7 +91,8 @@ def remove_emptied(run: Path) -> list[Path]:
     Those are files that Keel has not written, and the folders with them.
     """
     (run / LOCK_NAME).unlink(missing_ok=True)
-    for name in ("checkpoints", "exports", "evaluations", "tensorboard", "profile", "hangs", "crashes", "."):
+    folders = ("checkpoints", "exports", "evaluations", "tensorboard", "profile", "hangs", "crashes", "incarnations")
+    for name in (*folders, "."):
         if not (run / name).is_symlink():
             with suppress(OSError):  # it is not empty, or there is none
                 (run / name).rmdir()

@@ -17,8 +17,8 @@ from scripts.page.figures import axes, charts, marks, spans
 from scripts.page.recorded import Recorded, differences, is_number
 from scripts.page.thin import thin
 from scripts.page.verdict import NOT_RECORDED, comparison, verdict
-from trainer.report.console import count, duration, size
 from trainer.report.metrics import Kind
+from trainer.report.units import count, duration, size
 
 _ASSETS = Path(__file__).parent
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -190,7 +190,9 @@ def _launches(run: Recorded, number: int, n_runs: int) -> str:
         step = end.get("step")
         facts = [launch.mesh, f"{launch.facts.get('device')} on {launch.facts.get('host')}"]
         reached = f"{step:,}" if isinstance(step, int) else "?"
-        rows.append([str(place), *map(_text, (began, f"{launch.step:,}", reached, *facts, ended))])
+        incarnation = launch.facts.get("incarnation")
+        name = f"{place} (incarnation {incarnation})" if isinstance(incarnation, int) else str(place)
+        rows.append([name, *map(_text, (began, f"{launch.step:,}", reached, *facts, ended))])
     head = ["launch", "began", "from step", "to step", "mesh", "device", "last status"]
     return _run_heading(run, number, n_runs) + _table(head, rows, "launches")
 

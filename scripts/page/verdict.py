@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from scripts.page.recorded import Launch, Recorded, is_number, was_not_finite
 from scripts.page.rises import FEWEST, SIGMAS, TREND_FEWEST, WINDOW, Rise, rises, trend
-from trainer.report.console import count, duration, size
 from trainer.report.metrics import Kind
+from trainer.report.units import count, duration, size
 
 Mood = Literal["good", "plain", "watch", "bad"]
 _SHOWN = 8

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.end_to_end import forked
-from trainer import trainer
+from trainer import opening
 
 
 def prepare(*_: Any) -> None:
@@ -15,5 +15,5 @@ def prepare(*_: Any) -> None:
 
 
 if __name__ == "__main__":
-    trainer.prepare_data = prepare
+    opening.prepare_data = prepare
     forked.main()

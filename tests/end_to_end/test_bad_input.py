@@ -225,6 +225,13 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, ranks: int):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_folder_whose_name_is_too_long(tmp_path: Path, capsys):
+    assert launch_here(tmp_path, "--job.output_dir", str(tmp_path / ("x" * 300))) == 78
+    said = capsys.readouterr().err
+    assert "can't be written" in said
+    assert "Traceback" not in said
+
+
 def test_a_run_that_was_another(tmp_path: Path):
     tiny = TEXT.with_name("tiny.toml")
     launch(tmp_path, "--training.steps 3")

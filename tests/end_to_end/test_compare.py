@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,12 +103,39 @@ def test_two_finished_runs(experiment, tmp_path, capsys):
     assert "one seed says nothing about another training" in comparison["verdict"]
     capsys.readouterr()
     scores = read_scores(Path(runs[1]))
-    write_scores(Path(runs[1]), type(scores)(**{**vars(scores), "digest": "other"}))
+    others = type(scores)(**{**vars(scores), "digest": "other"})
+    write_scores(Path(runs[1]), others)
     try:
-        assert run_compare(tmp_path, *runs)[0] == 1
+        assert run_compare(tmp_path, *runs, launch=lambda _: write_scores(Path(runs[1]), others))[0] == 1
         assert "scored on different sequences" in capsys.readouterr().err
     finally:
         write_scores(Path(runs[1]), scores)
+
+
+def test_scores_of_other_sequences_or_of_another_training_are_not_taken_for_these(experiment, tmp_path):
+    """As many sequences, and the same step: only their content tells that they are others."""
+    _, report, _ = experiment
+    runs = [shutil.copytree(config["runs"][0], tmp_path / f"{n}") for n, config in enumerate(report["configs"])]
+    other = HELD_OUT.replace("held out", "other")
+    code, found, seen = run_compare(tmp_path, *map(str, runs), other)
+    assert (code, [name for name, _ in seen]) == (0, ["score", "score"])
+    assert [config["losses"] for config in found["configs"]] != [c["losses"][:1] for c in report["configs"]]
+    before = read_scores(runs[0])
+    again = ("--checkpoint.load", "none", "--training.seed", "7", "--job.output_dir", str(runs[0]))
+    assert launch_here(["train", str(TINY), *JOB, *again]) == 0
+    code, _, seen = run_compare(tmp_path, *map(str, runs), other)
+    assert (code, [name for name, _ in seen]) == (0, ["score"])
+    after = read_scores(runs[0])
+    assert after.digest == before.digest
+    assert after.losses != before.losses
+
+
+def test_another_micro_batch_scores_the_same_sequences(experiment, tmp_path):
+    _, report, _ = experiment
+    run = shutil.copytree(report["configs"][0]["runs"][0], tmp_path / "run")
+    before = read_scores(run)
+    assert score.main([str(run), "--training.micro_batch_size", "4"]) == 0
+    assert read_scores(run).digest == before.digest
 
 
 def test_other_sequences_are_scored_again(experiment):

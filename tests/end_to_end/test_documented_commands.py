@@ -143,6 +143,7 @@ NO_COMMANDS = {  # first line of an indented block that is neither a command nor
 PRINTED = (
     "error: ",
     "elastic: ",
+    "resuming from ",
     "warning: ",
     "step ",
     '{"',

@@ -19,7 +19,7 @@ from tests.end_to_end.launch import TINY, curve, launch_here, records, status
 from tests.unit.hf_support import TINY as MODELS
 from tests.unit.hf_support import make_model, save
 from trainer.data.sources import SyntheticSource
-from trainer.planning.memory import checkpoint_bytes
+from trainer.planning.states import checkpoint_bytes
 
 
 class Closed:

@@ -64,15 +64,15 @@ def test_a_persons_own_links_to_larger_disks_and_copies_by_hard_links_work(tmp_p
 
 
 def break_after(monkeypatch, step: int, harm) -> None:
-    count = Trainer._count
+    log = Trainer._log
 
-    def count_and_break(self, result):
-        count(self, result)
+    def break_and_log(self, *arguments):
         if self.run.step == step:
             self.checkpoints.wait()
             harm()
+        log(self, *arguments)
 
-    monkeypatch.setattr(Trainer, "_count", count_and_break)
+    monkeypatch.setattr(Trainer, "_log", break_and_log)
 
 
 SAVE_EACH_STEP = ("--checkpoint.interval", "1", "--checkpoint.max_save_failures", "3", "--metrics.interval", "1")

@@ -17,13 +17,13 @@ from trainer.lifecycle import tell_torchrun
 PROGRAM = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
-import trainer.trainer
+from trainer.progress import Progress
 
 def fail(self, *_):
     raise ZeroDivisionError("of rank " + os.environ["RANK"])
 
 if os.environ["RANK"] == "1":
-    trainer.trainer.Trainer._count = fail
+    Progress.count = fail
 import train
 code = train.main()
 sys.stderr.flush()

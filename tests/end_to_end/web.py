@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.token_writer import TokenFileWriter
+from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.tokenizer import load_tokenizer, train_sentencepiece
 
 VOCAB_SIZE = 300

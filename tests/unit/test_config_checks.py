@@ -330,6 +330,19 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "--checkpoint.keep_best: keep_best needs a validation at every checkpoint",
         ),
         (
+            "checkpoint.memory_copies=1 checkpoint.memory_interval=5",
+            "checkpoint.memory_copies does nothing with elastic.enable = false (the default), so no launch goes on",
+        ),
+        (
+            "elastic.enable=true checkpoint.memory_copies=2",
+            "memory_copies = 2 needs the number of steps between copies; set memory_interval",
+        ),
+        (
+            "elastic.enable=true checkpoint.memory_copies=1 checkpoint.memory_interval=5 checkpoint.mode=sync",
+            'checkpoint.memory_copies: copies are made in the background, from memory that mode = "sync" does not take',
+        ),
+        ("checkpoint.memory_interval=5", "memory_interval does nothing with memory_copies = 0 (the default), so there"),
+        (
             "training.dtype=bfloat16 checkpoint.optimizer_dtype=bfloat16",
             'checkpoint.optimizer_dtype does nothing with training.dtype = "bfloat16" (--training.dtype), and so ',
         ),

@@ -168,3 +168,10 @@ def test_a_closed_pipe_is_no_error():
         check=False,
     )
     assert (process.returncode, process.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("words", "code"), [("--help", 0), ("--config debug --steps 5", 78)])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_change_no_exit_code(words, code, closed):
+    command = f"{sys.executable} train.py {words} {closed}"
+    assert subprocess.run(["sh", "-c", command], cwd=ROOT, timeout=300, capture_output=True).returncode == code

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from configs.errors import ConfigError
 from configs.load import load
+from configs.paths import missing_paths
 from configs.reading.toml_text import table_text
 from tests.unit.small_job import JOB
 
@@ -204,6 +205,36 @@ def test_a_name_that_is_no_file():
         load("some/where.toml")
 
 
+TOO_LONG = "x" * 300
+"""A name that no file system takes: the error comes in the same place as that of a folder that may not be entered."""
+
+
+def test_files_that_cannot_be_looked_at(tmp_path):
+    with pytest.raises(ConfigError, match=f"^--config {TOO_LONG}: cannot be read: File name too long$"):
+        load(TOO_LONG)
+    (tmp_path / "job.toml").write_text(f'base = "{TOO_LONG}"\n')
+    with pytest.raises(ConfigError, match=rf'job.toml:1: base = "{TOO_LONG}" cannot be read: File name too long$'):
+        load(str(tmp_path / "job.toml"))
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["--tokenizer.path", TOO_LONG], "tokenizer.path"),
+        (["--tokenizer.path", "a.model", "--tokenizer.train_on", f'["{TOO_LONG}"]'], "tokenizer.train_on"),
+        (["--data.sources.0.kind", "tokens", "--data.sources.0.path", TOO_LONG], "data.sources.0.path"),
+        (["--data.sources.0.kind", "text", "--data.sources.0.path", TOO_LONG], "data.sources.0.path"),
+        (["--data.prepare", f'{{input = ["{TOO_LONG}"], output = "{TOO_LONG}"}}'], "data.prepare.input"),
+        (["--checkpoint.load", TOO_LONG], "checkpoint.load"),
+        (["--checkpoint.init_from", TOO_LONG, "--job.output_dir", TOO_LONG], "checkpoint.init_from"),
+    ],
+)
+def test_inputs_that_cannot_be_looked_at_are_named(words, key):
+    tiny = Path(__file__).parents[1] / "end_to_end" / "tiny.toml"
+    [*_, problem] = missing_paths(load(str(tiny), ["--tokenizer.path", "a.model", *words]))
+    assert problem.partition(": ")[2] == f'{key} is "{TOO_LONG}", which can\'t be looked at: File name too long'
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -212,6 +243,18 @@ def test_a_name_that_is_no_file():
             "--data.sources.3.name: data.sources has no item 3; it is a list of 1, counted from 0",
         ),
         (["--model.dim.x", "3"], "--model.dim.x: model.dim is not a table, so it has no key x"),
+        (
+            ["--optimizer.betas", "[0.5, 0.9]", "--optimizer.betas.0", "0.6"],
+            "--optimizer.betas.0: optimizer.betas is a list; set all of it: --optimizer.betas '[0.5, 0.9]'",
+        ),
+        (
+            ["--data.sources.name", "a"],
+            "--data.sources.name: data.sources is a list; set a key of one of its items: --data.sources.0.name VALUE",
+        ),
+        (
+            ["--job.output_dir", '"a\\u0000b"'],
+            "--job.output_dir: output_dir has a NUL character, which no name of a folder can have",
+        ),
         (["--job.name", "[2024]"], "--job.name: job.name must be a string, got [2024]"),
         (["--training.steps"], "--training.steps: needs a value: --training.steps VALUE"),
         (["--data.sources", "[{name=}]"], NOT_TOML),

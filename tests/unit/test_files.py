@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from configs import files
-from configs.files import AppendedFile, open_plain, require_plain, write_atomically, write_even_if_full
+from configs.files import AppendedFile, open_plain, replacing, require_plain, write_atomically, write_even_if_full
 from tests.torture.full_disk import fill, free, small_disk
 from trainer.guards.outages import Outages
 
@@ -172,6 +172,16 @@ def test_a_small_file_is_true_on_a_full_disk(disk):
     with pytest.raises(OSError, match="No space"):
         write_even_if_full(disk / "none yet", "x")
     assert path.read_text() == "x"
+
+
+def test_two_writers_of_a_file_do_not_meet(tmp_path):
+    path = tmp_path / "status.json"
+    with replacing(path, "h1-7") as halted:
+        halted.write(b"the halted one's")
+        write_even_if_full(path, "the other's", writer="h2-7")
+        assert path.read_text() == "the other's"
+    assert path.read_text() == "the halted one's"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_small_file_with_a_second_name_is_not_overwritten_in_place(disk):

@@ -15,7 +15,7 @@ from configs.schema import Model
 from scripts import export_hf as script
 from tests.conftest import ROOT
 from tests.unit.hf_support import TINY, make_model, save, write_checkpoint
-from trainer.report.console import parse_size
+from trainer.report.units import parse_size
 
 NO_TOKENIZER = TokenizerFiles()
 

@@ -1,5 +1,6 @@
 """The command `keel`: each word is a script's own main function, with the rest of the line."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -118,6 +119,21 @@ def test_several_nodes_are_torchruns(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         keel.main(["train", "debug", "--nodes", "2"])
     assert "--nodes N needs --ranks R" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("hosts", "ranks"), [("2", 4), ("1:2", 4)])
+def test_a_question_about_several_nodes_is_answered(monkeypatch, capsys, hosts, ranks):
+    def ended(code):
+        assert code == 0
+        raise Replaced
+
+    monkeypatch.setattr(sys, "argv", ["keel"])
+    monkeypatch.setattr(train, "end_process", ended)
+    monkeypatch.setattr(train, "main", lambda: print(os.environ["WORLD_SIZE"], *sys.argv[1:]) or 0)
+    monkeypatch.setenv("WORLD_SIZE", "to be restored")
+    with pytest.raises(Replaced):
+        keel.main(["train", "debug", "--nodes", hosts, "--ranks", "2", "--validate"])
+    assert capsys.readouterr().out == f"{ranks} --config debug --validate\n"
 
 
 @pytest.mark.parametrize(("ranks", "said"), [("many", "many is not"), ("0", "0 is not")])

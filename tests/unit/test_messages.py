@@ -11,7 +11,7 @@ from configs.errors import ConfigError, UserError
 from configs.layout import MeshSizes, named_axes
 from configs.load import load
 from configs.run_change import function_diff
-from scripts import checkpoint, plan, runs
+from scripts import checkpoint, data, plan, runs
 from tests.conftest import ROOT
 
 TINY = str(ROOT / "tests/end_to_end/tiny.toml")
@@ -31,7 +31,10 @@ def refused(*words):
     [
         ([SOURCES, "[]"], "data.sources is empty; it needs at least one table [[data.sources]]"),
         ([SOURCES, "[{name=a kind=b}]"], '(column 8); strings in it need quotes: [{name = "a"}]'),
-        (["--data.sources.0", "{}"], "is a list; set its items key by key: --data.sources.0.KEY VALUE"),
+        (
+            ["--data.sources.0", "{}"],
+            "data.sources is a list; set a key of one of its items: --data.sources.0.KEY VALUE",
+        ),
         (["--data.sources.5.name", "x"], "data.sources has no item 5; it is a list of 1, counted from 0"),
         (["--validation.sources.1.name", "x"], "validation.sources has no item 1; it is a list of 0"),
         (["--job.name", "x" * 300], "at most 200 bytes"),
@@ -146,6 +149,13 @@ def test_a_plan_for_no_ranks(capsys, ranks):
     with pytest.raises(SystemExit):
         plan.main(["--config", TINY, f"--ranks={ranks}"])
     assert f"argument --ranks: {ranks} is not a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_a_step_beyond_all_use(capsys, tmp_path):
+    for digits in (20, 5000):  # beyond 64 bits, and beyond what Python converts
+        with pytest.raises(SystemExit):
+            data.main(["step", str(tmp_path), "9" * digits])
+        assert "9 is more than 999,999,999,999,999\n" in capsys.readouterr().err
 
 
 def test_a_run_is_not_a_checkpoint_but_has_some(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.incarnation import claim
 from scripts import runs
 from scripts.page.cleaning import removable
 from tests.conftest import ROOT
@@ -41,6 +42,7 @@ def folder(tmp_path):
             "profile/step-00000002-rank-0.json.gz",
             "hangs/step-00000002/rank-0.txt",
             "crashes/rank-00000-host-1.txt",
+            "incarnations/000001.json",
             *("run.log", ".lock", "notes.txt", "checkpoints/mine.txt", "tensorboard/mine", "step-00000001/mine"),
         ):
             (run / path).parent.mkdir(parents=True, exist_ok=True)
@@ -48,6 +50,14 @@ def folder(tmp_path):
     (tmp_path / "no run").mkdir()
     (tmp_path / "no run" / "metrics.jsonl").write_text("")
     return tmp_path
+
+
+def test_incarnations_are_counted(folder, capsys):
+    for run in ("a", "a", "b"):  # each has been launched once before
+        claim(folder / run, {})
+    assert keel_runs("compare", folder / "a", folder / "b") == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("launches")]
+    assert line.split() == ["launches", *["-", "of", "3", "incarnations"], *["-", "of", "2", "incarnations"]]
 
 
 def test_a_list(folder, capsys):
@@ -183,7 +193,7 @@ def clean_elsewhere(run: Path, what: str) -> None:
 def test_a_run_that_was_cleaned_resumes_and_one_that_was_removed_leaves_nothing(tmp_path):
     """With a real run: the names that Keel writes are those that are removed."""
     words = ("--checkpoint.interval", "5", "--metrics.tensorboard", "true")
-    assert launch_here(tmp_path / "first", "--training.steps", "10", *words) == 0
+    assert launch_here(tmp_path / "first", "--training.steps", "10", "--elastic.enable", "true", *words) == 0
     run = tmp_path / "second" / "run"
     shutil.copytree(tmp_path / "first" / "run", run)  # the lock that the run took lasts as long as this process
     clean_elsewhere(run, "checkpoints")

@@ -1,5 +1,6 @@
 """The scripts that plan and measure, through their command line."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 
 from configs.errors import ConfigError, UserError
 from configs.layout import mesh_sizes
+from scripts import data, plan, train_tokenizer
 from scripts.command import run_command
 from scripts.parity_rows import REFUSED, table
 from scripts.score import load_for_scoring
@@ -84,7 +86,12 @@ def test_the_parity_script_lists_its_rows():
 
 @pytest.mark.parametrize(
     ("ends_by", "code", "said"),
-    [(None, 0, ""), (UserError("no such file"), 1, "no such file"), (KeyboardInterrupt(), 130, "nothing was written")],
+    [
+        (None, 0, ""),
+        (UserError("no such file"), 1, "no such file"),
+        (KeyboardInterrupt(), 130, "nothing was written"),
+        (PermissionError(errno.EACCES, "Permission denied", "/root/x"), 1, "error: /root/x: Permission denied"),
+    ],
 )
 def test_a_command_ends_with_a_message_and_a_code(capsys, ends_by, code, said):
     def work(_console):
@@ -151,3 +158,26 @@ def test_what_cannot_be_compared_is_a_message(words, message):
     assert done.returncode == 78
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (train_tokenizer.main, ["text", "--output", "t.model", "--vocab-size", "300", "--max-bad-files", "-1"]),
+        (data.main, ["find", "runs/debug", "text", "--most", "0"]),
+        (plan.main, ["--config", "debug", "--ranks", "1", "--memory-gib", "0"]),
+        (plan.main, ["--config", "debug", "--ranks", "1", "--memory-gib", "nan"]),
+    ],
+)
+def test_an_impossible_number_is_a_message(capsys, main, words):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert f"argument {words[-2]}: {words[-1]} is not a" in capsys.readouterr().err
+
+
+def test_a_tokenizer_is_not_written_under_a_name_that_says_otherwise(tmp_path, capsys):
+    output = tmp_path / "tokenizer.json"
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    assert train_tokenizer.main([str(tmp_path / "text.txt"), "--output", str(output), "--vocab-size", "270"]) == 1
+    assert "name it .model" in capsys.readouterr().err
+    assert not output.exists()
