@@ -60,8 +60,8 @@ def draw_samples(run: str) -> None:
 
 
 FIGURE = r"(\d\.\de[+-]\d\d)"
-ROW = re.compile(rf"(.+?)\s+{FIGURE}\s+{FIGURE}\s+{FIGURE}\s+{FIGURE}\s+(ok|FAILS)")
-"""A row's name, and its differences of loss, gradient norm, first step's gradients and final weights."""
+ROW = re.compile(rf"(.+?)\s+{FIGURE}\s+{FIGURE}\s+{FIGURE}\s+{FIGURE}\s+[0-9a-f]{{12}}\s+(ok|FAILS)")
+"""A row's name, its differences of loss, gradient norm, first step's gradients and final weights, and its sha."""
 
 FLOOR = 1e-17
 """Where a difference of 0 is drawn."""
@@ -70,6 +70,7 @@ FLOOR = 1e-17
 def draw_proof(table: str) -> None:
     """The differences of all rows of the parity table from one process, beside the bound."""
     rows = [match for line in Path(table).read_text().splitlines() if (match := ROW.fullmatch(line.strip()))]
+    assert rows, f"{table} has no rows"
     figure, axes = plt.subplots(figsize=(7.5, 3.2), layout="constrained")
     for column, name in enumerate(("loss", "gradient norm", "first step's gradients", "final weights"), start=2):
         values = [max(float(row[column]), FLOOR) for row in rows]
