@@ -14,6 +14,9 @@ SLOW = {
         "test_every_mode_*[[]PP*",
     ),
     "distributed/test_compile.py": (
+        "*[[]plain]",
+        "*[[]FSDP, budget]",
+        "*[[]ZeRO 1]",
         "*[[]FSDP x TP]",
         "*[[]HSDP, bfloat16]",
         "*[[]CP by *]",
@@ -86,6 +89,7 @@ SLOW = {
         "test_ranks_that_differ*",
         "test_steps_that_are_not_finite",
     ),
+    "distributed/test_loss.py": ("test_sharded_vocabulary*[[]2-True]",),
     "distributed/test_memory_copies.py": (
         "*[[]b]",
         "*[[]c]",
@@ -248,6 +252,7 @@ SLOW = {
         "test_rank_0_dies*[[]9-*",
         "test_a_launch_that_could_say_nothing*",
     ),
+    "end_to_end/test_freezing.py": ("test_stops_before_at_and_after*",),
     "end_to_end/test_grace.py": ("*",),
     "end_to_end/test_page_in_a_browser.py": ("*",),
     "end_to_end/test_replay.py": ("*",),
@@ -269,6 +274,7 @@ SLOW = {
         "test_torchrun_ends_in_our_sentence[[]--checkpoint.load*",
     ),
     "torture/test_torture.py": ("*",),
+    "unit/test_activation_checkpoint.py": ("test_works_with_the_default_backend",),
     "unit/test_agreement.py": ("test_ranks_that_agree_need_one_gather*",),
     "unit/test_attention_backend.py": ("test_one_graph_serves*",),
     "unit/test_connections.py": ("test_gloo_connects_*",),
@@ -291,6 +297,7 @@ SLOW = {
     ),
     "unit/test_sinks.py": ("test_a_service_*", "test_a_run_writes*"),
     "unit/test_slow.py": ("*",),
+    "unit/test_text.py": ("test_the_standard_library_is_over_10_mb*",),
     "unit/test_torch_internals.py": ("test_listening_begins_and_ends*",),
 }
 """By file, patterns of its cases (fnmatch: `[[]` is a bracket)."""
