@@ -11,12 +11,10 @@ run has come, the checkpoint manager when and where to save, `Saver` what, the c
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from checkpoint.manifest import step_folder
 from configs.errors import mistakes_of_the_job
 from configs.load import LoadedConfig
 from parallelisms.guards.collective_waits import CollectiveWaits
@@ -369,9 +367,3 @@ class Trainer:
         self.loader.close()
         self.validation.close()
         self.records.close()
-
-    @property
-    def newest_checkpoint(self) -> Path | None:
-        """Folder of the last checkpoint that was written or loaded."""
-        step = self.checkpoints.latest_step()
-        return None if step is None else step_folder(self.folder / "checkpoints", step)
