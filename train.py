@@ -10,9 +10,10 @@ from contextlib import suppress
 from typing import NoReturn
 
 from configs.command_line import answer, load_for_run, parse_command_line
-from configs.errors import ConfigError
+from configs.errors import KeelError
+from configs.process import prepare_streams, require_current_folder
 from trainer.guards.fragmentation import let_segments_grow
-from trainer.lifecycle import install_signal_handlers, open_closed_streams, tell_torchrun
+from trainer.lifecycle import install_signal_handlers, tell_torchrun
 from trainer.planning.for_validate import check_names, say_choice
 
 
@@ -22,14 +23,15 @@ def main() -> int:
     Returns:
         The exit code: 0 done, 75 stopped by a signal, 78 config error, 1 any other error.
     """
-    open_closed_streams()
+    prepare_streams()
     stop = install_signal_handlers()
     try:
+        require_current_folder()
         command = parse_command_line(sys.argv[1:])
         if answer(command, chooser=say_choice, check_names=check_names):
             return 0
         job = load_for_run(command)
-    except ConfigError as error:
+    except KeelError as error:
         tell_torchrun(str(error))
         rank = os.environ.get("RANK", "0")
         if rank == "0":

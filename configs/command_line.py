@@ -8,7 +8,6 @@ loaded = load_for_run(command)
 
 import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,6 +18,7 @@ from configs.errors import ConfigError
 from configs.layout import smallest_world_size
 from configs.load import LoadedConfig, load
 from configs.paths import missing_paths
+from configs.process import cannot_print, silence_stdout
 from configs.reading.keys import find, nearest
 from configs.reading.overrides import parse_overrides, split_flags
 from configs.reading.toml_text import value_text
@@ -106,6 +106,7 @@ def answer(
 
     Raises:
         ConfigError: the job is not valid.
+        OutageError: the output can't be written.
     """
     if command.action == "run":
         return False
@@ -132,11 +133,17 @@ def load_for_run(command: CommandLine, environment: Mapping[str, str] = os.envir
 
 
 def _print(text: str) -> None:
-    """Print, even if the reader closes the pipe, as in `train.py --help | head`."""
+    """Print; a reader that closes the pipe, as in `train.py --help | head`, is no error.
+
+    Raises:
+        OutageError: the output can't be written.
+    """
     try:
         print(text, end="", flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python reports the error again on exit
+    except OSError as error:
+        silence_stdout()
+        if not isinstance(error, BrokenPipeError):
+            raise cannot_print(error) from None
 
 
 def _answer(command: CommandLine, environment: Mapping[str, str], chooser: Chooser, check_names: NamesCheck) -> str:

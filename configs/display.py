@@ -3,14 +3,17 @@
 import textwrap
 from collections.abc import Iterator
 
+from configs.checks import check
 from configs.elastic import describe
 from configs.layout import accumulation_steps, active_parameter_count, mesh_sizes, parameter_count, smallest_world_size
 from configs.load import LoadedConfig
 from configs.reading.keys import Key, schema_keys
 from configs.reading.toml_text import value_text
-from configs.schema import Model, is_run_key
+from configs.schema import Config, Model, is_run_key
 from configs.stages import fewest_micro_batches
 
+_MOST_COUNTS = 10
+"""Numbers of ranks that `--validate` lists."""
 _USAGE = """\
 Keel trains language models from one TOML file.
 
@@ -104,11 +107,21 @@ def _ranks(loaded: LoadedConfig, world_size: int | None) -> str:
         ranks = f"{world_size} rank{'s' * (world_size != 1)}"
         mesh = f": {sizes}" if world_size > 1 else ""
         return f"{ranks}{mesh}, {steps} micro-batch{'es' * (steps != 1)} per step"
+    counts = _rank_counts(config)
+    if len(counts) > _MOST_COUNTS:
+        return f"{', '.join(map(str, counts[:_MOST_COUNTS]))} or up to {counts[-1]} ranks ({len(counts)} counts)"
+    *others, most = map(str, counts)
+    return f"{', '.join(others)}{' or ' if others else ''}{most} rank{'s' * (most != '1')}"
+
+
+def _rank_counts(config: Config) -> list[int]:
+    """The numbers of ranks that form the mesh and divide the global batch."""
     smallest = smallest_world_size(config.mesh)
     if config.mesh.dp_shard != -1:
-        return f"{smallest} ranks"
-    most = smallest * (accumulation_steps(config, mesh_sizes(config, smallest)) // fewest_micro_batches(config))
-    return f"{smallest} to {most} ranks"
+        return [smallest]
+    steps = accumulation_steps(config, mesh_sizes(config, smallest))  # of n times as many ranks: an nth, if n divides
+    times = [n for n in range(1, steps // fewest_micro_batches(config) + 1) if steps % n == 0]
+    return [smallest * n for n in times if not check(config, smallest * n)]
 
 
 def _short(count: int) -> str:

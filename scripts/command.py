@@ -1,15 +1,15 @@
 """What the scripts' command lines share: help from the module's docstring, and how a command ends."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from configs.errors import KeelError, files_that_fail
+from configs.errors import ConfigError, KeelError, files_that_fail
+from configs.files import FULL
+from configs.process import cannot_print, prepare_streams, require_current_folder, silence_stdout
 from configs.reading.overrides import split_flags
-from trainer.lifecycle import open_closed_streams
 from trainer.report.console import Console
 
 EXIT_PIPE_CLOSED = 141
@@ -78,13 +78,24 @@ def without_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def end(main: Callable[[], int]) -> NoReturn:
     """Run a command to its end as this process; a reader that closes its pipe, as `head` does, is no error."""
-    open_closed_streams()
+    prepare_streams()
     code = EXIT_PIPE_CLOSED
     try:
+        require_current_folder()
         code = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python reports the error again on exit
+        silence_stdout()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = error.exit_code
+    except OSError as error:
+        if error.filename is not None or error.errno not in FULL:
+            raise
+        silence_stdout()
+        unwritten = cannot_print(error)
+        print(f"error: {unwritten}", file=sys.stderr)
+        code = unwritten.exit_code
     sys.exit(code)
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -47,18 +46,6 @@ def exit_code(state: State, error: BaseException | None = None) -> int:
     if error is not None:
         return EXIT_FAILED
     return {"done": EXIT_DONE, "preempted": EXIT_PREEMPTED}.get(state, EXIT_FAILED)
-
-
-def open_closed_streams() -> None:
-    """Open those of the standard streams that are closed (`train.py ... >&-`) to nothing; call it before anything else.
-
-    Otherwise a file of the run gets a stream's number, and what a library in C says is written into that file.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            stream = open(os.devnull, mode)  # noqa: SIM115 - stays open
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
 
 
 # --------------------------------------------------------------------------- signals

@@ -87,7 +87,7 @@ def test_help_lists_every_key_with_type_default_and_sentence(capsys):
 @pytest.mark.parametrize(
     ("environment", "ranks"),
     [
-        ({}, "1 to 4 ranks"),
+        ({}, "1, 2 or 4 ranks"),
         ({"WORLD_SIZE": "1"}, "1 rank, 4 micro-batches per step"),
         ({"WORLD_SIZE": "4"}, "4 ranks: dp_shard 4, 1 micro-batch per step"),
     ],
@@ -123,6 +123,24 @@ def test_validate_warns_of_what_is_not_on_this_machine(tmp_path, monkeypatch, ca
         "or a path)",
     ]
     assert all(line.endswith("; the machine that runs the job needs it") for line in warnings)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words", "ranks"),
+    [
+        (2, (), "1 or 2 ranks"),
+        (1, (), "1 rank"),
+        (6, ("--mesh.tp=2",), "2, 4, 6 or 12 ranks"),
+        (2, ("--mesh.tp=2",), "2 or 4 ranks"),
+        (6, ("--mesh.dp_shard=2",), "2 ranks"),
+        (720, (), "1, 2, 3, 4, 5, 6, 8, 9, 10, 12 or up to 720 ranks (30 counts)"),
+    ],
+)
+def test_validate_says_on_how_many_ranks_the_job_runs(monkeypatch, capsys, batch, words, ranks):
+    monkeypatch.chdir(ROOT)
+    words = [f"--training.global_batch_size={batch}", "--training.micro_batch_size=1", *words]
+    answer(parse_command_line(["--config", "debug.toml", "--validate", *words]), {})
+    assert capsys.readouterr().out.endswith(f" tokens, {ranks})\n")
 
 
 def test_only_the_first_rank_answers(capsys):
@@ -175,3 +193,42 @@ def test_a_closed_pipe_is_no_error():
 def test_closed_streams_change_no_exit_code(words, code, closed):
     command = f"{sys.executable} train.py {words} {closed}"
     assert subprocess.run(["sh", "-c", command], cwd=ROOT, timeout=300, capture_output=True).returncode == code
+
+
+@pytest.mark.parametrize(
+    "words", ["train.py --help", "train.py --config debug.toml --validate", "scripts/keel.py --help"]
+)
+def test_an_output_on_a_full_disk_is_one_message(words):
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} {words} > /dev/full"], cwd=ROOT, timeout=300, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.removeprefix("error: ") == "the output can't be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("action", ["--validate", "--print-config"])
+@pytest.mark.parametrize(
+    "environment", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
+)
+def test_characters_that_the_terminal_lacks_are_escaped(tmp_path, action, environment):
+    job = tmp_path / "prüfung.toml"
+    job.write_text(f'base = "{ROOT}/configs/debug.toml"\n[job]\noutput_dir = "läufe"\n', encoding="utf-8")
+    command = [sys.executable, "train.py", "--config", str(job), action]
+    done = subprocess.run(
+        command, cwd=ROOT, timeout=300, capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    escaped = r"pr\xfcfung" if "PYTHONIOENCODING" in environment else r"pr\udcc3\udcbcfung"  # the bytes of its name
+    assert escaped in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words", ["train.py --config debug.toml --validate", "scripts/keel.py train debug.toml", "scripts/runs.py"]
+)
+def test_a_current_folder_that_was_removed_is_one_message(tmp_path, words):
+    gone = tmp_path / "gone"
+    command = f"mkdir {gone}; cd {gone}; rmdir {gone}; exec {sys.executable} {ROOT}/{words}"
+    done = subprocess.run(["sh", "-c", command], timeout=300, capture_output=True, text=True)
+    assert done.returncode == 78
+    message = "the current folder can't be found (No such file or directory); change to one that exists\n"
+    assert done.stderr.removeprefix("error: ") == message

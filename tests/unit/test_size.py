@@ -20,6 +20,7 @@ ROOMS = {  # room: (code lines at most, its folders and files)
     TRAINING_PATH: (6000, "train.py models parallelisms trainer checkpoint"),
     # Every job passes through these, beside its steps.
     "job files: schema, reading, checks": (2365, "configs"),
+    "what each process does first": (30, "configs/process.py"),
     "what a job's paths lead to": (75, "configs/paths.py"),
     "what guards a run": (1640, "trainer/guards parallelisms/guards"),
     "what protects checkpoints": (440, "checkpoint/{safe_read,verify,pin,room,lock}.py"),
