@@ -59,7 +59,8 @@ def host_copies(config: Config, sizes: MeshSizes, ranks_per_host: int) -> HostCo
     if not config.checkpoint.memory_copies:
         return None
     of_stage = sizes.world_size // sizes.pp
-    writes, stages = [], []  # bytes of each rank
+    writes: list[float] = []  # bytes of each rank
+    stages: list[float] = []
     for pipeline_rank in range(sizes.pp):
         names = RankMemory(config, sizes, "cpu", pipeline_rank).shapes.keys()
         parameters, optimizer, sharded, whole = saved_bytes(config, names)
