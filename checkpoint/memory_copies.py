@@ -43,9 +43,9 @@ from parallelisms.ranks import gather, on_rank, on_rank_zero
 
 PARENT = "KEEL_MEMORY_FOLDER"
 """Environment variable that replaces /dev/shm."""
-_AT_ONCE = 2
+AT_ONCE = 2
 """Copies that a host holds while the next one is made."""
-_TENSOR_BYTES = 1500
+TENSOR_BYTES = 1500
 """What torch.save adds to a tensor, and the index has of it, about."""
 _NAME = re.compile(r"step-(\d{8,})-of-(\d+)-([0-9a-f]+)")
 _EVERYWHERE = (METADATA_NAME, TRAINER_NAME)
@@ -90,6 +90,11 @@ def with_copies(checkpoints: Sequence[Path], copies: Sequence[Copy]) -> "list[Pa
     return sorted(both, key=lambda each: each.step if isinstance(each, Copy) else steps[each], reverse=True)
 
 
+def bytes_there(run_folder: Path) -> int:
+    """Bytes of the copies of a run that are in this host's memory, such as those of the launch before."""
+    return sum(path.stat().st_size for path in folder_in_memory(run_folder).rglob("*") if path.is_file())
+
+
 def remove_copies(run_folder: Path) -> None:
     """Remove all copies of a run from this host's memory; any process may call it once the run is over."""
     shutil.rmtree(folder_in_memory(run_folder), ignore_errors=True)
@@ -120,6 +125,7 @@ class MemoryCopies:
             UserError: a host has no such folder, or it is someone else's.
         """
         self.folder, self._group, self._incarnation = folder_in_memory(run_folder), group, incarnation
+        self._run_folder = run_folder
         self._log, self._warn = log, warn
         self.hosts = self._meet()
         self._copies = min(copies, len(self.hosts) - 1)
@@ -192,21 +198,21 @@ class MemoryCopies:
         known, ranks_of = np.unique(np.concatenate(gather(ids, self._group)), return_counts=True)
         shared_by = ranks_of[np.searchsorted(known, ids)]  # of the ranks that hold a part, one writes it
         written = sum(n_bytes / n for (_, n_bytes), n in zip(parts, shared_by, strict=True))
-        there = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file()) if self._is_first else 0
+        there = bytes_there(self._run_folder) if self._is_first else 0
         room = (shutil.disk_usage(self.folder).free + there, int(MEMORY_SHARE * free_memory()) + there)
         staged_here = sum(n_bytes for _, n_bytes in parts)
         told = gather((written, staged_here, room, self.folder.parent), self._group)
         own = [sum(told[rank][0] for rank in host.ranks) for host in self.hosts]
-        holds = [_AT_ONCE * each for each in own]
+        holds = [AT_ONCE * each for each in own]
         for index, each in enumerate(own):
             for successor in self._successors(index):
-                holds[successor] += _AT_ONCE * each
+                holds[successor] += AT_ONCE * each
         for index, host in enumerate(self.hosts):
             in_folder, in_memory = told[host.ranks[0]][2]
             needed, staged = int(holds[index]), sum(told[rank][1] for rank in host.ranks)
             if needed > in_folder or needed + staged > in_memory:
                 raise UserError(
-                    f"checkpoint.memory_copies: host {host.name} would hold {needed:,} bytes of copies ({_AT_ONCE} at "
+                    f"checkpoint.memory_copies: host {host.name} would hold {needed:,} bytes of copies ({AT_ONCE} at "
                     f"once) in {told[host.ranks[0]][3]}, which has room for {in_folder:,}, and its ranks stage "
                     f"{staged:,} more; {in_memory:,} bytes of memory are free. Use more hosts, fewer copies, or none"
                 )
@@ -420,7 +426,7 @@ class MemoryCopies:
 def _part(name: str, shard: Shard, dtype: Callable[[str, Tensor], torch.dtype]) -> tuple[int, int]:
     """What identifies a rank's part of a tensor, and the bytes that it takes in a file."""
     identity = xxhash.xxh3_64_intdigest(f"{name} {tuple(shard.offsets)}".encode())
-    return identity, shard.local.numel() * dtype(name, shard.local).itemsize + _TENSOR_BYTES
+    return identity, shard.local.numel() * dtype(name, shard.local).itemsize + TENSOR_BYTES
 
 
 def _described(unfinished: Path, draft: Manifest, files: Mapping[str, FileEntry], trainer_state: str) -> Manifest:

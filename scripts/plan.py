@@ -1,16 +1,19 @@
 """Check whether a job fits before requesting machines: build it for any number of ranks, in one process.
 
     python scripts/plan.py --config llama_7b.toml --ranks 8 [--memory-gib 80] [--trace]
+                           [--ranks-per-host 8] [--host-memory-gib 1000]
 
 The model is built on the meta device and parallelized over a fake process group, with the same code and checks as on a
 cluster, but without memory for the weights. The plan shows what rank 0 would hold, counted from its shards, and an
-estimate of the rest; with --memory-gib also whether that fits, or what would make it fit. With --trace, one step of
-each kind of rank is run with fake tensors, to show what it communicates.
+estimate of the rest; with --memory-gib also whether that fits, or what would make it fit. If the job copies its state
+to hosts' memory (checkpoint.memory_copies), the plan shows what a host holds and sends, and with --host-memory-gib
+whether that fits. With --trace, one step of each kind of rank is run with fake tensors, to show what it communicates.
 """
 
 import argparse
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,6 +81,17 @@ def rows(config: Config, ranks: int, device_bytes: int | None) -> list[Row]:
     ]
 
 
+def copies_rows(config: Config, ranks: int, ranks_per_host: int, host_bytes: int | None) -> list[Row]:
+    """Return the rows of the copies in hosts' memory, of `host_bytes` each; none if the job makes no copies."""
+    from trainer.planning.memory_copies import host_copies
+
+    copies = host_copies(config, mesh_sizes(config, ranks), ranks_per_host)
+    if not copies:
+        return []
+    fits = [("fit a host", copies.do_not_fit(host_bytes) or "yes")] if host_bytes else []
+    return [("copies in memory", "\n".join(textwrap.wrap(str(copies), 85))), *fits]
+
+
 def kinds_of_ranks(config: Config, ranks: int) -> dict[int, str]:
     """Return one rank of each kind, with its description.
 
@@ -120,13 +134,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="job file, or its name in configs/")
     parser.add_argument("--ranks", type=positive, required=True, help="number of ranks to run the job on")
     parser.add_argument("--memory-gib", type=_gib, help="memory of a GPU, to check whether the job fits")
+    parser.add_argument("--ranks-per-host", type=positive, default=8, help="for copies in hosts' memory (default: 8)")
+    parser.add_argument("--host-memory-gib", type=_gib, help="memory of a host, to check whether these copies fit")
     parser.add_argument("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")
     options, overrides = parser.parse_known_args(arguments)
     try:
-        device_bytes = int(options.memory_gib * 2**30) if options.memory_gib else None
+        device_bytes, host_bytes = (
+            int(gib * 2**30) if gib else None for gib in (options.memory_gib, options.host_memory_gib)
+        )
         config, console = load(options.config, overrides, options.ranks).config, Console()
         config = decided(config, options.ranks, device_bytes, console)
-        console.table(f"{config.job.name} on {options.ranks} ranks", rows(config, options.ranks, device_bytes))
+        table = rows(config, options.ranks, device_bytes)
+        table += copies_rows(config, options.ranks, options.ranks_per_host, host_bytes)
+        console.table(f"{config.job.name} on {options.ranks} ranks", table)
         for rank, kind in kinds_of_ranks(config, options.ranks).items() if options.trace else ():
             console.table(f"one step of {kind}", traffic_rows(config, options.ranks, rank))
     except KeelError as error:

@@ -103,6 +103,8 @@ SLOW = {
         "test_another_run*",
         "test_a_newer_checkpoint*",
         "test_damage_without*",
+        "test_the_plan_counts*[[]HSDP*",
+        "test_the_plan_counts*[[]FSDP*on*",
         "*[[]7]",
         "*[[]64]",
         "*[[]1000]",

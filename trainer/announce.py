@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpoint.memory_copies import bytes_there
 from checkpoint.room import free_memory
 from configs.elastic import Choice, describe
 from configs.schema import Config
@@ -91,7 +92,8 @@ def warn_if_too_large(config: Config, device: torch.device, console: Console) ->
             "(checkpoint.max_save_failures). Make room, or set job.output_dir to another disk"
         )
     ranks, ranks_here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    problems = [host_does_not_fit(config, ranks, ranks_here, device.type, free_memory())]
+    free_here = free_memory() + bytes_there(config.job.folder)  # copies of the launch before are removed
+    problems = [host_does_not_fit(config, ranks, ranks_here, device.type, free_here)]
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)  # without CUDA's own memory, which this process holds by now
         problems.append(does_not_fit(config, ranks, free + CONTEXT_BYTES))

@@ -3,6 +3,7 @@
 import errno
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +20,19 @@ from checkpoint.incarnation import claim
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import FileEntry, read_manifest, step_folder, steps_in
 from checkpoint.memory_copies import PARENT, folder_in_memory
+from checkpoint.room import measure_room
+from checkpoint.store import shards_of
 from configs.errors import UserError
+from configs.layout import mesh_sizes
+from configs.load import load
 from configs.schema import Checkpoint
+from parallelisms.mesh import build_mesh
 from parallelisms.ranks import on_rank_zero
+from tests.cost_of_copies import COPIES
 from tests.distributed.test_checkpoint import reference, sharded, whole, zeros
+from tests.end_to_end.launch import TINY
+from trainer.planning.memory_copies import host_copies
+from trainer.step import build_learner
 
 FROM_MEMORY = "resuming from step {}, from copies in the memory of host"
 
@@ -336,3 +346,73 @@ def test_files_arrive_whatever_the_rounds(ranks, tmp_path, round_bytes):
     found = ranks(3, exchanged, tmp_path, sizes, transfers, round_bytes)
     assert [problems for problems, _ in found] == [[], [], []]
     assert [there for _, there in found] == [["more", "none", "one"], ["more", "one", "some"], ["more", "none", "some"]]
+
+
+# --------------------------------------------------------------------------- what a plan says of them
+
+SIZED = "--model.dim 128 --model.n_heads 4 --model.n_kv_heads 4 --model.ffn_dim 352 --model.vocab_size 1024"
+PLANNED = {
+    # name: (ranks, hosts, words)
+    "FSDP 2": (2, 2, ""),
+    "HSDP 2 x 2": (4, 2, "--mesh.dp_replicate 2 --mesh.dp_shard 2"),
+    "PP 2, uneven stages": (4, 2, "--mesh.pp 2 --model.n_layers 3 --training.micro_batch_size 1"),
+    "FSDP 2 x TP 2, moments in bfloat16": (4, 2, "--mesh.tp 2 --checkpoint.optimizer_dtype bfloat16"),
+    "FSDP 3, a copy on two hosts": (3, 3, "--checkpoint.memory_copies 2 --training.global_batch_size 12"),
+    "FSDP 3, a copy on one of three hosts": (3, 3, "--training.global_batch_size 12"),
+    "FSDP 2 on one host": (2, 1, ""),
+}
+
+
+def planned_and_there(base, n_hosts, words):
+    """On a rank: what the plan says of a host; by host, bytes at rest, while a copy is completed, and of it by rank."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    host, names_of_hosts = f"host{rank * n_hosts // n}", [f"host{index}" for index in range(n_hosts)]
+    config = load(str(TINY), (*COPIES, *SIZED.split(), *words.split()), n).config
+    plan = host_copies(config, mesh_sizes(config, n), n // n_hosts)
+    state = build_learner(config, build_mesh(mesh_sizes(config, n), torch.device("cpu"))).state()
+    at_the_peak = {}
+    with on_host(base, host):
+        incarnation = on_rank_zero(None, lambda: claim(base, {}))
+        given = (lambda old, new: [], False, lambda line: None, lambda line: None)
+        manager = CheckpointManager(base / "checkpoints", config.checkpoint, {}, {}, *given, incarnation=incarnation)
+        manager.find()
+        manager.begin_line()
+        manager.check_room(state)
+        is_current = type(incarnation).require_current
+
+        def look(which):  # when all hosts have all of a copy, just before it gets its name
+            at_the_peak.update({name: bytes_in(base / name) for name in names_of_hosts})
+            is_current(which)
+
+        with patch.object(type(incarnation), "require_current", look):
+            for step in (1, 2, 3):
+                manager.save(step, state, {"tokens": step}, in_memory=True)
+                manager.wait()
+        dist.barrier()
+        at_rest = {name: bytes_in(base / name) for name in names_of_hosts}
+        folders = {name: next((base / name).glob("*/step-00000003-*")) for name in names_of_hosts}
+        newest = {name: {path.name: path.stat().st_size for path in folders[name].iterdir()} for name in folders}
+        dist.barrier()
+        staged = measure_room(shards_of(state), manager._writer.saved_dtype, dist.group.WORLD)
+        manager.close()
+    return plan, at_rest, at_the_peak, newest, staged
+
+
+def bytes_in(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_plan_counts_what_is_in_dev_shm(ranks, name):
+    n, n_hosts, words = PLANNED[name]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as base:
+        [plan, at_rest, at_the_peak, newest, staged], *_ = ranks(n, planned_and_there, Path(base), n_hosts, words)
+    assert plan.held == pytest.approx(max(at_the_peak.values()), rel=0.03)
+    assert max(at_rest.values()) <= max(at_the_peak.values())
+    of_ranks = {file: n_bytes for held in newest.values() for file, n_bytes in held.items() if file.endswith("distcp")}
+    written = [0] * n_hosts
+    for file, n_bytes in of_ranks.items():
+        written[int(file.split("_")[2]) * n_hosts // n] += n_bytes
+    assert plan.copies == min(n_hosts - 1, 2 if "two hosts" in name else 1)
+    assert plan.sent == pytest.approx(plan.copies * max(written), rel=0.03)
+    assert plan.staged == pytest.approx(max(n_bytes for n_bytes, _ in staged.values()), rel=0.03)

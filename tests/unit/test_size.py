@@ -53,7 +53,10 @@ ROOMS = {  # room: (code lines at most, its folders and files)
         "parallelisms/{exact_reduction,exact_numbers}.py trainer/kernels/padded.py",
     ),
     "hosts that are lost and join": (230, "{configs,trainer}/elastic.py checkpoint/{incarnation,takeover}.py"),
-    "copies of the state in memory": (430, "checkpoint/{memory_copies,exchange}.py configs/checks/elastic.py"),
+    "copies of the state in memory": (
+        475,
+        "checkpoint/{memory_copies,exchange}.py configs/checks/elastic.py trainer/planning/memory_copies.py",
+    ),
     "replay and proof of a run": (
         660,
         "trainer/proof parallelisms/guards/fingerprint.py checkpoint/seals.py",

@@ -1,7 +1,7 @@
 """Bytes of the state that lasts from step to step: the optimizer's on a rank, and what a checkpoint holds of it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 
 from configs.layout import MeshSizes
@@ -55,16 +55,27 @@ def moments_dtype(config: Config) -> str:
 
 def checkpoint_bytes(config: Config) -> int:
     """Bytes of the tensors in a checkpoint, except the few of a mixture's balancing biases."""
+    parameters, optimizer, _, _ = saved_bytes(config, skeleton(config.model).shapes)
+    return parameters + optimizer
+
+
+def saved_bytes(config: Config, names: Iterable[str]) -> tuple[int, int, int, int]:
+    """What a checkpoint has of some parameters, whole: bytes of them and of their optimizer state; numbers of tensors
+    that FSDP shards, and of the others."""
     model = skeleton(config.model)
     kept = BYTES[config.training.dtype]
     of_moment = BYTES["bfloat16" if config.checkpoint.optimizer_dtype == "bfloat16" else moments_dtype(config)]
-    total, frozen = 0, always_frozen(config, model)
-    for name, shape in model.shapes.items():
-        total += prod(shape) * kept
+    parameters, optimizer, sharded, whole = 0, 0, 0, 0
+    frozen = always_frozen(config, model)
+    for name in names:
+        elements = prod(model.shapes[name])
+        parameters, sharded = parameters + elements * kept, sharded + 1
         if name not in frozen:
-            by_muon = _is_by_muon(config, model, name)
-            total += prod(shape) * of_moment * (1 if by_muon else 2) + (0 if by_muon else 4)
-    return total
+            moments = 1 if _is_by_muon(config, model, name) else 2
+            steps = moments == 2  # AdamW counts them, in float32
+            optimizer += elements * of_moment * moments + 4 * steps
+            sharded, whole = sharded + moments, whole + steps
+    return parameters, optimizer, sharded, whole
 
 
 def _is_by_muon(config: Config, model: Skeleton, name: str) -> bool:

@@ -27,6 +27,7 @@ from trainer.kernels.row_adamw import kernel_of_adamw
 from trainer.lifecycle import LAUNCHER, State
 from trainer.planning.flops import flops_per_token
 from trainer.planning.memory import estimate_memory
+from trainer.planning.memory_copies import host_copies
 from trainer.planning.skeleton import skeleton
 from trainer.planning.states import always_frozen, moments_dtype
 from trainer.report.console import Row
@@ -234,6 +235,8 @@ def _memory(config: Config, sizes: MeshSizes, device_type: str) -> str:
     states = ("parameters", "gradients", "optimizer")
     lines += [", ".join(f"{name} {size(getattr(estimate, name))}" for name in states)]
     lines += [f"at the peak, in {peak.name}: " + ", ".join(f"{name} {size(n)}" for name, n in transient.items() if n)]
+    if copies := host_copies(config, sizes, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        lines += textwrap.wrap(f"copies: {copies}", _WIDTH)
     return "\n".join(lines)
 
 
