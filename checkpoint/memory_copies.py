@@ -129,6 +129,7 @@ class MemoryCopies:
         self._line = ""
         self._complete: list[str] = []
         """Names of the copies that are complete on all hosts, the newest last."""
+        self._is_announced = False
         if self._copies < copies:
             n = len(self.hosts)
             only = "its own memory only, which survives its ranks, but not the host" if n == 1 else f"{n - 1} others"
@@ -223,12 +224,8 @@ class MemoryCopies:
 
         self._on_each_host(remove_others, "old copies can't be removed from memory")
 
-    def begin(self, step: int) -> Path:
-        """Create the folder in which the copy of `step` is written on this host.
-
-        Raises:
-            SaveFailed: a host can't.
-        """
+    def begin(self, step: int) -> Path | None:
+        """Create the folder in which the copy of `step` is written on this host; None, with a warning, if one can't."""
         unfinished = self.folder / f"step-{step:08d}-of-{self._incarnation.number:06d}-{self._line}{UNFINISHED}"
 
         *older, newest = self._complete or [""]
@@ -239,7 +236,11 @@ class MemoryCopies:
                     shutil.rmtree(path)
             unfinished.mkdir()
 
-        self._on_each_host(make, "no folder in memory")
+        try:
+            self._on_each_host(make, "no folder in memory")
+        except SaveFailed as error:
+            self.warn_of(step, error)
+            return None
         self._complete = self._complete[-1:]
         return unfinished
 
@@ -273,6 +274,22 @@ class MemoryCopies:
         self._on_each_host(lambda: unfinished.rename(self.folder / name), "it can't be renamed")
         self._complete.append(name)
         return manifest
+
+    def announce(self, manifest: Manifest, seconds: float) -> None:
+        """Tell the user of the first copy, which was made in `seconds`."""
+        if not self._is_announced:
+            self._is_announced = True
+            megabytes = sum(entry.size for entry in manifest.files.values()) / 1e6
+            self._log(
+                f"the state of step {manifest.step}, {megabytes:.1f} MB, is in the memory of "
+                f"{self.names(range(len(self.hosts)))}, {seconds:.1f} s after its step; the next copies are not "
+                "announced"
+            )
+
+    def warn_of(self, step: int, error: SaveFailed) -> None:
+        """Tell the user that a copy has failed."""
+        why = str(error).removesuffix(" (see job.output_dir)")
+        self._warn(f"the copy of step {step} in the hosts' memory has failed, TRAINING GOES ON without it: {why}")
 
     def discard(self, unfinished: Path) -> None:
         """Remove what a failed save has left on this host; may be called on one rank alone."""

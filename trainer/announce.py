@@ -118,7 +118,7 @@ def say_goodbye(trainer: Trainer, state: State) -> None:
     memory = trainer.memory()
     if trainer.rank > 0:
         return
-    newest = trainer.newest_checkpoint
+    newest = trainer.checkpoints.newest
     reason = trainer.stop.reason or "a signal to another rank"
     console.table(
         closing_title(state, step, reason),

@@ -1,5 +1,6 @@
 """Opens a job: checks all that it names, and finds its data and its checkpoint, before minutes go into weights."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,23 +35,30 @@ from trainer.saving import open_checkpoints
 from trainer.validation import Validation
 
 
+@dataclass(frozen=True)
+class Runtime:
+    """A job on one rank, and what one launch of it runs with there."""
+
+    job: LoadedConfig
+    device: torch.device
+    console: Console
+    stop: StopRequest
+    """Told by signals."""
+    ledger: TimeLedger
+    """What the time since the launch went into."""
+    watchdog: Watchdog
+
+
 class Opened:
     """A job that is checked and open on this rank's place in the mesh; no weight is drawn yet."""
 
-    def __init__(
-        self,
-        job: LoadedConfig,
-        device: torch.device,
-        console: Console,
-        stop: StopRequest,
-        ledger: TimeLedger,
-        watchdog: Watchdog,
-    ) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         """Open it; all ranks must do so. The process group and the run folder must exist.
 
         Raises:
             KeelError: the job, its data or its checkpoint is at fault; raised on all ranks alike.
         """
+        job, device, console, watchdog = runtime.job, runtime.device, runtime.console, runtime.watchdog
         config = job.config
         self.device, self.choice = device, job.choice
         self.peak = peak_flops(device_name(device), config.training.compute_dtype)
@@ -66,8 +74,8 @@ class Opened:
             self.float8 = float8_products(config, device)
             self.communication = fast_paths(config, self.mesh)
             on_rank_zero(None, lambda: require_inputs(job))
-            with ledger.measure(Kind.PREPARATION):
-                watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, stop))
+            with runtime.ledger.measure(Kind.PREPARATION):
+                watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, runtime.stop))
                 compare_data(config)
             sampler = Sampler(job)
             self.checkpoints = open_checkpoints(config, self.mesh, console, watchdog.incarnation)

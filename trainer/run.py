@@ -39,6 +39,7 @@ from trainer.lifecycle import (
     write_status,
 )
 from trainer.numerics import set_numerics
+from trainer.opening import Runtime
 from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
 from trainer.report.summary import closing_title
@@ -98,9 +99,8 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
                 if rank >= job.choice.ranks:
                     return wait_idle(shared, folder, stop, timeout)
                 watchdog = _watch(launch, timeout)
-            trainer = build(
-                job, device, console, stop, ledger, watchdog, before_build=lambda opened: say_hello(opened, console)
-            )
+            runtime = Runtime(job, device, console, stop, ledger, watchdog)
+            trainer = build(runtime, before_build=lambda opened: say_hello(opened, console))
             _write_config(launch, job)
             state = trainer.train()
             if folder / "config.toml" in console.outages:

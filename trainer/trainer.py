@@ -1,6 +1,7 @@
 """A job from its config to its last checkpoint: everything is built once, then the loop runs.
 
-    trainer = Trainer(job, device, console, stop, ledger, watchdog)
+    runtime = Runtime(job, device, console, stop, ledger, watchdog)
+    trainer = Trainer(runtime)
     state = trainer.train()         # "done", or "preempted" after a signal
 
 Each part knows one thing: the loader which samples come next, the learner how to compute a step, `Progress` how far the
@@ -10,12 +11,10 @@ run has come, the checkpoint manager when and where to save, `Saver` what, the c
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from checkpoint.manifest import step_folder
 from configs.errors import mistakes_of_the_job
 from configs.load import LoadedConfig
 from parallelisms.guards.collective_waits import CollectiveWaits
@@ -30,13 +29,11 @@ from trainer.guards.phases import Lag, Phase, PhaseClock
 from trainer.guards.skipped_steps import report_skip
 from trainer.guards.spikes import rewind_target
 from trainer.guards.verdict import StepResult, Verdict
-from trainer.guards.watchdog import Watchdog
-from trainer.lifecycle import State, StopRequest
+from trainer.lifecycle import State
 from trainer.lr_schedule import learning_rate
-from trainer.opening import Opened
+from trainer.opening import Opened, Runtime
 from trainer.proof.fingerprints import Fingerprints
-from trainer.report.console import Console
-from trainer.report.metrics import Kind, Memory, TimeLedger, memory_counts, memory_of
+from trainer.report.metrics import Kind, Memory, memory_counts, memory_of
 from trainer.report.profile import StepProfiler
 from trainer.report.step_records import StepRecords
 from trainer.report.wall_clock import describe_launch
@@ -62,16 +59,7 @@ class Pending:
 class Trainer:
     """Trains one job on one rank."""
 
-    def __init__(
-        self,
-        job: LoadedConfig,
-        device: torch.device,
-        console: Console,
-        stop: StopRequest,
-        ledger: TimeLedger,
-        watchdog: Watchdog,
-        before_build: Callable[[Opened], None] = lambda opened: None,
-    ) -> None:
+    def __init__(self, runtime: Runtime, before_build: Callable[[Opened], None] = lambda opened: None) -> None:
         """Open the job, then build it on this rank's device, and load the checkpoint.
 
         The process group and the run folder must exist.
@@ -82,11 +70,12 @@ class Trainer:
         Raises:
             KeelError: the job, its data or its checkpoint is at fault; raised on all ranks alike.
         """
-        opened = Opened(job, device, console, stop, ledger, watchdog)
+        opened = Opened(runtime)
         before_build(opened)
         config, mesh = opened.config, opened.mesh
         self.config, self.mesh, self.peak = config, mesh, opened.peak
-        self.console, self.stop, self.ledger, self.watchdog = console, stop, ledger, watchdog
+        device, console, stop = runtime.device, runtime.console, runtime.stop
+        self.console, self.stop, self.ledger, self.watchdog = console, stop, runtime.ledger, runtime.watchdog
         self.folder, self.device, self.rank = config.job.folder, device, dist.get_rank()
         self.checkpoints, self.validation = opened.checkpoints, opened.validation
         self.learner = build_learner(config, mesh)
@@ -95,7 +84,7 @@ class Trainer:
             self.progress, self.loader = opened.progress, opened.loader
             self.checkpoints.begin_line()
             self.checkpoints.check_room(self.learner.state())
-            self._open_records(job)
+            self._open_records(runtime.job)
         self.saver = Saver(self.folder, self.checkpoints, self.learner, self.progress, self.fingerprints, console)
         waits = CollectiveWaits(groups_of_axes(mesh).values(), device)
         self.phases = PhaseClock(waits, config.fault.lag_ratio, mesh.sizes.pp > 1, COMPILING_STEPS)
@@ -378,9 +367,3 @@ class Trainer:
         self.loader.close()
         self.validation.close()
         self.records.close()
-
-    @property
-    def newest_checkpoint(self) -> Path | None:
-        """Folder of the last checkpoint that was written or loaded."""
-        step = self.checkpoints.latest_step()
-        return None if step is None else step_folder(self.folder / "checkpoints", step)

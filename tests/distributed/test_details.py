@@ -17,6 +17,7 @@ from trainer.data.loader import build_loader
 from trainer.details import noise_scale
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
+from trainer.opening import Runtime
 from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
 from trainer.trainer import Trainer
@@ -50,7 +51,7 @@ def train(folder: str, words: tuple[str, ...]) -> None:
     job = load("parity.toml", (*quiet, *words), dist.get_world_size())
     Path(folder).mkdir(parents=True, exist_ok=True)
     with Console(dist.get_rank()) as console, closing(Watchdog(Path(folder), 600, print)) as watchdog:
-        trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)
+        trainer = Trainer(Runtime(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog))
         assert trainer.train() == "done"
 
 

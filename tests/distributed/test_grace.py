@@ -22,6 +22,7 @@ from trainer.guards.grace import Grace
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest, write_status
 from trainer.loss import CrossEntropy
+from trainer.opening import Runtime
 from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
 from trainer.step import Learner
@@ -48,7 +49,7 @@ class Stopped:
         if dist.get_rank() == 0:
             write_status(self.folder, "running", 0)
         with Console(rank=1) as console, closing(Watchdog(self.folder, 600, print)) as watchdog:
-            self.trainer = Trainer(job, torch.device("cpu"), console, self.stop, TimeLedger(), watchdog)
+            self.trainer = Trainer(Runtime(job, torch.device("cpu"), console, self.stop, TimeLedger(), watchdog))
             owner, name = moment
             original = getattr(owner, name)
             setattr(owner, name, self._held(original))

@@ -18,6 +18,7 @@ from tests.distributed.test_verdict import enlarge, poison
 from tests.end_to_end.launch import TINY, assert_same_tensors, curve, records, tensors
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
+from trainer.opening import Runtime
 from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
 from trainer.step import Learner
@@ -60,7 +61,7 @@ def train(folder: str, is_late: bool, changes: dict[int, str], words: tuple[str,
             Console(dist.get_rank(), out=said) as console,
             closing(Watchdog(Path(folder), 600, print)) as watchdog,
         ):
-            trainer = Trainer(job, torch.device("cpu"), console, stop, TimeLedger(), watchdog)
+            trainer = Trainer(Runtime(job, torch.device("cpu"), console, stop, TimeLedger(), watchdog))
             trainer.reads_late = is_late
             computing = trainer.grace.computing
 

@@ -12,6 +12,7 @@ from scripts.parity_rows import MOE_BIAS, words
 from tests.losses import kept_losses
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
+from trainer.opening import Runtime
 from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
 from trainer.trainer import Trainer
@@ -44,7 +45,7 @@ def go_on(folder: str, steps: int, overrides: tuple[str, ...]) -> list[float]:
     job = load("parity.toml", (*words, *overrides), dist.get_world_size())
     Path(folder).mkdir(parents=True, exist_ok=True)
     with Console(dist.get_rank()) as console, closing(Watchdog(Path(folder), 600, print)) as watchdog:
-        trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)
+        trainer = Trainer(Runtime(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog))
         losses = kept_losses(trainer)
         assert trainer.train() == "done"
     return losses

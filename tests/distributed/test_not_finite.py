@@ -18,6 +18,7 @@ from tests.end_to_end.launch import TINY
 from tests.torture.resume import curve
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
+from trainer.opening import Runtime
 from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
 from trainer.step import Learner
@@ -51,7 +52,7 @@ def train(folder: str, words: tuple[str, ...], plant_at: int | None = None, wher
             Console(rank=1) as console,
             closing(Watchdog(Path(folder), 600, print)) as watchdog,
         ):  # one that says nothing
-            trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)
+            trainer = Trainer(Runtime(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog))
             return trainer.train()
     except UserError as error:
         return f"{type(error).__name__}: {error}"

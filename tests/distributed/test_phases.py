@@ -21,6 +21,7 @@ from trainer.guards import phases
 from trainer.guards.phases import Phase, PhaseClock, _of_others
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
+from trainer.opening import Runtime
 from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
 from trainer.trainer import Trainer
@@ -83,7 +84,7 @@ def watched(folder: str, words: tuple[str, ...], where: str, windows: int) -> st
             Console(dist.get_rank(), out=io.StringIO(), err=said) as console,
             closing(Watchdog(Path(folder), 600, print)) as watchdog,
         ):
-            trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)
+            trainer = Trainer(Runtime(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog))
             if dist.get_rank() == SLOW:
                 process = plant(trainer, where)
             trainer.train()

@@ -22,6 +22,7 @@ from tests.end_to_end.launch import TINY, assert_same_tensors, curve, records, t
 from trainer.data.loader import build_loader
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
+from trainer.opening import Runtime
 from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
 from trainer.step import Learner, build_learner
@@ -201,7 +202,7 @@ def run(folder, words, flip_after=0, odd_rank=-1, steps=12):
     job = load(str(TINY), (*quiet, *words), dist.get_world_size())
     try:
         with Console(rank=1) as console, closing(Watchdog(folder, 600, print)) as watchdog:
-            trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)
+            trainer = Trainer(Runtime(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog))
             try:
                 trainer.train()
                 return "", trainer.run.incidents

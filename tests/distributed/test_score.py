@@ -16,6 +16,7 @@ from trainer.comparison.score import score
 from trainer.data.loader import build_loader
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
+from trainer.opening import Runtime
 from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
 from trainer.trainer import Trainer
@@ -40,7 +41,8 @@ def train(folder):
     job = load("parity.toml", ("--job.output_dir", folder, *RUN), 1)
     Path(folder).mkdir(parents=True)
     with Console(0) as console, closing(Watchdog(Path(folder), 600, print)) as watchdog:
-        assert Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog).train() == "done"
+        runtime = Runtime(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)
+        assert Trainer(runtime).train() == "done"
 
 
 def scored(folder, words):

@@ -30,6 +30,7 @@ from trainer import opening
 from trainer.data.sources import SyntheticSource
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
+from trainer.opening import Runtime
 from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
 from trainer.step import Learner
@@ -74,7 +75,7 @@ def train(folder, words, stop_after=0, noise=NOISE, steps=40):
     try:
         with Console(rank=1) as console, closing(Watchdog(Path(folder), 600, print)) as watchdog:
             job = load(str(TINY), (*quiet, *words), dist.get_world_size())
-            trainer = Trainer(job, torch.device("cpu"), console, stop, TimeLedger(), watchdog)
+            trainer = Trainer(Runtime(job, torch.device("cpu"), console, stop, TimeLedger(), watchdog))
             losses = kept_losses(trainer)
             try:
                 trainer.train()

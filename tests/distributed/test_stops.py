@@ -19,6 +19,7 @@ from configs.load import load
 from tests.torture.resume import JOB, curve
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
+from trainer.opening import Runtime
 from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
 from trainer.step import Learner
@@ -56,7 +57,7 @@ def train(folder: str, words: tuple[str, ...], moment: tuple[str, str, int] | No
     Path(folder).mkdir(exist_ok=True)
     try:
         with Console(rank=1) as console, closing(Watchdog(Path(folder), 600, print)) as watchdog:
-            trainer = Trainer(job, torch.device("cpu"), console, stop, TimeLedger(), watchdog)
+            trainer = Trainer(Runtime(job, torch.device("cpu"), console, stop, TimeLedger(), watchdog))
             return trainer.train(), trainer.run.step, undo()
     finally:
         undo()

@@ -20,6 +20,7 @@ from tests.torture.resume import JOB
 from trainer.guards.verdict import Seen, describe
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
+from trainer.opening import Runtime
 from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
 from trainer.trainer import Trainer
@@ -71,7 +72,7 @@ def trained(folder: str, words: tuple[str, ...], change: Callable[[torch.Tensor]
         closing(Watchdog(Path(folder), 600, print)) as watchdog,
         gradients_changed(1, 3, change),
     ):
-        trainer = Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)
+        trainer = Trainer(Runtime(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog))
         losses = kept_losses(trainer)
         count = trainer.progress.count
 

@@ -14,6 +14,7 @@ from tests.end_to_end.launch import TINY, launch
 from trainer import exports
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
+from trainer.opening import Runtime
 from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
 from trainer.trainer import Trainer
@@ -53,7 +54,7 @@ def train_with_slow_exports(folder, mode):
     try:
         with Console(rank=1) as console, closing(Watchdog(folder, 600, print)) as watchdog:
             job = load(str(TINY), words.split(), 1)
-            Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog).train()
+            Trainer(Runtime(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)).train()
     finally:
         exports.export_hf = make
 

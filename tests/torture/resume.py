@@ -27,6 +27,7 @@ from configs.load import load
 from scripts.rank_pool import RankPool
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
+from trainer.opening import Runtime
 from trainer.report.console import Console
 from trainer.report.metrics import TimeLedger
 from trainer.trainer import Trainer
@@ -77,7 +78,8 @@ def go_on(folder: str, last_step: int, words: tuple[str, ...]) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     # A console that says nothing.
     with Console(rank=1) as console, closing(Watchdog(Path(folder), 600, print)) as watchdog:
-        assert Trainer(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog).train() == "done"
+        runtime = Runtime(job, torch.device("cpu"), console, StopRequest(), TimeLedger(), watchdog)
+        assert Trainer(runtime).train() == "done"
 
 
 def torture(run: Pool, row: Row, folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Computes steps of a run again, from a checkpoint, in a run folder of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from configs.errors import UserError
 from configs.load import LoadedConfig, load
 from configs.run_change import run_key_diff
 from configs.schema import Evaluation
-from trainer.opening import open_loader
+from trainer.opening import Opened, Runtime, open_loader
 from trainer.proof.compare import MAX_STEPS_APART, Difference, Gap, bound_of, difference, gaps
 from trainer.proof.reading import Stretch, read_stretch
 from trainer.proof.record import FILE_NAME, Launch, Step
@@ -126,13 +126,13 @@ def reporting_to_nobody(job: LoadedConfig) -> LoadedConfig:
 class Replayer(Trainer):
     """Trains the steps of a replay, and leaves no checkpoint."""
 
-    def __init__(self, first_sample: int | None, *arguments: Any, **named: Any) -> None:
+    def __init__(self, first_sample: int | None, runtime: Runtime, before_build: Callable[[Opened], None]) -> None:
         """As `Trainer`; `first_sample` is the plan's.
 
         Raises:
             UserError: the data can't begin there.
         """
-        super().__init__(*arguments, **named)
+        super().__init__(runtime, before_build)
         position = self.loader.state_dict()
         if first_sample is None or position["next_sample"] == first_sample:
             return

@@ -1,0 +1,326 @@
+"""Reads checkpoints: chooses the one that a run begins from, checks all that can be checked, and loads its tensors.
+
+Nothing on disk changes, and no tensor does before every check has passed. All methods are collective: if one rank
+fails, all raise the same error.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+
+from checkpoint import folder as folders
+from checkpoint import manifest as manifests
+from checkpoint import store
+from checkpoint.bits import CODE, changed_settings, changed_surroundings
+from checkpoint.compare import shape_differences
+from checkpoint.manifest import Damaged, Manifest, RunChange, damaged
+from checkpoint.memory_copies import Copy, MemoryCopies, with_copies
+from checkpoint.safe_read import read_metadata
+from checkpoint.store import State
+from checkpoint.verify import content_damages
+from checkpoint.writer import OPTIMIZER
+from configs.errors import ConfigError, listed
+from configs.run_change import function_diff
+from configs.schema import Checkpoint
+from parallelisms.ranks import on_rank, on_rank_zero
+
+TrainerState = dict[str, Any]
+MODEL = "model."
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a manifest says of the run that wrote the checkpoint; a run that resumes from it is compared with that."""
+
+    config: dict[str, Any]
+    """Complete, as JSON-able tables."""
+    mesh: dict[str, int]
+    """Sizes by name."""
+    tokenizer_hash: str | None
+    """None without a tokenizer."""
+    environment: dict[str, str]
+    """What else decides the bits of the run, besides config, mesh and torch, by name."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that has passed every check except that of its tensors."""
+
+    folder: Path
+    manifest: Manifest
+    metadata: Metadata
+    trainer_state: TrainerState
+    changes: list[RunChange] = field(default_factory=list)
+    """Run keys that differ now, as `job.allow_run_change` allows."""
+    copy: Copy | None = None
+    """If it is a copy in the hosts' memory."""
+
+
+@dataclass
+class Reader:
+    """Reads the checkpoints that one run begins from: `find`, then `load`; `load_step` during training."""
+
+    folder: Path
+    """The run's `checkpoints/`."""
+    settings: Checkpoint
+    run: Description
+    """The run of this launch."""
+    run_key_diff: Callable[[dict[str, Any], dict[str, Any]], list[str]]
+    """Returns a line for each run key that differs between an old and a new resolved config."""
+    allow_run_change: bool
+    """Resume although run keys or the tokenizer have changed."""
+    log: Callable[[str], None]
+    warn: Callable[[str], None]
+    group: dist.ProcessGroup
+    """All ranks."""
+    copies: MemoryCopies | None
+    """Copies in the hosts' memory, which are newer than what is on disk."""
+    initial: Found | None = None
+    """The checkpoint that `checkpoint.init_from` names, if the run takes its weights from it."""
+    _candidates: list[Path | Copy] | None = None
+    """Checkpoints to fall back to if `_found` is damaged; None before `find`."""
+    _reason: str = ""
+    """Why they were chosen."""
+    _problems: list[str] = field(default_factory=list)
+    """Damages of the checkpoints before `_found`."""
+    _found: Found | None = None
+
+    def find(self, shapes: Mapping[str, Sequence[int]] | None = None) -> Found | None:
+        """Choose the checkpoint that the run begins from, and check it as far as possible without the run's state.
+
+        Args:
+            shapes: of the model's tensors, by name, if known.
+
+        Returns:
+            The checkpoint; None if the run starts from scratch.
+
+        Raises:
+            KeelError: as in `load`.
+        """
+        load, go_back = self.settings.load, self.settings.go_back
+        choice = on_rank_zero(self.group, lambda: folders.choose(self.folder, load, go_back))
+        self._candidates, self._reason = [*choice.candidates], choice.reason
+        if self.copies and load == "latest":
+            self._candidates = with_copies(choice.candidates, self.copies.find())
+        self._find_next()
+        found = self._found or self.initial
+        if found and shapes:
+            self._require_none(found, shape_differences(found.metadata, shapes))
+        if self.initial and (changes := function_diff(self.initial.manifest.config, self.run.config)):
+            self.warn(
+                f"checkpoint.init_from: the model that was trained in {self.initial.folder} computes something else "
+                f"from these weights than this job's:\n  {listed(changes)}"
+            )
+        return self._found
+
+    def load(self, state: State) -> Found | None:
+        """Load the checkpoint that `checkpoint.load` chooses into `state`, in place.
+
+        Returns:
+            The checkpoint, which is not that of `find` if that has turned out to be damaged; None if the run starts
+            from scratch, and then only the weights of `initial` are loaded into `state`.
+
+        Raises:
+            ConfigError: the checkpoint does not exist, or is of another model or tokenizer, or has other run keys.
+            Damaged: it is damaged, and with `on_damage = "fall_back"` all earlier ones are, too.
+            UserError: it has a newer format.
+        """
+        if self._candidates is None:
+            self.find()
+        while self._found:
+            try:
+                self._load(self._found, state)
+            except Damaged as error:
+                self._pass_over(error, self._found.copy is not None)
+                self._find_next()
+                continue
+            newer = ", all newer ones are damaged" if self._problems else ""
+            if self.copies and (copy := self._found.copy):
+                hosts = self.copies.names(copy.holders)
+                self.log(f"resuming from step {copy.step}, from copies in the memory of {hosts}{newer}")
+            else:
+                self.log(f"resuming from {self._found.folder}: {self._reason}{newer}")
+            self._say_other_bits(self._found.manifest)
+            return self._found
+        self._initialize(state)
+        return None
+
+    def load_step(self, step: int, state: State) -> Found:
+        """Load the run's checkpoint of `step` into `state`, in place, and return it.
+
+        Raises:
+            KeelError: as in `load`.
+        """
+        found = self._find(manifests.step_folder(self.folder, step))
+        self._load(found, state)
+        return found
+
+    def _find_next(self) -> None:
+        """Read the first candidate that is not damaged, and check that the run may resume from it.
+
+        If there is none, the run starts from scratch: perhaps with the weights that `checkpoint.init_from` names.
+        """
+        assert self._candidates is not None
+        self._found = None
+        while self._found is None and self._candidates:
+            candidate = self._candidates.pop(0)
+            try:
+                self._found = self._find(candidate)
+            except Damaged as error:
+                self._pass_over(error, isinstance(candidate, Copy))
+        if self._found is None and self.settings.init_from is not None:
+            self.initial = self._find_initial(Path(self.settings.init_from))
+
+    def _pass_over(self, error: Damaged, is_copy: bool) -> None:
+        """Warn of a damaged checkpoint if there is one to fall back to; otherwise raise.
+
+        A copy in memory is more than a run can count on: without a checkpoint it begins as it would without the copy.
+        """
+        self._problems.append(str(error))
+        if self.settings.on_damage == "stop" or not (self._candidates or is_copy):
+            raise Damaged("\n".join(self._problems)) from None
+        self.warn(f"{error}; trying the one before it (checkpoint.on_damage)")
+
+    def _find(self, candidate: Path | Copy) -> Found:
+        """Read what describes a checkpoint, and check that the run may resume from it."""
+        if isinstance(candidate, Copy):
+            return self._find_copy(candidate)
+        folder = candidate
+        found = on_rank_zero(self.group, lambda: _read(folder))
+        if not found.trainer_state:  # made by scripts/import_hf.py
+            raise ConfigError(
+                f"checkpoint.load: {folder} holds only a model's weights, no run to resume; to start a run from them, "
+                f'set checkpoint.init_from = "{folder}", and checkpoint.load back to "latest"'
+            )
+        return replace(found, changes=self._changes(found))
+
+    def _find_copy(self, copy: Copy) -> Found:
+        """Like `_find`; a rank that has it reads it for all."""
+        assert self.copies is not None
+        folder = self.copies.folder / copy.name
+        if self.settings.verify == "hash":
+            copy = self.copies.verified(copy)
+        found = on_rank(self.copies.describer(copy), self.group, lambda: _read(folder, is_whole=False))
+        return replace(found, folder=folder, copy=copy, changes=self._changes(found))
+
+    def _load(self, found: Found, state: State) -> None:
+        if found.copy is None:
+            self._verify(found)
+        self._fill(found, state, _may_resume_from)
+
+    def _find_initial(self, folder: Path) -> Found:
+        """Read what describes the checkpoint whose weights are to be the initial ones."""
+        found = on_rank_zero(self.group, lambda: _read(folder))
+        theirs = found.manifest.tokenizer_hash
+        if theirs and self.run.tokenizer_hash and theirs != self.run.tokenizer_hash and not self.allow_run_change:
+            raise ConfigError(
+                f"checkpoint.init_from: the weights in {found.folder} were trained with another tokenizer, so their "
+                "embedding does not fit this one; set tokenizer.path to it, or --job.allow_run_change true"
+            )
+        tensors = {name: entry for name, entry in found.metadata.state_dict_metadata.items() if name.startswith(MODEL)}
+        return replace(found, metadata=replace(found.metadata, state_dict_metadata=tensors))
+
+    def _initialize(self, state: State) -> None:
+        """Start from scratch: from the weights that `checkpoint.init_from` names, or the initial ones."""
+        found = self.initial
+        if found is None:
+            self.log(f"starting from random weights ({self._reason})")
+            return
+        self._verify(found)
+        weights = {name: tensor for name, tensor in state.items() if name.startswith(MODEL)}
+        self._fill(found, weights, lambda name, saved: saved.is_floating_point)
+        self.log(f"starting from the weights of {found.folder} (checkpoint.init_from): {self._reason}")
+
+    def _verify(self, found: Found) -> None:
+        """Compare the content of every file with its hash, if `checkpoint.verify` says so."""
+        files = found.manifest.files
+        if self.settings.verify == "hash":
+            started = time.perf_counter()
+            if problems := content_damages(found.folder, files, self.group):
+                raise damaged(found.folder, "; ".join(problems))
+            self.log(f"{found.folder}: verified {len(files)} files ({time.perf_counter() - started:.1f} s)")
+
+    def _changes(self, found: Found) -> list[RunChange]:
+        """Return what of the run has changed since the checkpoint.
+
+        Raises:
+            ConfigError: something has, and `job.allow_run_change` is not set.
+        """
+        manifest = found.manifest
+        changes = list(self.run_key_diff(manifest.config, self.run.config))
+        if manifest.tokenizer_hash != self.run.tokenizer_hash:
+            changes.append(f"content of the tokenizer: {manifest.tokenizer_hash} -> {self.run.tokenizer_hash}")
+        if not changes:
+            return []
+        lines = "".join(f"\n  {change}" for change in changes)
+        if not self.allow_run_change:
+            raise ConfigError(
+                f"the run's settings differ from those of checkpoint {found.folder}:{lines}\n"
+                "Change it back, choose another job.output_dir, or resume with --job.allow_run_change true (not "
+                "possible for training.seq_len, training.seed or the mixture, which order the samples)"
+            )
+        self.log(f"run keys have changed since the checkpoint, as job.allow_run_change allows:{lines}")
+        return [RunChange(manifest.step, changes)]
+
+    def _say_other_bits(self, manifest: Manifest) -> None:
+        """Report if the resumed run will not be bit-identical to an uninterrupted one.
+
+        This is a warning if the machine or the software differs, which may be unintended. If only the mesh or machine
+        keys differ, the user has set them, and a log line suffices.
+        """
+        surroundings = changed_surroundings(manifest, self.run.environment)
+        changes = surroundings | changed_settings(manifest.config, manifest.mesh, self.run.config, self.run.mesh)
+        if changes:
+            say = self.warn if surroundings else self.log
+            verb = "may" if changes.keys() == {CODE} else "will"
+            lines = "; ".join(f"{name} {change}" for name, change in changes.items())
+            say(f"from here on, the bits of this run {verb} differ from those of an uninterrupted one: {lines}")
+
+    def _fill(self, found: Found, state: State, may_convert: Callable[[str, torch.dtype], bool]) -> None:
+        """Compare names, shapes and dtypes on all ranks, then load the tensors."""
+        shards = store.shards_of(state)
+        self._require_none(found, store.differences(found.metadata, shards, self.group, may_convert))
+        started = time.perf_counter()
+        if self.copies and found.copy:
+            self.copies.fetch(found.copy, store.files_for(found.metadata, shards))
+        store.read(found.folder, found.metadata, shards, self.group)
+        self.log(f"loaded step {found.manifest.step} in {time.perf_counter() - started:.1f} s")
+
+    def _require_none(self, found: Found, differences: Sequence[str]) -> None:
+        """Raise ConfigError if a checkpoint's tensors differ from the run's."""
+        if differences:
+            remedy = "Change [model] and [optimizer] back, or choose another checkpoint.load or job.output_dir"
+            if self.initial:
+                remedy = "Set [model] to that of these weights, or choose another checkpoint.init_from"
+            raise ConfigError(
+                f"checkpoint {found.folder} is of another model; {len(differences)} tensors differ:\n"
+                f"  {listed(differences)}\n{remedy}"
+            )
+
+
+def _read(folder: Path, is_whole: bool = True) -> Found:
+    """Read the parts of a checkpoint that describe it.
+
+    Args:
+        folder: the checkpoint.
+        is_whole: whether all its files must be there.
+
+    Raises:
+        Damaged: it is damaged.
+        UserError: it has a newer format.
+    """
+    manifest = manifests.read_manifest(folder) if is_whole else manifests.read_description(folder)
+    sizes = None if is_whole else {name: entry.size for name, entry in manifest.files.items()}
+    return Found(folder, manifest, read_metadata(folder, sizes), manifests.read_trainer_state(folder))
+
+
+def _may_resume_from(name: str, saved: torch.dtype) -> bool:
+    """Whether a tensor may change its type: only moments may, which were saved as bfloat16 (`optimizer_dtype`), or are
+    kept in it from now on (`optimizer.moments_dtype`, whose change was allowed)."""
+    return name.startswith(OPTIMIZER) and saved in (torch.bfloat16, torch.float32)
