@@ -26,7 +26,7 @@ from checkpoint.incarnation import Alone, Incarnation
 from checkpoint.manifest import Manifest, Origin, RunChange
 from checkpoint.memory_copies import MemoryCopies
 from checkpoint.reader import Description, Found, Reader, TrainerState
-from checkpoint.room import crowded_hosts, measure_room
+from checkpoint.room import too_little_room
 from checkpoint.store import SaveFailed, State
 from checkpoint.votes import SaveClock, Vote
 from checkpoint.writer import Save, Saved, Writer
@@ -199,16 +199,10 @@ class CheckpointManager:
         """
         if self._copies:
             self._copies.check_room(store.shards_of(state), self._writer.saved_dtype)
-        if self._writer.mode == "sync":
-            return
-        hosts_room = measure_room(store.shards_of(state), self._writer.saved_dtype, self._group)
-        if crowded := crowded_hosts(hosts_room):
-            hosts = ", ".join(f"{host} has {free:,} of {staged:,} bytes" for host, (staged, free) in crowded.items())
+        given = (store.shards_of(state), self._writer.saved_dtype, self._group)
+        if self._writer.mode == "async" and (complaint := too_little_room(*given)):
             self._writer.mode = "sync"
-            self._warn(
-                f'checkpoint.mode = "async" copies the state to host memory, of which there is too little: '
-                f"{hosts}. Training will wait for each save of this launch"
-            )
+            self._warn(complaint)
 
     def can_rewind(self, step: int) -> bool:
         """Wait for a save in progress; returns whether the run has a checkpoint of `step`.

@@ -28,6 +28,19 @@ def crowded_hosts(room: HostsRoom) -> HostsRoom:
     return {host: (staged, free) for host, (staged, free) in room.items() if staged > MEMORY_SHARE * free}
 
 
+def too_little_room(
+    shards: Mapping[str, Shard], dtype: Callable[[str, Tensor], torch.dtype], group: dist.ProcessGroup
+) -> str:
+    """What to tell the user if a host can't stage its ranks' state; "" if all can. The arguments: `measure_room`."""
+    if not (crowded := crowded_hosts(measure_room(shards, dtype, group))):
+        return ""
+    hosts = ", ".join(f"{host} has {free:,} of {staged:,} bytes" for host, (staged, free) in crowded.items())
+    return (
+        f'checkpoint.mode = "async" copies the state to host memory, of which there is too little: {hosts}. Training '
+        "will wait for each save of this launch"
+    )
+
+
 def measure_room(
     shards: Mapping[str, Shard], dtype: Callable[[str, Tensor], torch.dtype], group: dist.ProcessGroup
 ) -> HostsRoom:

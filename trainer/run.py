@@ -26,6 +26,7 @@ from trainer.guards.agreement import compare_launches
 from trainer.guards.environment import device_type
 from trainer.guards.out_of_memory import out_of_memory
 from trainer.guards.peers import Loss
+from trainer.guards.shared_folder import MARK, NotShared, require_shared, who_lacks
 from trainer.guards.watchdog import Watchdog, append_to_log, said_of
 from trainer.lifecycle import (
     EXIT_FAILED,
@@ -84,10 +85,12 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
             set_numerics(job.config.training, kind)
             with forming():
                 device = start_process_group(kind, timeout)
+            lacking = who_lacks(folder)
             with mistakes_of_the_job():
                 launch.incarnation = on_rank_zero(None, lambda: _open_folder(job, console))
             watchdog = _watch(launch, timeout)
             compare_launches(job, device)
+            require_shared(folder, lacking)
             shared = None  # on rank 0 it may be the store's server, which must last
             if job.choice and job.choice.idle:
                 watchdog.close()
@@ -136,7 +139,7 @@ def _open_folder(job: LoadedConfig, console: Console) -> Incarnation | None:
         for file in (folder / "crashes").glob("rank-*.txt"):
             if not file.stat().st_size:  # left by a rank that was killed
                 file.unlink()
-        for file in folder.glob(".status.json.*tmp"):  # likewise
+        for file in (*folder.glob(".status.json.*tmp"), *folder.glob(f"{MARK}*")):  # likewise
             file.unlink(missing_ok=True)
         before = read_status(folder)
         if before.get("state") == "running":  # this launch holds the lock, so that one has ended
@@ -176,7 +179,7 @@ def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
     tell_torchrun(text)  # before the other ranks hear of it
     if launch.watchdog:
         launch.watchdog.close(reason)
-    if launch.rank > 0 and _others_end(launch):
+    if launch.rank > 0 and (isinstance(error, NotShared) or _others_end(launch)):
         tell_torchrun(read_status(launch.folder).get("reason") or reason)  # no other rank on this node may report it
         return code
     launch.console.error(text)

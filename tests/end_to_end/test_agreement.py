@@ -77,6 +77,22 @@ def test_other_token_files_on_one_rank(tmp_path: Path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_each_rank_in_a_run_folder_of_its_own(tmp_path: Path):
+    """The first save would fail; an older folder of the same name is no reason to take it for rank 0's."""
+    folders = tmp_path / "0", tmp_path / "1"
+    (folders[1] / "run").mkdir(parents=True)
+    folders[0].mkdir()
+    said = errors(outcomes := two_ranks(folders, ("", "")))
+    assert [outcome.code for outcome in outcomes] == [78, 78]
+    assert f"not all ranks see rank 0's run folder, {folders[0] / 'run'} on host {HOST}:" in said
+    assert f"rank 1 on host {HOST}: {folders[1] / 'run'} is another folder" in said
+    assert "Set job.output_dir to a path on a disk that all hosts share" in said
+    end = status(folders[0] / "run")
+    assert (end["state"], end["step"]) == ("failed", 0)
+    assert sorted(path.name for path in (folders[0] / "run").iterdir()) == [".lock", "run.log", "status.json"]
+    assert not list((folders[1] / "run").iterdir())
+
+
 def test_a_mistake_on_one_rank_alone_is_said_by_that_rank(tmp_path: Path):
     """The others wait for it in vain: nobody but it can say why."""
     rank_1 = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}

@@ -42,6 +42,7 @@ def folder(tmp_path):
             "profile/step-00000002-rank-0.json.gz",
             "hangs/step-00000002/rank-0.txt",
             "crashes/rank-00000-host-1.txt",
+            ".shared-0123456789abcdef",
             "incarnations/000001.json",
             *("run.log", ".lock", "notes.txt", "checkpoints/mine.txt", "tensorboard/mine", "step-00000001/mine"),
         ):

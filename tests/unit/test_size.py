@@ -22,8 +22,8 @@ ROOMS = {  # room: (code lines at most, its folders and files)
     "job files: schema, reading, checks": (2365, "configs"),
     "what each process does first": (30, "configs/process.py"),
     "what a job's paths lead to": (75, "configs/paths.py"),
-    "what guards a run": (1640, "trainer/guards parallelisms/guards"),
-    "what protects checkpoints": (440, "checkpoint/{safe_read,verify,pin,room,lock}.py"),
+    "what guards a run": (1690, "trainer/guards parallelisms/guards"),
+    "what protects checkpoints": (450, "checkpoint/{safe_read,verify,pin,room,lock}.py"),
     "estimates": (985, "trainer/planning"),
     "reports": (1230, "trainer/report trainer/announce.py"),
     "the kernels of the optimizer and of attention": (
