@@ -22,7 +22,7 @@ ROOMS = {  # room: (code lines at most, its folders and files)
     "job files: schema, reading, checks": (2365, "configs"),
     "what each process does first": (30, "configs/process.py"),
     "what a job's paths lead to": (75, "configs/paths.py"),
-    "what guards a run": (1690, "trainer/guards parallelisms/guards"),
+    "what guards a run": (1700, "trainer/guards parallelisms/guards"),
     "what protects checkpoints": (450, "checkpoint/{safe_read,verify,pin,room,lock}.py"),
     "estimates": (985, "trainer/planning"),
     "reports": (1230, "trainer/report trainer/announce.py"),
@@ -54,7 +54,7 @@ ROOMS = {  # room: (code lines at most, its folders and files)
     ),
     "hosts that are lost and join": (230, "{configs,trainer}/elastic.py checkpoint/{incarnation,takeover}.py"),
     "copies of the state in memory": (
-        475,
+        490,
         "checkpoint/{memory_copies,exchange}.py configs/checks/elastic.py trainer/planning/memory_copies.py",
     ),
     "replay and proof of a run": (
