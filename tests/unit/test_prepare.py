@@ -185,6 +185,13 @@ def test_a_second_call_does_nothing(corpus, tmp_path, monkeypatch):
     assert run(corpus, tmp_path / "out") == record
 
 
+@pytest.mark.parametrize("name", ["text", "text/out", "text/deep/er"])
+def test_an_output_among_its_inputs_is_refused(corpus, name):
+    with pytest.raises(UserError, match=rf"the output .*{name} is in the input folder .*text, .*choose an output out"):
+        run(corpus, corpus / name)
+    assert not list(corpus.glob("text/**/*out*"))
+
+
 def copy_of(corpus, folder):
     """The corpus in a folder of its own, to change it."""
     shutil.copytree(corpus / "text", folder / "text")

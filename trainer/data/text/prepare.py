@@ -99,10 +99,12 @@ def prepare(
         were skipped.
 
     Raises:
-        UserError: an input or the tokenizer cannot be read, more than `max_bad_files` inputs are unreadable, OUTPUT was
-            made with other settings or from other files, or cannot be written, or a split would have no tokens.
+        UserError: an input or the tokenizer cannot be read, more than `max_bad_files` inputs are unreadable, OUTPUT
+            lies in an input folder, was made with other settings or from other files, or cannot be written, or a split
+            would have no tokens.
     """
     output, tokenizer_path = Path(output), Path(tokenizer_path)
+    _require_apart(inputs, output)
     tokenizer = load_tokenizer(tokenizer_path)
     choices = (validation_fraction, separator, drop_duplicates, pack)
     settings = Settings(list(inputs), text_key, tokenizer.hash, tokenizer.vocab_size, *choices)
@@ -123,6 +125,17 @@ def prepare(
         raise kind(f"{error.filename or output}: {error.strerror}, while preparing {output}") from None
     BadFiles(max_bad_files).extend(record["bad_files"])
     return record
+
+
+def _require_apart(inputs: Sequence[str], output: Path) -> None:
+    """Refuse an output in a folder of inputs: the next launch would take what is written there for new texts."""
+    place = output.resolve()
+    for name in inputs:
+        if Path(name).is_dir() and Path(name).resolve() in (place, *place.parents):
+            raise UserError(
+                f"the output {output} is in the input folder {name}, where the next preparation would read what this "
+                "one writes; choose an output outside of it"
+            )
 
 
 def divide(parts: Sequence[Piece]) -> list[list[Piece]]:
