@@ -148,6 +148,7 @@ PRINTED = (
     "step ",
     '{"',
     "validation loss ",
+    "copies in memory ",
 )  # beginnings of indented blocks that show what Keel prints or writes
 SYNTHETIC = """
 [[data.sources]]
