@@ -49,8 +49,10 @@ def measure(
         count_work: also count operations and bytes, as `work`.
 
     Returns:
-        `launches`, `memcpys`, `syncs`, `nccl_calls`, `host_ms`, `peak_allocated_bytes`, `peak_reserved_bytes`, and
-        details of each: by kind, by group, and for synchronizations by the line of the code.
+        `launches`, `memcpys`, `syncs`, `nccl_calls`, `host_ms`, `peak_allocated_bytes`, `peak_reserved_bytes`,
+        `steady_peak_bytes`, and details of each: by kind, by group, and for synchronizations by the line of the code.
+        The first two peaks are of the process, including the steps that compile; the third is that of the steps after
+        these, beyond what earlier measurements in the same process have left.
     """
     import torch
     import torch.distributed as dist
@@ -59,9 +61,14 @@ def measure(
     from tests.null_gpu.work import counting
     from trainer.step import Terms
 
-    learner, loader = build(load_job(config, overrides, dist.get_world_size()))
+    job = load_job(config, overrides, dist.get_world_size())
+    left = _clean()
+    learner, loader = build(job)
     counters, last = Counters(), None
     seconds, idle = [], []
+
+    def peaks() -> tuple[int, int]:
+        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
     def terms() -> Terms:  # as the trainer does: read the last step's result once this step's work is queued
         if last is not None:
@@ -69,6 +76,9 @@ def measure(
         return Terms()
 
     for step in range(warm_up + timed):
+        if step == warm_up:
+            before = peaks()
+            torch.cuda.reset_peak_memory_stats()
         micro_batches = next(loader)
         counters.reset()
         started = time.process_time()
@@ -77,7 +87,7 @@ def measure(
             seconds.append(time.process_time() - started)
             idle.append(counters.idle_seconds())
     counts = counters.read()
-    peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    steady = peaks()
     with _synchronizations() as places, _collectives(groups_of_axes(learner.mesh)) as calls:
         learner.step(next(loader), 1e-4, terms)
     work: dict[str, int] = {}
@@ -85,6 +95,7 @@ def measure(
         with counting(learner.optimizer, learner.parameters.values()) as work:
             learner.step(next(loader), 1e-4, terms)
     loader.close()
+    learner.state()  # ends what is still being sent, whose memory would otherwise outlive this
     return {
         "launches": sum(counts[name] for name in LAUNCHES),
         "memcpys": sum(counts[name] for name in COPIES),
@@ -92,8 +103,9 @@ def measure(
         "nccl_calls": counts["collective"],
         "host_ms": 1e3 * statistics.median(seconds),
         "idle_after_syncs_ms": 1e3 * statistics.median(idle),
-        "peak_allocated_bytes": peak[0],
-        "peak_reserved_bytes": peak[1],
+        "peak_allocated_bytes": max(before[0], steady[0]),
+        "peak_reserved_bytes": max(before[1], steady[1]),
+        "steady_peak_bytes": steady[0] - left,
         "counts": counts,
         "sync_places": dict(places),
         "collectives_by_axis": dict(calls),
@@ -144,14 +156,23 @@ def build(job: Any) -> tuple[Any, Any]:
     from trainer.step import build_learner
 
     torch._dynamo.reset()  # of what was measured before, in the same process: other shapes would be made dynamic
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    _clean()
     device = torch.device("cuda", torch.cuda.current_device())
     mesh = build_mesh(mesh_sizes(job, dist.get_world_size()), device)
     with weights_without_values():
         learner = build_learner(job, mesh)
     return learner, build_loader(job, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
+
+
+def _clean() -> int:
+    """Free what this process no longer uses, and begin new peaks; returns the bytes that are held nevertheless."""
+    import torch
+
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 @contextmanager
