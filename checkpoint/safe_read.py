@@ -141,6 +141,8 @@ class _Index:
     def _class(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         _require(type(name) is str and type(module) is str, "it refers to something without a name")
+        if (module, name) == ("builtins", "getattr"):
+            return self._stack.append(_member)
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         _require(
             is_dtype or (module, name) in _GLOBALS, f"it refers to {module}.{name}, which has no place in a checkpoint"
@@ -150,6 +152,8 @@ class _Index:
     def _call(self) -> None:
         """Create a shape, a layout or a memory format from a name, a number or a tuple of numbers."""
         arguments, function = self._stack.pop(), self._stack.pop()
+        if function is _member:
+            return self._stack.append(_member(*arguments))
         _require(any(function is known for known in _FUNCTIONS), "it calls a function that no index calls")
         [argument] = arguments
         is_plain = type(argument) in (str, int) or (type(argument) is tuple and all(type(n) is int for n in argument))
@@ -208,6 +212,13 @@ def _check_key(key: Any) -> None:
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise pickle.UnpicklingError(message)
+
+
+def _member(of: Any, name: Any) -> Any:
+    """What Python 3.11.0 to 3.11.3 writes for a memory format: `getattr` of the enumeration and a name."""
+    is_one = of is _MEM_FORMAT_ENCODING and type(name) is str and name in _MEM_FORMAT_ENCODING.__members__
+    _require(is_one, "it takes an attribute of something")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 def _number(content: bytes, signed: bool = False) -> int:

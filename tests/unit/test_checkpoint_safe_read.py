@@ -3,12 +3,13 @@
 import os
 import pickle
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, StorageMeta
 
 from checkpoint.safe_read import read_metadata
 from configs.errors import UserError
@@ -44,6 +45,27 @@ def rewrite(folder, change):
 
 def test_an_honest_index_is_read(folder):
     assert read_metadata(folder) == pickle.loads((folder / ".metadata").read_bytes())
+
+
+def test_an_index_of_the_first_releases_of_python_3_11_is_read(folder):
+    """They write a member of an enumeration as an attribute of it."""
+    expected = read_metadata(folder)
+    with patch.object(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda own, _: (getattr, (type(own), own.name))):
+        rewrite(folder, lambda metadata: None)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert read_metadata(folder) == expected
+
+
+@pytest.mark.parametrize(("of", "name"), [(os, "mkdir"), (torch.Size, "numel"), (_MEM_FORMAT_ENCODING, "__class__")])
+def test_no_other_attribute_is_taken(folder, of, name):
+    if of is os:  # modules can't be pickled
+        content = b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93\x8c\x02os\x8c\x05mkdir\x86R."
+        (folder / ".metadata").write_bytes(content)
+    else:
+        with patch.object(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda *_: (getattr, (of, name))):
+            rewrite(folder, lambda metadata: None)
+    with pytest.raises(UserError, match="it takes an attribute of something"):
+        read_metadata(folder)
 
 
 @pytest.mark.parametrize("place", ["whole", "planner", "entry"])

@@ -23,7 +23,7 @@ ROOMS = {  # room: (code lines at most, its folders and files)
     "what each process does first": (30, "configs/process.py"),
     "what a job's paths lead to": (75, "configs/paths.py"),
     "what guards a run": (1700, "trainer/guards parallelisms/guards"),
-    "what protects checkpoints": (450, "checkpoint/{safe_read,verify,pin,room,lock}.py"),
+    "what protects checkpoints": (460, "checkpoint/{safe_read,verify,pin,room,lock}.py"),
     "estimates": (985, "trainer/planning"),
     "reports": (1230, "trainer/report trainer/announce.py"),
     "the kernels of the optimizer and of attention": (
