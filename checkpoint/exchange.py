@@ -60,7 +60,7 @@ def assign(
 
 
 def exchange(
-    folder: Path, transfers: Sequence[Transfer], files: Mapping[str, FileEntry], group: dist.ProcessGroup
+    folder: Path, transfers: Sequence[Transfer], files: Mapping[str, FileEntry], group: dist.ProcessGroup | None
 ) -> list[str]:
     """Send files of `folder` and receive others into it; all ranks of `group` must call it.
 
@@ -68,7 +68,7 @@ def exchange(
         folder: this host's.
         transfers: the same on all ranks.
         files: sizes and hashes of the files; what arrives otherwise is not kept.
-        group: of a backend for tensors on the CPU.
+        group: of a backend for tensors on the CPU; None: the default one.
 
     Returns:
         What went wrong on this rank, one line for each file.

@@ -15,8 +15,9 @@ of `metrics.jsonl` and `status.json` are guarded by the same look, but not by a 
 microseconds between the look and the write may, when it continues, still write one line.
 
 A launch also records at which step it began, before it cuts anything back, with a name for what it trains from there:
-its *line*. A copy of the state in memory (`checkpoint.memory_copies`) bears the name of its line, and is out of date
-once a later launch has begun at an earlier step.
+its *line*. Checkpoints, and copies of the state in memory (`checkpoint.memory_copies`), bear its name, and
+are out of date once a later line has begun at an earlier step. On a disk that all hosts share, such checkpoints are
+moved aside at once; a host that was away still has its copies, and its own disk if none is shared.
 """
 
 import json
@@ -92,7 +93,8 @@ class Incarnation:
         """
         self.require_current()
         line = uuid4().hex[:16]
-        facts = facts_of(self.folder, self.number) | {"began": step, "from": source, "line": line}
+        known = facts_of(self.folder, self.number)
+        facts = known | {"began": step, "from": source, "lines": [*known.get("lines", []), [step, line]]}
         write_atomically(self._file, [json.dumps(facts) + "\n"])
         return line
 
@@ -154,21 +156,37 @@ def newest_number(folder: Path) -> int:
 def facts_of(folder: Path, number: int) -> dict[str, Any]:
     """What a launch has recorded; empty if its file is not in the form of `claim`."""
     try:
-        facts = parse_json(read_file(_file(folder, number), MAX_JSON_BYTES))
+        return facts_in(read_file(_file(folder, number), MAX_JSON_BYTES).decode())
     except (OSError, ValueError):
+        return {}
+
+
+def facts_in(text: str) -> dict[str, Any]:
+    """What a launch has recorded, from the text of its file; empty if that is not in the form of `claim`."""
+    try:
+        facts = parse_json(text)
+    except ValueError:
         return {}
     return facts if isinstance(facts, dict) else {}
 
 
-def is_of_this_line(folder: Path, number: int, line: str, step: int) -> bool:
-    """Whether the state of `step` in a launch's line belongs to what the run is now: no later launch began before it.
+def beginnings(folder: Path) -> list[tuple[int, str]]:
+    """The step and the line of each beginning, in order; a launch without a record of its own has cut nothing back."""
+    numbers = range(1, newest_number(folder) + 1)
+    return [(step, line) for number in numbers for step, line in facts_of(folder, number).get("lines", [])]
 
-    A launch without a record of its beginning has cut nothing back.
+
+def is_of_this_line(folder: Path, line: str, step: int) -> bool:
+    """Whether the state of `step` in a line belongs to what the run is now: no later line began before it.
+
+    The line "" is that of launches without a record, before all others.
     """
-    if facts_of(folder, number).get("line") != line:
+    known = beginnings(folder)
+    lines = [each for _, each in known]
+    if line and line not in lines:
         return False
-    later = (facts_of(folder, each).get("began") for each in range(number + 1, newest_number(folder) + 1))
-    return all(began is None or began >= step for began in later)
+    later = known[lines.index(line) + 1 :] if line else known
+    return all(began >= step for began, _ in later)
 
 
 def last_sign_of_life(folder: Path) -> int:

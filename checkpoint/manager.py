@@ -25,6 +25,7 @@ from checkpoint import store
 from checkpoint.incarnation import Alone, Incarnation
 from checkpoint.manifest import Manifest, Origin, RunChange
 from checkpoint.memory_copies import MemoryCopies
+from checkpoint.own_folders import OwnFolders
 from checkpoint.reader import Description, Found, Reader, TrainerState
 from checkpoint.room import too_little_room
 from checkpoint.store import SaveFailed, State
@@ -59,6 +60,7 @@ class CheckpointManager:
         environment: Mapping[str, str] | None = None,
         metrics: Path | None = None,
         incarnation: Incarnation | None = None,
+        own_folders: OwnFolders | None = None,
     ) -> None:
         """Set up the manager; nothing is read or written yet.
 
@@ -78,6 +80,7 @@ class CheckpointManager:
                 compared on resuming.
             metrics: the run's metrics.jsonl; copied to where checkpoints are moved that the run does not continue.
             incarnation: of an elastic run; nothing is committed, moved or removed once there is a newer one.
+            own_folders: the run folders of all hosts if they share none; needs `memory_copies`.
         """
         self._folder, self._settings = folder, settings
         self._metrics, self._rewind_interval = metrics, rewind_interval
@@ -90,10 +93,15 @@ class CheckpointManager:
         self._writer = Writer(folder, settings, rewind_interval, self._incarnation)
         self._group = self._writer.group
         self._copies: MemoryCopies | None = None
+        self._own_folders = self._writer.own_folders = own_folders.of(self._group) if own_folders else None
+        self._line = ""
+        """Of this launch, if it is elastic."""
         if settings.memory_copies and incarnation:
             given = (settings.memory_copies, self._group, incarnation, self._log, self._warn)
             self._copies = self._writer.copies = MemoryCopies(folder.parent, *given)
-        tools = (run_key_diff, allow_run_change, self._log, self._warn, self._group, self._copies)
+            if self._own_folders:
+                self._copies.before_commit = self._own_folders.mirror
+        tools = (run_key_diff, allow_run_change, self._log, self._warn, self._group, self._copies, self._own_folders)
         self._reader = Reader(folder, settings, self._run, *tools)
         self._copy_is_due = False
         self._pending: Save | None = None
@@ -181,11 +189,13 @@ class CheckpointManager:
         found = self._found
         step, source = (found.manifest.step if found else 0), "memory" if found and found.copy else "disk"
         try:
-            line = on_rank_zero(self._group, lambda: self._incarnation.begin(step, source))
+            self._line = on_rank_zero(self._group, lambda: self._incarnation.begin(step, source))
         except OSError as error:
             raise UserError(f"the beginning of this launch can't be recorded: {error} (see job.output_dir)") from None
+        if self._own_folders:
+            self._own_folders.begin_launch()
         if self._copies:
-            self._copies.begin_line(line, found.copy if found else None)
+            self._copies.begin_line(self._line, found.copy if found else None)
 
     def _prepare(self) -> None:
         self._incarnation.require_current()
@@ -383,8 +393,12 @@ class CheckpointManager:
         for line in saved.pruned:
             self._log(line)
 
-    def close(self) -> None:
+    def close(self, is_done: bool = True) -> None:
         """Wait for the last save and release the process groups. Don't call it after a crash: it waits for all ranks.
+
+        Args:
+            is_done: no launch follows. If one does, it may lack the disk on which the last checkpoint is, unless all
+                hosts share it.
 
         Raises:
             SaveFailed: the last save failed, whatever the settings allow, because the training since the newest
@@ -395,7 +409,7 @@ class CheckpointManager:
         self._writer.close()
         if self._failures:
             raise self._failures[-1]
-        if self._copies:
+        if self._copies and (is_done or not self._own_folders):
             self._copies.forget()
 
     def _draft(
@@ -417,6 +431,7 @@ class CheckpointManager:
             validation_loss=validation_loss if is_known else None,
             times_gone_back=self._times_gone_back,
             chain=chain,
+            line=self._line,
         )
 
     def _failed(self, error: SaveFailed) -> None:

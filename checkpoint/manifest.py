@@ -107,6 +107,8 @@ class Manifest:
     """The `checkpoint.go_back` up to which the run has gone back: what tells a repeated command from a new one."""
     chain: str = ""
     """The hash of the fingerprints of all steps up to here; "" without them."""
+    line: str = ""
+    """What the launch trained from where it began (checkpoint.incarnation); "" if the run is not elastic."""
     parent_seal: str = ""
     """The seal of the parent's manifest; "" if the parent was no longer in the run's folder."""
     format_version: int = FORMAT_VERSION

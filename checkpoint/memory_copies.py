@@ -38,7 +38,7 @@ from checkpoint.seals import seal_of
 from checkpoint.store import SaveFailed, Shard
 from checkpoint.verify import shares
 from configs.errors import UserError, listed
-from configs.files import synced
+from configs.files import identity, synced
 from parallelisms.ranks import gather, on_rank, on_rank_zero
 
 PARENT = "KEEL_MEMORY_FOLDER"
@@ -133,6 +133,8 @@ class MemoryCopies:
         [self._here] = [index for index, host in enumerate(self.hosts) if rank in host.ranks]
         self._is_first = self.hosts[self._here].ranks[0] == rank
         self._line = ""
+        self.before_commit: Callable[[], None] = lambda: None
+        """Called by all ranks before a copy gets its name; its SaveFailed ends that copy."""
         self._complete: list[str] = []
         """Names of the copies that are complete on all hosts, the newest last."""
         self._is_announced = False
@@ -275,6 +277,7 @@ class MemoryCopies:
         self._agree(exchange(unfinished, assign(wanted, files), files, self._group), "sending it to other hosts")
         manifest = on_rank_zero(self._group, lambda: _described(unfinished, draft, files, trainer_state))
         self._put_description(unfinished, 0, unfinished)
+        self.before_commit()
         on_rank_zero(self._group, self._incarnation.require_current)
         name = unfinished.name.removesuffix(UNFINISHED)
         self._on_each_host(lambda: unfinished.rename(self.folder / name), "it can't be renamed")
@@ -367,8 +370,8 @@ class MemoryCopies:
         return found
 
     def _is_current(self, name: str) -> bool:
-        step, number, line = _NAME.fullmatch(name).groups()  # type: ignore[union-attr]
-        return is_of_this_line(self._incarnation.folder, int(number), line, int(step))
+        step, _, line = _NAME.fullmatch(name).groups()  # type: ignore[union-attr]
+        return is_of_this_line(self._incarnation.folder, line, int(step))
 
     def verified(self, copy: Copy) -> Copy:
         """Read what the hosts hold of a copy, and leave out what is damaged.
@@ -437,7 +440,7 @@ def _described(unfinished: Path, draft: Manifest, files: Mapping[str, FileEntry]
 
 
 def _prepare(folder: Path) -> tuple[object, ...]:
-    """Create a folder that only this user can enter; returns what distinguishes it from those of all other hosts.
+    """Create a folder that only this user can enter; returns its `identity`.
 
     Raises:
         OSError: it can't be created, or is not this user's alone.
@@ -446,11 +449,7 @@ def _prepare(folder: Path) -> tuple[object, ...]:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise OSError(0, "it is not a folder of this user alone; remove it")
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        boot = socket.gethostname()
-    return boot, found.st_dev, found.st_ino
+    return identity(folder)
 
 
 def _are(n: int) -> str:

@@ -40,7 +40,8 @@ def lock_or_take_over(folder: Path, warn: Callable[[str], None], seconds: float)
 
 
 def _is_elastic(folder: Path) -> bool:
-    """Whether the process that has the folder is the newest incarnation."""
-    facts = facts_of(folder / FOLDER, newest_number(folder / FOLDER))
+    """Whether the process that has the folder is an incarnation, and thus looks for newer ones before it writes."""
+    numbers = range(newest_number(folder / FOLDER), 0, -1)
+    facts = (facts_of(folder / FOLDER, number) for number in numbers)
     holder = (folder / LOCK_NAME).read_text(errors="replace")
-    return holder == holder_text(facts.get("pid"), facts.get("host"))
+    return any(holder == holder_text(each.get("pid"), each.get("host")) for each in facts)

@@ -3,7 +3,7 @@
 Each rank reads its share of the files, so hashing takes as long as reading the checkpoint once, not once per rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,13 +13,19 @@ from checkpoint.manifest import FileEntry, Manifest, content_damage, damaged, re
 from parallelisms.ranks import gather
 
 
-def content_damages(folder: Path, files: Mapping[str, FileEntry], group: dist.ProcessGroup) -> list[str]:
+def content_damages(
+    folder: Path, files: Mapping[str, FileEntry], group: dist.ProcessGroup, readers: Sequence[int] | None = None
+) -> list[str]:
     """Read and hash `files` in `folder`; all ranks of `group` must call it.
+
+    Args:
+        readers: the ranks that see the folder; None: all.
 
     Returns:
         One line for every damaged file, with its name; the same on all ranks.
     """
-    mine = shares(_sizes(files), dist.get_world_size(group))[dist.get_rank(group)]
+    rank, readers = dist.get_rank(group), readers or range(dist.get_world_size(group))
+    mine = shares(_sizes(files), len(readers))[readers.index(rank)] if rank in readers else []
     found = [problem for name in mine if (problem := content_damage(folder, name, files[name]))]
     return sorted(line for problems in gather(found, group) for line in problems)
 

@@ -26,6 +26,7 @@ from checkpoint import store
 from checkpoint.incarnation import Alone, Incarnation, Superseded
 from checkpoint.manifest import FileEntry, Manifest
 from checkpoint.memory_copies import MemoryCopies
+from checkpoint.own_folders import OwnFolders
 from checkpoint.pin import Pinned, remove
 from checkpoint.seals import seal_of_parent
 from checkpoint.store import NotFinite, SaveFailed, Shard, State, save_failed
@@ -89,6 +90,8 @@ class Writer:
         """ "async" writes in the background."""
         self.copies: MemoryCopies | None = None
         """Where saves `in_memory` go; set by the manager."""
+        self.own_folders: OwnFolders | None = None
+        """The run folders of all hosts if they share none; set by the manager."""
         self._stager = store.Stager()
 
     def begin(self, folder: Path, is_ours: bool) -> Path | None:
@@ -99,7 +102,10 @@ class Writer:
             SaveFailed: the disk refuses.
             Superseded: a newer launch has taken the run over.
         """
-        return on_rank_zero(self.group, lambda: self._begin(folder, is_ours))
+        unfinished = on_rank_zero(self.group, lambda: self._begin(folder, is_ours))
+        if unfinished and self.own_folders:
+            self.own_folders.begin(unfinished)
+        return unfinished
 
     def start(self, save: Save, state: State) -> None:
         """Write `state` as it is now, in the background if the mode is "async"; `save.result` becomes the outcome."""
@@ -134,17 +140,26 @@ class Writer:
             if save.in_memory and self.copies:
                 manifest = self.copies.commit(save.unfinished, save.draft, files, save.trainer_text)
             else:
+                if self.own_folders:
+                    self.own_folders.send_home(save.unfinished, files)
                 self._check_before_pruning(save.unfinished, files)
                 manifest = on_rank_zero(self.group, lambda: self._commit(save, files))
+                self._clear_elsewhere(save)
             seconds = time.perf_counter() - save.started
             pruned = on_rank_zero(self.group, self._prune) if save.prune else []
             save.result.set_result(Saved(manifest, seconds, pruned))
         except BaseException as error:
             if save.in_memory and self.copies:
                 self.copies.discard(save.unfinished)
-            elif dist.get_rank() == 0:
-                shutil.rmtree(save.unfinished, ignore_errors=True)
+            else:
+                if dist.get_rank() == 0:
+                    shutil.rmtree(save.unfinished, ignore_errors=True)
+                self._clear_elsewhere(save)
             save.result.set_exception(self._cause(error))
+
+    def _clear_elsewhere(self, save: Save) -> None:
+        if self.own_folders:
+            self.own_folders.clear(save.unfinished)
 
     def _cause(self, error: BaseException) -> BaseException:
         """The error of a save, or what explains it: a newer launch renames the folders of older ones away."""
@@ -201,7 +216,8 @@ class Writer:
     def _check_before_pruning(self, unfinished: Path, files: dict[str, FileEntry]) -> None:
         """Read the new checkpoint back before it is committed, if older ones may then be removed."""
         if self._settings.keep_last and self._settings.verify == "hash":
-            problems = content_damages(unfinished, files, self.group)
+            readers = self.own_folders.readers if self.own_folders else None
+            problems = content_damages(unfinished, files, self.group, readers)
             if problems:
                 raise save_failed(unfinished, f"read again, {'; '.join(problems)}")
 

@@ -11,6 +11,7 @@ a hard link, as after `cp -al`, is first copied.
 import errno
 import os
 import shutil
+import socket
 import stat
 import threading
 from collections import deque
@@ -57,6 +58,16 @@ def open_plain(path: Path, flags: int) -> int:
     require_plain(path)
     # The flags protect against a link or a pipe that replaces the file after the check.
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+
+
+def identity(folder: Path) -> tuple[object, ...]:
+    """What distinguishes an existing folder from all others, on this host and on others that have it not mounted."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        boot = socket.gethostname()
+    found = folder.stat()
+    return boot, found.st_dev, found.st_ino
 
 
 # --------------------------------------------------------------------------- whole files

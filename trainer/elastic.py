@@ -2,26 +2,29 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch.distributed import Store
 
-from checkpoint.incarnation import FOLDER, Incarnation, claim, last_sign_of_life
+from checkpoint.incarnation import FOLDER, Incarnation, claim
 from checkpoint.lock import lock
 from checkpoint.memory_copies import remove_copies
+from checkpoint.own_folders import OwnFolders
 from checkpoint.takeover import lock_or_take_over
 from configs.elastic import describe
-from configs.errors import OutageError
+from configs.errors import OutageError, listed
 from configs.load import LoadedConfig
+from parallelisms.ranks import gather
+from trainer.guards.shared_folder import NotShared
 from trainer.lifecycle import EXIT_FAILED, EXIT_PREEMPTED, StopRequest
 
 _TAKE_OVER_SECONDS = 15.0
 """A launch that gives no sign of life for so long (seven of them are due) has lost an elastic run."""
 _POLL_SECONDS = 0.5
 _FAREWELL_SECONDS = 10.0
-_END, _HEARD = "end", "heard"
+_END, _HEARD, _ALIVE = "end", "heard", "alive"
 
 
 @contextmanager
@@ -52,6 +55,34 @@ def take_folder(job: LoadedConfig, warn: Callable[[str], None]) -> Incarnation |
     return claim(folder, {"ranks": job.choice.world_size, "mesh": describe(job.config, job.choice)})
 
 
+def folders_of_hosts(
+    job: LoadedConfig, folder: Path, lacking: Sequence[str], is_home: bool, log: Callable[[str], None]
+) -> OwnFolders | None:
+    """The run folders of all hosts if they share none, and the run can do without; what is newer is brought home.
+
+    Args:
+        lacking: who does not see rank 0's run folder.
+        is_home: whether this rank does.
+        log: called with a line for the user.
+
+    Raises:
+        UserError: a folder can't be used, or the job can't do without a shared one.
+    """
+    config = job.config
+    can_do_without = job.choice is not None and config.checkpoint.memory_copies > 0
+    if not lacking or not all(gather(can_do_without)):  # ranks with different jobs are named later
+        return None
+    if config.fault.spikes.action == "rewind":
+        raise NotShared(
+            'fault.spikes.action = "rewind" needs a run folder that all hosts share (job.output_dir), since the '
+            f"checkpoint to go back to may be lost with a host. Other folders than rank 0's:\n  {listed(lacking)}"
+        )
+    own = OwnFolders.meet(folder, is_home)
+    own.unite()
+    log(f"{own.count} hosts have a run folder each; the run's is that of rank 0, {folder.absolute()}")
+    return own
+
+
 def wait_idle(store: Store, folder: Path, stop: StopRequest, timeout_seconds: float) -> int:
     """Wait on a rank that does not train; returns its exit code, which is that of the others where they tell it.
 
@@ -59,26 +90,31 @@ def wait_idle(store: Store, folder: Path, stop: StopRequest, timeout_seconds: fl
     job again.
 
     Args:
-        store: shared by all ranks.
-        folder: the run folder, in which the first rank gives signs of life.
+        store: shared by all ranks; the first one gives signs of life there (`show_life`).
+        folder: the run folder.
         stop: told by signals; torchrun sends one when it forms the job again.
         timeout_seconds: without a sign of life for so long, the ranks that train are gone.
     """
-    sign, heard = last_sign_of_life(folder / FOLDER), time.monotonic()
+    sign, heard = 0, time.monotonic()
     while not stop.wait(_POLL_SECONDS):
         try:
             if store.check([_END]):
                 store.add(_HEARD, 1)
                 remove_copies(folder)
                 return int(store.get(_END))
+            now = store.add(_ALIVE, 0)
         except RuntimeError:  # the store was in a rank, or on a host, that is gone
             return EXIT_FAILED
-        now = last_sign_of_life(folder / FOLDER)
         if now != sign:
             sign, heard = now, time.monotonic()
         elif time.monotonic() - heard > timeout_seconds:
             return EXIT_FAILED
     return EXIT_PREEMPTED
+
+
+def show_life(store: Store) -> None:
+    """Let the idle ranks know that the first rank is alive."""
+    store.add(_ALIVE, 1)
 
 
 def release(store: Store, n_idle: int, code: int) -> None:

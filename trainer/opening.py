@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpoint.own_folders import OwnFolders
 from configs.errors import mistakes_of_the_job
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
@@ -47,6 +48,8 @@ class Runtime:
     ledger: TimeLedger
     """What the time since the launch went into."""
     watchdog: Watchdog
+    own_folders: OwnFolders | None = None
+    """The run folders of all hosts if they share none."""
 
 
 class Opened:
@@ -78,7 +81,7 @@ class Opened:
                 watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, runtime.stop))
                 compare_data(config)
             sampler = Sampler(job)
-            self.checkpoints = open_checkpoints(config, self.mesh, console, watchdog.incarnation)
+            self.checkpoints = open_checkpoints(config, self.mesh, console, watchdog.incarnation, runtime.own_folders)
             shapes = skeleton(config.model).shapes
             self.found = self.checkpoints.find({f"model.{name}": shape for name, shape in shapes.items()})
             """What the checkpoint says of the run; None if the run starts from scratch."""

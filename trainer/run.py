@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,13 +16,14 @@ import torch.distributed as dist
 
 from checkpoint.incarnation import Incarnation, Superseded
 from checkpoint.lock import FolderInUse
+from checkpoint.own_folders import OwnFolders
 from configs.errors import KeelError, UserError, mistakes_of_the_job
 from configs.files import require_plain, write_atomically
 from configs.load import LoadedConfig
 from parallelisms.mesh import form_of_first, start_process_group
 from parallelisms.ranks import on_rank_zero
 from trainer.announce import say_goodbye, say_hello, silent_end
-from trainer.elastic import forming, release, take_folder, wait_idle
+from trainer.elastic import folders_of_hosts, forming, release, show_life, take_folder, wait_idle
 from trainer.guards.agreement import compare_launches
 from trainer.guards.environment import device_type
 from trainer.guards.out_of_memory import out_of_memory
@@ -66,6 +68,8 @@ class _Launch:
     """None until the process group exists."""
     incarnation: Incarnation | None = None
     """Of an elastic run, once it has the run folder."""
+    own_folders: OwnFolders | None = None
+    """The run folders of all hosts if they share none."""
 
 
 def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Trainer) -> int:
@@ -85,12 +89,16 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
             set_numerics(job.config.training, kind)
             with forming():
                 device = start_process_group(kind, timeout)
-            lacking = who_lacks(folder)
+            lacking, lacks = who_lacks(folder)
             with mistakes_of_the_job():
+                launch.own_folders = own = folders_of_hosts(job, folder, lacking, not lacks, console.line)
                 launch.incarnation = on_rank_zero(None, lambda: _open_folder(job, console))
+                if own:
+                    own.bring_home(console.line, console.warning)
             watchdog = _watch(launch, timeout)
             compare_launches(job, device)
-            require_shared(folder, lacking)
+            if not own:
+                require_shared(folder, lacking)
             shared = None  # on rank 0 it may be the store's server, which must last
             if job.choice and job.choice.idle:
                 watchdog.close()
@@ -98,8 +106,8 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
                     shared = form_of_first(job.choice.ranks, device, timeout)
                 if rank >= job.choice.ranks:
                     return wait_idle(shared, folder, stop, timeout)
-                watchdog = _watch(launch, timeout)
-            runtime = Runtime(job, device, console, stop, ledger, watchdog)
+                watchdog = _watch(launch, timeout, partial(show_life, shared))
+            runtime = Runtime(job, device, console, stop, ledger, watchdog, own)
             trainer = build(runtime, before_build=lambda opened: say_hello(opened, console))
             _write_config(launch, job)
             state = trainer.train()
@@ -121,10 +129,11 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
             return _end_badly(explained or error, launch, step)
 
 
-def _watch(launch: _Launch, timeout_seconds: int) -> Watchdog:
-    launch.watchdog = Watchdog(
-        launch.folder, timeout_seconds, lambda losses: _end_from_thread(losses, launch), launch.incarnation
-    )
+def _watch(launch: _Launch, timeout_seconds: int, show_life: Callable[[], None] = lambda: None) -> Watchdog:
+    def end(losses: list[Loss]) -> None:
+        _end_from_thread(losses, launch)
+
+    launch.watchdog = Watchdog(launch.folder, timeout_seconds, end, launch.incarnation, show_life)
     return launch.watchdog
 
 
@@ -192,13 +201,18 @@ def _say_who_is_lost(losses: list[Loss], launch: _Launch, saw: str) -> None:
     """Report that other ranks are dead or do not answer; only the first rank that finds out does."""
     assert launch.watchdog is not None
     tell_torchrun(said_of(losses), is_consequence=True)
-    if _has_ended(launch) or not launch.watchdog.peers.is_first("last word"):
+    if _has_ended(launch) or not launch.watchdog.peers.is_first(f"last word in {_place(launch)}"):
         return
     text = f"{said_of(losses)}. The same command resumes from the newest checkpoint"
     seen = f"rank {launch.rank} saw: {saw.splitlines()[0]}" if saw else ""
     append_to_log(launch.folder, f"error: {text}. {seen}")
     _write_end(launch, "failed", None, said_of(losses), lost=[loss.as_json() for loss in losses])
     launch.console.error(text)
+
+
+def _place(launch: _Launch) -> str:
+    """A name of this rank's run folder that ranks with another one do not have."""
+    return str(launch.own_folders.index) if launch.own_folders else "the run folder"
 
 
 def _end_from_thread(losses: list[Loss], launch: _Launch) -> NoReturn:
@@ -222,7 +236,18 @@ def _others_end(launch: _Launch) -> bool:
     while time.monotonic() < deadline:
         if _has_ended(launch) or launch.stop.wait(0.1):
             return True
+        if launch.own_folders and not launch.own_folders.is_home and _first_has_failed(launch):
+            return True
     return False
+
+
+def _first_has_failed(launch: _Launch) -> bool:
+    """Whether rank 0 has ended with an error, which it reports on its host."""
+    assert launch.watchdog is not None
+    try:
+        return any(loss.beat.rank == 0 for loss in launch.watchdog.peers.failed())
+    except RuntimeError:  # the store is gone, and rank 0 may have had it
+        return True
 
 
 def _has_ended(launch: _Launch) -> bool:

@@ -151,8 +151,8 @@ class Trainer:
                 self.by_products.poll()
             self._settle()
             self._save()
-            self.checkpoints.close()
-        is_done = self.run.step >= last_step
+            is_done = self.run.step >= last_step
+            self.checkpoints.close(is_done)
         self.by_products.finish(is_done)
         self._close()
         return "done" if is_done else "preempted"

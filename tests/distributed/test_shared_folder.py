@@ -22,7 +22,7 @@ def found_from(base, places, late_seconds):
 
     is_late = rank == len(places) - 1 and late_seconds
     with patch.object(shared_folder.os, "listdir", late if is_late else really):
-        lacking = who_lacks(folder)
+        lacking, _ = who_lacks(folder)
     said = ""
     try:
         require_shared(folder, lacking)

@@ -53,6 +53,7 @@ ROOMS = {  # room: (code lines at most, its folders and files)
         "parallelisms/{exact_reduction,exact_numbers}.py trainer/kernels/padded.py",
     ),
     "hosts that are lost and join": (230, "{configs,trainer}/elastic.py checkpoint/{incarnation,takeover}.py"),
+    "run folders that hosts do not share": (250, "checkpoint/own_folders.py"),
     "copies of the state in memory": (
         490,
         "checkpoint/{memory_copies,exchange}.py configs/checks/elastic.py trainer/planning/memory_copies.py",

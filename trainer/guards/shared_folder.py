@@ -29,14 +29,14 @@ class NotShared(ConfigError):
     """The ranks see different run folders; raised on all. Rank 0 reports it, since others may not see its report."""
 
 
-def who_lacks(folder: Path) -> list[str]:
+def who_lacks(folder: Path) -> tuple[list[str], bool]:
     """Find out which ranks do not see rank 0's run folder, which is created; all ranks must call it.
 
     Returns:
-        A line for each other folder, with its host and ranks; the same on all ranks.
+        A line for each other folder, with its host and ranks; the same on all ranks. And whether this rank's is one.
     """
     if dist.get_world_size() == 1:
-        return []
+        return [], False
     name = on_rank_zero(None, lambda: _mark(folder))
     lacks = bool(name) and not _sees(folder, name)
     here = (socket.gethostname(), str(folder.absolute()), os.path.isdir(folder)) if lacks else None
@@ -47,7 +47,7 @@ def who_lacks(folder: Path) -> list[str]:
     if name and dist.get_rank() == 0:
         with suppress(OSError):
             (folder / name).unlink()
-    return [_line(*other, those) for other, those in ranks.items()]
+    return [_line(*other, those) for other, those in ranks.items()], lacks
 
 
 def require_shared(folder: Path, lacking: list[str]) -> None:
@@ -65,7 +65,7 @@ def require_shared(folder: Path, lacking: list[str]) -> None:
         raise NotShared(
             f"not all ranks see rank 0's run folder, {place}:\n  {listed(lacking)}\nSet job.output_dir to a path on a "
             "disk that all hosts share, mounted at the same place in each container; a relative path begins at the "
-            "current folder of each rank"
+            "current folder of each rank. Hosts that share no disk need elastic.enable and checkpoint.memory_copies"
         )
 
 

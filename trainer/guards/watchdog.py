@@ -50,6 +50,7 @@ class Watchdog:
         timeout_seconds: float,
         end: Callable[[list[Loss]], None],
         incarnation: Incarnation | None = None,
+        show_life: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -57,9 +58,10 @@ class Watchdog:
             timeout_seconds: `job.timeout_seconds`; a hang is reported after half of it.
             end: called in this thread if other ranks are dead and the main thread does not notice; must not return.
             incarnation: of an elastic run, whose sign of life rank 0 gives.
+            show_life: called on rank 0 in every period; RuntimeError means that nobody can hear of it.
         """
         self.incarnation = incarnation
-        self._folder, self._timeout, self._end = folder, timeout_seconds, end
+        self._folder, self._timeout, self._end, self._show_life = folder, timeout_seconds, end, show_life
         self.rank = dist.get_rank()
         self._store = dist.PrefixStore("watchdog", store_of_the_job())
         self._waits = 0
@@ -182,6 +184,8 @@ class Watchdog:
             with suppress(RuntimeError):  # without a store, as after the death of torchrun itself, the run continues
                 self.peers.beat(step, doing, time.time() - seconds)
                 self.peers.find_neighbors()
+                if self.rank == 0:
+                    self._show_life()
                 if not may_last and seconds >= self._timeout / 2 and mark is not self._reported:
                     self._reported = mark
                     self._announce({"step": step, "doing": doing, "seconds": seconds}, period)
