@@ -25,9 +25,9 @@ from checkpoint import store
 from checkpoint.incarnation import Alone, Incarnation
 from checkpoint.manifest import Manifest, Origin, RunChange
 from checkpoint.memory_copies import MemoryCopies
-from checkpoint.own_folders import OwnFolders
 from checkpoint.reader import Description, Found, Reader, TrainerState
 from checkpoint.room import too_little_room
+from checkpoint.run_folders import SHARED, SharedFolder
 from checkpoint.store import SaveFailed, State
 from checkpoint.votes import SaveClock, Vote
 from checkpoint.writer import Save, Saved, Writer
@@ -60,7 +60,7 @@ class CheckpointManager:
         environment: Mapping[str, str] | None = None,
         metrics: Path | None = None,
         incarnation: Incarnation | None = None,
-        own_folders: OwnFolders | None = None,
+        run_folder: SharedFolder = SHARED,
     ) -> None:
         """Set up the manager; nothing is read or written yet.
 
@@ -80,7 +80,7 @@ class CheckpointManager:
                 compared on resuming.
             metrics: the run's metrics.jsonl; copied to where checkpoints are moved that the run does not continue.
             incarnation: of an elastic run; nothing is committed, moved or removed once there is a newer one.
-            own_folders: the run folders of all hosts if they share none; needs `memory_copies`.
+            run_folder: whether all hosts share it; if not, `memory_copies` are needed.
         """
         self._folder, self._settings = folder, settings
         self._metrics, self._rewind_interval = metrics, rewind_interval
@@ -90,18 +90,17 @@ class CheckpointManager:
         self._log = log if dist.get_rank() == 0 else lambda line: None
         self._warn = warn if dist.get_rank() == 0 else lambda line: None
         self._incarnation = incarnation or Alone()
-        self._writer = Writer(folder, settings, rewind_interval, self._incarnation)
+        self._writer = Writer(folder, settings, rewind_interval, self._incarnation, run_folder)
         self._group = self._writer.group
         self._copies: MemoryCopies | None = None
-        self._own_folders = self._writer.own_folders = own_folders.of(self._group) if own_folders else None
+        self._run_folder = self._writer.run_folder
         self._line = ""
         """Of this launch, if it is elastic."""
         if settings.memory_copies and incarnation:
             given = (settings.memory_copies, self._group, incarnation, self._log, self._warn)
             self._copies = self._writer.copies = MemoryCopies(folder.parent, *given)
-            if self._own_folders:
-                self._copies.before_commit = self._own_folders.mirror
-        tools = (run_key_diff, allow_run_change, self._log, self._warn, self._group, self._copies, self._own_folders)
+            self._copies.before_commit = self._run_folder.mirror
+        tools = (run_key_diff, allow_run_change, self._log, self._warn, self._group, self._copies, self._run_folder)
         self._reader = Reader(folder, settings, self._run, *tools)
         self._copy_is_due = False
         self._pending: Save | None = None
@@ -192,8 +191,7 @@ class CheckpointManager:
             self._line = on_rank_zero(self._group, lambda: self._incarnation.begin(step, source))
         except OSError as error:
             raise UserError(f"the beginning of this launch can't be recorded: {error} (see job.output_dir)") from None
-        if self._own_folders:
-            self._own_folders.begin_launch()
+        self._run_folder.begin_launch()
         if self._copies:
             self._copies.begin_line(self._line, found.copy if found else None)
 
@@ -409,7 +407,7 @@ class CheckpointManager:
         self._writer.close()
         if self._failures:
             raise self._failures[-1]
-        if self._copies and (is_done or not self._own_folders):
+        if self._copies and (is_done or self._run_folder.is_shared):
             self._copies.forget()
 
     def _draft(

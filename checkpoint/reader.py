@@ -21,7 +21,7 @@ from checkpoint.bits import CODE, changed_settings, changed_surroundings
 from checkpoint.compare import shape_differences
 from checkpoint.manifest import Damaged, Manifest, RunChange, damaged
 from checkpoint.memory_copies import Copy, MemoryCopies, with_copies
-from checkpoint.own_folders import OwnFolders
+from checkpoint.run_folders import SharedFolder
 from checkpoint.safe_read import read_metadata
 from checkpoint.store import State
 from checkpoint.verify import content_damages
@@ -82,8 +82,8 @@ class Reader:
     """All ranks."""
     copies: MemoryCopies | None
     """Copies in the hosts' memory, which are newer than what is on disk."""
-    own_folders: OwnFolders | None = None
-    """The run folders of all hosts if they share none."""
+    run_folder: SharedFolder
+    """`folder` is in it."""
     initial: Found | None = None
     """The checkpoint that `checkpoint.init_from` names, if the run takes its weights from it."""
     _candidates: list[Path | Copy] | None = None
@@ -245,8 +245,7 @@ class Reader:
         files = found.manifest.files
         if self.settings.verify == "hash":
             started = time.perf_counter()
-            readers = self.own_folders.readers if self.own_folders else None
-            if problems := content_damages(found.folder, files, self.group, readers):
+            if problems := content_damages(found.folder, files, self.group, self.run_folder.readers):
                 raise damaged(found.folder, "; ".join(problems))
             self.log(f"{found.folder}: verified {len(files)} files ({time.perf_counter() - started:.1f} s)")
 
@@ -293,11 +292,10 @@ class Reader:
         started, folder, needed = time.perf_counter(), found.folder, store.files_for(found.metadata, shards)
         if self.copies and found.copy:
             self.copies.fetch(found.copy, needed)
-        elif self.own_folders:
-            folder = self.own_folders.fetch(folder, found.manifest.files, needed)
+        else:
+            folder = self.run_folder.fetch(folder, found.manifest.files, needed)
         store.read(folder, found.metadata, shards, self.group)
-        if self.own_folders:
-            self.own_folders.clear()
+        self.run_folder.clear()
         self.log(f"loaded step {found.manifest.step} in {time.perf_counter() - started:.1f} s")
 
     def _require_none(self, found: Found, differences: Sequence[str]) -> None:

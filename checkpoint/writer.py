@@ -26,8 +26,8 @@ from checkpoint import store
 from checkpoint.incarnation import Alone, Incarnation, Superseded
 from checkpoint.manifest import FileEntry, Manifest
 from checkpoint.memory_copies import MemoryCopies
-from checkpoint.own_folders import OwnFolders
 from checkpoint.pin import Pinned, remove
+from checkpoint.run_folders import SharedFolder
 from checkpoint.seals import seal_of_parent
 from checkpoint.store import NotFinite, SaveFailed, Shard, State, save_failed
 from checkpoint.verify import content_damages
@@ -72,7 +72,12 @@ class Writer:
     """Writes the checkpoints of one run, one at a time."""
 
     def __init__(
-        self, folder: Path, settings: Checkpoint, rewind_interval: int, incarnation: Incarnation | Alone
+        self,
+        folder: Path,
+        settings: Checkpoint,
+        rewind_interval: int,
+        incarnation: Incarnation | Alone,
+        run_folder: SharedFolder,
     ) -> None:
         """Create the process group.
 
@@ -81,17 +86,17 @@ class Writer:
             settings: the table `[checkpoint]`.
             rewind_interval: steps between the checkpoints that a rewind needs; 0: none.
             incarnation: of this launch.
+            run_folder: of the run; `folder` is in it.
         """
         self._incarnation = incarnation
         self._folder, self._settings, self._rewind_interval = folder, settings, rewind_interval
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
         """All ranks."""
+        self.run_folder = run_folder.of(self.group)
         self.mode = settings.mode
         """ "async" writes in the background."""
         self.copies: MemoryCopies | None = None
         """Where saves `in_memory` go; set by the manager."""
-        self.own_folders: OwnFolders | None = None
-        """The run folders of all hosts if they share none; set by the manager."""
         self._stager = store.Stager()
 
     def begin(self, folder: Path, is_ours: bool) -> Path | None:
@@ -103,8 +108,8 @@ class Writer:
             Superseded: a newer launch has taken the run over.
         """
         unfinished = on_rank_zero(self.group, lambda: self._begin(folder, is_ours))
-        if unfinished and self.own_folders:
-            self.own_folders.begin(unfinished)
+        if unfinished:
+            self.run_folder.begin(unfinished)
         return unfinished
 
     def start(self, save: Save, state: State) -> None:
@@ -140,11 +145,10 @@ class Writer:
             if save.in_memory and self.copies:
                 manifest = self.copies.commit(save.unfinished, save.draft, files, save.trainer_text)
             else:
-                if self.own_folders:
-                    self.own_folders.send_home(save.unfinished, files)
+                self.run_folder.send_home(save.unfinished, files)
                 self._check_before_pruning(save.unfinished, files)
                 manifest = on_rank_zero(self.group, lambda: self._commit(save, files))
-                self._clear_elsewhere(save)
+                self.run_folder.clear(save.unfinished)
             seconds = time.perf_counter() - save.started
             pruned = on_rank_zero(self.group, self._prune) if save.prune else []
             save.result.set_result(Saved(manifest, seconds, pruned))
@@ -154,12 +158,8 @@ class Writer:
             else:
                 if dist.get_rank() == 0:
                     shutil.rmtree(save.unfinished, ignore_errors=True)
-                self._clear_elsewhere(save)
+                self.run_folder.clear(save.unfinished)
             save.result.set_exception(self._cause(error))
-
-    def _clear_elsewhere(self, save: Save) -> None:
-        if self.own_folders:
-            self.own_folders.clear(save.unfinished)
 
     def _cause(self, error: BaseException) -> BaseException:
         """The error of a save, or what explains it: a newer launch renames the folders of older ones away."""
@@ -216,8 +216,7 @@ class Writer:
     def _check_before_pruning(self, unfinished: Path, files: dict[str, FileEntry]) -> None:
         """Read the new checkpoint back before it is committed, if older ones may then be removed."""
         if self._settings.keep_last and self._settings.verify == "hash":
-            readers = self.own_folders.readers if self.own_folders else None
-            problems = content_damages(unfinished, files, self.group, readers)
+            problems = content_damages(unfinished, files, self.group, self.run_folder.readers)
             if problems:
                 raise save_failed(unfinished, f"read again, {'; '.join(problems)}")
 

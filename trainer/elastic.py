@@ -11,7 +11,7 @@ from torch.distributed import Store
 from checkpoint.incarnation import FOLDER, Incarnation, claim
 from checkpoint.lock import lock
 from checkpoint.memory_copies import remove_copies
-from checkpoint.own_folders import OwnFolders
+from checkpoint.run_folders import SHARED, OwnFolders, SharedFolder
 from checkpoint.takeover import lock_or_take_over
 from configs.elastic import describe
 from configs.errors import OutageError, listed
@@ -57,8 +57,8 @@ def take_folder(job: LoadedConfig, warn: Callable[[str], None]) -> Incarnation |
 
 def folders_of_hosts(
     job: LoadedConfig, folder: Path, lacking: Sequence[str], is_home: bool, log: Callable[[str], None]
-) -> OwnFolders | None:
-    """The run folders of all hosts if they share none, and the run can do without; what is newer is brought home.
+) -> SharedFolder:
+    """The run folder; each host's own if they share none, and the run can do without.
 
     Args:
         lacking: who does not see rank 0's run folder.
@@ -71,7 +71,7 @@ def folders_of_hosts(
     config = job.config
     can_do_without = job.choice is not None and config.checkpoint.memory_copies > 0
     if not lacking or not all(gather(can_do_without)):  # ranks with different jobs are named later
-        return None
+        return SHARED
     if config.fault.spikes.action == "rewind":
         raise NotShared(
             'fault.spikes.action = "rewind" needs a run folder that all hosts share (job.output_dir), since the '

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpoint.own_folders import OwnFolders
+from checkpoint.run_folders import SHARED, SharedFolder
 from configs.errors import mistakes_of_the_job
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
@@ -48,8 +48,8 @@ class Runtime:
     ledger: TimeLedger
     """What the time since the launch went into."""
     watchdog: Watchdog
-    own_folders: OwnFolders | None = None
-    """The run folders of all hosts if they share none."""
+    run_folder: SharedFolder = SHARED
+    """Whether all hosts share it."""
 
 
 class Opened:
@@ -81,7 +81,7 @@ class Opened:
                 watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, runtime.stop))
                 compare_data(config)
             sampler = Sampler(job)
-            self.checkpoints = open_checkpoints(config, self.mesh, console, watchdog.incarnation, runtime.own_folders)
+            self.checkpoints = open_checkpoints(config, self.mesh, console, watchdog.incarnation, runtime.run_folder)
             shapes = skeleton(config.model).shapes
             self.found = self.checkpoints.find({f"model.{name}": shape for name, shape in shapes.items()})
             """What the checkpoint says of the run; None if the run starts from scratch."""

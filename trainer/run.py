@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from checkpoint.incarnation import Incarnation, Superseded
 from checkpoint.lock import FolderInUse
-from checkpoint.own_folders import OwnFolders
+from checkpoint.run_folders import SHARED, SharedFolder
 from configs.errors import KeelError, UserError, mistakes_of_the_job
 from configs.files import require_plain, write_atomically
 from configs.load import LoadedConfig
@@ -68,8 +68,8 @@ class _Launch:
     """None until the process group exists."""
     incarnation: Incarnation | None = None
     """Of an elastic run, once it has the run folder."""
-    own_folders: OwnFolders | None = None
-    """The run folders of all hosts if they share none."""
+    run_folder: SharedFolder = SHARED
+    """Whether all hosts share it."""
 
 
 def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Trainer) -> int:
@@ -91,13 +91,12 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
                 device = start_process_group(kind, timeout)
             lacking, lacks = who_lacks(folder)
             with mistakes_of_the_job():
-                launch.own_folders = own = folders_of_hosts(job, folder, lacking, not lacks, console.line)
+                launch.run_folder = folders_of_hosts(job, folder, lacking, not lacks, console.line)
                 launch.incarnation = on_rank_zero(None, lambda: _open_folder(job, console))
-                if own:
-                    own.bring_home(console.line, console.warning)
+                launch.run_folder.bring_home(console.line, console.warning)
             watchdog = _watch(launch, timeout)
             compare_launches(job, device)
-            if not own:
+            if launch.run_folder.is_shared:
                 require_shared(folder, lacking)
             shared = None  # on rank 0 it may be the store's server, which must last
             if job.choice and job.choice.idle:
@@ -107,7 +106,7 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
                 if rank >= job.choice.ranks:
                     return wait_idle(shared, folder, stop, timeout)
                 watchdog = _watch(launch, timeout, partial(show_life, shared))
-            runtime = Runtime(job, device, console, stop, ledger, watchdog, own)
+            runtime = Runtime(job, device, console, stop, ledger, watchdog, launch.run_folder)
             trainer = build(runtime, before_build=lambda opened: say_hello(opened, console))
             _write_config(launch, job)
             state = trainer.train()
@@ -201,18 +200,13 @@ def _say_who_is_lost(losses: list[Loss], launch: _Launch, saw: str) -> None:
     """Report that other ranks are dead or do not answer; only the first rank that finds out does."""
     assert launch.watchdog is not None
     tell_torchrun(said_of(losses), is_consequence=True)
-    if _has_ended(launch) or not launch.watchdog.peers.is_first(f"last word in {_place(launch)}"):
+    if _has_ended(launch) or not launch.watchdog.peers.is_first(f"last word in folder {launch.run_folder.index}"):
         return
     text = f"{said_of(losses)}. The same command resumes from the newest checkpoint"
     seen = f"rank {launch.rank} saw: {saw.splitlines()[0]}" if saw else ""
     append_to_log(launch.folder, f"error: {text}. {seen}")
     _write_end(launch, "failed", None, said_of(losses), lost=[loss.as_json() for loss in losses])
     launch.console.error(text)
-
-
-def _place(launch: _Launch) -> str:
-    """A name of this rank's run folder that ranks with another one do not have."""
-    return str(launch.own_folders.index) if launch.own_folders else "the run folder"
 
 
 def _end_from_thread(losses: list[Loss], launch: _Launch) -> NoReturn:
@@ -236,18 +230,9 @@ def _others_end(launch: _Launch) -> bool:
     while time.monotonic() < deadline:
         if _has_ended(launch) or launch.stop.wait(0.1):
             return True
-        if launch.own_folders and not launch.own_folders.is_home and _first_has_failed(launch):
+        if launch.run_folder.index > 0 and launch.watchdog and launch.watchdog.first_has_failed():
             return True
     return False
-
-
-def _first_has_failed(launch: _Launch) -> bool:
-    """Whether rank 0 has ended with an error, which it reports on its host."""
-    assert launch.watchdog is not None
-    try:
-        return any(loss.beat.rank == 0 for loss in launch.watchdog.peers.failed())
-    except RuntimeError:  # the store is gone, and rank 0 may have had it
-        return True
 
 
 def _has_ended(launch: _Launch) -> bool:

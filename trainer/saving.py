@@ -10,7 +10,7 @@ import torch.distributed as dist
 from checkpoint.incarnation import Incarnation
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import step_folder
-from checkpoint.own_folders import OwnFolders
+from checkpoint.run_folders import SHARED, SharedFolder
 from configs.errors import UserError
 from configs.run_change import run_key_diff
 from configs.schema import Config
@@ -33,7 +33,7 @@ def open_checkpoints(
     mesh: Mesh,
     console: Console,
     incarnation: Incarnation | None,
-    own_folders: OwnFolders | None = None,
+    run_folder: SharedFolder = SHARED,
 ) -> CheckpointManager:
     """The manager of a run's checkpoints; nothing is read or written yet but the tokenizer."""
     folder, tokenizer, spikes = config.job.folder, config.tokenizer.path, config.fault.spikes
@@ -51,7 +51,7 @@ def open_checkpoints(
         environment=environment(mesh.device, config.fsdp.cpu_offload),
         metrics=folder / "metrics.jsonl",
         incarnation=incarnation,
-        own_folders=own_folders,
+        run_folder=run_folder,
     )
 
 

@@ -23,7 +23,7 @@ ROOMS = {  # room: (code lines at most, its folders and files)
     "what each process does first": (30, "configs/process.py"),
     "what a job's paths lead to": (75, "configs/paths.py"),
     "what guards a run": (1700, "trainer/guards parallelisms/guards"),
-    "what protects checkpoints": (460, "checkpoint/{safe_read,verify,pin,room,lock}.py"),
+    "what protects checkpoints": (510, "checkpoint/{safe_read,verify,pin,room,lock,bits}.py"),
     "estimates": (985, "trainer/planning"),
     "reports": (1230, "trainer/report trainer/announce.py"),
     "the kernels of the optimizer and of attention": (
@@ -52,8 +52,8 @@ ROOMS = {  # room: (code lines at most, its folders and files)
         205,
         "parallelisms/{exact_reduction,exact_numbers}.py trainer/kernels/padded.py",
     ),
-    "hosts that are lost and join": (230, "{configs,trainer}/elastic.py checkpoint/{incarnation,takeover}.py"),
-    "run folders that hosts do not share": (250, "checkpoint/own_folders.py"),
+    "hosts that are lost and join": (260, "{configs,trainer}/elastic.py checkpoint/{incarnation,takeover}.py"),
+    "run folders that hosts do not share": (290, "checkpoint/run_folders.py"),
     "copies of the state in memory": (
         490,
         "checkpoint/{memory_copies,exchange}.py configs/checks/elastic.py trainer/planning/memory_copies.py",

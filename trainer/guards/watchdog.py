@@ -160,6 +160,13 @@ class Watchdog:
             found = self._find()
         return found or self._late
 
+    def first_has_failed(self) -> bool:
+        """Whether rank 0 has ended with an error, which it reports on its host."""
+        try:
+            return any(loss.beat.rank == 0 for loss in self.peers.failed())
+        except RuntimeError:  # the store is gone, perhaps with rank 0
+            return True
+
     def _find(self) -> list[Loss]:
         """Dead ranks if there are any, otherwise stopped or silent ones, otherwise failed ones."""
         lost = list(self._lost.values()) or self.peers.lost_neighbors(self._mark[0])

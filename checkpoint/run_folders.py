@@ -1,15 +1,16 @@
-"""Run folders that hosts do not share: each host has its own, on its own disk.
+"""The run folder: one that all hosts share, or one on each host's own disk.
 
-The folder of the first rank's host is the run's *home*. It has what a shared folder would have: whole checkpoints,
-metrics.jsonl, status.json. The others have what lets them take its place: before a copy of the state in memory
-(`checkpoint.memory_copies`) is committed, the run's records go to all of them; and so does, at once, the account of
-where each launch began. When hosts are lost or join, torchrun may give the first rank to another host. So a launch
-first brings home what is newer elsewhere: that account, the records, and the newest checkpoint that is not out of date.
+If hosts share none, the folder of the first rank's host is the run's *home*. It has what a shared folder would have:
+whole checkpoints, metrics.jsonl, status.json. The others have what lets them take its place: before a copy of the state
+in memory (`checkpoint.memory_copies`) is committed, the run's records go to all of them; and so does, at once, the
+account of where each launch began. When hosts are lost or join, torchrun may give the first rank to another host. So a
+launch first brings home what is newer elsewhere: that account, the records, and the newest checkpoint that is not out
+of date.
 
 A checkpoint is written on all hosts, each with the files of its ranks, and then sent home, where it is committed. To
 load one, the others fetch what their ranks need.
 
-All methods are collective.
+All methods are collective unless they say otherwise.
 """
 
 import json
@@ -53,8 +54,73 @@ class _Seen:
     """Of its checkpoints, by step; None if one can't be read."""
 
 
-class OwnFolders:
-    """The run folders of all hosts, as one rank sees them."""
+class SharedFolder:
+    """The run folder, if all ranks see the same one: nothing has to be sent."""
+
+    index = 0
+    """Which of the run's folders this rank has; 0 is the home."""
+    readers: Sequence[int] | None = None
+    """The ranks that can read what is at home; None: all."""
+    is_shared = True
+
+    def of(self, group: dist.ProcessGroup) -> "SharedFolder":
+        """The same for the ranks of a group, which are the first ones of all."""
+        return self
+
+    def bring_home(self, log: Callable[[str], None], warn: Callable[[str], None]) -> None:
+        """Bring home what is newer elsewhere, and tell all folders of this launch, which has its number now.
+
+        Raises:
+            UserError: a folder can't be written, or the records do not arrive.
+        """
+
+    def begin_launch(self) -> None:
+        """Tell all folders where this launch begins, and remove what interrupted saves have left in them.
+
+        Raises:
+            UserError: a folder can't be written.
+        """
+
+    def mirror(self) -> None:
+        """Bring the records, as they are now, from home to all other folders.
+
+        Raises:
+            SaveFailed: a folder can't be written.
+        """
+
+    def begin(self, unfinished: Path) -> None:
+        """Create the folder of an unfinished save, which is at home, on the other hosts, too.
+
+        Raises:
+            SaveFailed: a host can't.
+        """
+
+    def send_home(self, unfinished: Path, files: Mapping[str, FileEntry]) -> None:
+        """Send home what the ranks of the other hosts have written.
+
+        Raises:
+            SaveFailed: a file does not arrive.
+        """
+
+    def fetch(self, folder: Path, files: Mapping[str, FileEntry], needed: set[str]) -> Path:
+        """Fetch what this rank needs of the checkpoint `folder` at home; returns where it then is, until `clear`.
+
+        Raises:
+            Damaged: a file does not arrive as it was written.
+        """
+        return folder
+
+    def clear(self, unfinished: Path | None = None) -> None:
+        """Remove an unfinished save (None: what was fetched) from this host unless it is home; waits for no rank."""
+
+
+SHARED = SharedFolder()
+
+
+class OwnFolders(SharedFolder):
+    """The run folders of hosts that share none, as one rank sees them."""
+
+    is_shared = False
 
     def __init__(self, folder: Path, owners: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None) -> None:
         """
@@ -65,8 +131,9 @@ class OwnFolders:
         """
         rank = dist.get_rank(group)
         self.folder, self._owners, self._group = folder, [list(ranks) for ranks in owners], group
-        [self._here] = [index for index, ranks in enumerate(owners) if rank in ranks]
-        self._is_first = rank == self._owners[self._here][0]
+        [self.index] = [index for index, ranks in enumerate(owners) if rank in ranks]
+        self.readers = self._owners[0]
+        self._is_first = rank == self._owners[self.index][0]
         self._seen: list[_Seen] = []
         self._newest = 0
         """Which folder has the newest records."""
@@ -93,7 +160,6 @@ class OwnFolders:
         return cls(folder, list(owners.values()))
 
     def of(self, group: dist.ProcessGroup) -> "OwnFolders":
-        """The same for the ranks of a group, which are the first ones of all."""
         n = dist.get_world_size(group)
         owners = [[rank for rank in ranks if rank < n] for ranks in self._owners]
         return OwnFolders(self.folder, list(filter(None, owners)), group)
@@ -104,24 +170,13 @@ class OwnFolders:
         return len(self._owners)
 
     @property
-    def index(self) -> int:
-        """Which of them this rank's is; 0 is the home."""
-        return self._here
-
-    @property
-    def is_home(self) -> bool:
-        """Whether this rank is where the run's folder is."""
-        return self._here == 0
-
-    @property
-    def readers(self) -> list[int]:
-        """The ranks that can read what is at home."""
-        return self._owners[0]
+    def _is_home(self) -> bool:
+        return self.index == 0
 
     def _on_each(self, action: Callable[[], object], at_home: bool = False) -> None:
         """Run `action` on the first rank of each folder but the home's; an OSError becomes a UserError on all ranks."""
         problems = []
-        if self._is_first and (at_home or not self.is_home):
+        if self._is_first and (at_home or not self._is_home):
             try:
                 action()
             except OSError as error:
@@ -152,19 +207,16 @@ class OwnFolders:
 
         def write() -> None:
             (self.folder / FOLDER).mkdir(exist_ok=True)
-            for name in claims.keys() - {
-                name for name, text in self._seen[self._here].claims.items() if text == claims[name]
-            }:
-                write_atomically(self.folder / FOLDER / name, [claims[name]])
-            if self.is_home and self._newest:
+            for name, text in claims.items():
+                if self._seen[self.index].claims.get(name) != text:
+                    write_atomically(self.folder / FOLDER / name, [text])
+            if self._is_home and self._newest:
                 write_atomically(self.folder / _STATUS, [self._seen[self._newest].status])
 
         self._on_each(write, at_home=True)
 
     def _look(self) -> _Seen:
-        claims = {
-            path.name: path.read_text() for path in (self.folder / FOLDER).glob("*.json") if path.stem.isdecimal()
-        }
+        claims = {path.name: path.read_text() for path in _claims(self.folder / FOLDER)}
         lines: dict[int, str | None] = {}
         for step in steps_in(self.folder / "checkpoints"):
             try:
@@ -176,11 +228,6 @@ class OwnFolders:
         return _Seen(claims, (stamp, size), self._status(), lines)
 
     def bring_home(self, log: Callable[[str], None], warn: Callable[[str], None]) -> None:
-        """Bring home the newest records and checkpoint, and tell all folders of this launch, which has its number now.
-
-        Raises:
-            UserError: a folder can't be written, or the records do not arrive.
-        """
         claims, here = self.folder / FOLDER, self._seen[0].lines
         kept = {step for step, line in here.items() if line is None or is_of_this_line(claims, line, step)}
         if outdated := here.keys() - kept:
@@ -198,7 +245,7 @@ class OwnFolders:
         for step, index in sorted(elsewhere, reverse=True):
             problems = self._bring(step, self._owners[index])
             if not problems:
-                log(f"checkpoint step {step} was brought from the disk of another host (rank {self._owners[index][0]}'s)")
+                log(f"checkpoint step {step} was brought from another host's disk (rank {self._owners[index][0]})")
                 break
             warn(f"the checkpoint of step {step} on another host is not used: {listed(problems)}")
         self._tell_of_launch()
@@ -240,7 +287,7 @@ class OwnFolders:
             return ["it is damaged"]
         self._on_home(begin)
         transfers = assign([(name, source, self._owners[0]) for name in files], files)
-        here = exchange(unfinished if self.is_home else folder, transfers, files, self._group)
+        here = exchange(unfinished if self._is_home else folder, transfers, files, self._group)
         problems = sorted({problem for problems in gather(here, self._group) for problem in problems})
         self._on_home((lambda: shutil.rmtree(unfinished, ignore_errors=True)) if problems else end)
         return problems
@@ -258,11 +305,6 @@ class OwnFolders:
         self._on_each(lambda: write_atomically(claims / name, [text]))
 
     def begin_launch(self) -> None:
-        """Tell all folders where this launch begins, and remove what interrupted saves have left in them.
-
-        Raises:
-            UserError: a folder can't be written.
-        """
         root = self.folder / "checkpoints"
 
         def prepare() -> None:
@@ -286,11 +328,6 @@ class OwnFolders:
     # ------------------------------------------------------------------ records
 
     def mirror(self) -> None:
-        """Bring the records, as they are now, from home to all other folders.
-
-        Raises:
-            SaveFailed: a folder can't be written.
-        """
         starts = gather(self._mirrored, self._group)
         others = [starts[ranks[0]] for ranks in self._owners[1:]]
         from_byte = {name: min((start.get(name, 0) for start in others), default=0) for name in RECORDS}
@@ -324,11 +361,6 @@ class OwnFolders:
         return self.folder / "checkpoints" / unfinished.name
 
     def begin(self, unfinished: Path) -> None:
-        """Create the folder of an unfinished save on the other hosts, too.
-
-        Raises:
-            SaveFailed: a host can't.
-        """
         folder = self._place(unfinished)
 
         def make() -> None:
@@ -341,11 +373,6 @@ class OwnFolders:
             raise SaveFailed(f"checkpoint {unfinished.stem} could not be written: {error}") from None
 
     def send_home(self, unfinished: Path, files: Mapping[str, FileEntry]) -> None:
-        """Send home what the ranks of the other hosts have written.
-
-        Raises:
-            SaveFailed: a file does not arrive.
-        """
         folder = self._place(unfinished)
         written = gather([name for name in files if (folder / name).is_file()] if self._is_first else [], self._group)
         at_home = set(written[0])
@@ -357,12 +384,7 @@ class OwnFolders:
         self._on_home(lambda: _sync(folder))
 
     def fetch(self, folder: Path, files: Mapping[str, FileEntry], needed: set[str]) -> Path:
-        """Fetch what this rank needs of the checkpoint `folder` at home; returns where it then is, until `clear`.
-
-        Raises:
-            Damaged: a file does not arrive as it was written.
-        """
-        place, needs = folder if self.is_home else self._place(Path(_FETCHED)), gather(needed, self._group)
+        place, needs = folder if self._is_home else self._place(Path(_FETCHED)), gather(needed, self._group)
         self.begin(place)
         wanted = [
             (name, self._owners[0], ranks)
@@ -375,8 +397,7 @@ class OwnFolders:
         return place
 
     def clear(self, unfinished: Path | None = None) -> None:
-        """Remove an unfinished save (None: what was fetched) from this host unless it is home; waits for no rank."""
-        if self._is_first and not self.is_home:
+        if self._is_first and not self._is_home:
             shutil.rmtree(self._place(unfinished or Path(_FETCHED)), ignore_errors=True)
 
 
@@ -392,8 +413,12 @@ def _age(text: str) -> tuple[float, int]:
     return facts.get("time", 0.0), len(facts.get("lines", []))
 
 
-def _newest(claims: Path) -> tuple[str, str]:
-    path = max(path for path in claims.glob("*.json") if path.stem.isdecimal())
+def _claims(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.json") if path.stem.isdecimal())
+
+
+def _newest(folder: Path) -> tuple[str, str]:
+    path = _claims(folder)[-1]
     return path.name, path.read_text()
 
 
