@@ -314,7 +314,6 @@ class OwnFolders(SharedFolder):
         self._tell_of_launch()
         self._on_each(prepare)
         on_rank_zero(self._group, self._stamp)
-        self._mirrored = {}
 
     def _status(self) -> str:
         return _text(self.folder / _STATUS)

@@ -158,6 +158,9 @@ def test_the_newest_checkpoint_is_brought_home(ranks, tmp_path):
     assert names(step_folder(checkpoints(tmp_path, "a"), 10)) == names(step_folder(checkpoints(tmp_path, "b"), 10))
     assert steps_recorded(tmp_path / "b") == [5, 10, 11]
     assert not list(tmp_path.glob("*/disk/run/checkpoints/*.tmp"))
+    step, log = found_by(ranks, tmp_path, ["b", "a"], (2,), (0,))
+    assert step == 11
+    assert "brought" not in log
 
 
 def test_a_checkpoint_at_home_is_loaded_by_hosts_that_lack_it(ranks, tmp_path):
@@ -186,6 +189,16 @@ def test_what_is_out_of_date_is_not_gone_on_from(ranks, tmp_path):
     assert [json.loads(line)["step"] for line in set_aside] == [3, 5, 10]
 
 
+def test_a_host_that_was_idle_learns_where_launches_began(ranks, tmp_path):
+    """It knows that there was one."""
+    found_by(ranks, tmp_path, ["a", "b"], (2,), (0,), saves=[(3,), 5])
+    account = tmp_path / "b/disk/run" / FOLDER / "000001.json"
+    facts = json.loads(account.read_text())
+    del facts["lines"]
+    account.write_text(json.dumps(facts))
+    assert found_by(ranks, tmp_path, ["b", "a"], (2,), (0,))[0] == 5
+
+
 def test_an_older_home_has_what_a_later_one_lacks(ranks, tmp_path):
     """Its checkpoint is not out of date, since the later launch has begun there and saved nothing."""
     found_by(ranks, tmp_path, ["a", "b"], (2,), (0,), saves=[(3,)])
@@ -204,6 +217,16 @@ def test_records_are_those_of_the_newest_launch(ranks, tmp_path):
     assert found_by(ranks, tmp_path, ["a", "b"], (2,), (0,))[0] == 6
     expected = [(2, "a"), (4, "a"), (5, "b"), (6, "b")]
     assert [(line["step"], line["of"]) for line in recorded(tmp_path / "a")] == expected
+
+
+def test_mirrored_records_are_as_new_as_their_launch(ranks, tmp_path):
+    """A host that was away has longer ones, which an older launch has sent it."""
+    found_by(ranks, tmp_path, ["a", "b"], (2,), (0,), saves=[(3,), 4, 6, 8])
+    lose_memory(tmp_path, "a", "b")
+    assert found_by(ranks, tmp_path, ["a", "c"], (2,), (0,), saves=[5])[0] == 3
+    lose(tmp_path, "a")
+    assert found_by(ranks, tmp_path, ["b", "c"], (2,), (0,))[0] == 5
+    assert steps_recorded(tmp_path / "b") == [3, 5]
 
 
 @pytest.mark.parametrize("damage", ["a bit", "a missing file", "no manifest"])
@@ -332,6 +355,9 @@ def bytes_of_mirrors(base):
     with patch.object(run_folders, "_tail", tail):
         for text in ("first\n", "", "ab\n", "cd\n"):
             on_rank_zero(None, lambda text=text: (folder / METRICS).open("a").write(text))
+            if rank == 1 and text == "ab\n":  # what a full disk has left of an earlier call
+                with (folder / METRICS).open("a") as file:
+                    file.write("half a li")
             own.mirror()
     assert (folder / METRICS).read_text() == "first\nab\ncd\n"
     dist.broadcast_object_list(sent_by_first := [sent], src=0)
