@@ -63,8 +63,8 @@ class SharedFolder:
     """The ranks that can read what is at home; None: all."""
     is_shared = True
 
-    def of(self, group: dist.ProcessGroup) -> "SharedFolder":
-        """The same for the ranks of a group, which are the first ones of all."""
+    def of(self, group: dist.ProcessGroup | None) -> "SharedFolder":
+        """The same for the ranks of a group (None: the default one), which are the first ones of all."""
         return self
 
     def bring_home(self, log: Callable[[str], None], warn: Callable[[str], None]) -> None:
@@ -159,7 +159,7 @@ class OwnFolders(SharedFolder):
             owners.setdefault(each, []).append(rank)
         return cls(folder, list(owners.values()))
 
-    def of(self, group: dist.ProcessGroup) -> "OwnFolders":
+    def of(self, group: dist.ProcessGroup | None) -> "OwnFolders":
         n = dist.get_world_size(group)
         owners = [[rank for rank in ranks if rank < n] for ranks in self._owners]
         return OwnFolders(self.folder, list(filter(None, owners)), group)

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch.distributed as dist
 from torch.distributed import Store
 
 from checkpoint.incarnation import FOLDER, Incarnation, claim
 from checkpoint.lock import lock
 from checkpoint.memory_copies import remove_copies
 from checkpoint.run_folders import SHARED, OwnFolders, SharedFolder
+from checkpoint.store import SaveFailed
 from checkpoint.takeover import lock_or_take_over
 from configs.elastic import describe
 from configs.errors import OutageError, listed
@@ -81,6 +83,14 @@ def folders_of_hosts(
     own.unite()
     log(f"{own.count} hosts have a run folder each; the run's is that of rank 0, {folder.absolute()}")
     return own
+
+
+def share_the_end(run_folder: SharedFolder, warn: Callable[[str], None]) -> None:
+    """Let the folders of all hosts that train say that the run is over, so that none of them starts it again."""
+    try:
+        run_folder.of(dist.group.WORLD).mirror()
+    except SaveFailed as error:
+        warn(str(error))
 
 
 def wait_idle(store: Store, folder: Path, stop: StopRequest, timeout_seconds: float) -> int:

@@ -23,7 +23,7 @@ from configs.load import LoadedConfig
 from parallelisms.mesh import form_of_first, start_process_group
 from parallelisms.ranks import on_rank_zero
 from trainer.announce import say_goodbye, say_hello, silent_end
-from trainer.elastic import folders_of_hosts, forming, release, show_life, take_folder, wait_idle
+from trainer.elastic import folders_of_hosts, forming, release, share_the_end, show_life, take_folder, wait_idle
 from trainer.guards.agreement import compare_launches
 from trainer.guards.environment import device_type
 from trainer.guards.out_of_memory import out_of_memory
@@ -113,6 +113,7 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
             if folder / "config.toml" in console.outages:
                 _write_config(launch, job)
             say_goodbye(trainer, state)
+            share_the_end(launch.run_folder, console.warning)
             if shared and job.choice and rank == 0:
                 release(shared, job.choice.idle, exit_code(state))
             if state == "preempted":  # torchrun takes exit codes but 0 as failures unless it sent the signal

@@ -4,12 +4,13 @@
 #   export KEEL_RENDEZVOUS=login1:29500 KEEL_JOB=my_run KEEL_RUN_FOLDER=/shared/runs/my_run
 #   scripts/launch/elastic.sh JOB [--table.key VALUE ...]
 #
-# KEEL_RENDEZVOUS is where scripts/launch/rendezvous.py runs; the run folder and the data are shared by all hosts.
+# KEEL_RENDEZVOUS is where scripts/launch/rendezvous.py runs. All hosts have the data, and share the run folder, unless
+# checkpoint.memory_copies lets each have its own on its own disk.
 # torchrun alone re-forms the job while its agent lives. This loop starts the agent again when it has ended: because the
 # store was gone, the host was cut off, or a host died while the ranks were being numbered.
 set -u
 
-FOLDER=${KEEL_RUN_FOLDER:?set KEEL_RUN_FOLDER to the run folder, which all hosts share}
+FOLDER=${KEEL_RUN_FOLDER:?set KEEL_RUN_FOLDER to the run folder}
 RENDEZVOUS=${KEEL_RENDEZVOUS:?set KEEL_RENDEZVOUS to HOST:PORT of scripts/launch/rendezvous.py}
 JOB=${KEEL_JOB:?set KEEL_JOB to a name for this launch, the same on all hosts}
 CONF=${KEEL_RENDEZVOUS_CONF:-is_host=false,last_call_timeout=10,join_timeout=86400,read_timeout=60,close_timeout=1}

@@ -75,7 +75,8 @@ def test_a_run_goes_on_whichever_host_is_home(tmp_path: Path):
     steps = [record["step"] for record in records(run_of(tmp_path, "b"))]
     assert steps == list(range(1, newest + 1))
     launch(tmp_path, f"{JOB} --training.steps {newest} --job.output_dir undisturbed")
-    assert curve(run_of(tmp_path, "b")) == curve(tmp_path / "undisturbed")
+    assert curve(run_of(tmp_path, "b")) == curve(tmp_path / "undisturbed") == curve(run_of(tmp_path, "d"))
+    assert status(run_of(tmp_path, "d"))["state"] == "done"
     launches = [each for record in records(run_of(tmp_path, "b")) for each in record.get("launches", [])]
     assert [each["incarnation"] for each in launches] == [1, 2, 3, 4]
     assert not list(tmp_path.glob("[abd]/keel-*/step-*"))  # the run is over; c was not there

@@ -52,7 +52,7 @@ ROOMS = {  # room: (code lines at most, its folders and files)
         205,
         "parallelisms/{exact_reduction,exact_numbers}.py trainer/kernels/padded.py",
     ),
-    "hosts that are lost and join": (260, "{configs,trainer}/elastic.py checkpoint/{incarnation,takeover}.py"),
+    "hosts that are lost and join": (270, "{configs,trainer}/elastic.py checkpoint/{incarnation,takeover}.py"),
     "run folders that hosts do not share": (290, "checkpoint/run_folders.py"),
     "copies of the state in memory": (
         490,
