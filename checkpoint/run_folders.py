@@ -270,7 +270,7 @@ class OwnFolders(SharedFolder):
         def describe() -> dict[str, FileEntry]:
             try:
                 return {**manifests.read_manifest(folder).files, **_entries(folder, [MANIFEST_NAME])}
-            except UserError:
+            except (OSError, UserError):
                 return {}
 
         def begin() -> None:
