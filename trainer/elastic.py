@@ -81,7 +81,7 @@ def folders_of_hosts(
         )
     own = OwnFolders.meet(folder, is_home)
     own.unite()
-    log(f"{own.count} hosts have a run folder each; the run's is that of rank 0, {folder.absolute()}")
+    log(f"elastic: {own.count} hosts have a run folder each; the run's is that of rank 0, {folder.absolute()}")
     return own
 
 
