@@ -36,8 +36,8 @@ from parallelisms.ranks import gather, on_rank, on_rank_zero
 RECORDS = ("metrics.jsonl", "fingerprints.jsonl")
 """Files that a launch appends to, and that the next one cuts back to where it begins."""
 _STATUS = "status.json"
-_STAMP = "records.json"
-"""In `incarnations/`: of which launch a folder's records are, and of which of its beginnings."""
+_STAMP = ".records.json"
+"""Of which launch a folder's records are, and how often launches had begun by then."""
 _FETCHED = f"step-fetched{UNFINISHED}"
 
 
@@ -223,7 +223,7 @@ class OwnFolders(SharedFolder):
                 lines[step] = manifests.read_description(step_folder(self.folder / "checkpoints", step)).line
             except UserError:
                 lines[step] = None
-        stamp = facts_in(_text(self.folder / FOLDER / _STAMP)).get("of", [0, 0])
+        stamp = facts_in(_text(self.folder / _STAMP)).get("of", [0, 0])
         size = path.stat().st_size if (path := self.folder / RECORDS[0]).is_file() else 0
         return _Seen(claims, (stamp, size), self._status(), lines)
 
@@ -322,7 +322,7 @@ class OwnFolders(SharedFolder):
         """Note that this folder's records are those of the newest launch."""
         of = beginnings(self.folder / FOLDER)
         number = newest_number(self.folder / FOLDER)
-        write_atomically(self.folder / FOLDER / _STAMP, [json.dumps({"of": [number, len(of)]})])
+        write_atomically(self.folder / _STAMP, [json.dumps({"of": [number, len(of)]})])
 
     # ------------------------------------------------------------------ records
 

@@ -1,8 +1,9 @@
 """Hosts are lost and come back: python -m tests.torture.hosts --kills 20 [--hosts 3] [--ranks 2] [--seed 0] [--fast]
-[--memory-copies 1]
+[--memory-copies 1 [--own-folders]]
 
 Each host is a network namespace with an address of its own, on a bridge; a further one has the rendezvous store. On
-each runs scripts/launch/elastic.sh with real torchrun. The run folder is shared. At random moments something happens to
+each runs scripts/launch/elastic.sh with real torchrun. The run folder is shared, or with --own-folders another disk on
+each host, which half of the nodes that are killed lose. At random moments something happens to
 a random host, and nobody does anything about it:
 
   rank        kill -9 of a rank
@@ -52,6 +53,8 @@ OUT_SECONDS = (10.0, 60.0)
 NETWORK, PORT = f"10.{78 + os.getpid() % 150}.{os.getpid() // 150 % 250}", 29500
 CONF = "is_host=false,last_call_timeout=8,join_timeout=86400,read_timeout=30,close_timeout=1"
 FOREVER = 1_000_000
+INTERVAL = 5
+"""Steps between records."""
 JOB = f"""
 base = "{TINY}"
 
@@ -67,7 +70,7 @@ micro_batch_size = 1
 total_steps = {FOREVER}
 
 [metrics]
-interval = 5
+interval = {INTERVAL}
 tensorboard = false
 
 [checkpoint]
@@ -112,6 +115,8 @@ class Host:
     log: Path
     memory: Path
     """Where copies of the state are held on it."""
+    disk: Path
+    """What it has of the run."""
     loop: subprocess.Popen | None = None
     back_at: float = 0.0
     """When what has happened to it ends; 0: nothing has."""
@@ -162,10 +167,10 @@ class Host:
         if self.loop:
             self.loop.wait()
 
-    def lose_power(self) -> None:
+    def lose_power(self, with_disk: bool) -> None:
         self.kill()
-        for path in self.memory.iterdir():
-            shutil.rmtree(path)
+        for path in (*self.memory.iterdir(), *(self.disk.iterdir() if with_disk else ())):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def set_link(self, to: str) -> None:
         sh(f"ip netns exec {self.name} ip link set {self.link} {to}")
@@ -194,24 +199,39 @@ class Event:
 
 @dataclass
 class Run:
-    """The job, as its folder shows it."""
+    """The job, as its folder shows it, or those of the hosts."""
 
-    folder: Path
-    seals: dict[int, str] = field(default_factory=dict)
+    folders: list[Path]
+    seals: dict[tuple[int, str], str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_shared(self) -> bool:
+        return len(self.folders) == 1
+
+    @property
+    def folder(self) -> Path:
+        """The one with the newest records."""
+        return self.folders[0] if self.is_shared else max(self.folders, key=_newness)
 
     def watch(self) -> None:
         """Look at the checkpoints: only one launch may commit a step."""
-        for step in steps_in(self.folder / "checkpoints"):
-            with suppress(UserError, OSError):
-                manifest = read_manifest(self.folder / f"checkpoints/step-{step:08d}")
-                seal = json.dumps([manifest.run_id, manifest.files["trainer.json"].xxh3, manifest.config_hash])
-                stamp = (self.folder / f"checkpoints/step-{step:08d}/MANIFEST.json").stat()
-                seal += f" {stamp.st_ino} {stamp.st_mtime_ns}"
-                if self.seals.setdefault(step, seal) != seal:
-                    self.problems.append(f"step {step} was committed twice")
-        if list((self.folder / "checkpoints").glob("abandoned-*")):
+        for folder in self.folders:
+            for step in steps_in(folder / "checkpoints"):
+                with suppress(UserError, OSError):
+                    self._look(folder / f"checkpoints/step-{step:08d}", step)
+        if self.is_shared and list((self.folder / "checkpoints").glob("abandoned-*")):
             self.problems.append("checkpoints were abandoned")
+
+    def _look(self, checkpoint: Path, step: int) -> None:
+        manifest = read_manifest(checkpoint)
+        seal = json.dumps([manifest.run_id, manifest.files["trainer.json"].xxh3, manifest.config_hash])
+        if self.is_shared:
+            stamp = (checkpoint / "MANIFEST.json").stat()
+            seal += f" {stamp.st_ino} {stamp.st_mtime_ns}"
+        line = "" if self.is_shared else manifest.line  # a host may have saved what is lost with it, or out of date
+        if self.seals.setdefault((step, line), seal) != seal:
+            self.problems.append(f"step {step} was committed twice")
 
     def records(self) -> list[dict]:
         with suppress(FileNotFoundError):
@@ -239,12 +259,25 @@ class Run:
         return ""
 
 
+def _newness(folder: Path) -> tuple[list[int], int]:
+    """Of a run folder that a host has for itself: its launch and the lines that this has begun; bytes of records."""
+    with suppress(OSError, ValueError):
+        of = json.loads((folder / ".records.json").read_text())["of"]
+        return of, (folder / "metrics.jsonl").stat().st_size
+    return [0, 0], 0
+
+
 class Torture:
     """The hosts, and what happens to them."""
 
     def __init__(self, options: argparse.Namespace, place: Path, stack: ExitStack) -> None:
         self.options, self.place, self.random = options, place, random.Random(options.seed)
-        self.run = Run(place / "run")
+        self.run_folder = place / "run"
+        self.run_folder.mkdir()
+        self.disks = [place / f"disk{number}" for number in range(1, options.hosts + 1)]
+        for disk in self.disks:
+            disk.mkdir()
+        self.run = Run(self.disks if options.own_folders else [self.run_folder])
         job = place / "job.toml"
         job.write_text(JOB)
         keys = FAST if options.fast else EXACT
@@ -275,22 +308,14 @@ class Torture:
         sh(f"ip netns exec {self.head} ip link set br0 up")
         for number in range(1, self.options.hosts + 1):
             name = f"keel-{os.getpid()}-h{number}"
-            prefix = (
-                "ip",
-                "netns",
-                "exec",
-                name,
-                "unshare",
-                "--uts",
-                "sh",
-                "-c",
-                f'hostname h{number}; exec "$@"',
-                "sh",
-            )
+            disk = self.disks[number - 1]
+            mount = f"mount --bind {disk} {self.run_folder}; " if self.options.own_folders else ""
+            become = f'hostname h{number}; {mount}exec "$@"'
+            prefix = ("ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c", become, "sh")
             server = Server(self.place / f"tmp{number}", prefix)
             memory, log = self.memory / f"h{number}", self.place / f"h{number}.log"
             memory.mkdir(parents=True)
-            host = Host(name, f"{NETWORK}.{number}", server, {}, self.elastic_words, log, memory)
+            host = Host(name, f"{NETWORK}.{number}", server, {}, self.elastic_words, log, memory, disk)
             self.hosts.append(host)
             sh(f"ip netns add {name}")
             inside, outside = host.link, f"o{host.link}"
@@ -311,7 +336,7 @@ class Torture:
                 "KEEL_HOSTS": f"1:{self.options.hosts}",
                 "KEEL_RANKS_PER_HOST": str(self.options.ranks),
                 "KEEL_JOB": "torture",
-                "KEEL_RUN_FOLDER": str(self.run.folder),
+                "KEEL_RUN_FOLDER": str(self.run_folder),
                 "KEEL_PAUSE_SECONDS": "1",
                 "KEEL_MEMORY_FOLDER": str(memory),
             }
@@ -390,8 +415,9 @@ class Torture:
             if victims:
                 os.kill(self.random.choice(victims), signal.SIGKILL)
         else:
+            with_disk = self.options.own_folders and self.random.random() < 0.5
             host.out_by, lasts = kind, {"node": self.random.uniform(2, 15)}.get(kind, self.random.uniform(*OUT_SECONDS))
-            {"node": host.lose_power, "link": lambda: host.set_link("down")}.get(
+            {"node": lambda: host.lose_power(with_disk), "link": lambda: host.set_link("down")}.get(
                 kind, lambda: host.signal_all(signal.SIGSTOP)
             )()
             host.back_at = time.monotonic() + lasts
@@ -436,13 +462,15 @@ class Torture:
         if steps != sorted(set(steps)):
             problems.append("metrics.jsonl has a step twice")
         last = steps[-1]
+        if missing := set(range(INTERVAL, last, INTERVAL)) - set(steps):
+            problems.append(f"metrics.jsonl lacks the steps {sorted(missing)}")
         command = [sys.executable, "train.py", "--config", *self.words, "--job.output_dir", str(self.place / "calm")]
         command += ["--training.steps", str(last), "--checkpoint.interval", "0"]
         with (self.place / "calm.log").open("wb") as log:
             subprocess.run(
                 command, cwd=ROOT, check=True, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
             )
-        calm = {record["step"]: record for record in Run(self.place / "calm").records()}
+        calm = {record["step"]: record for record in Run([self.place / "calm"]).records()}
         worst = 0.0
         for record in records:
             if record["step"] not in calm:  # the last step before a stop, which is logged off the interval
@@ -486,9 +514,12 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--fast", action="store_true", help="today's reductions, in float64")
     parser.add_argument("--memory-copies", type=int, default=0, help="hosts with copies; checkpoints are rare then")
+    parser.add_argument("--own-folders", action="store_true", help="hosts share no run folder; needs --memory-copies")
     parser.add_argument("--minutes", type=float, default=600, help="stop after so long")
     parser.add_argument("--keep", type=Path, help="a new folder to work in, which stays")
     options = parser.parse_args()
+    if options.own_folders and not options.memory_copies:
+        parser.error("--own-folders needs --memory-copies")
     if reason := why_not():
         print(f"skipped: {reason}")
         return 2
