@@ -2,10 +2,10 @@
 
 If hosts share none, the folder of the first rank's host is the run's *home*. It has what a shared folder would have:
 whole checkpoints, metrics.jsonl, status.json. The other hosts that train have what lets them take its place: before a
-copy of the state in memory (`checkpoint.memory_copies`) is committed, the run's records go to all of them; and so does,
-at once, the account of where each launch began. When hosts are lost or join, torchrun may give the first rank to another
-host. So a launch first brings home what is newer elsewhere: that account, the records, and the newest checkpoint that is
-not out of date.
+copy of the state in memory (`checkpoint.memory_copies`) is committed, the run's records go to all of them, and so does
+the account of where each launch began, at once. When hosts are lost or join, torchrun may give the first rank to
+another host. So a launch first brings home what is newer elsewhere: that account, the records, and the newest
+checkpoint that is not out of date.
 
 A checkpoint is written on all hosts, each with the files of its ranks, and then sent home, where it is committed. To
 load one, the others fetch what their ranks need.
