@@ -12,6 +12,7 @@ from configs.layout import mesh_sizes
 from configs.load import load
 from parallelisms.mesh import build_mesh
 from scripts import sample as script
+from scripts.parity import dtype_overrides
 from trainer.data.hf_tokenizer import tokenizer_files
 from trainer.data.loader import build_loader
 from trainer.data.tokenizer import load_tokenizer, train_sentencepiece
@@ -159,6 +160,26 @@ def test_sampling_changes_nothing_of_the_run(ranks, folder):
     (*without, _), (*with_samples, cut_short) = (ranks(2, state_after, folder, each)[0] for each in ([], PROMPTS))
     assert without == with_samples
     assert cut_short is None
+
+
+def sampled_by_copies(folder, words, kept):
+    """Samples of a rank that computes with copies of its parameters, and the loss and norm of the step after them."""
+    job = job_of(folder, (*dtype_overrides("bfloat16"), *AT_ONCE, *words), sample_temperature=1.0)
+    learner, validation = learn(job)
+    validation.close()
+    assert learner.compute_copies is not None
+    assert bool(learner.compute_copies.kept) == kept
+    samples = Sampler(job).sample(learner, 7, lambda: False)
+    loader = build_loader(job.config, learner.mesh.dp_rank, learner.mesh.sizes.dp, start_sample=24)
+    result = learner.step(next(loader), lr=1e-2).result()
+    loader.close()
+    return samples, result.loss, result.grad_norm
+
+
+def test_copies_that_are_freed_give_the_samples_of_kept_ones(ranks, folder):
+    [kept] = ranks(1, sampled_by_copies, folder, (), True)
+    assert ranks(1, sampled_by_copies, folder, ("--fsdp.reshard_after_forward", "always"), False) == [kept]
+    assert len({each["text"] for each in kept[0]}) == len(PROMPTS)
 
 
 def graphs(folder, words, backend):

@@ -78,6 +78,18 @@ def test_from_the_initial_weights(recorded):
     assert "from the initial weights" in said
 
 
+@pytest.mark.parametrize("words", [(), ("--fsdp.reshard_after_forward", "always")], ids=["kept", "freed"])
+def test_a_run_that_computes_with_copies_of_its_parameters(tmp_path, words):
+    """On a single rank, in bfloat16: copies that are kept, and those that each pass makes anew, give the same bits."""
+    mixed = ("--training.compute_dtype", "bfloat16", "--training.steps", "8")
+    assert launch_here(tmp_path, *JOB, *mixed, *words) == 0
+    others = [] if words else ["--fsdp.reshard_after_forward", "always"]
+    for again in ((), others):
+        holds, said = said_by(replay, tmp_path / "run", 7, words=again)
+        assert holds, said
+        assert "equal in bits: steps 6 to 7" in said
+
+
 def test_no_code_that_a_job_names_is_run(recorded):
     assert said_by(replay, recorded, 3, words=("--metrics.sink", "no_such_module:Sink"))[0]
 
