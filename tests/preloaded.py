@@ -261,6 +261,9 @@ def _become(words: list[str], folder: str, environment: dict[str, str], files: l
         for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
+        # The server's streams know whether its own files can seek, which these may not.
+        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115 - stays open
+        sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
