@@ -35,11 +35,28 @@ def run_of(base: Path, host: str) -> Path:
     return base / host / "run"
 
 
+def saved(base: Path, host: str) -> int:
+    """The newest checkpoint on a host's disk; 0: none."""
+    return max(steps_in(run_of(base, host) / "checkpoints"), default=0)
+
+
+def copied(base: Path, host: str) -> int:
+    """The newest copy in a host's memory; 0: none."""
+    return max((int(path.name[5:13]) for path in base.glob(f"{host}/keel-*/step-*-of-*[0-9a-f]")), default=0)
+
+
 def kill_after(base: Path, hosts: str, words: str, step: int) -> str:
-    """A launch that is killed as soon as the run has so many records; returns what its first rank has said."""
+    """A launch that is killed once the run has so many records, and on two hosts a copy that is newer than the newest
+    checkpoint, of which there is one; returns what its first rank has said."""
     ranks = start_on(base, hosts, words)
     metrics = run_of(base, hosts[0]) / "metrics.jsonl"
-    wait_until(ranks[0], lambda: metrics.exists() and metrics.read_text().count("\n") >= step)
+
+    def has_come_to() -> bool:
+        if not metrics.exists() or metrics.read_text().count("\n") < step:
+            return False
+        return min(copied(base, host) for host in hosts[:2]) > saved(base, hosts[0]) > 0
+
+    wait_until(ranks[0], has_come_to)
     for rank in ranks:
         rank.kill()
     said = [finish(rank).out for rank in ranks]
@@ -60,10 +77,11 @@ def test_a_run_goes_on_whichever_host_is_home(tmp_path: Path):
     said = kill_after(tmp_path, "abc", long, 50)
     assert "2 of 3 ranks form the mesh dp_shard 2; the other 1 waits idle" in said
     assert f"3 hosts have a run folder each; the run's is that of rank 0, {run_of(tmp_path, 'a')}" in said
-    assert steps_in(run_of(tmp_path, "a") / "checkpoints") == [40]
-    assert not steps_in(run_of(tmp_path, "b") / "checkpoints")
+    newest = saved(tmp_path, "a")
+    assert newest % 40 == 0
+    assert not saved(tmp_path, "b")
     said = kill_after(tmp_path, "bca", long, 90)  # the host that was home is idle
-    assert "checkpoint step 40 was brought from another host's disk (rank 2)" in said
+    assert f"checkpoint step {newest} was brought from another host's disk (rank 2)" in said
     assert "from copies in the memory of host" in said
     (tmp_path / "b").rename(tmp_path / "lost")
     said = kill_after(tmp_path, "cd", long, 130)
@@ -96,7 +114,7 @@ def test_a_stop_keeps_the_copies_and_a_failure_ends_all(tmp_path: Path):
     assert f"checkpoint step {stopped} was brought" in said[0]
     assert "optimizer.lr" in said[0]
     assert "Traceback" not in "".join(said)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 200  # job.timeout_seconds is 600
 
 
 @pytest.mark.slow
