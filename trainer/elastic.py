@@ -109,9 +109,7 @@ def wait_idle(store: Store, folder: Path, stop: StopRequest, timeout_seconds: fl
     while not stop.wait(_POLL_SECONDS):
         try:
             if store.check([_END]):
-                store.add(_HEARD, 1)
-                remove_copies(folder)
-                return int(store.get(_END))
+                return _hear_the_end(store, folder)
             now = store.add(_ALIVE, 0)
         except RuntimeError:  # the store was in a rank, or on a host, that is gone
             return EXIT_FAILED
@@ -120,6 +118,14 @@ def wait_idle(store: Store, folder: Path, stop: StopRequest, timeout_seconds: fl
         elif time.monotonic() - heard > timeout_seconds:
             return EXIT_FAILED
     return EXIT_PREEMPTED
+
+
+def _hear_the_end(store: Store, folder: Path) -> int:
+    code = int(store.get(_END))
+    with suppress(RuntimeError):  # the store may end as soon as the last idle rank says that it knows the code
+        store.add(_HEARD, 1)
+    remove_copies(folder)
+    return code
 
 
 def show_life(store: Store) -> None:

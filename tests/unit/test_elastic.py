@@ -280,6 +280,32 @@ def test_idle_ranks_end_as_the_others_do(tmp_path):
     assert codes == [75] * 3
 
 
+class _EndsWhenHeard(dist.HashStore):
+    """The store of a first rank that ends at once when the idle rank says that it knows the exit code."""
+
+    has_ended = False
+
+    def add(self, key: str, amount: int) -> int:
+        count = super().add(key, amount)
+        self.has_ended = self.has_ended or (key == "heard" and amount > 0)
+        return self._unless_ended(count)
+
+    def get(self, key: str) -> bytes:
+        return self._unless_ended(super().get(key))
+
+    def _unless_ended(self, value):
+        if self.has_ended:
+            raise dist.DistNetworkError("Connection reset by peer")
+        return value
+
+
+def test_an_idle_rank_knows_the_exit_code_before_it_says_so(tmp_path):
+    store = _EndsWhenHeard()
+    store.set("end", "75")
+    assert wait_idle(store, tmp_path, StopRequest(), 60) == 75
+    assert store.has_ended
+
+
 def test_idle_ranks_end_when_nobody_trains(tmp_path):
     assert wait_idle(dist.HashStore(), tmp_path, StopRequest(), 0.1) == 1
 
