@@ -22,19 +22,25 @@ mkdir -p "$FOLDER"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
-# torchrun closes a rendezvous for good when an agent fails, so the hosts then meet at the next number.
-ROUND_FILE=$FOLDER/.rendezvous-$JOB
-round() { cat "$ROUND_FILE" 2>/dev/null || echo 0; }
-state() { python -c 'import json, sys; print(json.load(open(sys.argv[1]))["state"])' "$FOLDER/status.json" 2>/dev/null; }
+# torchrun closes a rendezvous for good when an agent fails. The hosts then meet in the next round, whose number is in the
+# store, since they may share no disk.
+store() { python "$(dirname "$0")/rendezvous.py" "$1" "$RENDEZVOUS" "$JOB" "${@:2}"; }
+pause() { sleep "${KEEL_PAUSE_SECONDS:-5}"; }
 
 AGENT=
+CLOSED=
 STOPPED=
 for SIGNAL in TERM INT USR1; do
     trap "STOPPED=1; [ -n \"\$AGENT\" ] && kill -$SIGNAL \$AGENT" "$SIGNAL"
 done
 
 while [ -z "$STOPPED" ]; do
-    ROUND=$(round)
+    ROUND=$(store meet ${CLOSED:+"$CLOSED"}) || { pause; continue; }
+    if [ "$ROUND" = ended ]; then
+        echo "the job $JOB has come to its end; a further launch needs another KEEL_JOB" >&2
+        exit 0
+    fi
+    [ -n "$STOPPED" ] && break
     torchrun --nnodes "${KEEL_HOSTS:-1:64}" --nproc-per-node "${KEEL_RANKS_PER_HOST:-8}" --max-restarts 1000 \
         --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "$JOB-$ROUND" --rdzv-conf "$CONF" \
         ${KEEL_LOCAL_ADDR:+--local-addr "$KEEL_LOCAL_ADDR"} --signals-to-handle SIGTERM,SIGINT,SIGUSR1 \
@@ -45,13 +51,14 @@ while [ -z "$STOPPED" ]; do
         wait "$AGENT"
         CODE=$?
     done
-    [ "$CODE" = 0 ] && exit 0
-    [ -n "$STOPPED" ] && exit 75
-    [ "$(state)" = done ] && exit 0
-    if grep -q RendezvousClosedError "$ERRORS" && [ "$(round)" = "$ROUND" ]; then
-        echo $((ROUND + 1)) >"$ROUND_FILE.$$" && mv "$ROUND_FILE.$$" "$ROUND_FILE"
+    if [ "$CODE" = 0 ]; then
+        store ended # for hosts that were away, whose own disk may lack the end of the run
+        exit 0
     fi
+    [ -n "$STOPPED" ] && exit 75
+    CLOSED=
+    grep -q RendezvousClosedError "$ERRORS" && CLOSED=$ROUND
     echo "torchrun has ended ($CODE); starting it again" >&2
-    sleep "${KEEL_PAUSE_SECONDS:-5}"
+    pause
 done
 exit 75

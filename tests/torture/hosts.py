@@ -290,10 +290,13 @@ class Torture:
         stack.callback(shutil.rmtree, self.memory, ignore_errors=True)
         self.bin = place / "bin"
         self.bin.mkdir()
-        torchrun = self.bin / "torchrun"
-        torchrun.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {ROOT}/tests/preloaded_rank.py torchrun "$@"\n')
-        torchrun.chmod(0o755)
-        (self.bin / "python").symlink_to(sys.executable)
+        programs = {
+            "torchrun": f"{sys.executable} -S -E {ROOT}/tests/preloaded_rank.py torchrun",
+            "python": sys.executable,
+        }
+        for name, program in programs.items():
+            (self.bin / name).write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+            (self.bin / name).chmod(0o755)
         self.head = f"keel-head-{os.getpid()}"
         self.store: subprocess.Popen | None = None
         self.hosts: list[Host] = []
