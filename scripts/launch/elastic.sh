@@ -56,9 +56,9 @@ while [ -z "$STOPPED" ]; do
         exit 0
     fi
     [ -n "$STOPPED" ] && exit 75
+    echo "torchrun has ended ($CODE); starting it again" >&2
+    pause # meanwhile tee writes the last lines
     CLOSED=
     grep -q RendezvousClosedError "$ERRORS" && CLOSED=$ROUND
-    echo "torchrun has ended ($CODE); starting it again" >&2
-    pause
 done
 exit 75
