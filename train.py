@@ -9,6 +9,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
+import scripts  # noqa: F401 - Keel's own packages come first
 from configs.command_line import answer, load_for_run, parse_command_line
 from configs.errors import KeelError
 from configs.process import prepare_streams, require_current_folder

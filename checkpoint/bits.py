@@ -28,6 +28,8 @@ SETTINGS = (
     "pipeline.stages_per_rank",
     "pipeline.split",
     "compile.enable",
+    "compile.mode",
+    "compile.options",
     "attention.backend",
     "optimizer.kernel",
     "comm.async_tp",

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from checkpoint.safe_read import read_metadata
+from checkpoint.index import read_metadata
 from checkpoint.tensor_stream import entry_of, read_tensor
 from configs.errors import UserError, listed
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint import manifest as manifests
+from checkpoint.find import newest_of
 from checkpoint.manifest import step_folder, steps_in
 from configs.errors import ConfigError, UserError
-from configs.files import synced
+from configs.files import synced, whole
 from configs.schema import Checkpoint
 
 
@@ -33,9 +34,9 @@ def choose(root: Path, load: str | int, go_back: int = 0) -> Choice:
 
     Args:
         root: the run's `checkpoints/`.
-        load: "latest" (start from scratch if there is none), "none", a step in `root`, or the path of a checkpoint. A
-            step or path is where the run begins; once `root` has a checkpoint of that step or a later one, the run
-            resumes from that.
+        load: "latest" (start from scratch if there is none), "none", a step in `root`, or the path of a checkpoint, or
+            of a run, for its newest one. A step or path is where the run begins; once `root` has a checkpoint of that
+            step or a later one (any, if `load` is a run, which may have gone on since), the run resumes from that.
         go_back: a number above `times_gone_back` of the run's newest checkpoint applies `load` nevertheless.
 
     Raises:
@@ -62,7 +63,8 @@ def choose(root: Path, load: str | int, go_back: int = 0) -> Choice:
         raise ConfigError(f"checkpoint.load = {load}: no such step in {root}; steps there: {known}")
     if isinstance(load, str):
         if not start.is_dir():
-            raise ConfigError(f'checkpoint.load = "{load}": no such folder (use "latest", "none", a step or a path)')
+            what = 'no such folder (use "latest", "none", a step or a path)'
+            raise ConfigError(f'checkpoint.load = "{load}": {what}: {whole(load)}')
         manifests.read_manifest(start)
     return Choice([start], f"{setting}, and checkpoint.go_back {go_back}" if go_back else setting)
 
@@ -72,6 +74,9 @@ def _starting_point(root: Path, load: str | int) -> tuple[Path, int | None]:
     if isinstance(load, int):
         return step_folder(root, load), load
     folder = Path(load)
+    newest = newest_of(folder)
+    if newest != folder:
+        return newest, 0
     try:
         step = manifests.read_manifest(folder).step
         is_import = not manifests.read_trainer_state(folder)

@@ -14,10 +14,7 @@ This relies on nothing but atomic creations and renames, as a POSIX file system 
 of `metrics.jsonl` and `status.json` are guarded by the same look, but not by a rename: a process that is halted in the
 microseconds between the look and the write may, when it continues, still write one line.
 
-A launch also records at which step it began, before it cuts anything back, with a name for what it trains from there:
-its *line*. Checkpoints, and copies of the state in memory (`checkpoint.memory_copies`), bear its name, and
-are out of date once a later line has begun at an earlier step. On a disk that all hosts share, such checkpoints are
-moved aside at once; a host that was away still has its copies, and its own disk if none is shared.
+A launch also records at which step it began.
 """
 
 import json
@@ -28,7 +25,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from configs.errors import UserError
 from configs.files import synced, write_atomically
@@ -80,23 +76,16 @@ class Incarnation:
         """Whether no newer launch has taken the run over."""
         return newest_number(self.folder) == self.number
 
-    def begin(self, step: int, source: str) -> str:
-        """Record, once and again after going back, that the run goes on from `step`; returns the name of its line.
-
-        Args:
-            step: steps completed.
-            source: what it goes on from, for people.
+    def begin(self, step: int) -> None:
+        """Record, once and again after going back, that the run goes on from `step` completed steps.
 
         Raises:
             Superseded: a newer launch has taken the run over.
             OSError: the file system refuses.
         """
         self.require_current()
-        line = uuid4().hex[:16]
-        known = facts_of(self.folder, self.number)
-        facts = known | {"began": step, "from": source, "lines": [*known.get("lines", []), [step, line]]}
+        facts = facts_of(self.folder, self.number) | {"began": step}
         write_atomically(self._file, [json.dumps(facts) + "\n"])
-        return line
 
     def show_life(self) -> None:
         """Renew the time of its file, by which another launch sees that this one is alive.
@@ -115,9 +104,8 @@ class Alone:
     def require_current(self) -> None:
         """Nothing can have taken the run over."""
 
-    def begin(self, step: int, source: str) -> str:
+    def begin(self, step: int) -> None:
         """Nothing is recorded."""
-        return ""
 
 
 def claim(run_folder: Path, facts: Mapping[str, Any]) -> Incarnation:
@@ -156,37 +144,10 @@ def newest_number(folder: Path) -> int:
 def facts_of(folder: Path, number: int) -> dict[str, Any]:
     """What a launch has recorded; empty if its file is not in the form of `claim`."""
     try:
-        return facts_in(read_file(_file(folder, number), MAX_JSON_BYTES).decode())
+        facts = parse_json(read_file(_file(folder, number), MAX_JSON_BYTES).decode())
     except (OSError, ValueError):
         return {}
-
-
-def facts_in(text: str) -> dict[str, Any]:
-    """What a launch has recorded, from the text of its file; empty if that is not in the form of `claim`."""
-    try:
-        facts = parse_json(text)
-    except ValueError:
-        return {}
     return facts if isinstance(facts, dict) else {}
-
-
-def beginnings(folder: Path) -> list[tuple[int, str]]:
-    """The step and the line of each beginning, in order; a launch without a record of its own has cut nothing back."""
-    numbers = range(1, newest_number(folder) + 1)
-    return [(step, line) for number in numbers for step, line in facts_of(folder, number).get("lines", [])]
-
-
-def is_of_this_line(folder: Path, line: str, step: int) -> bool:
-    """Whether the state of `step` in a line belongs to what the run is now: no later line began before it.
-
-    The line "" is that of launches without a record, before all others.
-    """
-    known = beginnings(folder)
-    lines = [each for _, each in known]
-    if line and line not in lines:
-        return False
-    later = known[lines.index(line) + 1 :] if line else known
-    return all(began >= step for began, _ in later)
 
 
 def last_sign_of_life(folder: Path) -> int:

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -24,10 +25,8 @@ from checkpoint import manifest as manifests
 from checkpoint import store
 from checkpoint.incarnation import Alone, Incarnation
 from checkpoint.manifest import Manifest, Origin, RunChange
-from checkpoint.memory_copies import MemoryCopies
 from checkpoint.reader import Description, Found, Reader, TrainerState
 from checkpoint.room import too_little_room
-from checkpoint.run_folders import SHARED, SharedFolder
 from checkpoint.store import SaveFailed, State
 from checkpoint.votes import SaveClock, Vote
 from checkpoint.writer import Save, Saved, Writer
@@ -60,7 +59,6 @@ class CheckpointManager:
         environment: Mapping[str, str] | None = None,
         metrics: Path | None = None,
         incarnation: Incarnation | None = None,
-        run_folder: SharedFolder = SHARED,
     ) -> None:
         """Set up the manager; nothing is read or written yet.
 
@@ -80,7 +78,6 @@ class CheckpointManager:
                 compared on resuming.
             metrics: the run's metrics.jsonl; copied to where checkpoints are moved that the run does not continue.
             incarnation: of an elastic run; nothing is committed, moved or removed once there is a newer one.
-            run_folder: whether all hosts share it; if not, `memory_copies` are needed.
         """
         self._folder, self._settings = folder, settings
         self._metrics, self._rewind_interval = metrics, rewind_interval
@@ -90,19 +87,11 @@ class CheckpointManager:
         self._log = log if dist.get_rank() == 0 else lambda line: None
         self._warn = warn if dist.get_rank() == 0 else lambda line: None
         self._incarnation = incarnation or Alone()
-        self._writer = Writer(folder, settings, rewind_interval, self._incarnation, run_folder)
+        self._writer = Writer(folder, settings, rewind_interval, self._incarnation)
         self._group = self._writer.group
-        self._copies: MemoryCopies | None = None
-        self._run_folder = self._writer.run_folder
-        self._line = ""
-        """Of this launch, if it is elastic."""
-        if settings.memory_copies and incarnation:
-            given = (settings.memory_copies, self._group, incarnation, self._log, self._warn)
-            self._copies = self._writer.copies = MemoryCopies(folder.parent, *given)
-            self._copies.before_commit = self._run_folder.mirror
-        tools = (run_key_diff, allow_run_change, self._log, self._warn, self._group, self._copies, self._run_folder)
-        self._reader = Reader(folder, settings, self._run, *tools)
-        self._copy_is_due = False
+        self._reader = Reader(
+            folder, settings, self._run, run_key_diff, allow_run_change, self._log, self._warn, self._group
+        )
         self._pending: Save | None = None
         self._vote: Vote | None = None
         self._clock = SaveClock(settings.interval_minutes)
@@ -163,8 +152,7 @@ class CheckpointManager:
     def _continue(self, found: Found) -> TrainerState:
         """Let later checkpoints continue the one that was loaded; returns the trainer state saved with it."""
         self._found = found
-        # A copy is not a checkpoint that later ones may name, or that need not be saved.
-        self._last = found.manifest.parent if found.copy else Origin(found.manifest.run_id, found.manifest.step)
+        self._last = Origin(found.manifest.run_id, found.manifest.step)
         self._times_gone_back = max(found.manifest.times_gone_back, self._settings.go_back)
         self._initialized_from = found.manifest.initialized_from
         self._run_changes = [*found.manifest.run_changes, *found.changes]
@@ -184,16 +172,12 @@ class CheckpointManager:
         self._leave_later_ones()
 
     def _begin_incarnation(self) -> None:
-        """Record where this launch begins, before anything later is cut off: later copies in memory are out of date."""
-        found = self._found
-        step, source = (found.manifest.step if found else 0), "memory" if found and found.copy else "disk"
+        """Record the step at which this launch begins."""
+        step = self._found.manifest.step if self._found else 0
         try:
-            self._line = on_rank_zero(self._group, lambda: self._incarnation.begin(step, source))
+            on_rank_zero(self._group, lambda: self._incarnation.begin(step))
         except OSError as error:
             raise UserError(f"the beginning of this launch can't be recorded: {error} (see job.output_dir)") from None
-        self._run_folder.begin_launch()
-        if self._copies:
-            self._copies.begin_line(self._line, found.copy if found else None)
 
     def _prepare(self) -> None:
         self._incarnation.require_current()
@@ -205,8 +189,6 @@ class CheckpointManager:
         If a host has too little memory to stage its ranks' state, this launch saves like `checkpoint.mode = "sync"`:
         through a small buffer, while training waits.
         """
-        if self._copies:
-            self._copies.check_room(store.shards_of(state), self._writer.saved_dtype)
         given = (store.shards_of(state), self._writer.saved_dtype, self._group)
         if self._writer.mode == "async" and (complaint := too_little_room(*given)):
             self._writer.mode = "sync"
@@ -239,7 +221,7 @@ class CheckpointManager:
         """Move the checkpoints aside that the run does not continue, and begin a new line if there were any."""
         found = self._found
         is_own = found is not None and on_rank_zero(
-            self._group, lambda: bool(found.copy) or folders.is_own(self._folder, found.folder, found.manifest.step)
+            self._group, lambda: folders.is_own(self._folder, found.folder, found.manifest.step)
         )
         newest_kept = found.manifest.step if found and is_own else None
         aside = on_rank_zero(self._group, lambda: self._set_aside(newest_kept))
@@ -250,9 +232,10 @@ class CheckpointManager:
         else:
             self._run_id = on_rank_zero(self._group, lambda: uuid4().hex)
 
-    def _set_aside(self, newest_kept: int | None) -> Path | None:
+    def _set_aside(self, newest_kept: int | None) -> str | None:
         self._incarnation.require_current()
-        return folders.set_aside(self._folder, newest_kept, self._metrics)
+        aside = folders.set_aside(self._folder, newest_kept, self._metrics)
+        return str(aside) if aside else None
 
     # ------------------------------------------------------------------ saving
 
@@ -264,10 +247,8 @@ class CheckpointManager:
         data_fingerprint: Mapping[str, str] | None = None,
         validation_loss: float | None = None,
         prune: bool = True,
-        chain: str = "",
-        in_memory: bool = False,
     ) -> float:
-        """Write a checkpoint of the run after `step` steps, or a copy of its state to the hosts' memory.
+        """Write a checkpoint of the run after `step` steps.
 
         Both states are saved as they are now, even if they are written in the background. Waits for a save that is
         still in progress. A step that this run has already saved, or was loaded from, is skipped.
@@ -279,8 +260,6 @@ class CheckpointManager:
             data_fingerprint: hash of the content of each data source.
             validation_loss: None unless it was measured at this step.
             prune: remove the checkpoints that the settings don't keep; False while this one may turn out bad.
-            chain: `Manifest.chain`.
-            in_memory: make a copy in memory; `should_copy` has said so. A failure is a warning: the one before is kept.
 
         Returns:
             Seconds for which training waited.
@@ -291,47 +270,38 @@ class CheckpointManager:
                 background before it; raised on all ranks. Earlier failures are warnings, and the run continues.
         """
         started = time.perf_counter()
-        unfinished = self._begin_copy(step) if in_memory else self._begin(step)
+        unfinished = self._begin(step)
         if unfinished is None:
             return time.perf_counter() - started
-        self._copy_is_due = False
-        draft = self._draft(step, trainer_state["tokens"], data_fingerprint or {}, validation_loss, chain)
-        text, prune = json.dumps(trainer_state), prune and not in_memory
-        self._pending = Save(started, unfinished, draft, text, prune, self.newest, in_memory)
+        draft = self._draft(step, trainer_state["tokens"], data_fingerprint or {}, validation_loss)
+        self._pending = Save(started, unfinished, draft, json.dumps(trainer_state), prune, self.newest)
         self._writer.start(self._pending, state)
         if self._writer.mode == "sync":
             self.wait()
+            return time.perf_counter() - started
         stall = time.perf_counter() - started
-        if not in_memory:
-            name = manifests.step_folder(self._folder, step).name
-            self._log(f"checkpoint {name}: training waited {stall:.3f} s")
+        self._pending = replace(self._pending, stall=stall)
         return stall
 
     def _begin(self, step: int) -> Path | None:
         """The temporary folder of a checkpoint; None if there is none to write, or the disk refuses."""
         self.wait()
         self._clock.start()
+        folder = manifests.step_folder(self._folder, step)
         try:
-            return self._writer.begin(manifests.step_folder(self._folder, step), is_ours=step == self.latest_step())
+            begun = self._writer.begin(folder, step == self.latest_step(), self._run_id)
         except SaveFailed as error:
             self._failed(error)
             return None
+        if isinstance(begun, Manifest):
+            self._succeeded(begun)
+            self._log(f"checkpoint {folder.name} is complete: the error came after it was written")
+            return None
+        return begun
 
-    def _begin_copy(self, step: int) -> Path | None:
-        """The temporary folder of a copy on this host; None if a host refuses."""
-        assert self._copies is not None
-        self._copy_is_due = False
-        return self._copies.begin(step)
-
-    def should_copy(self, step: int) -> bool:
-        """Whether to copy the state to the hosts' memory after `step` steps.
-
-        A copy that is due while a save or another copy is under way waits for its end.
-        """
-        if self._copies is None:
-            return False
-        self._copy_is_due |= step % self._settings.memory_interval == 0
-        return self._copy_is_due and self._pending is None
+    def _succeeded(self, manifest: Manifest) -> None:
+        self._failures.clear()
+        self._last = Origin(manifest.run_id, manifest.step)
 
     def poll(self) -> None:
         """Check whether the background save has finished. All ranks call it once per step; it never waits long.
@@ -366,10 +336,7 @@ class CheckpointManager:
             left = save.started + self._settings.timeout_seconds + GRACE_SECONDS - time.perf_counter()
             saved = save.result.result(max(0.0, left))
         except SaveFailed as error:
-            if save.in_memory and self._copies:
-                self._copies.warn_of(save.draft.step, error)
-            else:
-                self._failed(error)
+            self._failed(error)
             return
         except TimeoutError:
             if save.result.done():  # the TimeoutError came from the writer itself
@@ -378,25 +345,19 @@ class CheckpointManager:
                 f"the save to {save.unfinished} has not finished within {self._settings.timeout_seconds} s "
                 f"(checkpoint.timeout_seconds): the disk does not answer on rank {dist.get_rank()}, or is too slow"
             ) from None
-        if save.in_memory and self._copies:
-            self._copies.announce(saved.manifest, saved.seconds)
-            return
-        self._failures.clear()
         manifest = saved.manifest
-        self._last = Origin(manifest.run_id, manifest.step)
+        self._succeeded(manifest)
         megabytes = sum(entry.size for entry in manifest.files.values()) / 1e6
         self.save_seconds = saved.seconds
         name = manifests.step_folder(self._folder, manifest.step).name
-        self._log(f"checkpoint {name}: committed, {megabytes:.1f} MB, {saved.seconds:.1f} s after its step")
-        for line in saved.pruned:
+        stall = saved.seconds if save.stall is None else save.stall
+        waited = f"training waited {stall:.3f} s"
+        self._log(f"checkpoint {name}: committed, {megabytes:.1f} MB in {saved.seconds:.1f} s; {waited}")
+        for line in saved.notes:
             self._log(line)
 
-    def close(self, is_done: bool = True) -> None:
+    def close(self) -> None:
         """Wait for the last save and release the process groups. Don't call it after a crash: it waits for all ranks.
-
-        Args:
-            is_done: no launch follows. If one does, it may lack the disk on which the last checkpoint is, unless all
-                hosts share it.
 
         Raises:
             SaveFailed: the last save failed, whatever the settings allow, because the training since the newest
@@ -407,11 +368,9 @@ class CheckpointManager:
         self._writer.close()
         if self._failures:
             raise self._failures[-1]
-        if self._copies and (is_done or self._run_folder.is_shared):
-            self._copies.forget()
 
     def _draft(
-        self, step: int, tokens: int, data_fingerprint: Mapping[str, str], validation_loss: float | None, chain: str
+        self, step: int, tokens: int, data_fingerprint: Mapping[str, str], validation_loss: float | None
     ) -> Manifest:
         is_known = validation_loss is not None and math.isfinite(validation_loss)
         return Manifest(
@@ -428,8 +387,6 @@ class CheckpointManager:
             data_fingerprint=dict(data_fingerprint),
             validation_loss=validation_loss if is_known else None,
             times_gone_back=self._times_gone_back,
-            chain=chain,
-            line=self._line,
         )
 
     def _failed(self, error: SaveFailed) -> None:

@@ -6,7 +6,7 @@ rename is atomic, so after a crash at any moment there is either the complete ch
 `.tmp` folder that the next start removes. Nothing ever writes to a folder that has its final name.
 
 The hash is xxh3. It finds every accident (a flipped bit, a lost page, a truncated file) at the speed of memory, but it
-is not a signature: an attacker can forge it. Protection from a stranger's checkpoint is the task of safe_read. In every
+is not a signature: an attacker can forge it. Protection from a stranger's checkpoint is the task of index. In every
 version of the format, the manifest ends in the hash of its own text, its *seal*.
 """
 
@@ -27,7 +27,7 @@ from configs.errors import UserError
 from configs.files import sync_folder, synced
 from configs.untrusted import MAX_JSON_BYTES, parse_json, printable, read_file, require_64_bits
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "MANIFEST.json"
 TRAINER_NAME = "trainer.json"
 UNFINISHED = ".tmp"
@@ -105,12 +105,6 @@ class Manifest:
     """What else decides the bits of the run (Keel's code, the device, threads, ...), by name; empty: not recorded."""
     times_gone_back: Count = 0
     """The `checkpoint.go_back` up to which the run has gone back: what tells a repeated command from a new one."""
-    chain: str = ""
-    """The hash of the fingerprints of all steps up to here; "" without them."""
-    line: str = ""
-    """What the launch trained from where it began (checkpoint.incarnation); "" if the run is not elastic."""
-    parent_seal: str = ""
-    """The seal of the parent's manifest; "" if the parent was no longer in the run's folder."""
     format_version: int = FORMAT_VERSION
 
     def value(self, table: str, key: str, kind: type[Value]) -> Value | None:
@@ -121,6 +115,11 @@ class Manifest:
 
 
 _MANIFEST = TypeAdapter(Manifest)
+
+
+def manifest_of(told: Mapping[str, Any]) -> Manifest:
+    """The inverse of `dataclasses.asdict`."""
+    return _MANIFEST.validate_python(told)
 
 
 def config_hash(config: dict[str, Any]) -> str:
@@ -210,8 +209,12 @@ def commit(
     trainer_state: str,
     mark: str = "",
     may_commit: Callable[[], None] = lambda: None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Manifest:
     """Turn a written folder into a checkpoint.
+
+    A file system may report an error for a rename that it has done (NFS does if it has to repeat the request), or fail
+    to sync the parent folder afterwards. The checkpoint counts if it is there.
 
     Args:
         unfinished: the folder, from `begin`.
@@ -220,21 +223,35 @@ def commit(
         trainer_state: JSON.
         mark: as in `begin`.
         may_commit: called last; its error leaves the folder unfinished.
+        note: called with a line for the user if an error came although the checkpoint is there.
 
     Returns:
         The complete manifest.
 
     Raises:
         UserError: this rank can't see all the files.
-        OSError: a file can't be written.
+        OSError: a file can't be written, or the folder not renamed.
     """
     _check_visible(unfinished, files)
     manifest = describe(unfinished, draft, files, trainer_state)
     sync_folder(unfinished)
     may_commit()
-    unfinished.rename(unfinished.with_name(unfinished.name.removesuffix(mark + UNFINISHED)))
-    sync_folder(unfinished.parent)
+    folder = unfinished.with_name(unfinished.name.removesuffix(mark + UNFINISHED))
+    try:
+        unfinished.rename(folder)
+        sync_folder(folder.parent)
+    except OSError as error:
+        if not _is_there(folder, manifest):
+            raise
+        note(f"checkpoint {folder.name} is complete, although the file system reported: {error}")
     return manifest
+
+
+def _is_there(folder: Path, manifest: Manifest) -> bool:
+    try:
+        return read_manifest(folder) == manifest
+    except (OSError, UserError):
+        return False
 
 
 def describe(unfinished: Path, draft: Manifest, files: Mapping[str, FileEntry], trainer_state: str) -> Manifest:
@@ -260,23 +277,16 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         Damaged: the folder is not a complete checkpoint.
-        UserError: the checkpoint has a newer format.
+        UserError: the checkpoint has another format.
     """
-    manifest = read_description(folder)
-    _check_files(folder, manifest)
-    return manifest
-
-
-def read_description(folder: Path) -> Manifest:
-    """Like `read_manifest`, of a folder that may lack files."""
     text = sealed_text(folder)
     try:
         version = parse_json(text).get("format_version")  # the seal guarantees an object
     except ValueError as error:
         raise damaged(folder, f"{MANIFEST_NAME} can't be read: {error}") from None
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        message = f"checkpoint {folder} has format {version}; this Keel reads up to {FORMAT_VERSION}: use a newer Keel"
-        raise UserError(message)
+    if isinstance(version, int) and version != FORMAT_VERSION:
+        keel = "a newer Keel" if version > FORMAT_VERSION else "the Keel that wrote it"
+        raise UserError(f"checkpoint {folder} has format {version}; this Keel reads {FORMAT_VERSION}: use {keel}")
     try:
         manifest = _MANIFEST.validate_json(text, strict=True)
         require_64_bits(manifest.config)
@@ -289,6 +299,7 @@ def read_description(folder: Path) -> Manifest:
     for name in manifest.files:
         if not is_plain_name(name):
             raise damaged(folder, f"{MANIFEST_NAME} names {name!r}, outside of the folder")
+    _check_files(folder, manifest)
     return manifest
 
 
@@ -314,6 +325,15 @@ def content_damage(folder: Path, name: str, entry: FileEntry) -> str | None:
     except OSError as error:
         return f"{name} can't be read: {error.strerror}"
     return None if digest == entry.xxh3 else f"{name} has changed since it was written (its hash differs)"
+
+
+def seal_of(folder: Path) -> str:
+    """The seal of a checkpoint's manifest, which identifies the checkpoint.
+
+    Raises:
+        Damaged: the manifest can't be read, or has changed since it was written.
+    """
+    return parse_json(sealed_text(folder))["seal"]
 
 
 def sealed_text(folder: Path) -> str:

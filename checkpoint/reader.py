@@ -6,7 +6,7 @@ fails, all raise the same error.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,16 @@ from checkpoint import manifest as manifests
 from checkpoint import store
 from checkpoint.bits import CODE, changed_settings, changed_surroundings
 from checkpoint.compare import shape_differences
+from checkpoint.find import find_checkpoint
+from checkpoint.index import index_text, metadata_of, read_metadata
 from checkpoint.manifest import Damaged, Manifest, RunChange, damaged
-from checkpoint.memory_copies import Copy, MemoryCopies, with_copies
-from checkpoint.run_folders import SharedFolder
-from checkpoint.safe_read import read_metadata
 from checkpoint.store import State
 from checkpoint.verify import content_damages
 from checkpoint.writer import OPTIMIZER
 from configs.errors import ConfigError, listed
 from configs.run_change import function_diff
 from configs.schema import Checkpoint
-from parallelisms.ranks import on_rank, on_rank_zero
+from parallelisms.ranks import Json, on_rank_zero
 
 TrainerState = dict[str, Any]
 MODEL = "model."
@@ -59,8 +58,6 @@ class Found:
     trainer_state: TrainerState
     changes: list[RunChange] = field(default_factory=list)
     """Run keys that differ now, as `job.allow_run_change` allows."""
-    copy: Copy | None = None
-    """If it is a copy in the hosts' memory."""
 
 
 @dataclass
@@ -80,13 +77,9 @@ class Reader:
     warn: Callable[[str], None]
     group: dist.ProcessGroup
     """All ranks."""
-    copies: MemoryCopies | None
-    """Copies in the hosts' memory, which are newer than what is on disk."""
-    run_folder: SharedFolder
-    """`folder` is in it."""
     initial: Found | None = None
     """The checkpoint that `checkpoint.init_from` names, if the run takes its weights from it."""
-    _candidates: list[Path | Copy] | None = None
+    _candidates: list[Path] | None = None
     """Checkpoints to fall back to if `_found` is damaged; None before `find`."""
     _reason: str = ""
     """Why they were chosen."""
@@ -107,10 +100,13 @@ class Reader:
             KeelError: as in `load`.
         """
         load, go_back = self.settings.load, self.settings.go_back
-        choice = on_rank_zero(self.group, lambda: folders.choose(self.folder, load, go_back))
-        self._candidates, self._reason = [*choice.candidates], choice.reason
-        if self.copies and load == "latest":
-            self._candidates = with_copies(choice.candidates, self.copies.find())
+
+        def choose() -> Json:
+            choice = folders.choose(self.folder, load, go_back)
+            return [[str(candidate) for candidate in choice.candidates], choice.reason]
+
+        candidates, self._reason = on_rank_zero(self.group, choose)
+        self._candidates = [Path(candidate) for candidate in candidates]
         self._find_next()
         found = self._found or self.initial
         if found and shapes:
@@ -132,7 +128,7 @@ class Reader:
         Raises:
             ConfigError: the checkpoint does not exist, or is of another model or tokenizer, or has other run keys.
             Damaged: it is damaged, and with `on_damage = "fall_back"` all earlier ones are, too.
-            UserError: it has a newer format.
+            UserError: it has another format.
         """
         if self._candidates is None:
             self.find()
@@ -140,15 +136,11 @@ class Reader:
             try:
                 self._load(self._found, state)
             except Damaged as error:
-                self._pass_over(error, self._found.copy is not None)
+                self._pass_over(error)
                 self._find_next()
                 continue
             newer = ", all newer ones are damaged" if self._problems else ""
-            if self.copies and (copy := self._found.copy):
-                hosts = self.copies.names(copy.holders)
-                self.log(f"resuming from step {copy.step}, from copies in the memory of {hosts}{newer}")
-            else:
-                self.log(f"resuming from {self._found.folder}: {self._reason}{newer}")
+            self.log(f"resuming from {self._found.folder}: {self._reason}{newer}")
             self._say_other_bits(self._found.manifest)
             return self._found
         self._initialize(state)
@@ -176,26 +168,20 @@ class Reader:
             try:
                 self._found = self._find(candidate)
             except Damaged as error:
-                self._pass_over(error, isinstance(candidate, Copy))
+                self._pass_over(error)
         if self._found is None and self.settings.init_from is not None:
             self.initial = self._find_initial(Path(self.settings.init_from))
 
-    def _pass_over(self, error: Damaged, is_copy: bool) -> None:
-        """Warn of a damaged checkpoint if there is one to fall back to; otherwise raise.
-
-        A copy in memory is more than a run can count on: without a checkpoint it begins as it would without the copy.
-        """
+    def _pass_over(self, error: Damaged) -> None:
+        """Warn of a damaged checkpoint if there is one to fall back to; otherwise raise."""
         self._problems.append(str(error))
-        if self.settings.on_damage == "stop" or not (self._candidates or is_copy):
+        if self.settings.on_damage == "stop" or not self._candidates:
             raise Damaged("\n".join(self._problems)) from None
         self.warn(f"{error}; trying the one before it (checkpoint.on_damage)")
 
-    def _find(self, candidate: Path | Copy) -> Found:
+    def _find(self, folder: Path) -> Found:
         """Read what describes a checkpoint, and check that the run may resume from it."""
-        if isinstance(candidate, Copy):
-            return self._find_copy(candidate)
-        folder = candidate
-        found = on_rank_zero(self.group, lambda: _read(folder))
+        found = _found(on_rank_zero(self.group, lambda: _read(folder)))
         if not found.trainer_state:  # made by scripts/import_hf.py
             raise ConfigError(
                 f"checkpoint.load: {folder} holds only a model's weights, no run to resume; to start a run from them, "
@@ -203,23 +189,13 @@ class Reader:
             )
         return replace(found, changes=self._changes(found))
 
-    def _find_copy(self, copy: Copy) -> Found:
-        """Like `_find`; a rank that has it reads it for all."""
-        assert self.copies is not None
-        folder = self.copies.folder / copy.name
-        if self.settings.verify == "hash":
-            copy = self.copies.verified(copy)
-        found = on_rank(self.copies.describer(copy), self.group, lambda: _read(folder, is_whole=False))
-        return replace(found, folder=folder, copy=copy, changes=self._changes(found))
-
     def _load(self, found: Found, state: State) -> None:
-        if found.copy is None:
-            self._verify(found)
+        self._verify(found)
         self._fill(found, state, _may_resume_from)
 
     def _find_initial(self, folder: Path) -> Found:
         """Read what describes the checkpoint whose weights are to be the initial ones."""
-        found = on_rank_zero(self.group, lambda: _read(folder))
+        found = _found(on_rank_zero(self.group, lambda: _read(find_checkpoint(folder))))
         theirs = found.manifest.tokenizer_hash
         if theirs and self.run.tokenizer_hash and theirs != self.run.tokenizer_hash and not self.allow_run_change:
             raise ConfigError(
@@ -245,7 +221,7 @@ class Reader:
         files = found.manifest.files
         if self.settings.verify == "hash":
             started = time.perf_counter()
-            if problems := content_damages(found.folder, files, self.group, self.run_folder.readers):
+            if problems := content_damages(found.folder, files, self.group):
                 raise damaged(found.folder, "; ".join(problems))
             self.log(f"{found.folder}: verified {len(files)} files ({time.perf_counter() - started:.1f} s)")
 
@@ -289,13 +265,8 @@ class Reader:
         """Compare names, shapes and dtypes on all ranks, then load the tensors."""
         shards = store.shards_of(state)
         self._require_none(found, store.differences(found.metadata, shards, self.group, may_convert))
-        started, folder, needed = time.perf_counter(), found.folder, store.files_for(found.metadata, shards)
-        if self.copies and found.copy:
-            self.copies.fetch(found.copy, needed)
-        else:
-            folder = self.run_folder.fetch(folder, found.manifest.files, needed)
-        store.read(folder, found.metadata, shards, self.group)
-        self.run_folder.clear()
+        started = time.perf_counter()
+        store.read(found.folder, found.metadata, shards, self.group)
         self.log(f"loaded step {found.manifest.step} in {time.perf_counter() - started:.1f} s")
 
     def _require_none(self, found: Found, differences: Sequence[str]) -> None:
@@ -310,20 +281,21 @@ class Reader:
             )
 
 
-def _read(folder: Path, is_whole: bool = True) -> Found:
-    """Read the parts of a checkpoint that describe it.
-
-    Args:
-        folder: the checkpoint.
-        is_whole: whether all its files must be there.
+def _read(folder: Path) -> Json:
+    """Read the parts of a checkpoint that describe it, in the form in which all ranks get them.
 
     Raises:
         Damaged: it is damaged.
-        UserError: it has a newer format.
+        UserError: it has another format.
     """
-    manifest = manifests.read_manifest(folder) if is_whole else manifests.read_description(folder)
-    sizes = None if is_whole else {name: entry.size for name, entry in manifest.files.items()}
-    return Found(folder, manifest, read_metadata(folder, sizes), manifests.read_trainer_state(folder))
+    manifest, index = manifests.read_manifest(folder), index_text(read_metadata(folder))
+    return [str(folder), asdict(manifest), index.decode(), manifests.read_trainer_state(folder)]
+
+
+def _found(told: list[Any]) -> Found:
+    """What `_read` has told."""
+    folder, manifest, index, trainer_state = told
+    return Found(Path(folder), manifests.manifest_of(manifest), metadata_of(index), trainer_state)
 
 
 def _may_resume_from(name: str, saved: torch.dtype) -> bool:

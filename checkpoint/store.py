@@ -27,7 +27,6 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -48,11 +47,11 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from checkpoint.index import INDEX_NAME, index_text
 from checkpoint.manifest import FileEntry, damaged
-from checkpoint.safe_read import require_stored
-from checkpoint.tensor_stream import synced_file
+from checkpoint.tensor_stream import require_stored, synced_file
 from configs.errors import UserError
-from parallelisms.ranks import gather, on_rank_zero
+from parallelisms.ranks import Json, gather, on_rank_zero
 
 State = Mapping[str, Tensor]
 Result = TypeVar("Result")
@@ -215,8 +214,9 @@ def write(folder: Path, shards: Mapping[str, Shard], group: dist.ProcessGroup) -
             raise RuntimeError(f"writing {folder} failed: {failure}") from failure
         reasons = "; ".join(f"rank {rank}: {error}" for rank, (error, _) in sorted(failure.failures.items()))
         # Only the first rank knows the plans of all.
-        raise on_rank_zero(group, lambda: save_failed(folder, reasons, planner.n_bytes)) from None
-    return {name: entry for files in gather(writer.fs.files, group) for name, entry in files.items()}
+        raise SaveFailed(on_rank_zero(group, lambda: str(save_failed(folder, reasons, planner.n_bytes)))) from None
+    mine: dict[str, Json] = {name: [entry.size, entry.xxh3] for name, entry in writer.fs.files.items()}
+    return {name: FileEntry(*entry) for files in gather(mine, group) for name, entry in files.items()}
 
 
 def save_failed(folder: Path, reason: object, n_bytes: int | None = None) -> SaveFailed:
@@ -238,7 +238,7 @@ def read(folder: Path, metadata: Metadata, shards: Mapping[str, Shard], group: d
 
     Args:
         folder: the checkpoint.
-        metadata: its index (`safe_read.read_metadata`), which must have passed `differences`.
+        metadata: its index (`index.read_metadata`), which must have passed `differences`.
         shards: this rank's shards.
         group: all of its ranks must call this.
 
@@ -257,12 +257,6 @@ def read(folder: Path, metadata: Metadata, shards: Mapping[str, Shard], group: d
         raise damaged(folder, "; ".join(reasons)) from failure
 
 
-def files_for(metadata: Metadata, shards: Mapping[str, Shard]) -> set[str]:
-    """The files of a checkpoint from which `read` fills this rank's shards; `metadata` has passed `differences`."""
-    plan = create_default_local_load_plan(dict(shards), metadata)
-    return {metadata.storage_data[item.storage_index].relative_path for item in plan.items}
-
-
 def differences(
     metadata: Metadata,
     shards: Mapping[str, Shard],
@@ -277,7 +271,7 @@ def differences(
     saved = metadata.state_dict_metadata
     mine = [_difference(name, shard, saved.get(name), may_convert) for name, shard in shards.items()]
     # A rank need not hold every tensor (pipeline stages): only a tensor that no rank holds is superfluous.
-    reports = gather(({line for line in mine if line}, saved.keys() - shards.keys()), group)
+    reports = gather([[line for line in mine if line], [*(saved.keys() - shards.keys())]], group)
     lines = set().union(*(lines for lines, _ in reports))
     superfluous = set.intersection(*(set(names) for _, names in reports))
     return sorted(lines | {f"{name}: only in the checkpoint" for name in superfluous})
@@ -343,6 +337,12 @@ class _Writer(dcp.FileSystemWriter):
             return super().write_data(plan, planner)
         finally:
             set_crc32_options(computes_crc32)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        metadata.storage_data = {each.index: each.storage_data for written in results for each in written}
+        with self.fs.create_stream(Path(self.path) / INDEX_NAME, "wb") as stream:
+            stream.write(index_text(metadata))
 
     def storage_meta(self) -> StorageMeta:
         """Leave out the folder's path and a random id, so that equal states make equal files, wherever they are."""

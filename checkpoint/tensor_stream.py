@@ -1,13 +1,13 @@
-"""Checkpoints and safetensors files, one tensor at a time: converting a model takes the memory of its largest tensor.
+"""Reads and writes checkpoints one tensor at a time, in the memory of the largest one.
 
-torch.distributed.checkpoint reads and writes a whole state at once, and safetensors' own functions a whole file, so
-converting with them would take as much memory as the model. All that is needed is where each tensor is, which both
-formats record in an index.
+torch.distributed.checkpoint reads and writes a whole state at once, so converting with it would take as much memory as
+the model. All that is needed is where each tensor is, which the index records.
 """
 
-import json
+import os
 import pickle
-from collections.abc import Callable, Generator, Iterable, Mapping
+import struct
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -26,17 +26,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from checkpoint.index import INDEX_NAME, METADATA_NAME, index_text
 from checkpoint.manifest import FileEntry, damaged
-from checkpoint.safe_read import METADATA_NAME, require_stored
 from configs.files import synced
 
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}
-"""The floating-point dtypes of models, by safetensors' names."""
+_END = struct.Struct("<4s4H2IH")
+_END_64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR_64 = struct.Struct("<4sIQI")
+_ENTRY = struct.Struct("<4s6H3I5H2I")
 
 Progress = Callable[[int, int], Any]
 """Called after each tensor with the bytes so far and in total; an exception that it raises ends the work."""
@@ -49,7 +46,7 @@ def read_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:
 
     Args:
         folder: the checkpoint.
-        metadata: its index (`safe_read.read_metadata`).
+        metadata: its index (`index.read_metadata`).
         name: the tensor's name.
 
     Raises:
@@ -68,7 +65,7 @@ def read_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:
 def entry_of(metadata: Metadata, name: str) -> TensorStorageMetadata:
     """The index's entry of a tensor."""
     entry = metadata.state_dict_metadata[name]
-    assert isinstance(entry, TensorStorageMetadata)  # safe_read ensures it
+    assert isinstance(entry, TensorStorageMetadata)  # checkpoint.index ensures it
     return entry
 
 
@@ -94,6 +91,37 @@ def read_part(folder: Path, metadata: Metadata, name: str, chunk: ChunkStorageMe
     return part
 
 
+def require_stored(file: IO[bytes]) -> None:
+    """Raise ValueError if anything in a file of `torch.save` is compressed: a few bytes could expand to many.
+
+    torch never compresses, but reads compressed entries. Format: pkware.com/appnote, 4.3.12 to 4.3.16; the directory is
+    searched where torch's own reader does. Leaves the file at its beginning.
+    """
+    file.seek(0, os.SEEK_END)
+    length = file.tell()  # torch's view of a part of a file returns the whole file's position from `seek`
+
+    def record(form: struct.Struct, at: int, signature: bytes = b"") -> tuple[Any, ...]:
+        if not 0 <= at <= length - form.size:
+            raise ValueError("it is not a file of torch.save")
+        file.seek(at)
+        fields = form.unpack(file.read(form.size))
+        if signature not in (b"", fields[0]):
+            raise ValueError("it is not a file of torch.save")
+        return fields
+
+    *_, n_bytes, start, _ = record(_END, length - _END.size, b"PK\5\6")
+    locator = record(_LOCATOR_64, length - _END.size - _LOCATOR_64.size)
+    if locator[0] == b"PK\6\7":
+        *_, n_bytes, start = record(_END_64, locator[2], b"PK\6\6")
+    at = start
+    while at < start + n_bytes:
+        entry = record(_ENTRY, at, b"PK\1\2")
+        if entry[4]:
+            raise ValueError("it is compressed, which neither Keel nor torch ever writes")
+        at += _ENTRY.size + sum(entry[10:13])
+    file.seek(0)
+
+
 def write_tensors(folder: Path, *files: Iterable[tuple[str, Tensor]]) -> dict[str, FileEntry]:
     """Write tensors to `folder` as torch.distributed.checkpoint would, one file for each of `files`, as for one rank.
 
@@ -110,9 +138,11 @@ def write_tensors(folder: Path, *files: Iterable[tuple[str, Tensor]]) -> dict[st
     for number, tensors in enumerate(files):
         name = f"__{number}_0.distcp"
         written[name] = _write_file(folder / name, tensors, index)
-    with synced_file(folder / METADATA_NAME) as file:
-        file.write(pickle.dumps(index))
-    return {**written, METADATA_NAME: file.entry()}
+    for name, content in ((INDEX_NAME, index_text(index)), (METADATA_NAME, pickle.dumps(index))):
+        with synced_file(folder / name) as file:
+            file.write(content)
+        written[name] = file.entry()
+    return written
 
 
 def _write_file(path: Path, tensors: Iterable[tuple[str, Tensor]], index: Metadata) -> FileEntry:
@@ -136,31 +166,6 @@ def _save(tensor: Tensor, file: "SyncedFile") -> None:
         if file.error:
             raise file.error from None
         raise
-
-
-def write_safetensors(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, tensor_of: Callable[[str], Tensor]
-) -> None:
-    """Write a safetensors file of the tensors named in `shapes`; `tensor_of` is called for one after the other.
-
-    Format: huggingface.co/docs/safetensors. Eight bytes hold the length of a JSON header, which records where each
-    tensor's values begin and end after it, so it can be written before the first tensor exists.
-
-    Raises:
-        OSError: the file can't be written. Anything that `tensor_of` raises is raised as well.
-    """
-    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + n_bytes(shape, dtype)
-        header[name] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # aligns the values
-    with synced_file(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in shapes:
-            # No name is bound to the tensor, which would keep it alive while the next one is read.
-            file.write(tensor_of(name).to(dtype).contiguous().view(torch.uint8).numpy().data)
 
 
 def n_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

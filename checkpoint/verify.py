@@ -3,7 +3,7 @@
 Each rank reads its share of the files, so hashing takes as long as reading the checkpoint once, not once per rank.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,19 +13,14 @@ from checkpoint.manifest import FileEntry, Manifest, content_damage, damaged, re
 from parallelisms.ranks import gather
 
 
-def content_damages(
-    folder: Path, files: Mapping[str, FileEntry], group: dist.ProcessGroup, readers: Sequence[int] | None = None
-) -> list[str]:
+def content_damages(folder: Path, files: Mapping[str, FileEntry], group: dist.ProcessGroup) -> list[str]:
     """Read and hash `files` in `folder`; all ranks of `group` must call it.
-
-    Args:
-        readers: the ranks that see the folder; None: all.
 
     Returns:
         One line for every damaged file, with its name; the same on all ranks.
     """
-    rank, readers = dist.get_rank(group), readers or range(dist.get_world_size(group))
-    mine = shares(_sizes(files), len(readers))[readers.index(rank)] if rank in readers else []
+    sizes = {name: entry.size for name, entry in files.items()}
+    mine = shares(sizes, dist.get_world_size(group))[dist.get_rank(group)]
     found = [problem for name in mine if (problem := content_damage(folder, name, files[name]))]
     return sorted(line for problems in gather(found, group) for line in problems)
 
@@ -35,7 +30,7 @@ def check(folder: Path) -> Manifest:
 
     Raises:
         Damaged: files are not as they were written; the message names each of them.
-        UserError: the checkpoint has a newer format.
+        UserError: the checkpoint has another format.
     """
     manifest = read_manifest(folder)
     found = [content_damage(folder, name, entry) for name, entry in manifest.files.items()]
@@ -58,7 +53,7 @@ def check_tensors(folder: Path, manifest: Manifest, metadata: Metadata, prefix: 
 
 
 def shares(sizes: Mapping[str, int], n: int) -> list[list[str]]:
-    """Divide the names into `n` lists of about equal total size: the largest first, each to the smallest list."""
+    """The names in `n` lists of about equal total size: the largest first, each to the smallest list."""
     names: list[list[str]] = [[] for _ in range(n)]
     totals = [0] * n
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
@@ -66,7 +61,3 @@ def shares(sizes: Mapping[str, int], n: int) -> list[list[str]]:
         names[least].append(name)
         totals[least] += size
     return names
-
-
-def _sizes(files: Mapping[str, FileEntry]) -> dict[str, int]:
-    return {name: entry.size for name, entry in files.items()}

@@ -12,7 +12,8 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,16 +25,13 @@ from checkpoint import folder as folders
 from checkpoint import manifest as manifests
 from checkpoint import store
 from checkpoint.incarnation import Alone, Incarnation, Superseded
-from checkpoint.manifest import FileEntry, Manifest
-from checkpoint.memory_copies import MemoryCopies
+from checkpoint.manifest import MANIFEST_NAME, Damaged, FileEntry, Manifest, manifest_of
 from checkpoint.pin import Pinned, remove
-from checkpoint.run_folders import SharedFolder
-from checkpoint.seals import seal_of_parent
 from checkpoint.store import NotFinite, SaveFailed, Shard, State, save_failed
 from checkpoint.verify import content_damages
 from configs.errors import UserError, listed
 from configs.schema import Checkpoint
-from parallelisms.ranks import gather, on_rank_zero
+from parallelisms.ranks import Json, gather, on_rank_zero
 
 OPTIMIZER = "optimizer."
 
@@ -45,8 +43,8 @@ class Saved:
     manifest: Manifest
     seconds: float
     """From the start of the save to its commit."""
-    pruned: list[str]
-    """One line for each checkpoint that the settings do not keep, for the log."""
+    notes: list[str]
+    """Lines for the log: an error that came too late to matter, and the checkpoints that the settings do not keep."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,8 @@ class Save:
     prune: bool
     newest: Path | None
     """The run's checkpoint before this one."""
-    in_memory: bool = False
-    """Whether it is a copy in the hosts' memory, not a checkpoint on disk."""
+    stall: float | None = None
+    """Seconds for which training waited; None if it waits until the end."""
     result: "Future[Saved]" = field(default_factory=Future)
 
 
@@ -77,7 +75,6 @@ class Writer:
         settings: Checkpoint,
         rewind_interval: int,
         incarnation: Incarnation | Alone,
-        run_folder: SharedFolder,
     ) -> None:
         """Create the process group.
 
@@ -86,34 +83,42 @@ class Writer:
             settings: the table `[checkpoint]`.
             rewind_interval: steps between the checkpoints that a rewind needs; 0: none.
             incarnation: of this launch.
-            run_folder: of the run; `folder` is in it.
         """
         self._incarnation = incarnation
         self._folder, self._settings, self._rewind_interval = folder, settings, rewind_interval
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
         """All ranks."""
-        self.run_folder = run_folder.of(self.group)
         self.mode = settings.mode
         """ "async" writes in the background."""
-        self.copies: MemoryCopies | None = None
-        """Where saves `in_memory` go; set by the manager."""
         self._stager = store.Stager()
 
-    def begin(self, folder: Path, is_ours: bool) -> Path | None:
-        """Create the temporary folder for the checkpoint `folder`; returns None if that exists and `is_ours`.
+    def begin(self, folder: Path, is_known: bool, run_id: str) -> Path | Manifest | None:
+        """Create the temporary folder for a checkpoint, unless the run has it already.
+
+        Args:
+            folder: of the checkpoint.
+            is_known: whether the run has loaded or committed it, if it exists; then returns None.
+            run_id: of the run. If it has the checkpoint although the save was taken for failed, returns its manifest.
 
         Raises:
             UserError: it exists, and another run has written it.
             SaveFailed: the disk refuses.
             Superseded: a newer launch has taken the run over.
         """
-        unfinished = on_rank_zero(self.group, lambda: self._begin(folder, is_ours))
-        if unfinished:
-            self.run_folder.begin(unfinished)
-        return unfinished
+        begun = on_rank_zero(self.group, lambda: self._begin(folder, is_known, run_id))
+        if isinstance(begun, str):
+            return folder.with_name(begun)
+        return None if begun is None else manifest_of(begun)
 
     def start(self, save: Save, state: State) -> None:
         """Write `state` as it is now, in the background if the mode is "async"; `save.result` becomes the outcome."""
+        try:
+            self._start(save, state)
+        except BaseException as error:
+            save.result.set_exception(error)  # another thread may wait for it
+            raise
+
+    def _start(self, save: Save, state: State) -> None:
         shards = store.shards_of(state)
         is_staged = self.mode == "async" or self._settings.optimizer_dtype != "same"
         if is_staged:
@@ -137,56 +142,53 @@ class Writer:
     def _write(self, save: Save, shards: dict[str, Shard], is_staged: bool) -> None:
         """Write, commit and prune; sets `save.result`, also to an error (this may run in a thread)."""
         try:
-            staged = store.hashes(shards) if is_staged else {}
-            self._check_finite(save, shards)
-            files = store.write(save.unfinished, shards, self.group)
-            if is_staged:
-                self._check_staged(save, shards, staged)
-            if save.in_memory and self.copies:
-                manifest = self.copies.commit(save.unfinished, save.draft, files, save.trainer_text)
-            else:
-                self.run_folder.send_home(save.unfinished, files)
-                self._check_before_pruning(save.unfinished, files)
-                manifest = on_rank_zero(self.group, lambda: self._commit(save, files))
-                self.run_folder.clear(save.unfinished)
-            seconds = time.perf_counter() - save.started
-            pruned = on_rank_zero(self.group, self._prune) if save.prune else []
-            save.result.set_result(Saved(manifest, seconds, pruned))
+            save.result.set_result(self._saved(save, shards, is_staged))
         except BaseException as error:
-            if save.in_memory and self.copies:
-                self.copies.discard(save.unfinished)
-            else:
+            cause = error
+            try:
                 if dist.get_rank() == 0:
-                    shutil.rmtree(save.unfinished, ignore_errors=True)
-                self.run_folder.clear(save.unfinished)
-            save.result.set_exception(self._cause(error))
+                    with suppress(Exception):  # what has made the save fail may make its clean-up fail
+                        shutil.rmtree(save.unfinished, ignore_errors=True)
+                self._incarnation.require_current()
+            except Superseded as superseded:  # a newer launch renames the folders of older ones away
+                cause = superseded
+            except OSError:
+                pass
+            finally:
+                save.result.set_exception(cause)
 
-    def _cause(self, error: BaseException) -> BaseException:
-        """The error of a save, or what explains it: a newer launch renames the folders of older ones away."""
+    def _saved(self, save: Save, shards: dict[str, Shard], is_staged: bool) -> Saved:
+        """Write, commit and prune."""
+        staged = store.hashes(shards) if is_staged else {}
+        self._check_finite(save, shards)
+        files = store.write(save.unfinished, shards, self.group)
+        if is_staged:
+            self._check_staged(save, shards, staged)
+        self._check_before_pruning(save.unfinished, files)
+        manifest, notes = on_rank_zero(self.group, lambda: self._commit(save, files))
+        seconds = time.perf_counter() - save.started
+        if save.prune and not notes:  # if a power cut may still undo the rename, older checkpoints are needed
+            notes = on_rank_zero(self.group, self._prune)
+        return Saved(manifest_of(manifest), seconds, notes)
+
+    def _begin(self, folder: Path, is_known: bool, run_id: str) -> Json:
         try:
             self._incarnation.require_current()
-        except Superseded as cause:
-            return cause
-        return error
-
-    def _begin(self, folder: Path, is_ours: bool) -> Path | None:
-        self._incarnation.require_current()
-        try:
-            if os.path.lexists(folder):
-                if is_ours:
-                    return None
-                raise UserError(
-                    f"{folder} exists, but not by this run; make sure no other run uses the same job.output_dir"
-                )
-            return manifests.begin(folder, self._incarnation.mark)
-        except OSError as error:
+            if not os.path.lexists(folder):
+                return manifests.begin(folder, self._incarnation.mark).name
+            if is_known:
+                return None
+            if (folder / MANIFEST_NAME).exists() and (found := manifests.read_manifest(folder)).run_id == run_id:
+                return asdict(found)
+        except (OSError, Damaged) as error:
             raise save_failed(folder, error) from None
+        raise UserError(f"{folder} exists, but not by this run; make sure no other run uses the same job.output_dir")
 
-    def _commit(self, save: Save, files: dict[str, FileEntry]) -> Manifest:
-        mark, check = self._incarnation.mark, self._incarnation.require_current
+    def _commit(self, save: Save, files: dict[str, FileEntry]) -> Json:
+        notes: list[str] = []
+        guards = (self._incarnation.mark, self._incarnation.require_current, notes.append)
         try:
-            draft = replace(save.draft, parent_seal=seal_of_parent(save.unfinished.parent, save.draft.parent))
-            return manifests.commit(save.unfinished, draft, files, save.trainer_text, mark, check)
+            return asdict(manifests.commit(save.unfinished, save.draft, files, save.trainer_text, *guards)), notes
         except OSError as error:
             raise save_failed(save.unfinished, error, sum(entry.size for entry in files.values())) from None
 
@@ -216,14 +218,14 @@ class Writer:
     def _check_before_pruning(self, unfinished: Path, files: dict[str, FileEntry]) -> None:
         """Read the new checkpoint back before it is committed, if older ones may then be removed."""
         if self._settings.keep_last and self._settings.verify == "hash":
-            problems = content_damages(unfinished, files, self.group, self.run_folder.readers)
+            problems = content_damages(unfinished, files, self.group)
             if problems:
                 raise save_failed(unfinished, f"read again, {'; '.join(problems)}")
 
     def _prune(self) -> list[str]:
         """Remove the checkpoints that the settings don't keep, on rank 0; returns lines for the log."""
-        self._incarnation.require_current()
         try:
+            self._incarnation.require_current()
             doomed = folders.to_be_pruned(self._folder, self._settings, self._rewind_interval)
             return [_removed(folder) for folder in doomed]
         except OSError as error:

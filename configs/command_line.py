@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
+from configs.checks.idle import without_effect
 from configs.display import help_text, summary
 from configs.errors import ConfigError
 from configs.layout import smallest_world_size
@@ -32,6 +33,11 @@ _ACTIONS: dict[str, Action] = {
     "--help": "help",
     "-h": "help",
 }
+_STARTS_RANKS = "keel train JOB --ranks N starts N ranks, and so does torchrun --nproc-per-node N train.py ..."
+_RESUMES = "the same command resumes from the newest checkpoint; checkpoint.load names another"
+_HINTS = {"gpus": _STARTS_RANKS, "num_gpus": _STARTS_RANKS, "devices": _STARTS_RANKS, "nproc": _STARTS_RANKS}
+_HINTS |= {"n_gpus": _STARTS_RANKS, "world_size": _STARTS_RANKS, "resume": _RESUMES, "resume_from_checkpoint": _RESUMES}
+"""What to do instead of giving another program's flag."""
 _TORCHRUN_FLAGS = ("--nproc-per-node", "--nproc_per_node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--standalone")
 
 
@@ -74,7 +80,7 @@ def parse_command_line(words: Sequence[str]) -> CommandLine:
     if len(configs) > 1:
         mistakes.append(f"--config: given {len(configs)} times: {', '.join(configs)}")
     if not configs and not any(mistake.startswith("--config") for mistake in mistakes):
-        mistakes.append("--config NAME_OR_PATH is missing; to try Keel, --config debug.toml")
+        mistakes.append("no job is named; to try Keel: keel train debug.toml, or python train.py --config debug.toml")
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     return CommandLine(configs[0], tuple(overrides), next(iter(actions), "run"))
@@ -84,7 +90,7 @@ Chooser = Callable[[Config, int], str]
 """Says what `activation_checkpoint.memory_limit_gib` chooses for a job on so many ranks."""
 
 NamesCheck = Callable[[LoadedConfig], None]
-"""Raises a ConfigError if the job names a parameter or an op that does not exist."""
+"""Raises a ConfigError if the job names a parameter, an op or a compiler option that does not exist."""
 
 
 def answer(
@@ -99,7 +105,7 @@ def answer(
         command: the parsed command line.
         environment: where torchrun says how many ranks there are.
         chooser: called by `--validate` for a job with a memory limit; it needs torch.
-        check_names: called by `--validate` for a job that names parameters or ops; it needs torch.
+        check_names: called by `--validate` for a job that names parameters, ops or compiler options; it needs torch.
 
     Returns:
         False if none of them was given, so that the job is to be run.
@@ -156,13 +162,15 @@ def _answer(command: CommandLine, environment: Mapping[str, str], chooser: Choos
     if _has_names(loaded.config):
         check_names(loaded)
     missing = "".join(f"warning: {line}; the machine that runs the job needs it\n" for line in missing_paths(loaded))
-    return f"{summary(loaded, world_size)}\n{missing}{_chosen(loaded.config, world_size, chooser)}"
+    idle = "".join(f"warning: {line}\n" for line in (*loaded.warnings, *without_effect(loaded.config)))
+    return f"{summary(loaded, world_size)}\n{missing}{idle}{_chosen(loaded.config, world_size, chooser)}"
 
 
 def _has_names(config: Config) -> bool:
-    """Whether the job names parameters, ops or matrices, which only torch and the model know."""
+    """Whether the job names parameters, ops, matrices or compiler options, which only torch and the model know."""
     table = config.activation_checkpoint
-    return bool(config.optimizer.groups or table.save_ops or table.save_every_nth_matmul > 1)
+    named = config.optimizer.groups or table.save_ops or config.compile.options
+    return bool(named or table.save_every_nth_matmul > 1)
 
 
 def _chosen(config: Config, world_size: int | None, chooser: Chooser) -> str:
@@ -199,6 +207,8 @@ def _misunderstood(flag: str, value: str | None) -> str:
         return f'unexpected argument "{flag}"; did you mean --config {flag}?'
     if flag in _TORCHRUN_FLAGS:
         return f"{flag}: a flag of torchrun; put it before train.py: torchrun {flag} {value or 'N'} train.py ..."
+    if hint := _HINTS.get(flag[2:].replace("-", "_")):
+        return f"{flag}: unknown flag; {hint}"
     key = find((flag[2:],))
     if key and key.is_table:
         return f"{flag}: is a table; set its keys one by one: {flag}.KEY VALUE"

@@ -5,12 +5,18 @@ from collections.abc import Iterator
 
 from configs.checks import check
 from configs.elastic import describe
-from configs.layout import accumulation_steps, active_parameter_count, mesh_sizes, parameter_count, smallest_world_size
+from configs.layout import (
+    accumulation_steps,
+    active_parameter_count,
+    mesh_sizes,
+    parameter_count,
+    rank_counts,
+    smallest_world_size,
+)
 from configs.load import LoadedConfig
 from configs.reading.keys import Key, schema_keys
 from configs.reading.toml_text import value_text
 from configs.schema import Config, Model, is_run_key
-from configs.stages import fewest_micro_batches
 
 _MOST_COUNTS = 10
 """Numbers of ranks that `--validate` lists."""
@@ -116,12 +122,9 @@ def _ranks(loaded: LoadedConfig, world_size: int | None) -> str:
 
 def _rank_counts(config: Config) -> list[int]:
     """The numbers of ranks that form the mesh and divide the global batch."""
-    smallest = smallest_world_size(config.mesh)
     if config.mesh.dp_shard != -1:
-        return [smallest]
-    steps = accumulation_steps(config, mesh_sizes(config, smallest))  # of n times as many ranks: an nth, if n divides
-    times = [n for n in range(1, steps // fewest_micro_batches(config) + 1) if steps % n == 0]
-    return [smallest * n for n in times if not check(config, smallest * n)]
+        return [smallest_world_size(config.mesh)]
+    return [ranks for ranks in rank_counts(config) if not check(config, ranks)]
 
 
 def _short(count: int) -> str:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from configs.checks import mesh as rules
 from configs.checks.rule import Problem
-from configs.layout import mesh_sizes, product_of_axes, smallest_world_size
-from configs.schema import Config, Mesh, MissingKey
+from configs.errors import ConfigError
+from configs.layout import mesh_sizes, product_of_axes, rank_counts, smallest_world_size
+from configs.schema import Config, Mesh
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,16 @@ def check_elastic(config: Config, world_size: int | None, check: Check) -> tuple
     """Choose the mesh of an elastic job, and check the job with it; another job is only checked.
 
     Args:
-        config: complete, or with the valid keys only.
+        config: the job.
         world_size: ranks of the launch; None if unknown, then each mesh is checked for the fewest ranks that form it.
         check: the rules between keys (configs.checks).
 
     Returns:
         The config with the chosen mesh, the choice (None if there is none), and what is wrong.
     """
-    try:
-        if not config.elastic.enable:
-            return config, None, check(config, world_size)
-        candidates = [(key, _with(config, mesh)) for key, mesh in _candidates(config)]
-    except MissingKey:
+    if not config.elastic.enable:
         return config, None, check(config, world_size)
+    candidates = [(key, _with(config, mesh)) for key, mesh in _candidates(config)]
     problems = [(_renamed(path, key), why) for key, each in candidates for path, why in check(each, None)]
     if problems or world_size is None:
         return config, None, list(dict.fromkeys(problems))
@@ -74,10 +72,13 @@ def _renamed(path: str, key: str) -> str:
 
 def _most_ranks(config: Config, world_size: int) -> int:
     """The most of `world_size` ranks that can form the mesh and divide the global batch; 0 if there are too few."""
-    fewest = smallest_world_size(config.mesh)
-    most = world_size if config.mesh.dp_shard == -1 else fewest
-    for ranks in range(min(most, world_size), fewest - 1, -1):
-        if not any(problem for rule in rules.RULES for problem in rule(config, ranks)):
+    try:
+        is_open = config.mesh.dp_shard == -1
+        counts = rank_counts(config, world_size) if is_open else [smallest_world_size(config.mesh)]
+    except ConfigError:
+        return 0
+    for ranks in reversed(counts):
+        if ranks <= world_size and not any(problem for rule in rules.RULES for problem in rule(config, ranks)):
             return ranks
     return 0
 

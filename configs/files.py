@@ -11,7 +11,6 @@ a hard link, as after `cp -al`, is first copied.
 import errno
 import os
 import shutil
-import socket
 import stat
 import threading
 from collections import deque
@@ -25,6 +24,12 @@ KEPT_BYTES = 16 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a disk without room."""
 _BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own is
+
+
+def whole(path: str | Path) -> str:
+    """Write a path as messages about a missing file show it: absolute, so that one sees where Keel looked."""
+    return os.path.abspath(path)  # unlike resolve(), it keeps the names of symbolic links
+
 
 # --------------------------------------------------------------------------- plain files
 
@@ -60,16 +65,6 @@ def open_plain(path: Path, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
-def identity(folder: Path) -> tuple[object, ...]:
-    """What distinguishes an existing folder from all others, on this host and on others that have it not mounted."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        boot = socket.gethostname()
-    found = folder.stat()
-    return boot, found.st_dev, found.st_ino
-
-
 # --------------------------------------------------------------------------- whole files
 
 
@@ -97,6 +92,8 @@ def replacing(path: Path, writer: str = "") -> Iterator[IO[bytes]]:
 
     `writer`: who writes it, if several processes may do so at once; part of the temporary file's name.
     """
+    if not path.name:  # "." and "/"
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = path.with_name(f".{path.name}{writer and f'.{writer}'}.tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -161,7 +158,8 @@ class AppendedFile:
 
     `write` keeps a record in memory, `flush` appends what was kept. A record that the disk accepted only in part is
     truncated, and stays in memory with those after it for the next flush. The file is opened for each flush, which
-    reveals that it was removed, and errors that a network file system reports only when a file is closed.
+    reveals that it was removed, and errors that a network file system reports only when a file is closed. A record that
+    is in the file in spite of such an error is not written again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -169,6 +167,8 @@ class AppendedFile:
         self.path = path
         self._records: deque[bytes] = deque()
         self._n_bytes, self._dropped = 0, 0
+        self._doubtful_at: int | None = None
+        """Where the first record is if it was written completely, and then closing the file failed."""
         self._lock = threading.Lock()
 
     @property
@@ -207,6 +207,9 @@ class AppendedFile:
             return dropped
 
     def _append(self, record: bytes) -> None:
+        if self._is_there(record):
+            self._doubtful_at = None
+            return
         descriptor = self._open()
         try:
             size, rest = os.fstat(descriptor).st_size, memoryview(record)
@@ -217,8 +220,17 @@ class AppendedFile:
                 with suppress(OSError):
                     os.ftruncate(descriptor, size)
                 raise
+            self._doubtful_at = size
         finally:
             os.close(descriptor)
+        self._doubtful_at = None
+
+    def _is_there(self, record: bytes) -> bool:
+        if self._doubtful_at is None or not self.path.is_file():
+            return False
+        with self.path.open("rb") as file:
+            file.seek(self._doubtful_at)
+            return file.read(len(record)) == record
 
     def _open(self) -> int:
         descriptor = open_plain(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

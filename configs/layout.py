@@ -13,8 +13,10 @@ from typing import Literal
 from configs.errors import ConfigError
 from configs.schema import Config, Fsdp, LrSchedule, Mesh, Model
 
-FSDP_DIMENSIONS = ("shard", "expert_shard")
-"""Dimensions of the mesh over which FSDP shards parameters, and so gathers them."""
+MOST_RANKS = 2**17
+"""Ranks that are considered where their number is open."""
+_MOST_SEQUENCES = 2**16
+"""Of a micro-batch that a message may propose."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,18 @@ def _product(mesh: Mesh) -> int:
     return mesh.dp_replicate * max(mesh.dp_shard, 1) * mesh.cp * mesh.tp * mesh.pp
 
 
+def rank_counts(config: Config, most: int = MOST_RANKS) -> list[int]:
+    """The numbers of ranks up to `most` that form a mesh with `dp_shard = -1` and divide the global batch.
+
+    Raises:
+        ConfigError: not even the smallest mesh divides it.
+    """
+    smallest = smallest_world_size(config.mesh)
+    steps = accumulation_steps(config, mesh_sizes(config, smallest))  # n times as many ranks take an nth of them
+    most_times = min(steps, min(most, MOST_RANKS) // smallest)
+    return [smallest * n for n in range(1, most_times + 1) if steps % n == 0]
+
+
 def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
     """The mesh for a number of ranks; `dp_shard = -1` becomes the ranks that the other sizes leave.
 
@@ -103,7 +117,7 @@ def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
     if world_size % product or (not left_open and world_size != product):
         ranks = f"{world_size} rank{'s' * (world_size != 1)}"
         smallest = smallest_world_size(mesh)
-        start = f"{smallest} ranks (torchrun --nproc-per-node {smallest})"
+        start = f"{smallest} ranks (keel train JOB --ranks {smallest}, or torchrun --nproc-per-node {smallest})"
         problem = f"does not divide {world_size}" if left_open else f"not {world_size}"
         raise ConfigError(
             f"{ranks} cannot form the mesh: {product_of_axes(mesh)} = {product}{'' if left_open else ','} {problem}; "
@@ -125,11 +139,13 @@ def accumulation_steps(config: Config, sizes: MeshSizes) -> int:
     if batch % at_once == 0:
         return batch // at_once
     below = batch - batch % at_once
+    largest = min(micro - 1, batch // sizes.dp, _MOST_SEQUENCES)
+    smaller = next((size for size in range(largest, 0, -1) if batch % (sizes.dp * size) == 0), None)
     near = f"{below} or {below + at_once}" if below else str(at_once)
     raise ConfigError(
         f"a global batch of {batch} sequences cannot be cut into micro-batches: dp_replicate {sizes.dp_replicate} x "
         f"dp_shard {sizes.dp_shard} x micro_batch_size {micro} = {at_once} does not divide {batch}; a global batch of "
-        f"{near} would do, or another micro_batch_size or mesh"
+        f"{near} would do, or {f'micro_batch_size {smaller}' if smaller else 'another micro_batch_size or mesh'}"
     )
 
 

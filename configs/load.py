@@ -14,20 +14,19 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from configs.checks import check
-from configs.checks.idle import Idle, idle_keys
+from configs.checks import check, check_right_part
+from configs.checks.idle import idle_keys
 from configs.checks.rule import Problem
 from configs.elastic import Choice, check_elastic
 from configs.errors import ConfigError
-from configs.reading.explain import MAX_EXPLAINED, Mistake, bad_paths, explain
-from configs.reading.keys import KeyPath, dotted, key_path, table_in
-from configs.reading.merge import Layers, read_layers, shown
+from configs.files import whole
+from configs.reading.explain import MAX_EXPLAINED, Mistake, explain, wrong_paths
+from configs.reading.keys import KeyPath, dotted, key_path
+from configs.reading.merge import JOB_FILES, Layers, read_layers, shown
 from configs.reading.overrides import parse_overrides
+from configs.reading.right_part import right_part
 from configs.reading.toml_text import table_text
-from configs.schema import Config, Table
-
-JOB_FILES = Path(__file__).parent
-"""Folder in which a bare name is looked up if the current folder has no such file."""
+from configs.schema import Config
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,8 @@ class LoadedConfig:
 
     config: Config
     layers: Layers
+    warnings: tuple[str, ...] = ()
+    """Keys that were set but do nothing, with the reason; in `config` they have their defaults."""
     choice: Choice | None = None
     """The mesh that an elastic job forms; None if the job is not elastic, or the number of ranks not known.
     `config` has this mesh, but `to_toml` writes the job's own, so that the file is elastic again."""
@@ -47,14 +48,10 @@ class LoadedConfig:
 
     @cached_property
     def origins(self) -> dict[str, str]:
-        """Where each key was set, by dotted name: "file:line", "--key" or "default".
-
-        If a default applies because the value that was set does nothing, the entry says so: "default; ...".
-        """
-        left_out = {path: f"default; {origin.where}" for path, origin in self.layers.left_out.items()}
-        set_in = {path: origin.where for path, origin in self.layers.origins.items()}
-        words = left_out | set_in
-        return {dotted(path): words.get(path, "default") for path in leaves(self.config.model_dump())}
+        """Where each key was set, by dotted name: "file:line", "--key" or "default"."""
+        # A name with dots, such as a compiler option's, may have been set as tables inside tables.
+        by_name = {dotted(path): where for path, where in self.layers.origins.items()}
+        return {name: by_name.get(name, "default") for name in map(dotted, leaves(self.config.model_dump()))}
 
     def error(self, key: str, message: str) -> ConfigError:
         """Make an error about a key (`"data.sources.0.path"`) that starts with where the key was set."""
@@ -68,11 +65,6 @@ class LoadedConfig:
         values = self.config.model_dump()
         if self.choice:
             values["mesh"] = self.choice.table_of_the_job.model_dump()
-        for idle in idle_keys(self.config):  # a default that another key overrules; setting it would be an error
-            table: Any = values
-            for part in idle.path[:-1]:
-                table = table[part]
-            table[idle.path[-1]] = None
         return table_text(values, (lambda path: self.origins[dotted(path)]) if with_origins else None)
 
 
@@ -90,19 +82,23 @@ def load(name_or_path: str, overrides: Sequence[str] = (), world_size: int | Non
     layers = read_layers(find_job_file(name_or_path))
     mistakes = list(_override_all(layers, overrides))
     layers.unset()
-    config, error = _validate(layers)
-    while _leave_out_idle(config, layers):
-        config, error = _validate(layers)
-    if error:
-        mistakes += explain(error, layers)
-        if (more := error.error_count() - MAX_EXPLAINED) > 0:
-            raise ConfigError("\n".join([*map(str, mistakes), f"and {more} more"])) from None
+    try:
+        config = Config.model_validate(layers.values)
+    except ValidationError as error:
+        right = right_part(Config, layers.values, set(wrong_paths(error)))
+        mistakes += [*explain(error, layers), *_between(check_right_part(right), layers)]
+        _refuse(mistakes, error.error_count() - MAX_EXPLAINED)
+        raise
+    warnings: list[str] = []
+    while idle := {key.path: key for key in idle_keys(config)}:  # once more: what a key needs may itself do nothing
+        for path, key in idle.items():
+            other = layers.where(key.other) if key.other in layers.origins else "the default"
+            warnings.append(f"{layers.where(path)}: {key.message(other)}")
+            layers.remove(path)
+        config = Config.model_validate(layers.values)
     config, choice, problems = check_elastic(config, world_size, check)
-    mistakes += (_mistake(problem, layers) for problem in problems)
-    mistakes += _idle_mistakes(config, layers)
-    if mistakes:
-        raise ConfigError("\n".join(map(str, sorted(mistakes, key=_place))))
-    return LoadedConfig(config, layers, choice)
+    _refuse([*mistakes, *_between(problems, layers)])
+    return LoadedConfig(config, layers, tuple(warnings), choice)
 
 
 def find_job_file(name_or_path: str) -> Path:
@@ -121,15 +117,15 @@ def find_job_file(name_or_path: str) -> Path:
                 return candidate
         is_something = path.exists()
     except OSError as error:  # a folder that may not be entered, a name that is too long
-        raise ConfigError(f"--config {name_or_path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"job {name_or_path}: cannot be read: {error.strerror}") from None
     if is_something:
         what = "a folder; name the job file in it" if path.is_dir() else "not a regular file, which a job must be"
-        raise ConfigError(f"--config {name_or_path} is {what}")
+        raise ConfigError(f"job {name_or_path} is {what}")
     names = sorted(file.stem for file in JOB_FILES.glob("*.toml"))
     near = get_close_matches(path.stem, names, 1)
     advice = f"did you mean {near[0]}.toml?" if near else f"{shown(JOB_FILES)} has {', '.join(names)}"
-    place = "in the current folder or in configs/" if len(candidates) > 1 else "at that path"
-    raise ConfigError(f"--config {name_or_path}: no job file {place}; {advice}")
+    place = "no job file at {} or in configs/" if len(candidates) > 1 else "no job file at {}"
+    raise ConfigError(f"job {name_or_path}: {place.format(whole(path))}; {advice}")
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
@@ -150,62 +146,19 @@ def _override_all(layers: Layers, words: Sequence[str]) -> Iterator[Mistake]:
             yield Mistake(override.path, override.flag, str(error))
 
 
-def _validate(layers: Layers) -> tuple[Config, ValidationError | None]:
-    """Return the config, or its valid part and the error."""
-    try:
-        return Config.model_validate(layers.values), None
-    except ValidationError as error:
-        return _construct(Config, layers.values, set(bad_paths(error))), error
+def _between(problems: Iterable[Problem], layers: Layers) -> list[Mistake]:
+    """Where what is wrong between keys was set."""
+    return [Mistake(key_path(key), layers.where(key_path(key)), message) for key, message in problems]
 
 
-def _leave_out_idle(config: Config, layers: Layers) -> bool:
-    """Remove keys that do nothing because a higher layer overruled them; returns whether there were any."""
-    mistakes = {mistake.path for mistake in _idle_mistakes(config, layers)}
-    overruled = {idle.path: idle for idle in idle_keys(config) if idle.is_set and idle.path not in mistakes}
-    for path, idle in overruled.items():
-        layers.leave_out(path, idle.fault, layers.layer(idle.other))
-    return bool(overruled)
-
-
-def _idle_mistakes(config: Config, layers: Layers) -> Iterator[Mistake]:
-    """Yield the keys that did nothing where they were set: the other key's value is not from a higher layer."""
-    found: dict[KeyPath, Idle] = {}
-    for idle in idle_keys(config):
-        if idle.is_set and layers.layer(idle.other) <= layers.layer(idle.path):
-            found.setdefault(idle.path, idle)
-    for path, idle in found.items():
-        where = layers.where(idle.other) if idle.other in layers.origins else "the default"
-        yield Mistake(path, layers.where(path), idle.message(where))
-
-
-def _mistake(problem: Problem, layers: Layers) -> Mistake:
-    key, message = problem
-    return Mistake(key_path(key), layers.where(key_path(key)), message)
+def _refuse(mistakes: list[Mistake], more: int = 0) -> None:
+    """Raise a ConfigError that lists the mistakes, and the number of those that are not explained, if there are any."""
+    if mistakes:
+        further = [f"and {more} more"] * (more > 0)
+        raise ConfigError("\n".join([*map(str, sorted(mistakes, key=_place)), *further])) from None
 
 
 def _place(mistake: Mistake) -> tuple[bool, str, int]:
     """Sort key of messages: by file and line, those about the command line last."""
     file, _, line = mistake.where.rpartition(":")
     return mistake.where.startswith("--"), file or mistake.where, int(line) if line.isdigit() else 0
-
-
-def _construct(table: type[Table], values: dict[str, Any], bad: Iterable[KeyPath], at: KeyPath = ()) -> Any:
-    """Construct a table without validation and without the bad keys; reading one of those raises MissingKey."""
-    given: dict[str, Any] = {}
-    lacking = {str(path[-1]) for path in bad if path[:-1] == at}
-    for name, field in table.model_fields.items():
-        inner = table_in(field.annotation)
-        value = values.get(name)
-        if inner and isinstance(value, dict):
-            given[name] = _construct(inner, value, bad, (*at, name))
-        elif inner and isinstance(value, list):
-            tables = [(index, item) for index, item in enumerate(value) if isinstance(item, dict)]
-            given[name] = [_construct(inner, item, bad, (*at, name, index)) for index, item in tables]
-            if len(tables) < len(value):  # the remaining items would have wrong indices
-                lacking.add(name)
-        elif name in values:
-            given[name] = value
-    made = table.model_construct(**given)
-    for name in lacking:
-        made.__dict__.pop(name, None)
-    return made

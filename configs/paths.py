@@ -8,6 +8,7 @@ from contextlib import suppress
 from glob import has_magic, iglob
 from pathlib import Path
 
+from configs.files import whole
 from configs.load import LoadedConfig
 from configs.reading.keys import key_path
 from configs.schema import Config, Source
@@ -35,18 +36,23 @@ def _looked_at(key: str, path: str, problems: Iterator[Missing]) -> Iterator[Mis
 def _tokenizer(config: Config) -> Iterator[Missing]:
     path, train_on = config.tokenizer.path, config.tokenizer.train_on
     if path:
-        yield from _looked_at("tokenizer.path", path, _tokenizer_file(path, train_on))
+        yield from _looked_at("tokenizer.path", path, _tokenizer_file(path, train_on, config.job.folder))
 
 
-def _tokenizer_file(path: str, train_on: list[str]) -> Iterator[Missing]:
+def _tokenizer_file(path: str, train_on: list[str], run: Path) -> Iterator[Missing]:
     if Path(path).is_file():
         return
     if Path(path).is_dir():
         yield "tokenizer.path", f'is "{path}": a folder; name the file in it, such as tokenizer.model or tokenizer.json'
-    elif train_on:
+        return
+    copies = [copy for copy in (run / "tokenizer.model", run / "tokenizer.json") if copy.is_file()]
+    if train_on and copies and _has_any(run / "checkpoints", "step-*"):
+        return  # it is copied back
+    if train_on:
         yield from _texts("tokenizer.train_on", train_on)
     else:
-        yield "tokenizer.path", f'is "{path}": no such file; scripts/train_tokenizer.py creates one'
+        remedy = f"the run has a copy, {copies[0]}" if copies else "keel tokenizer makes one"
+        yield "tokenizer.path", f'is "{path}": no such file: {whole(path)}; {remedy}'
 
 
 def _data(config: Config) -> Iterator[Missing]:
@@ -66,7 +72,8 @@ def _source(key: str, source: Source, path: str) -> Iterator[Missing]:
     if source.kind == "text":
         yield from _texts(key, [path])
     elif source.kind == "tokens" and not Path(path).is_dir():
-        yield key, f'is "{path}": no such folder of token files; scripts/prepare_data.py creates one'
+        what = f"no such folder of token files: {whole(path)}"
+        yield key, f'is "{path}": {what}; keel prepare makes one'
 
 
 def _texts(key: str, inputs: list[str]) -> Iterator[Missing]:
@@ -77,7 +84,7 @@ def _texts(key: str, inputs: list[str]) -> Iterator[Missing]:
 
 def _text(key: str, text: str) -> Iterator[Missing]:
     if not Path(text).exists() and not _matches(text):
-        yield key, f'names "{text}": no such file or folder'
+        yield key, f'names "{text}": no such file or folder: {whole(text)}'
 
 
 def _matches(pattern: str) -> bool:
@@ -101,9 +108,9 @@ def _checkpoint(config: Config) -> Iterator[Missing]:
         yield from _looked_at("checkpoint.load", load, _folder("checkpoint.load", load, what))
     if init_from is not None and (load == "none" or not has_own):
         key = "checkpoint.init_from"
-        yield from _looked_at(key, init_from, _folder(key, init_from, "no such checkpoint folder"))
+        yield from _looked_at(key, init_from, _folder(key, init_from, "no such folder of a checkpoint or run"))
 
 
 def _folder(key: str, path: str, otherwise: str) -> Iterator[Missing]:
     if not Path(path).is_dir():
-        yield key, f'is "{path}": {otherwise}'
+        yield key, f'is "{path}": {otherwise}: {whole(path)}'

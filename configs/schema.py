@@ -7,9 +7,9 @@ checkpoints rely on. Nothing here imports torch, so `--help` and `--validate` an
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from configs.only_with import only_with
 
@@ -19,12 +19,10 @@ Seconds = Annotated[int, Field(gt=0, lt=2**31)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Pattern = Annotated[str, Field(min_length=1, max_length=256)]
+"""Shell-style. The time of a match grows with a power of the length."""
 Dtype = Literal["float32", "bfloat16", "float64"]
 _FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-
-
-class MissingKey(Exception):
-    """A key was read that the config lacks because its value in the job is invalid; never leaves configs/."""
 
 
 class Table(BaseModel):
@@ -32,13 +30,16 @@ class Table(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
-    if not TYPE_CHECKING:  # otherwise a type checker would accept any attribute
 
-        def __getattr__(self, name: str) -> Any:
-            """Raise MissingKey for a key that this config lacks, AttributeError for one that the schema lacks."""
-            if name in type(self).model_fields:
-                raise MissingKey(f"{type(self).__name__}.{name}")
-            return super().__getattr__(name)
+def _joined_names(value: Any) -> Any:
+    """Write tables inside tables by dotted names: {"cpp": {"threads": 2}} -> {"cpp.threads": 2}."""
+    if not isinstance(value, dict):
+        return value
+    joined: dict[str, Any] = {}
+    for name, item in value.items():
+        inner = _joined_names(item)
+        joined |= {f"{name}.{key}": each for key, each in inner.items()} if isinstance(item, dict) else {name: item}
+    return joined
 
 
 # --------------------------------------------------------------------------- run tables: what is learned
@@ -79,7 +80,7 @@ class Model(Table):
     """llama: Llama 2 and 3.x; with n_experts also Mixtral, DeepSeekMoE and similar models."""
     dim: PositiveInt
     """Width of the residual stream."""
-    n_layers: PositiveInt
+    n_layers: Annotated[int, Field(gt=0, le=4096)]
     """Number of transformer blocks."""
     n_heads: PositiveInt
     """Number of query heads."""
@@ -119,7 +120,8 @@ class Tokenizer(Table):
     """How text becomes token ids."""
 
     path: str | None = None
-    """A SentencePiece .model, or a tokenizer.json (needs the package `tokenizers`)."""
+    """A SentencePiece .model, or a tokenizer.json (needs the package `tokenizers`). The run folder gets a copy. The
+    file may move: a resume compares its content."""
     train_on: list[str] = []
     """If `path` does not exist, train a SentencePiece BPE model with model.vocab_size pieces on these texts."""
 
@@ -222,7 +224,7 @@ class Training(Table):
 class ParameterGroup(Table):
     """Settings for the parameters whose names match a pattern."""
 
-    pattern: str
+    pattern: Pattern
     """Shell-style pattern of parameter names, e.g. "*.norm.weight"; matching nothing is an error."""
     lr_scale: Annotated[NonNegativeFloat, only_with("freeze", False)] = 1.0
     """Factor applied to the learning rate."""
@@ -237,12 +239,13 @@ class ParameterGroup(Table):
 class Optimizer(Table):
     """The update rule."""
 
-    name: Literal["adamw", "muon"] = "adamw"
-    """adamw; muon: Muon for the blocks' matrices, AdamW for the rest (needs fsdp.partition = "owner")."""
+    name: Literal["adamw", "lion", "muon"] = "adamw"
+    """adamw; lion (half the state; lr 3 to 10 times smaller); muon: Muon for the blocks' matrices, AdamW for the rest
+    (needs fsdp.partition = "owner")."""
     lr: PositiveFloat
     """Peak learning rate."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
-    """Decay rates of the first and second moments."""
+    """Decay rates of the first and second moments; lion's are of the update and of the momentum: [0.9, 0.99]."""
     eps: PositiveFloat = 1e-8
     """Term added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
@@ -288,7 +291,7 @@ class Float8(Table):
     recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     """Scales: one for a tensor (the fastest), one for a row; rowwise_with_gw_hp: rows, and the weights' gradients in
     compute_dtype, so that neither micro_batch_size nor cp changes a value."""
-    skip: Annotated[list[str], only_with("recipe", *_FLOAT8)] = []
+    skip: Annotated[list[Pattern], only_with("recipe", *_FLOAT8)] = []
     """Shell-style patterns of matrices that stay in compute_dtype, e.g. "layers.0.*" or "*.o_proj"; matching nothing is
     an error. Embedding, head and experts always stay."""
     fsdp_all_gather: Annotated[bool, only_with("recipe", "tensorwise", reason="which has no scale for a tensor")] = (
@@ -370,7 +373,6 @@ class Fsdp(Table):
     accumulate: Annotated[
         Literal["reduce_every", "reduce_last"],
         only_with("zero_stage", 1, 3, of="reduce_last", reason="which reduces every micro-batch"),
-        only_with("zero_stage", 2, 3, of="reduce_every", reason="which reduces once a step"),
         only_with("training.reduction", "fast", of="reduce_last", reason="which reduces every micro-batch"),
     ] = "reduce_every"
     """reduce_last (always if mesh.pp > 1): reduce gradients once per step; until then they are unsharded."""
@@ -380,28 +382,6 @@ class Fsdp(Table):
         Literal["bfloat16"] | None, only_with("partition", "owner"), only_with("training.dtype", "float32", "float64")
     ] = None
     """Broadcast updated parameters in this type and compute with them; owners keep training.dtype (run key)."""
-
-
-class SimulatedGroup(Table):
-    """Delays for the FSDP groups that are sharded over one dimension of the mesh."""
-
-    shards_over: str
-    """Dimension of the mesh over which the groups are sharded: "shard" is dp_shard x cp."""
-    all_gather_milliseconds: NonNegativeFloat = 0.0
-    """Like comm.simulate.all_gather_milliseconds, for these groups."""
-    reduce_scatter_milliseconds: NonNegativeFloat = 0.0
-    """Like comm.simulate.reduce_scatter_milliseconds, for these groups."""
-
-
-class Simulate(Table):
-    """Delays that simulate a network, to measure how well communication overlaps computation."""
-
-    all_gather_milliseconds: NonNegativeFloat = 0.0
-    """Delay added to each FSDP all-gather, on its stream; 0: none."""
-    reduce_scatter_milliseconds: NonNegativeFloat = 0.0
-    """Delay added to each FSDP reduce-scatter, on its stream (on a CPU, computation waits as well); 0: none."""
-    groups: list[SimulatedGroup] = []
-    """Dimensions of the mesh with separate delays."""
 
 
 class Comm(Table):
@@ -421,8 +401,6 @@ class Comm(Table):
     2.13 or newer); copy_engine: as well, and gathers within a host by the GPUs' copy engines, not by their cores."""
     order_guard_interval: NonNegativeInt = 100
     """Compare the order of collectives across ranks on the first step and then every this many steps; 0: never."""
-    simulate: Simulate = Simulate()
-    """Delays that simulate a network."""
 
 
 class Context(Table):
@@ -464,7 +442,7 @@ class ActivationCheckpoint(Table):
         Literal["none", "full", "selective", "budget"], only_with("memory_limit_gib", 0, reason="which chooses it")
     ] = "none"
     """none; full: recompute whole blocks; selective: all but some ops; budget: torch.compile's choice."""
-    save_ops: Annotated[list[str], only_with("mode", "selective")] = []
+    save_ops: Annotated[list[Pattern], only_with("mode", "selective")] = []
     """Ops whose outputs are kept ("aten.mm" means all its overloads); default: the model's list."""
     save_every_nth_matmul: Annotated[PositiveInt, only_with("mode", "selective")] = 1
     """Keep the output of every n-th matrix product of a block, in definition order."""
@@ -481,6 +459,18 @@ class Compile(Table):
 
     enable: bool = False
     """Compile every block and the loss."""
+    mode: Annotated[
+        Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
+        only_with("enable", reason="which compiles nothing"),
+    ] = "default"
+    """torch.compile's preset. reduce-overhead: CUDA graphs, on one rank; max-autotune-no-cudagraphs: time variants of
+    kernels and take the fastest; max-autotune: both."""
+    options: Annotated[
+        dict[str, bool | int | float | str],
+        BeforeValidator(_joined_names),
+        only_with("enable", reason="which compiles nothing"),
+    ] = {}
+    """Settings of torch._inductor.config in place of a mode, e.g. { max_autotune = true, "cpp.threads" = 2 }."""
 
 
 class Checkpoint(Table):
@@ -492,7 +482,8 @@ class Checkpoint(Table):
     """sync: training waits for the disk; async: training waits only for a copy in memory."""
     load: str | int = "latest"
     """latest: resume from the newest checkpoint, if any; none: start from scratch; or a step or a checkpoint folder to
-    begin from (a run with a later checkpoint resumes from that one)."""
+    begin from (a run with a later checkpoint resumes from that one), or a run folder, for its newest checkpoint (a run
+    with checkpoints of its own resumes from those)."""
     go_back: NonNegativeInt = 0
     """1: go back to load (a step or a folder) although the run has later checkpoints, only once even if the command is
     repeated; 2 to go back another time, and so on."""
@@ -501,7 +492,8 @@ class Checkpoint(Table):
     init_from: Annotated[
         str | None, only_with("load", "latest", "none", reason="which the run begins from instead")
     ] = None
-    """Checkpoint folder of another run, from which a new run takes its initial weights and nothing else."""
+    """Another run, or one of its checkpoints, from which a new run takes its initial weights and nothing else; of a run
+    folder, the newest checkpoint."""
     verify: Literal["size", "hash"] = "hash"
     """What to verify before loading: the size of each file; hash: also its content, which reads each file twice."""
     on_damage: Literal["fall_back", "stop"] = "fall_back"
@@ -516,11 +508,6 @@ class Checkpoint(Table):
     """Consecutive failed saves (such as on a full disk) after which the run fails; until then it trains on."""
     timeout_seconds: Seconds = 1800
     """Time that a save may take, or that a rank waits for another rank's reads or writes, before the run fails."""
-    memory_copies: Annotated[NonNegativeInt, only_with("elastic.enable", reason="so no launch goes on from them")] = 0
-    """Other hosts that hold a copy of each host's part of the state in their memory, from which the run goes on when
-    hosts are lost; 0: off."""
-    memory_interval: Annotated[NonNegativeInt, only_with("memory_copies", reason="so there are no copies")] = 0
-    """Steps between copies in memory."""
     export_every: NonNegativeInt = 0
     """Also export every checkpoint whose step is a multiple of this, in Hugging Face format, to exports/; 0: off."""
     optimizer_dtype: Annotated[
@@ -577,12 +564,10 @@ class Metrics(Table):
     """Write TensorBoard files to the run folder."""
     wandb: bool = False
     """Log to Weights & Biases, whose own settings apply (needs the package wandb)."""
-    mlflow: bool = False
-    """Log to MLflow, whose own settings apply; default: to mlflow/ in the run folder (needs the package mlflow)."""
-    sink: Annotated[str | None, Field(pattern=r"^[\w.]+:\w+$")] = None
+    sink: Annotated[str, Field(pattern=r"^[\w.]+:\w+$", examples=["package.module:Class"])] | None = None
     """A class of your own that gets every record, as "my_module:MySink" (docs/loggers.md)."""
     fingerprint: bool = False
-    """Record a fingerprint of every step's gradients, by which `keel replay` and `keel certify` prove the run."""
+    """Record a fingerprint of every step's gradients, with which `keel replay` compares steps computed again."""
     details_interval: NonNegativeInt = 0
     """Steps between measurements of each layer's gradients and activations, and of the gradient noise scale (up to an
     eighth of a step longer, two steps with a pipeline; docs/details.md); 0: never."""
@@ -592,9 +577,9 @@ class Profile(Table):
     """Profiler traces."""
 
     start_step: NonNegativeInt = 0
-    """First step of the profiler's trace; 0: no trace."""
+    """First step of the profiler's trace, whose names docs/performance.md lists; 0: no trace."""
     steps: PositiveInt = 3
-    """Number of steps in the trace."""
+    """Number of steps in the trace, each with what is done before the next one begins."""
     memory_snapshot: Annotated[
         bool,
         only_with("start_step", reason="which traces no steps"),
@@ -687,6 +672,7 @@ class Config(Table):
 
 RUN_TABLES = ("model", "tokenizer", "data", "training", "optimizer", "lr_schedule", "float8")
 MACHINE_KEYS_IN_RUN_TABLES = (
+    "tokenizer.path",  # the file may move: its content is compared
     "training.steps",
     "training.micro_batch_size",
     "training.deterministic",

@@ -5,6 +5,7 @@ one stage with all layers.
 """
 
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 from itertools import accumulate
 
 from configs.errors import ConfigError
@@ -74,11 +75,12 @@ def _even_split(config: Config) -> Sequence[int]:
     memory[0] += vocabulary
     memory[-1] += vocabulary
     time[-1] += vocabulary
+    least = [(time[stage], memory[stage], -stage) for stage in range(stages)]
+    heapify(least)
     for _ in range(model.n_layers - stages):
-        next_one = min(range(stages), key=lambda stage: (time[stage], memory[stage], -stage))
-        counts[next_one] += 1
-        time[next_one] += layer_time
-        memory[next_one] += layer
+        least_time, least_memory, place = least[0]
+        counts[-place] += 1
+        heapreplace(least, (least_time + layer_time, least_memory + layer, place))
     return counts
 
 

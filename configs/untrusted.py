@@ -44,6 +44,22 @@ def read_file(path: Path, max_bytes: int) -> bytes:
         return file.read(status.st_size)  # read() allocates as many bytes as requested
 
 
+def link_out_of(path: Path) -> str | None:
+    """What is wrong with a file that is a link out of its folder; None if it is none.
+
+    A link within the folder is not, and neither is one of the Hugging Face Hub's cache, whose `models--NAME/snapshots/`
+    link to `models--NAME/blobs/`.
+    """
+    folder, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
+    caches = [parent for parent in folder.parents if parent.name.startswith("models--")]
+    is_cached = any(folder.is_relative_to(cache / "snapshots") and target.parent == cache / "blobs" for cache in caches)
+    if is_cached or target.is_relative_to(folder):
+        return None
+    return (
+        f"{path} is a link to {target}, outside of the folder, which is not read; if you trust it, copy the file here"
+    )
+
+
 def parse_json(content: str | bytes) -> Any:
     """Parse a JSON text.
 

@@ -8,15 +8,42 @@ A block is compiled again where another set of its parameters is frozen, and wit
 blocks share torch's limit of graphs for the same code, which is 8 unless it is raised; beyond it, a run would fail.
 """
 
-from typing import Any
+import difflib
+from typing import Any, cast
 
 import torch
+import torch._inductor
 from torch import nn
 
+from configs.errors import ConfigError
 from configs.plan import plan_of
+from configs.schema import Compile
 
 MOST_GRAPHS = 64
 """Of the same code. More would mean that something is compiled again in each step, which must not go unnoticed."""
+
+
+def compiler_options(config: Compile) -> dict[str, Any]:
+    """The settings of `torch._inductor.config` that a job asks for, by its mode or its options.
+
+    Raises:
+        ConfigError: the compiler has no such option, or one of another type.
+    """
+    known = torch._inductor.list_options()
+    for name in config.options:
+        if name.replace("-", "_") not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.6)
+            hint = f'did you mean "{near[0]}"?' if near else "torch._inductor.list_options() lists them"
+            raise ConfigError(f'torch {torch.__version__} has no compiler option "{name}"; {hint}')
+    try:
+        torch.compile(_nothing, options=cast(dict[str, Any], config.options))
+    except RuntimeError as error:
+        raise ConfigError(f"a compiler option has the wrong type: {error}") from None
+    return {**torch._inductor.list_mode_options(config.mode), **config.options}
+
+
+def _nothing() -> None:
+    """Compiled only for the sake of the options, which torch then checks."""
 
 
 def apply_compile(model: nn.Module, options: dict[str, Any]) -> None:

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
+from parallelisms.ranges import NamedStage
 from parallelisms.torch_internals import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -94,7 +94,7 @@ class ExactReduction:
             self._sums[parameter].add(gradient)
 
 
-class ReducingStage(PipelineStage):
+class ReducingStage(NamedStage):
     """A pipeline's stage that reduces the gradients of each micro-batch, instead of their sum after the last."""
 
     def __init__(self, reduction: ExactReduction, *arguments: Any, **settings: Any) -> None:

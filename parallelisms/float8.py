@@ -118,16 +118,20 @@ def apply_float8(model: nn.Module, choice: Choice | None, config: Float8) -> Non
 # --------------------------------------------------------------------------- gathers
 
 
-def gather_in_8_bits(stages: Iterable[nn.Module], config: Config, mesh: Mesh) -> None:
+def gather_in_8_bits(stages: Iterable[nn.Module], config: Config, mesh: Mesh) -> list[Callable[..., None]]:
     """Let FSDP gather weights in 8 bits, with scales that are computed at each forward pass of a stage.
 
     The parameters must be in memory, and stay the same tensors from now on; FSDP must not have gathered them yet.
+
+    Returns:
+        What computes the scales of each stage, for what gathers its weights before its forward hooks run.
 
     Raises:
         ConfigError: a weight's rows cannot be cut evenly.
     """
     if not config.float8.fsdp_all_gather:
-        return
+        return []
+    computed: list[Callable[..., None]] = []
     float8 = _torchao(config.float8.recipe)
     groups = (mesh.fsdp.get_group(mesh.fsdp.ndim - 1), mesh.tp.get_group())
     for stage in stages:
@@ -140,7 +144,9 @@ def gather_in_8_bits(stages: Iterable[nn.Module], config: Config, mesh: Mesh) ->
                 shards[shard](None)  # FSDP looks for the methods before the first forward pass
         if shards:
             to_scale = partial(float8.float8_utils.amax_to_scale, float8_dtype=settings[1])
-            stage.register_forward_pre_hook(partial(_set_scales, shards, groups, to_scale), prepend=True)
+            computed.append(partial(_set_scales, shards, groups, to_scale))
+            stage.register_forward_pre_hook(computed[-1], prepend=True)
+    return computed
 
 
 def _give_methods(shard: Any, fsdp_utils: Any, settings: tuple[Any, torch.dtype], scale: Tensor | None) -> None:
@@ -157,8 +163,7 @@ def _even_shard(name: str, parameter: DTensor) -> Tensor:
             f"float8.fsdp_all_gather: {pieces} ranks cannot cut the {parameter.shape[0]} rows of {name} evenly; "
             f'change mesh.dp_shard, add "{name}" to float8.skip, or set fsdp_all_gather = false'
         )
-    with torch.no_grad():  # then it is the shard itself, not a view
-        return parameter.to_local()
+    return parameter._local_tensor  # what FSDP asks for its methods; since torch 2.13 `to_local` returns a view of it
 
 
 def _set_scales(

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.layout import MeshSizes
+from configs.secret import signed, verified
 from parallelisms.torch_internals import (
     forget_process_groups,
     process_groups,
@@ -158,11 +159,13 @@ def _attempt(store: dist.Store, rank: int, world_size: int, timeout_seconds: int
 
     Raises:
         DistStoreError, DistNetworkError: a rank did not ask, or the first did not answer, for `timeout_seconds`.
+        Forged: the answer is not that of a rank with the same secret.
     """
     if rank > 0:
         question = uuid4().hex
         store.set(f"attempt/asked by {rank}", question)
-        name = store.get(f"attempt/answer to {question}").decode()
+        key = f"attempt/answer to {question}"
+        name = verified(key, store.get(key))
         store.set(f"{name}/{rank} knows", "")
         return name
     name, unaware = f"attempt {store.add('attempts', 1)}", set(range(1, world_size))
@@ -170,7 +173,8 @@ def _attempt(store: dist.Store, rank: int, world_size: int, timeout_seconds: int
     while unaware:
         for each in sorted(unaware):
             if store.check([f"attempt/asked by {each}"]):
-                store.set(f"attempt/answer to {store.get(f'attempt/asked by {each}').decode()}", name)
+                key = f"attempt/answer to {store.get(f'attempt/asked by {each}').decode()}"
+                store.set(key, signed(key, name))
             if store.check([f"{name}/{each} knows"]):
                 unaware.discard(each)
         if time.monotonic() > deadline:

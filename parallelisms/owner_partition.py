@@ -25,6 +25,7 @@ a plain torch optimizer (`owner_state.py`), the partition replaces fairscale's O
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from parallelisms.cut_parameters import local
 from parallelisms.grad_norm import clip_grads_with_norm, grad_norm
 from parallelisms.owned_parameter import OwnedParameter
 from parallelisms.owner_state import gather_state, numbered, settings_of
+from parallelisms.ranks import gather
 
 BUCKET_BYTES = 32 << 20
 """Large enough to hide a broadcast's latency, small enough that the first layers do not wait long."""
@@ -125,6 +127,8 @@ class OwnerPartition(Optimizer):
         self._inner: list[Optimizer] = []  # one per group
         self._forward_order: dict[Parameter, int] = {}
         self._on_their_way: dict[Parameter, _Broadcast] = {}
+        self._consolidated: dict[str, Any] | None = None
+        """Returned by `state_dict()`; {}: another rank has it, or it is out of date; None: `state_dict()` gathers."""
         super().__init__(params, defaults={})
         self._assign(self.param_groups)
 
@@ -135,6 +139,7 @@ class OwnerPartition(Optimizer):
             super().add_param_group(param_group)
         finally:
             self.defaults = defaults
+        self._forget_consolidated()
         if self._inner:  # otherwise the constructor is adding the first groups, which it assigns together
             self._assign([param_group])
 
@@ -142,7 +147,8 @@ class OwnerPartition(Optimizer):
         """Let `step` return before its broadcasts finish.
 
         Each group of `model.plan.fsdp_groups`, and the root for all other parameters, then waits in its next forward
-        pass. Call `wait` before reading parameters between a step and the next forward pass.
+        pass. Call `wait` before reading parameters between a step and the next forward pass, and before anything that
+        gathers them ahead of the forward hooks, such as FSDP's `unshard`.
         """
         groups = [[model.get_submodule(name) for name in names] for names in plan_of(model).fsdp_groups]
         rest = dict.fromkeys(p for p in model.parameters() if p in self._owner)
@@ -186,6 +192,7 @@ class OwnerPartition(Optimizer):
             for each in owned:
                 each.take_back()
         self._send([p for p in self._owner if p.requires_grad])
+        self._forget_consolidated()
         return result
 
     def wait(self, parameters: Iterable[Parameter] | None = None) -> None:
@@ -199,17 +206,39 @@ class OwnerPartition(Optimizer):
                     if arrived in self._mine:
                         self._mine[arrived].arrived()
 
-    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        filter_params_fn: Callable[[list[Parameter]], Iterable[Parameter]] | None = None,
+    ) -> Tensor:
         """Clip the gradients of all parameters in place as if they were one vector; all ranks must call it.
 
+        Args:
+            max_norm: the largest norm that is left as it is.
+            norm_type: p of the norm; inf for the largest absolute value.
+            filter_params_fn: chooses the parameters that the norm is measured on, as in fairscale: each rank calls it
+                with the parameters that it owns and that have a gradient. All gradients are scaled all the same.
+
         Returns:
-            Their norm before clipping, like `torch.nn.utils.clip_grad_norm_`, which rejects differently sharded
-            parameters.
+            The norm before clipping, equal on all ranks, like that of `torch.nn.utils.clip_grad_norm_`, which rejects
+            differently sharded parameters.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
-        norm = grad_norm(parameters, float(norm_type))
-        clip_grads_with_norm(parameters, max_norm, norm)
+        measured = parameters if filter_params_fn is None else self._choose(parameters, filter_params_fn)
+        # A tensor without a gradient has norm 0.
+        norm = grad_norm(measured or [parameters[0].detach()], float(norm_type))
+        clip_grads_with_norm(parameters, float(max_norm), norm)
         return norm
+
+    def _choose(
+        self, parameters: Sequence[Parameter], choose: Callable[[list[Parameter]], Iterable[Parameter]]
+    ) -> list[Parameter]:
+        """The parameters that their owners choose; every rank has all gradients, so only numbers are exchanged."""
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        own = [p for p in parameters if p in self._mine and p.grad is not None]
+        chosen = gather([numbers[p] for p in choose(own)], self._ranks)
+        return [parameters[number] for number in sorted(set(chain.from_iterable(chosen)))]
 
     def _before_forward(self, parameters: list[Parameter], *_: Any) -> None:
         self.wait(parameters)
@@ -315,19 +344,49 @@ class OwnerPartition(Optimizer):
 
     @torch.no_grad()
     def owned_were_loaded(self) -> None:
-        """Send all parameters, including frozen ones, after their owners have loaded them."""
+        """Send all parameters, also frozen ones, after their owners have loaded them, and wait until all are there."""
         self.wait()
         self._send(self._owner)
+        self.wait()
+
+    def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
+        """Gather the state for later calls of `state_dict()`, by fairscale's name; all ranks must call it.
+
+        Until the next step, `state_dict()` then returns it without communication, on the recipient alone.
+
+        Args:
+            recipient_rank: the only rank of the process group to receive the state; -1: all ranks.
+        """
+        self._consolidated = self._gather_state(None if recipient_rank == -1 else recipient_rank)
+
+    def _forget_consolidated(self) -> None:
+        self._consolidated = None if self._consolidated is None else {}
 
     def state_dict(self, rank: int | None = None) -> dict[str, Any]:  # type: ignore[override]
         """Return the state of all ranks in CPU memory, in the form of a plain torch optimizer over the same groups.
 
         With a `broadcast_dtype` it also has the parameters in full precision, by number under "masters", which a plain
-        optimizer ignores. All ranks must call it; tensors are sent one by one.
+        optimizer ignores. All ranks must call it, unless `consolidate_state_dict` has gathered the state; tensors are
+        sent one by one.
 
         Args:
-            rank: the only rank of the process group to receive the state (others return {}); None: all ranks.
+            rank: the only rank of the process group to receive the state (others return {}); None: all ranks, or, once
+                `consolidate_state_dict` was called, what that gathered.
+
+        Raises:
+            RuntimeError: `consolidate_state_dict` was called for another rank, or before the last step.
         """
+        if rank is not None or self._consolidated is None:
+            return self._gather_state(rank)
+        if not self._consolidated:
+            raise RuntimeError(
+                "this rank has no consolidated state that is up to date: after the last step, call "
+                "consolidate_state_dict(recipient_rank) on all ranks (-1: all receive the state), then state_dict() on "
+                "the recipient"
+            )
+        return self._consolidated
+
+    def _gather_state(self, rank: int | None) -> dict[str, Any]:
         parameters = [p for group in self.param_groups for p in group["params"]]
         rounds = self._broadcast_dtype is not None
         mine: dict[int, dict[str, Any]] = {}
@@ -353,6 +412,7 @@ class OwnerPartition(Optimizer):
         that rounds to; the model may be loaded before or after. Other parameters keep the model's values.
         """
         self.wait()
+        self._forget_consolidated()
         for group, inner, saved in zip(self.param_groups, self._inner, state_dict["param_groups"], strict=True):
             owned = [(i, p) for i, p in zip(saved["params"], group["params"], strict=True) if p in self._mine]
             there = {

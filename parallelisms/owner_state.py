@@ -6,7 +6,6 @@ device, which the process group supports: NCCL cannot send host memory, where Ad
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,20 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallelisms.ranks import gather
+from parallelisms.ranks import Json, gather
 
 _NOT_SETTINGS = ("params", "param_names")
 
 OwnState = Mapping[int, Mapping[str, Any]]
 """A rank's part of the state, by parameter number: tensors (DTensors where they are split) and other values."""
-
-
-@dataclass(frozen=True)
-class _Description:
-    """Shape and type of a tensor that another rank holds."""
-
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 @torch.no_grad()
@@ -42,31 +33,33 @@ def gather_state(
         device: the device on which tensors are sent.
         rank: the only rank of the group to receive the state (others return {}); None: all ranks.
     """
-    described = {i: {key: _described(value) for key, value in state.items()} for i, state in mine.items()}
-    tables = gather(described, ranks)
+    described: Json = [[i, [[key, *_described(value)] for key, value in state.items()]] for i, state in mine.items()]
+    tables = [dict(table) for table in gather(described, ranks)]
     owners = {i: owner for owner, table in enumerate(tables) for i in table}
     state = {
         i: {
             key: _delivered(mine.get(i, {}).get(key), description, ranks, device, owners[i], rank)
-            for key, description in tables[owners[i]][i].items()
+            for key, *description in tables[owners[i]][i]
         }
         for i in sorted(owners)
     }
     return state if rank in (None, dist.get_rank(ranks)) else {}
 
 
-def _described(value: Any) -> Any:
-    return _Description(value.shape, value.dtype) if isinstance(value, Tensor) else value
+def _described(value: Any) -> list[Any]:
+    """Shape and type of a tensor, or another value itself."""
+    return [list(value.shape), str(value.dtype).removeprefix("torch.")] if isinstance(value, Tensor) else [value]
 
 
 def _delivered(
-    value: Any, description: Any, ranks: dist.ProcessGroup, device: torch.device, owner: int, rank: int | None
+    value: Any, description: list[Any], ranks: dist.ProcessGroup, device: torch.device, owner: int, rank: int | None
 ) -> Any:
     """Send a value from its owner to `rank`, or to all ranks; returns None elsewhere."""
-    if not isinstance(description, _Description):
-        return description
+    if len(description) == 1:
+        return description[0]
     if value is None:
-        value = torch.empty(description.shape, dtype=description.dtype, device=device)
+        shape, dtype = description
+        value = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
     value = (value.full_tensor() if isinstance(value, DTensor) else value).detach().to(device).contiguous()
     here = dist.get_rank(ranks)
     if rank is None:

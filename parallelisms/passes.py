@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from configs.schema import Config
 from parallelisms.exact_reduction import ExactReduction
 from parallelisms.fsdp import prepare_backward, reshard
+from parallelisms.ranges import named_range
 
 
 class Call(NamedTuple):
@@ -48,7 +49,8 @@ class OneByOne:
             is_last = call is calls[-1]
             prepare_backward(self.model, self.config, is_last)
             loss = self.model(call.tokens, **call.arguments)
-            with self.reduction.of_micro_batch(is_last) if self.reduction else nullcontext():
+            reducing = self.reduction.of_micro_batch(is_last) if self.reduction else nullcontext()
+            with named_range("backward"), reducing:
                 (loss * scale).backward()
             losses.append(loss.detach().double())
         return torch.stack(losses)

@@ -36,6 +36,7 @@ from parallelisms.exact_reduction import ExactReduction, ReducingStage
 from parallelisms.fsdp import reshard
 from parallelisms.mesh import Mesh
 from parallelisms.passes import Call
+from parallelisms.ranges import NamedStage
 from parallelisms.torch_internals import has_zero_bubble
 
 _SCHEDULES: dict[str, Callable[..., Any]] = {
@@ -74,13 +75,20 @@ class Pipeline:
     """Runs micro-batches through the pipeline's stages; implements `Passes`."""
 
     def __init__(
-        self, stages: Mapping[int, nn.Module], config: Config, mesh: Mesh, reductions: Mapping[int, ExactReduction]
+        self,
+        stages: Mapping[int, nn.Module],
+        config: Config,
+        mesh: Mesh,
+        reductions: Mapping[int, ExactReduction],
+        before: Sequence[Callable[[], None]] = (),
     ) -> None:
         """Build the schedule of this rank's `stages`, with parameters in memory and every other technique applied.
 
         Args:
             stages, config, mesh: the stages by number, the job and its mesh.
             reductions: sum the gradients instead of FSDP, by stage, if training.reduction is "exact"; otherwise empty.
+            before: what forward hooks of a stage do before its parameters are gathered. A schedule of several stages
+                per rank gathers them before any hook runs, so it begins by calling these.
 
         Raises:
             UserError: the installed torch does not support the schedule.
@@ -91,6 +99,7 @@ class Pipeline:
                 'install that, or set pipeline.schedule = "interleaved_1f1b"'
             )
         self._modules, self._mesh = stages, mesh
+        self._before = before if len(stages) > 1 else ()
         self._n_stages = n_stages(config)
         self._owners = [rank_of_stage(config, stage) for stage in range(self._n_stages)]
         training = config.training
@@ -113,7 +122,7 @@ class Pipeline:
         tokens = torch.empty(self._hidden.shape[:2], dtype=torch.int64, device="meta")
         loss_dtype = torch.promote_types(self._hidden.dtype, torch.float32)  # torch 2.11 checks it
         loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
-        make = partial(ReducingStage, reduction) if reduction else PipelineStage
+        make = partial(ReducingStage, reduction) if reduction else NamedStage
         return make(
             module,
             number,
@@ -126,6 +135,8 @@ class Pipeline:
 
     def train(self, calls: Sequence[Call], scale: Tensor) -> Tensor:
         """Implement `Passes.train`."""
+        for prepare in self._before:
+            prepare()
         for stage in self._stages:
             stage.has_backward = True
             stage.clear_runtime_states()

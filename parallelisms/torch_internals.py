@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.tensor import _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -108,7 +109,7 @@ def reduce_with(
 
     FSDP calls `finish` with this rank's flat shard, to be changed in place, before it sets the gradients. It has no
     hook in place of its own all-reduce over replicas, but it issues none if the group, unlike its parameters, knows of
-    no replicas.
+    no replicas. Gradients that are also a sum over tensor-parallel ranks (norms, routers) are summed in reduce_dtype.
 
     Returns:
         The replicas; None if there are no others.
@@ -121,21 +122,41 @@ def reduce_with(
             group.mesh_info = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
             if group.post_forward_mesh_info is not None:  # the same, so that FSDP reshards over the same ranks
                 group.post_forward_mesh_info = group.mesh_info
+        _convert_before_tensor_parallel_sums(group)
     module.set_custom_reduce_scatter(reduction)
     module.set_all_reduce_hook(finish)
     return replicas
 
 
-def reduction_of(module: FSDPModule) -> ReduceScatter:
-    """What reduces the gradients of a module's group."""
-    return next((group._reduce_scatter_comm for group in _param_groups(module)), DefaultReduceScatter())
+def _convert_before_tensor_parallel_sums(group: FSDPParamGroup) -> None:
+    """Convert gradients to the dtype of the reduction before FSDP sums them over tensor-parallel ranks, not after.
+
+    FSDP does either: the first where it keeps gradients of several micro-batches, as it does for a pipeline's stages. A
+    group's gradients are of one dtype, so all of them are converted.
+    """
+    if any(parameter.is_dtensor for parameter in group.fsdp_params):
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed = partial(_accumulate, parameter)  # type: ignore[method-assign]
+
+
+def _accumulate(parameter: FSDPParam) -> None:
+    """Add the last backward pass's gradient to what is kept, which is then of the dtype of the reduction."""
+    FSDPParam.accumulate_unsharded_grad_if_needed(parameter)
+    if hasattr(parameter, "_unsharded_param"):  # it has been gathered
+        parameter.to_accumulated_grad_if_needed()
 
 
 def reduce_gradients(model: nn.Module) -> None:
-    """Reduce gradients that a backward pass left unsharded, as the last of a step would."""
+    """Reduce gradients that a backward pass left unsharded, as the last of a step would.
+
+    All are converted first: a pass for the weights alone is one of autograd's for each few weights, and FSDP converts
+    what has come after each, so that only the last ones are left in the compute dtype.
+    """
     for module in modules_with_groups(model):
         module.set_requires_gradient_sync(True, recurse=False)
         for group in _param_groups(module):
+            for parameter in group.fsdp_params:
+                _accumulate(parameter)
             group.post_backward()
 
 
@@ -195,19 +216,27 @@ class _GroupContext(FSDPCommContext):
             self.all_gather_state = None
 
 
-def separate_streams(root: FSDPModule) -> int:
-    """Give the FSDP groups of each process group a separate all-gather stream; parameters must be in memory.
+def stream_for_each_group(root: FSDPModule) -> int:
+    """Give the FSDP groups of each process group a separate all-gather stream; see `streams.separate_streams`.
 
     The first process group keeps the stream that FSDP made. At the ends of a forward pass, hooks on the root do for the
     other streams what FSDP does for its own: gathers wait for the optimizer step, and the last buffer is freed.
 
     Returns:
         The number of streams.
+
+    Raises:
+        ValueError: `root` is inside another FSDP model, or has separate streams already.
     """
     state = root._get_fsdp_state()
     state._lazy_init()
+    if not state._is_root:
+        raise ValueError("this module is inside another FSDP model, whose streams it shares; give that model")
+    modules = fsdp_modules(cast(nn.Module, root))
+    if any(isinstance(group.comm_ctx, _GroupContext) for module in modules for group in _param_groups(module)):
+        raise ValueError("this model has separate streams already")
     contexts: dict[dist.ProcessGroup, FSDPCommContext] = {}
-    for module in fsdp_modules(cast(nn.Module, root)):
+    for module in modules:
         over = gathered_over(module)
         if over is None:
             continue

@@ -1,7 +1,6 @@
-"""Measure Keel's speed: compared to a plain loop and to other frameworks, along each axis of the mesh.
+"""Measure Keel's speed: compared to a plain loop, along each axis of the mesh.
 
-    python scripts/benchmark.py [bare] --config benchmark_10m.toml --json speed.json
-    python scripts/benchmark.py peers --litgpt PYTHON --transformers PYTHON --torchtitan PYTHON --json peers.json
+    python scripts/benchmark.py [bare] benchmark_10m.toml --json speed.json
     python scripts/benchmark.py loader
     python scripts/benchmark.py axes --rounds 3
     torchrun --nproc-per-node 4 scripts/benchmark.py overlap --milliseconds 20 --fsdp.reshard_after_forward always
@@ -19,11 +18,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a file, from any folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
 
 from configs.errors import KeelError
-from scripts.command import end
+from configs.load import find_job_file
+from scripts.command import add_job_argument, end, job_of, without_overrides
 
 VARIANTS = ("bare-eager", "keel-eager", "bare-compiled", "keel-compiled")
 
@@ -36,8 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] not in (*_COMMANDS, "-h", "--help"):
         words.insert(0, "bare")
-    options, overrides = _parser().parse_known_args(words)
+    own, overrides = without_overrides(words)
+    options = _parser().parse_args(own)
     try:
+        if "job" in options:
+            options.job = job_of(options)
+            find_job_file(options.job)  # a wrong path costs no import of torch
         figures, lines = options.command(options, overrides)
     except KeelError as error:
         print(error, file=sys.stderr)
@@ -53,16 +57,7 @@ def bare(options: argparse.Namespace, overrides: list[str]) -> Figures:
     """Tokens per second compared to a minimal training loop, eager and compiled."""
     from scripts.benchmarks.bare import lines, measure
 
-    figures = measure(options.config, overrides, options.variants, options.rounds, options.steps)
-    return figures, lines(figures)
-
-
-def peers(options: argparse.Namespace, overrides: list[str]) -> Figures:
-    """Speed, first step and memory of Keel, a bare loop and other frameworks, each in a process of its own."""
-    from scripts.benchmarks.contenders import PEERS, lines, measure
-
-    pythons = {name: python for name in PEERS if (python := getattr(options, name))}
-    figures = measure(options.config, overrides, pythons, options.modes, options.rounds, options.steps)
+    figures = measure(options.job, overrides, options.variants, options.rounds, options.steps)
     return figures, lines(figures)
 
 
@@ -78,19 +73,19 @@ def axes(options: argparse.Namespace, overrides: list[str]) -> Figures:
     """Cost of each axis of the mesh on this machine's CPU: step times relative to one process, for equal tokens."""
     from scripts.benchmarks.axes import lines, measure
 
-    figures = measure(options.config, overrides, options.rounds, options.steps)
+    figures = measure(options.job, overrides, options.rounds, options.steps)
     return figures, lines(figures)
 
 
 def overlap(options: argparse.Namespace, overrides: list[str]) -> Figures:
-    """How well FSDP's gathers overlap computation, with delays that simulate a network."""
+    """How well FSDP's gathers overlap computation, with delays that stand in for a network."""
     from scripts.benchmarks.overlap import lines, measure_here, variants
 
-    figures = measure_here(options.config, overrides, variants(options.milliseconds, options.depths), options.rounds)
+    figures = measure_here(options.job, overrides, variants(options.milliseconds, options.depths), options.rounds)
     return figures, lines(figures)
 
 
-_COMMANDS = ("bare", "peers", "loader", "axes", "overlap")
+_COMMANDS = ("bare", "loader", "axes", "overlap")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def of_job(function: Callable[..., Figures], config: str, rounds: int) -> Callable[..., argparse.Action]:
         child = command(function)
-        child.add_argument("--config", default=config, help="job file (default: %(default)s)")
+        add_job_argument(child, config)
         child.add_argument(
             "--rounds", type=int, default=rounds, help="number of turns of each case (default: %(default)s)"
         )
@@ -116,11 +111,6 @@ def _parser() -> argparse.ArgumentParser:
     add = of_job(bare, "benchmark_10m.toml", 10)
     add("--steps", type=int, default=2, help="steps per turn (default: %(default)s)")
     add("--variants", type=_variants, default=",".join(VARIANTS), help="variants to measure (default: %(default)s)")
-    add = of_job(peers, "benchmark_10m.toml", 5)
-    add("--steps", type=int, default=2, help="steps per turn (default: %(default)s)")
-    add("--modes", type=_modes, default="eager,compiled", help="of eager and compiled (default: %(default)s)")
-    for name in ("torchtitan", "litgpt", "transformers"):
-        add(f"--{name}", metavar="PYTHON", help=f"the Python of an environment with {name}; without it, left out")
     command(loader)
     add = of_job(axes, "benchmark_10m.toml", 3)
     add("--steps", type=int, default=3, help="steps per turn (default: %(default)s)")
@@ -137,12 +127,6 @@ def _numbers(text: str) -> list[int]:
 def _variants(text: str) -> list[str]:
     if unknown := set(text.split(",")) - set(VARIANTS):
         raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; choose from {', '.join(VARIANTS)}")
-    return text.split(",")
-
-
-def _modes(text: str) -> list[str]:
-    if unknown := set(text.split(",")) - {"eager", "compiled"}:
-        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; choose from eager, compiled")
     return text.split(",")
 
 

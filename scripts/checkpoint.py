@@ -6,30 +6,31 @@
   diff A B                     list config keys and tensors that differ; exit 1 if any does
   prune FOLDER --keep-last N   remove checkpoints as [checkpoint] would; --keep-every, --keep-best, --abandoned
 
-FOLDER is a run folder or its checkpoints/, CHECKPOINT a folder such as checkpoints/step-00000100. No command runs code
-from a checkpoint, so checkpoints of unknown origin are safe to inspect.
+FOLDER is a run folder or its checkpoints/. CHECKPOINT, A and B are folders such as checkpoints/step-00000100, or run
+folders, for their newest. No command runs code from a checkpoint, so checkpoints of unknown origin are safe to inspect.
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 
-if not __package__:  # run as a file, from any folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint import manifest as manifests
+from checkpoint.find import find_checkpoint
 from checkpoint.folder import to_be_pruned
 from checkpoint.lock import lock
 from checkpoint.manifest import MANIFEST_NAME, Manifest, Origin, read_manifest, step_folder, steps_in
 from checkpoint.pin import Pinned, remove
 from configs.errors import KeelError, UserError, files_that_fail
+from configs.files import whole
 from configs.layout import named_axes
 from configs.reading.toml_text import table_text
 from configs.schema import Checkpoint
-from scripts.command import end, parser_of, positive
+from scripts.command import checkpoint_in, end, parser_of, positive
 from trainer.report.console import Console, Row
 from trainer.report.units import count, duration, size
 
@@ -57,7 +58,7 @@ def list_(options: argparse.Namespace, console: Console) -> int:
     if not any(root.glob("step-*")) and not any(root.glob("abandoned-*")):
         runs = sorted(path.parent.name for path in root.glob("*/checkpoints"))
         raise UserError(f"{root}: no checkpoints here" + (f"; runs in this folder: {', '.join(runs)}" if runs else ""))
-    console.line("      step      tokens        size  validation loss  line      written")
+    console.line("      step      tokens        size  validation loss  run id    written")
     for folder in _checkpoints(root):
         console.line(_list_line(folder))
     for aside in sorted(root.glob("abandoned-*")):
@@ -69,15 +70,16 @@ def list_(options: argparse.Namespace, console: Console) -> int:
 
 
 def show(options: argparse.Namespace, console: Console) -> int:
-    """Describe a checkpoint and its history."""
-    from checkpoint.safe_read import read_metadata
+    """Describe a checkpoint and its history; of a run folder, the newest."""
+    checkpoint = find_checkpoint(options.checkpoint)
+    from checkpoint.index import read_metadata
     from checkpoint.tensor_stream import entry_of
 
-    manifest, metadata = read_manifest(options.checkpoint), read_metadata(options.checkpoint)
+    manifest, metadata = read_manifest(checkpoint), read_metadata(checkpoint)
     entries = {name: entry_of(metadata, name) for name in sorted(metadata.state_dict_metadata)}
     parameters = sum(prod(entry.size) for name, entry in entries.items() if name.startswith("model."))
     rows = [*_history(manifest), ("tensors", f"{len(entries)}, with {count(parameters)} parameters of the model")]
-    console.table(str(options.checkpoint), rows)
+    console.table(str(checkpoint), rows)
     files = [(name, f"{size(entry.size):>10}   xxh3 {entry.xxh3}") for name, entry in manifest.files.items()]
     console.table("Files", files)
     if options.tensors:
@@ -90,12 +92,12 @@ def show(options: argparse.Namespace, console: Console) -> int:
 
 def verify(options: argparse.Namespace, console: Console) -> int:
     """Read and hash every file; exit code 1 if one is damaged."""
-    from checkpoint.verify import check
-
     is_one = (options.path / MANIFEST_NAME).exists()
     folders = [options.path] if is_one else list(_checkpoints(_root(options.path)))
     if not folders:
-        raise UserError(f"{options.path} is not a checkpoint and contains none")
+        raise UserError(f"{whole(options.path)} is not a checkpoint and contains none")
+    from checkpoint.verify import check
+
     damaged = 0
     for folder in folders:
         started = time.perf_counter()
@@ -111,10 +113,11 @@ def verify(options: argparse.Namespace, console: Console) -> int:
 
 
 def diff(options: argparse.Namespace, console: Console) -> int:
-    """Print what differs; exit code 1 if anything does."""
+    """Print what differs; exit code 1 if anything does. Of a run folder, the newest checkpoint is compared."""
+    first, second = checkpoint_in(options.a, console), checkpoint_in(options.b, console)
     from checkpoint.compare import compare
 
-    a, b = read_manifest(options.a), read_manifest(options.b)
+    a, b = read_manifest(first), read_manifest(second)
     facts_a, facts_b = _facts(a), _facts(b)
     rows = [
         (key, f"{facts_a.get(key)} -> {facts_b.get(key)}")
@@ -123,7 +126,7 @@ def diff(options: argparse.Namespace, console: Console) -> int:
     ]
     if rows:
         console.table("Config and history", rows)
-    tensors = [(difference.name, difference.what) for difference in compare(options.a, options.b)]
+    tensors = [(difference.name, difference.what) for difference in compare(first, second)]
     if tensors:
         console.table("Tensors", tensors)
     if not rows and not tensors:
@@ -133,9 +136,9 @@ def diff(options: argparse.Namespace, console: Console) -> int:
 
 def prune(options: argparse.Namespace, console: Console) -> int:
     """Remove checkpoints, if no run is using the folder and the newest checkpoint is undamaged."""
+    root = _root(options.folder)
     from checkpoint.verify import check
 
-    root = _root(options.folder)
     try:
         lock(root.parent, console.warning)
     except OSError as error:
@@ -172,7 +175,7 @@ def _root(folder: Path) -> Path:
     """
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     if not root.is_dir():
-        raise UserError(f"{folder}: no such folder")
+        raise UserError(f"{whole(folder)}: no such folder")
     return root
 
 

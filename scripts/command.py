@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from configs.errors import ConfigError, KeelError, files_that_fail
-from configs.files import FULL
+from checkpoint.find import find_checkpoint
+from configs.errors import ConfigError, KeelError, UserError, files_that_fail
+from configs.files import FULL, whole
 from configs.process import cannot_print, prepare_streams, require_current_folder, silence_stdout
-from configs.reading.overrides import split_flags
 from trainer.report.console import Console
 
 EXIT_PIPE_CLOSED = 141
@@ -70,10 +70,55 @@ def without_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Divide a command line into its own words and those that set a job's keys, `--table.key VALUE`."""
     own: list[str] = []
     overrides: list[str] = []
-    for flag, value in split_flags(words):
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, _ = word.partition("=")
         is_key = flag.startswith("--") and "." in flag
-        (overrides if is_key else own).append(flag if value is None else f"{flag}={value}")
+        (overrides if is_key else own).append(word)
+        if is_key and not equals and rest and not rest[0].startswith("--"):
+            overrides.append(rest.pop(0))
     return own, overrides
+
+
+def add_job_argument(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add the job, by position or as --config; `job_of` reads it."""
+    otherwise = f" (default: {default})" if default else ""
+    parser.add_argument("job", nargs="?", metavar="JOB", help=f"job file, or its name in configs/{otherwise}")
+    parser.add_argument("--config", metavar="JOB", help="the same, as train.py has it")
+    parser.set_defaults(default_job=default)
+
+
+def job_of(options: argparse.Namespace) -> str:
+    """The job that a command line names.
+
+    Raises:
+        ConfigError: it names two, or none where one is needed.
+    """
+    if options.job and options.config:
+        raise ConfigError(f"the job is given twice: {options.job} and --config {options.config}; leave one out")
+    job: str | None = options.job or options.config or options.default_job
+    if job is None:
+        raise ConfigError("the job is missing; name a job file, or one of configs/ such as debug.toml")
+    return job
+
+
+def checkpoint_in(source: Path, console: Console) -> Path:
+    """The checkpoint that a command line names, or the newest of the run that it names, which is then printed.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = find_checkpoint(source)
+    if found != source:
+        console.line(f"taking {found}, the newest checkpoint of {source}")
+    return found
+
+
+def require_file(path: Path | None, flag: str) -> None:
+    """Raise UserError if an option names a file that does not exist."""
+    if path is not None and not path.is_file():
+        raise UserError(f"{flag} {path}: no such file: {whole(path)}")
 
 
 def end(main: Callable[[], int]) -> NoReturn:

@@ -16,22 +16,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if not __package__:  # run as a file, from any folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
 
+from checkpoint.find import find_checkpoint, require_run
 from configs.errors import ConfigError, KeelError, UserError
 from configs.files import write_atomically
-from configs.load import load
+from configs.load import find_job_file, load
 from scripts.command import end, parser_of, positive, run_command, without_overrides
-from scripts.score import load_for_scoring
+from scripts.score import load_for_scoring, with_tokenizer_of
 from trainer.lifecycle import EXIT_PREEMPTED, STOP_SIGNALS, read_status
 from trainer.report.console import Console
 from trainer.report.units import count
 
 if TYPE_CHECKING:
-    from trainer.comparison.arms import Arm
-    from trainer.comparison.score import Scores
-    from trainer.comparison.statistics import Comparison
+    from scripts.comparison.arms import Arm
+    from scripts.comparison.score import Scores
+    from scripts.comparison.statistics import Comparison
 
 Launch = Callable[[Sequence[str]], int]
 """Runs a keel command, such as ["train", "debug.toml"], to its end; returns its exit code."""
@@ -73,9 +74,15 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
     options = _parser().parse_args(own)
 
     def work(console: Console) -> None:
-        if all(Path(each).is_dir() for each in options.configs) and options.sweep is None:
+        folders = [Path(each) for each in options.configs if Path(each).is_dir()]
+        is_run = len(folders) == len(options.configs) or any((each / "config.toml").is_file() for each in folders)
+        if is_run and options.sweep is None:
+            for each in options.configs:  # a wrong path costs no import of torch
+                require_run(Path(each))
             sides = _finished(options, words, launch or _run_process, console)
         else:
+            for each in options.configs:
+                find_job_file(each)
             sides = _trained(options, words, launch or _run_process, console)
         report = _report(sides, options.confidence)
         for line in _lines(sides, report):
@@ -91,8 +98,8 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
 
 def _trained(options: argparse.Namespace, words: list[str], launch: Launch, console: Console) -> list[Side]:
     """Train and score what is not finished."""
-    from trainer.comparison.arms import arms_of, folder_name, require_same_scoring
-    from trainer.comparison.score import require_sequences
+    from scripts.comparison.arms import arms_of, folder_name, require_same_scoring
+    from scripts.comparison.score import require_sequences
 
     arms = arms_of(options.configs, words, options.sweep)
     first = arms[0].load(options.ranks).config.training.seed
@@ -114,14 +121,11 @@ def _trained(options: argparse.Namespace, words: list[str], launch: Launch, cons
 
 def _finished(options: argparse.Namespace, words: list[str], launch: Launch, console: Console) -> list[Side]:
     """Score two runs that exist."""
-    from trainer.comparison.arms import require_same_scoring
+    from scripts.comparison.arms import require_same_scoring
 
     if len(options.configs) != 2:
         raise ConfigError("give two run folders")
     folders = [Path(each) for each in options.configs]
-    for folder in folders:
-        if not (folder / "config.toml").is_file():
-            raise UserError(f"{folder} is no run: it has no config.toml")
     jobs = [load_for_scoring(folder, words, options.ranks) for folder in folders]
     require_same_scoring(jobs[0].config, jobs[1].config)
     return [
@@ -148,12 +152,11 @@ def _is_done(folder: Path, config: str, steps: int) -> bool:
 
 def _score(folder: Path, words: Sequence[str], ranks: int, launch: Launch) -> "Scores":
     """The scores of a run's newest checkpoint, computed unless they exist."""
-    from checkpoint.manifest import step_folder, steps_in
-    from trainer.comparison.score import are_current, read_scores
+    from scripts.comparison.score import are_current, read_scores
 
-    job, root = load_for_scoring(folder, words, ranks), folder / "checkpoints"
-    steps, found = steps_in(root), read_scores(folder)
-    if found and steps and are_current(found, job.config, step_folder(root, steps[-1])):
+    job, checkpoint = load_for_scoring(folder, words, ranks), find_checkpoint(folder)
+    found = read_scores(folder)
+    if found and are_current(found, with_tokenizer_of(checkpoint, job), checkpoint):
         return found
     _launch(["score", str(folder), *_ranks(ranks), *words], folder, launch)
     found = read_scores(folder)
@@ -199,8 +202,8 @@ def _report(sides: list[Side], confidence: float) -> dict[str, Any]:
     """What is found, as JSON; each config is compared with the first."""
     import numpy as np
 
-    from trainer.comparison.arms import differences, pairing
-    from trainer.comparison.statistics import compare
+    from scripts.comparison.arms import differences, pairing
+    from scripts.comparison.statistics import compare
 
     all_scores = [scores for side in sides for scores in side.scores]
     if len({scores.digest for scores in all_scores}) > 1:

@@ -6,13 +6,12 @@ may inherit them from its `base`; `train.py --validate` reports missing keys.
 """
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a file, from any folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
 
 from configs.errors import UserError
 from configs.only_with import conditions

@@ -11,24 +11,24 @@ of the corpus.
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if not __package__:  # run as a file, from any folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
 
+from checkpoint.find import require_run
 from configs.errors import UserError
 from scripts.command import end, not_negative, parser_of, positive, run_command
 from trainer.report.console import Console
 from trainer.report.units import count
 
 if TYPE_CHECKING:
-    from trainer.microscope.documents import Document
-    from trainer.microscope.run_data import Reading, RunData, Use
+    from scripts.microscope.documents import Document
+    from scripts.microscope.run_data import Reading, RunData, Use
 
 _EXCERPT = 60  # characters
 
@@ -36,7 +36,12 @@ _EXCERPT = 60  # characters
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     options = _parser().parse_args(arguments)
-    return run_command(lambda console: options.command(options, console), "stopped")
+
+    def work(console: Console) -> None:
+        require_run(options.run)  # a wrong path costs no import of numpy
+        options.command(options, console)
+
+    return run_command(work, "stopped")
 
 
 # --------------------------------------------------------------------------- commands
@@ -44,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def step(options: argparse.Namespace, console: Console) -> None:
     """Print each sample of a step, and the documents in it."""
-    from trainer.microscope.run_data import RunData
+    from scripts.microscope.run_data import RunData
 
     run = RunData(options.run)
     if options.step < 1:
@@ -69,7 +74,7 @@ def step(options: argparse.Namespace, console: Console) -> None:
 
 def find(options: argparse.Namespace, console: Console) -> None:
     """Print the documents that hold a text, and the steps that train on it."""
-    from trainer.microscope.run_data import RunData
+    from scripts.microscope.run_data import RunData
 
     run = RunData(options.run)
     if (options.text is None) == (options.document is None):
@@ -95,7 +100,7 @@ def find(options: argparse.Namespace, console: Console) -> None:
 
 def ledger(options: argparse.Namespace, console: Console) -> None:
     """Print what the run has trained on, per source."""
-    from trainer.microscope.run_data import RunData
+    from scripts.microscope.run_data import RunData
 
     run = RunData(options.run)
     at = run.history.last_step if options.step is None else options.step
@@ -118,13 +123,15 @@ def ledger(options: argparse.Namespace, console: Console) -> None:
 
 
 def _when(run: "RunData", step: int) -> str:
-    newest = run.history.last_step
+    newest, last = run.history.last_step, run.config.training.steps
+    if step > max(newest, last):
+        return f" (never trained: the run ends at training.steps = {last})"
     return "" if step <= newest else f" (not yet trained; the newest checkpoint is of step {newest})"
 
 
 def _parts(run: "RunData", reading: "Reading", excerpt: int | None) -> Iterator[dict[str, object]]:
     """The documents of a window: number, file, tokens in the window and in all, and text, cut to `excerpt`."""
-    from trainer.microscope.documents import Documents
+    from scripts.microscope.documents import Documents
 
     if reading.tokens is None:
         return
@@ -147,7 +154,7 @@ def _parts(run: "RunData", reading: "Reading", excerpt: int | None) -> Iterator[
 
 def _places(run: "RunData", options: argparse.Namespace) -> Iterator[tuple[str, "Document", int, int]]:
     """What is asked for: source, document, and tokens [start, stop)."""
-    from trainer.microscope.documents import Documents, occurrences
+    from scripts.microscope.documents import Documents, occurrences
 
     names = [name for name, source in run.sources.items() if source.kind == "tokens"]
     if options.source is not None:

@@ -6,18 +6,21 @@ to its metrics.jsonl and its curves.
 """
 
 import argparse
-import sys
+import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if not __package__:  # run as a file, from any folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
 
+from checkpoint.find import find_model
 from configs.errors import UserError
+from configs.files import write_atomically
 from configs.load import load
 from configs.schema import Config, Evaluation
-from scripts.command import add_computing_arguments, end, parser_of, positive, run_command
+from scripts.command import add_computing_arguments, end, parser_of, positive, require_file, run_command
 from trainer.report.console import Console
 
 if TYPE_CHECKING:
@@ -29,22 +32,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
 
     def work(console: Console) -> None:
+        os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's and transformers' bars
+        find_model(options.model, options.step)  # a wrong path costs no import of torch
+        require_file(options.tokenizer, "--tokenizer")
         config = _config_of(options.model)
         settings = _settings(options, config)
-        from trainer.evaluation.results import described, write_result
         from trainer.evaluation.tasks import evaluate, find_tasks
+
+        find_tasks(settings)  # before minutes go into reading the model
+        from trainer.evaluation.results import described, write_result
         from trainer.report.metrics import EvaluationMetrics
         from trainer.sampling.load import load_trained
 
-        find_tasks(settings)  # before minutes go into reading the model
         trained = load_trained(options.model, options.step, options.device, options.dtype, options.tokenizer)
         step = _step_of(trained)
         console.line(f"{trained.folder}: {', '.join(settings.tasks)}")
         scores = evaluate(trained, settings)
-        console.line(described(EvaluationMetrics(step or 0, scores, 0.0)))
+        name = None if step is not None else f"evaluation of {trained.folder}"
+        console.line(described(EvaluationMetrics(step or 0, scores, 0.0), name))
+        if options.json:
+            write_atomically(options.json, [json.dumps(scores, indent=2) + "\n"])
         if config is not None and step is not None:
             write_result(options.model, step, scores)
             _record(options.model, config, console)
+        else:
+            console.line(f"written to {options.json}" if options.json else "recorded nowhere; --json FILE writes it")
 
     return run_command(work, "stopped")
 
@@ -121,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--examples", type=positive, metavar="N", help="first examples of each task to use (default: all)")
     add("--num-fewshot", type=_natural, metavar="N", help="solved examples in each prompt (default: the task's own)")
     add("--batch-size", type=positive, metavar="N", help="sequences computed at once (default: 16)")
+    add("--json", type=Path, metavar="FILE", help="also write the scores to FILE")
     add_computing_arguments(parser)
     return parser
 

@@ -1,44 +1,61 @@
-"""Export a checkpoint's model to Hugging Face format: scripts/export_hf.py CHECKPOINT OUTPUT
+"""Export a checkpoint's model to Hugging Face format, or its optimizer state: scripts/export_hf.py CHECKPOINT OUTPUT
 
-CHECKPOINT is a folder such as runs/debug/checkpoints/step-00000150, saved on any mesh. Weights are processed one
-by one, so a small machine can export a large model. OUTPUT must not exist; it appears when it is complete.
+CHECKPOINT is a run folder (its newest checkpoint), or a folder such as runs/debug/checkpoints/step-00000150, saved on
+any mesh. An export takes the memory of one file of weights (--max-shard-size). OUTPUT must not exist; it
+appears when it is complete.
+
+With --optimizer, OUTPUT gets the optimizer state for plain torch: adamw.pt (with Muon, also muon.pt), which
+torch.load(..., weights_only=True) reads and the optimizer's load_state_dict accepts; its groups and their param_names
+list the parameters that it needs, in order. The experts of a mixture stay sharded, in a file for each rank that wrote
+some, and index.json says where each part is. --gather chooses what is gathered.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if not __package__:  # run as a file, from any folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
 
-from checkpoint.manifest import read_manifest
+from checkpoint.find import tokenizer_of
 from configs.errors import UserError
-from scripts.command import end, parser_of, run_command
+from scripts.command import checkpoint_in, end, parser_of, run_command
 from trainer.report.console import Console
 from trainer.report.units import parse_size
 
 if TYPE_CHECKING:
     from checkpoint.export.hf import TokenizerFiles
 
+DEFAULT_SHARD_SIZE = "5GB"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the export; returns the exit code."""
-    options = _parser().parse_args(arguments)
-    from checkpoint.export.hf import export_hf
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.optimizer and (options.dtype or options.max_shard_size or options.tokenizer):
+        parser.error("--dtype, --max-shard-size and --tokenizer are for a model; leave them out with --optimizer")
+    if options.gather and not options.optimizer:
+        parser.error("--gather needs --optimizer")
 
     def work(console: Console) -> None:
-        tokenizer = _tokenizer(options.checkpoint, options.tokenizer)
+        checkpoint = checkpoint_in(options.checkpoint, console)  # a wrong path costs no import of torch
+        if options.optimizer:
+            _export_optimizer(checkpoint, options, console)
+            return
+        from checkpoint.export.hf import export_hf
+
+        tokenizer = _tokenizer(checkpoint, options.tokenizer)
         if not tokenizer.files:
             console.warning("exported without a tokenizer: the job sets no tokenizer.path, and --tokenizer names none")
         with console.progress(f"Exporting to {options.output}", in_bytes=True) as report:
             export_hf(
-                options.checkpoint,
+                checkpoint,
                 options.output,
                 tokenizer,
                 dtype=options.dtype,
-                max_shard_bytes=options.max_shard_size,
+                max_shard_bytes=options.max_shard_size or parse_size(DEFAULT_SHARD_SIZE),
                 verify=options.verify,
                 progress=report,
             )
@@ -46,12 +63,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(work, "stopped; nothing was written")
 
 
+def _export_optimizer(checkpoint: Path, options: argparse.Namespace, console: Console) -> None:
+    from scripts.export.optimizer import export_optimizer
+
+    gather = list(dict.fromkeys(options.gather or ["dense"]))
+    with console.progress(f"Exporting to {options.output}", in_bytes=True) as report:
+        export_optimizer(checkpoint, options.output, gather, options.verify, report)
+
+
 def _tokenizer(checkpoint: Path, wanted: str | None) -> "TokenizerFiles":
     """Find the tokenizer of the command line, or of the job that wrote the checkpoint."""
     from checkpoint.export.hf import TokenizerFiles
     from trainer.data.hf_tokenizer import tokenizer_files
 
-    path = wanted or read_manifest(checkpoint).value("tokenizer", "path", str)
+    path = wanted or tokenizer_of(checkpoint)
     if path == "none":
         return TokenizerFiles()
     try:
@@ -65,18 +90,25 @@ def _tokenizer(checkpoint: Path, wanted: str | None) -> "TokenizerFiles":
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint folder")
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="run folder or checkpoint")
     add("output", type=Path, metavar="OUTPUT", help="folder to create")
     add("--dtype", choices=("float32", "bfloat16"), help="type of the weights (default: as in the checkpoint)")
     add(
         "--max-shard-size",
         type=parse_size,
-        default="5GB",
         metavar="SIZE",
-        help="maximum size of a file (default: %(default)s)",
+        help=f"maximum size of a file (default: {DEFAULT_SHARD_SIZE})",
     )
     add("--verify", choices=("hash", "size"), default="hash", help="how to verify the checkpoint (default: hash)")
     add("--tokenizer", metavar="FILE", help="replaces the job's tokenizer.path; none: no tokenizer")
+    add("--optimizer", action="store_true", help="export the optimizer state for plain torch instead of the model")
+    add(
+        "--gather",
+        action="append",
+        metavar="HOW",
+        help='of the optimizer state: all; dense: leave the experts sharded (default); "PATTERN=stay", which may be '
+        "repeated: leave parameters with such names sharded",
+    )
     return parser
 
 

@@ -6,13 +6,15 @@ any mesh.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a file, from any folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
 
+from checkpoint.find import HF_CONFIG_NAME
+from configs.errors import UserError
+from configs.files import whole
 from scripts.command import end, parser_of, run_command
 from trainer.report.console import Console
 
@@ -20,10 +22,14 @@ from trainer.report.console import Console
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the import; returns the exit code."""
     options = _parser().parse_args(arguments)
-    from checkpoint.export.hf import MODEL_TOML, import_hf
-    from trainer.data.hf_tokenizer import find_tokenizer
 
     def work(console: Console) -> None:
+        if not (options.source / HF_CONFIG_NAME).is_file():  # a wrong path costs no import of torch
+            what = f"it has no {HF_CONFIG_NAME}" if options.source.is_dir() else "no such folder"
+            raise UserError(f"{whole(options.source)} is not a Hugging Face model folder: {what}")
+        from checkpoint.export.hf import MODEL_TOML, import_hf
+        from trainer.data.hf_tokenizer import find_tokenizer
+
         tokenizer = find_tokenizer(options.source)
         with console.progress(f"Importing to {options.output}", in_bytes=True) as report:
             import_hf(options.source, options.output, tokenizer, options.dtype, report)

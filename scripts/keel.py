@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from secrets import token_hex
 from typing import NoReturn
 
-if not __package__:  # run as a file, from any folder
+if not __package__:  # run as a file, or by another script that is
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.command import end, positive
+from configs.secret import SECRET
+from scripts.command import end, positive, without_overrides
 from scripts.launcher import run_ranks, torchrun_line
 from trainer.lifecycle import LAUNCHER
 
@@ -29,13 +31,10 @@ _SCRIPTS = {
     "score": ("score", "compute the loss of each validation sequence"),
     "compare": ("compare", "train two configs or more with the same seeds, and compare them"),
     "data": ("data", "show what a step trains on, and which steps train on a text"),
-    "replay": ("replay", "compute a step again, and compare it with what the run recorded"),
-    "certify": ("certify", "check that a run's records are what was written, and replay random steps"),
+    "replay": ("replay", "compute steps again, and compare them with what the run recorded"),
     "checkpoint": ("checkpoint", "inspect, verify, compare and prune checkpoints"),
-    "export": ("export_hf", "export a checkpoint's model to Hugging Face format"),
+    "export": ("export_hf", "export a checkpoint's model to Hugging Face format, or its optimizer state"),
     "import": ("import_hf", "import a Hugging Face model as a checkpoint"),
-    "export-optimizer": ("export_optimizer", "export a checkpoint's optimizer state for plain torch"),
-    "import-optimizer": ("import_optimizer", "import a plain torch optimizer's state into a checkpoint"),
     "benchmark": ("benchmark", "measure speed"),
     "parity": ("parity", "prove that the mesh does not change the run"),
 }
@@ -47,7 +46,9 @@ _QUESTIONS = {"--help", "-h", "--validate", "--print-config"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
-    if name in ("-h", "--help"):
+    if name == "help" and words:
+        name, words = words[0], ["--help"]
+    if name in ("-h", "--help", "help"):
         print(_help())
         return 0
     if name == "--version":
@@ -95,8 +96,9 @@ def _train(words: list[str]) -> NoReturn:
     parser.add_argument("--ranks", type=positive)
     parser.add_argument("--nodes", type=_nodes)
     options, words = parser.parse_known_args(words)
-    if words and not words[0].startswith("-"):
-        words = ["--config", *words]
+    own, overrides = without_overrides(words)
+    if own and not own[0].startswith("-"):
+        words = ["--config", *own, *overrides]
     is_question = bool(_QUESTIONS & set(words))
     if options.nodes and options.ranks is None:
         parser.error("--nodes N needs --ranks R, the number of ranks on each of the N hosts")
@@ -105,8 +107,9 @@ def _train(words: list[str]) -> NoReturn:
         elastic = "RENDEZVOUS_HOST runs scripts/launch/rendezvous.py (docs/elastic.md)."
         where = elastic if ":" in options.nodes else "FIRST_HOST is the name of one of them."
         print(f"# Start this on each host, with the same JOB_ID; {where}", file=sys.stderr)
+        print(f"# Before it, on each host: export {SECRET}={token_hex(32)} (docs/security.md)", file=sys.stderr)
         train.end_process(0)
-    os.environ[LAUNCHER] = "keel"
+    os.environ.setdefault(LAUNCHER, "keel train")
     if options.ranks and options.ranks > 1 and not is_question:
         train.end_process(run_ranks(train.__file__, words, options.ranks))
     if options.ranks:

@@ -14,9 +14,11 @@ import threading
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
 from types import FrameType
 from typing import Any
 
+from configs.secret import SECRET
 from trainer.lifecycle import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, STOP_SIGNALS
 
 _ELASTIC = "is_host=false,last_call_timeout=10,join_timeout=86400,read_timeout=60,close_timeout=1"
@@ -47,6 +49,7 @@ def torchrun_line(program: str, words: Sequence[str], ranks: int, nodes: str) ->
 def run_ranks(program: str, words: Sequence[str], ranks: int) -> int:
     """Run a program on several ranks of this host; returns Keel's exit code."""
     logging.disable(logging.ERROR)  # torch's reports on ranks that end, of which Keel has said why
+    os.environ.setdefault(SECRET, token_hex(32))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # the agent's handlers would kill the ranks
     agent: list[Any] = []
     passed_on: set[int] = set()
@@ -72,25 +75,20 @@ def run_ranks(program: str, words: Sequence[str], ranks: int) -> int:
 
 
 def _agent(program: str, words: Sequence[str], ranks: int) -> Any:
-    """The agent that torchrun would use on one host."""
+    """The agent that torchrun would use on one host, with a rendezvous that nobody else reaches."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
     from torch.distributed.run import config_from_args, parse_args
 
-    options = ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    config, command, arguments = config_from_args(parse_args([*options, program, *words]))
-    place = RendezvousParameters(
-        config.rdzv_backend, config.rdzv_endpoint, f"keel-{os.getpid()}", 1, 1, **config.rdzv_configs
-    )
-    assert config.logs_specs  # config_from_args sets it
+    from scripts.one_host import OneHost
+
+    config, command, arguments = config_from_args(parse_args(["--nproc-per-node", str(ranks), program, *words]))
     spec = WorkerSpec(
         role=config.role,
         local_world_size=ranks,
         entrypoint=command,
         args=tuple(arguments),
-        rdzv_handler=get_rendezvous_handler(place),
+        rdzv_handler=OneHost(f"keel-{os.getpid()}"),
         max_restarts=0,
         monitor_interval=config.monitor_interval,
     )

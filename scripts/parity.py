@@ -1,6 +1,6 @@
 """Prove that the mesh does not change a run: compare each combination with one process in eager mode.
 
-    python scripts/parity.py [--config parity.toml] [--rows PATTERN] [--dtype float64|float32|bfloat16] [--list]
+    python scripts/parity.py [JOB] [--rows PATTERN] [--dtype float64|float32|bfloat16] [--list]
 
 A row (`parity_rows.py`) is a number of ranks and a set of config overrides. It passes if the loss, the gradient
 norm, the first step's gradient of every parameter, and the final weights agree with the reference
@@ -9,9 +9,16 @@ norm, the first step's gradient of every parameter, and the final weights agree 
 With `--exact`, all rows train with `training.reduction = "exact"` and one sequence per micro-batch. Then the digests of
 all bits of losses, norms and weights (the column "sha") must be equal, too, except between different tp, cp, ep,
 compilation, or, compiled, activation checkpointing.
+
+    python scripts/parity.py --random N --seed S
+    python scripts/parity.py --ranks N [--table.key VALUE ...] [--evaluate-at STEP,STEP] [--move-at STEP --moved KEYS]
+
+`--random` tries N jobs and meshes that are drawn over all keys (`parity_random.py`), and prints for each that goes
+wrong a command of the second form, which tries that one.
 """
 
 import argparse
+import shlex
 import sys
 import tempfile
 import time
@@ -21,12 +28,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if not __package__:  # run as a file, from any folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
 
 from configs.errors import ConfigError, KeelError
-from configs.load import load
-from scripts.command import end
+from configs.load import find_job_file, load
+from configs.reading.overrides import split_flags
+from scripts.command import add_job_argument, end, job_of, without_overrides
+from scripts.parity_random import Draw, run_one, run_random
 from scripts.parity_rows import BOUNDS, DTYPES, REFUSED, Difference, Row, exact, same_bits, table, words
 
 if TYPE_CHECKING:
@@ -70,14 +79,34 @@ def refusals(config_name: str, rows: Mapping[str, tuple[int, dict[str, object], 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the selected rows and print a line for each; returns 1 if any failed, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--config", default="parity.toml", help="small job file with synthetic data (default: %(default)s)"
-    )
+    add_job_argument(parser, "parity.toml")
     parser.add_argument("--rows", default="*", help='shell pattern of row names, e.g. "TP 2*compiled*"')
     parser.add_argument("--dtype", choices=DTYPES, default="float64", help="type to compute in (default: %(default)s)")
     parser.add_argument("--exact", action="store_true", help="also prove that data-parallel meshes change no bit")
     parser.add_argument("--list", action="store_true", help="list the rows and their ranks, and exit")
-    options = parser.parse_args(arguments)
+    drawing = parser.add_argument_group("jobs that are drawn at random, instead of rows")
+    drawing.add_argument("--random", type=int, metavar="N", help="try this many")
+    drawing.add_argument("--seed", type=int, default=0, help="decides what is drawn (default: %(default)s)")
+    drawing.add_argument("--ranks", type=int, help="try one job, with further keys --table.key VALUE, on these ranks")
+    drawing.add_argument("--evaluate-at", default="", metavar="STEPS", help="evaluate after these steps: 1,2")
+    drawing.add_argument("--move-at", type=int, default=0, metavar="STEP", help="save and load after this step")
+    drawing.add_argument("--moved", default="", metavar="KEYS", help="machine keys after that, as one word")
+    own, keys = without_overrides(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(own)
+    if keys and not options.ranks:
+        parser.error(f"unknown options: {shlex.join(keys)} (keys of a job need --ranks)")
+    try:
+        job = job_of(options)
+        find_job_file(job)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    if options.ranks:
+        moved = _by_key(shlex.split(options.moved))
+        evaluate_at = tuple(map(int, filter(None, options.evaluate_at.split(","))))
+        return run_one(job, Draw(options.ranks, _by_key(keys), evaluate_at, options.move_at, moved))
+    if options.random is not None:
+        return run_random(job, options.random, options.seed)
     rows = [row for row in table() if fnmatchcase(row.name, options.rows)]
     rows = list(map(exact, rows)) if options.exact else rows
     refused = {name: row for name, row in REFUSED.items() if fnmatchcase(name, options.rows)}
@@ -86,8 +115,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(lines) or f"no row matches {options.rows!r}")
         return 0 if lines else 1
     rows = _that_can_run(rows, options.dtype)
-    failed = _print_table(rows, options.config, options.dtype, options.exact) if rows else 0
-    return max(failed, _print_refusals(options.config, refused))
+    failed = _print_table(rows, job, options.dtype, options.exact) if rows else 0
+    return max(failed, _print_refusals(job, refused))
+
+
+def _by_key(overrides: Sequence[str]) -> dict[str, object]:
+    """Command-line words by key."""
+    return {key.removeprefix("--"): value for key, value in split_flags(overrides)}
 
 
 def _that_can_run(rows: list[Row], dtype: str) -> list[Row]:

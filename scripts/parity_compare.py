@@ -4,7 +4,8 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config
@@ -14,26 +15,44 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from checkpoint.manager import CheckpointManager
 from configs.layout import mesh_sizes
 from configs.load import load
-from configs.schema import Config
+from configs.schema import Checkpoint, Config
 from parallelisms.mesh import build_mesh
-from parallelisms.ranks import gather
+from parallelisms.ranks import Json, gather
 from scripts.parity_reference import Trajectory, batches
 from scripts.parity_rows import Difference
 from trainer.lr_schedule import learning_rate
-from trainer.step import build_learner
+from trainer.step import Learner, build_learner
 
 
-def compare(config_name: str, overrides: tuple[str, ...], path: str) -> Difference | None:
+class Detour(NamedTuple):
+    """What a run does on its way that must not change what it learns."""
+
+    evaluate_at: tuple[int, ...] = ()
+    """Numbers of steps after which the next step's batch is evaluated without gradients."""
+    move_at: int = 0
+    """Number of steps after which the state is saved, and loaded into a new learner; 0: never."""
+    overrides: tuple[str, ...] = ()
+    """Of the new learner, in place of the run's."""
+    folder: str = ""
+    """Where the state is saved: an empty folder."""
+
+
+STRAIGHT = Detour()
+
+
+def compare(config_name: str, overrides: tuple[str, ...], path: str, detour: Detour = STRAIGHT) -> Difference | None:
     """Train like the trainer, on this rank of the mesh; rank 0 returns the difference from the reference."""
-    with attention_that_compiles():
-        found = _train(load(config_name, overrides, world_size=dist.get_world_size()).config)
+    found = trajectory(config_name, overrides, detour)
     if dist.get_rank() > 0:
         return None
     expected = Trajectory(**torch.load(path))
+    evaluated = [expected.evaluations[step] for step in found.evaluations]
+    losses = found.losses + list(found.evaluations.values())
     return Difference(
-        loss=_largest_ratio(found.losses, expected.losses),
+        loss=_largest_ratio(losses, expected.losses + evaluated),
         norm=_largest_ratio(found.norms, expected.norms),
         gradient=_largest(found.gradients, expected.gradients),
         weight=_largest(found.weights, expected.weights),
@@ -41,10 +60,20 @@ def compare(config_name: str, overrides: tuple[str, ...], path: str) -> Differen
     )
 
 
-def bits(config_name: str, overrides: tuple[str, ...]) -> str:
+def bits(config_name: str, overrides: tuple[str, ...], detour: Detour = STRAIGHT) -> str:
     """Train on this rank of the mesh; returns the digest of all losses and norms and of the final weights."""
+    return _sha(trajectory(config_name, overrides, detour))
+
+
+def trajectory(config_name: str, overrides: tuple[str, ...], detour: Detour = STRAIGHT) -> Trajectory:
+    """Train like the trainer, on this rank of the mesh."""
     with attention_that_compiles():
-        return _sha(_train(load(config_name, overrides, world_size=dist.get_world_size()).config))
+        config = _loaded(config_name, overrides)
+        return _train(config, detour, _loaded(config_name, detour.overrides) if detour.move_at else config)
+
+
+def _loaded(config_name: str, overrides: tuple[str, ...]) -> Config:
+    return load(config_name, overrides, world_size=dist.get_world_size()).config
 
 
 @contextmanager
@@ -64,33 +93,86 @@ def attention_that_compiles() -> Iterator[None]:
             yield
 
 
-def _train(config: Config) -> Trajectory:
-    mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), torch.device("cpu"))
-    learner = build_learner(config, mesh)
+def _train(config: Config, detour: Detour, later: Config) -> Trajectory:
     found = Trajectory()
-
-    def keep_first_gradients(_optimizer: object, _arguments: object, given: dict[str, Any]) -> None:
-        if not found.losses:
-            divisor = given.get("divisor")  # clips in the optimizer's kernel
-            clipped = 1.0 if divisor is None else divisor
-            grads = {name: whole(p.grad) for name, p in learner.parameters.items() if p.grad is not None}
-            found.gradients = {name: grad / clipped for name, grad in grads.items()}
-
-    learner.optimizer.register_step_pre_hook(keep_first_gradients)
-    for step, micro_batches in enumerate(batches(config, mesh.dp_rank, mesh.sizes.dp)):
-        learner.freeze(step)
-        result = learner.step(micro_batches, learning_rate(config.lr_schedule, config.optimizer.lr, step)).result()
-        found.losses.append(result.loss)
-        found.norms.append(result.grad_norm)
+    learner = _learner(config)
+    _keep_first_gradients(learner, found)
+    end = detour.move_at or config.training.steps
+    _go_on(learner, 0, end, detour, found)
+    if detour.move_at:
+        learner = _moved(learner, later, detour)
+        _go_on(learner, end, config.training.steps, detour, found)
     learner.finish_update()
     found.weights = {name: whole(p) for name, p in learner.parameters.items()}
     found.gradients, found.weights = _of_all_stages(found.gradients), _of_all_stages(found.weights)
     return found
 
 
+def _learner(config: Config) -> Learner:
+    return build_learner(config, build_mesh(mesh_sizes(config, dist.get_world_size()), torch.device("cpu")))
+
+
+def _keep_first_gradients(learner: Learner, found: Trajectory) -> None:
+    def keep(_optimizer: object, _arguments: object, given: dict[str, Any]) -> None:
+        if not found.losses:
+            divisor = given.get("divisor")  # clips in the optimizer's kernel
+            clipped = 1.0 if divisor is None else divisor
+            grads = {name: whole(p.grad) for name, p in learner.parameters.items() if p.grad is not None}
+            found.gradients = {name: grad / clipped for name, grad in grads.items()}
+
+    learner.optimizer.register_step_pre_hook(keep)
+
+
+def _go_on(learner: Learner, first: int, end: int, detour: Detour, found: Trajectory) -> None:
+    """Take the steps after `first` steps, up to `end` steps."""
+    config, mesh = learner.config, learner.mesh
+    steps = range(first, end)
+    for step, micro_batches in zip(steps, batches(config, mesh.dp_rank, mesh.sizes.dp, first), strict=False):
+        learner.freeze(step)
+        if step in detour.evaluate_at:
+            loss, tokens, _ = mesh.sum_over_tokens(learner.evaluate(micro_batches, None)).tolist()
+            found.evaluations[step] = loss / tokens
+        result = learner.step(micro_batches, learning_rate(config.lr_schedule, config.optimizer.lr, step)).result()
+        found.losses.append(result.loss)
+        found.norms.append(result.grad_norm)
+
+
+def _moved(learner: Learner, config: Config, detour: Detour) -> Learner:
+    """Save a learner's state by a checkpoint, and load it into a new learner, perhaps on another mesh."""
+    manager = _checkpoints(detour.folder)
+    manager.resume(learner.state())
+    manager.begin_line()
+    manager.save(detour.move_at, learner.state(), {"tokens": 0})
+    manager.close()
+    learner = _learner(config)
+    manager = _checkpoints(detour.folder)
+    assert manager.resume(learner.state()) is not None, "the checkpoint that was just saved is not found"
+    manager.close()
+    learner.was_loaded()
+    return learner
+
+
+def _checkpoints(folder: str) -> CheckpointManager:
+    def ignore(_line: str) -> None:
+        """Print nothing."""
+
+    return CheckpointManager(Path(folder), Checkpoint(), {}, {}, lambda _old, _new: [], False, ignore, ignore)
+
+
 def _of_all_stages(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Collect the tensors of all ranks, since a pipeline rank has only those of its own stages."""
-    return dict(item for of_rank in gather(tensors) for item in of_rank.items())
+    shapes: Json = [
+        [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors.items()
+    ]
+    found: dict[str, Tensor] = {}
+    for rank, described in enumerate(gather(shapes)):
+        for name, shape, dtype in described:
+            if name in found:  # all stages have it
+                continue
+            own = rank == dist.get_rank()
+            found[name] = tensors[name].contiguous() if own else torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.broadcast(found[name], src=rank)
+    return found
 
 
 def whole(tensor: Tensor) -> Tensor:

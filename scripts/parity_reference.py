@@ -20,11 +20,11 @@ from torch import Tensor
 
 from configs.load import load
 from configs.plan import plan_of
-from configs.schema import Config, Optimizer
+from configs.schema import Config, Optimizer, ParameterGroup
 from models import build_model
 from parallelisms.init import materialize
 from scripts.parity_float8 import in_8_bits
-from trainer.data.loader import MicroBatch, build_loader
+from trainer.data.loader import IGNORED, MicroBatch, build_loader
 from trainer.lr_schedule import learning_rate
 
 
@@ -34,6 +34,8 @@ class Trajectory:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    evaluations: dict[int, float] = field(default_factory=dict)
+    """Losses of an evaluation without gradients, by the number of steps before it, of the next step's batch."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Gradients of the first step, after clipping."""
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -64,17 +66,19 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
         else:
             logits = model(tokens)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        (loss + choices.auxiliary_loss()).backward()
+        squares = logits.logsumexp(-1)[targets != IGNORED].square()
+        (loss + config.training.z_loss_weight * squares.mean() + choices.auxiliary_loss(tokens.shape)).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm, config.training.norm_type)
         if step == 0:
             found.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(config.lr_schedule, config.optimizer.lr, step)
+                group["lr"] = learning_rate(config.lr_schedule, config.optimizer.lr, step) * group["lr_scale"]
             optimizer.step()
         choices.move_biases()
         model.zero_grad()
         found.losses.append(loss.item())
+        found.evaluations[step] = loss.item()
         found.norms.append(norm.item())
     found.weights = {name: p.detach() for name, p in model.named_parameters()}
     torch.save(vars(found), path)
@@ -86,21 +90,26 @@ class _Choices:
     def __init__(self, model: torch.nn.Module, config: Config) -> None:
         """Observe the routers; create it before the forward pass."""
         self.settings, self.k = config.model.router, config.model.experts_per_token
-        self.inputs: dict[Any, Tensor] = {}
+        self.inputs: dict[Any, list[Tensor]] = {
+            router: [] for router in map(model.get_submodule, plan_of(model).routers)
+        }
         self.tokens: dict[Any, Tensor] = {}
         self.hooks = [
-            model.get_submodule(name).register_forward_hook(
-                lambda router, inputs, _: self.inputs.__setitem__(router, inputs[0])
-            )
-            for name in plan_of(model).routers
+            router.register_forward_hook(lambda router, inputs, _: self.inputs[router].append(inputs[0]))
+            for router in self.inputs
         ]
 
-    def auxiliary_loss(self) -> Tensor | float:
-        """weight * sum over layers of the mean over sequences of sum over experts of f * P."""
+    def auxiliary_loss(self, shape: torch.Size) -> Tensor | float:
+        """weight * sum over layers of the mean over sequences of sum over experts of f * P.
+
+        Args:
+            shape: (sequences, tokens); the forward pass may have seen them in parts, in this order.
+        """
         for hook in self.hooks:
             hook.remove()
         losses = []
-        for router, x in self.inputs.items():
+        for router, parts in self.inputs.items():
+            x = torch.cat([part.flatten(0, 1) for part in parts]).unflatten(0, shape)
             shares, chosen = self._shares_and_choice(router, x)
             self.tokens[router] = chosen.sum(dim=(0, 1))
             f = chosen.mean(dim=1) * chosen.shape[2] / self.k
@@ -123,6 +132,21 @@ class _Choices:
         preference = scores if router.bias is None else scores + router.bias
         chosen = torch.zeros_like(scores).scatter(2, preference.argsort(2, descending=True)[..., : self.k], 1.0)
         return scores / scores.sum(2, keepdim=True), chosen
+
+
+class _Lion(torch.optim.Optimizer):
+    """Lion, by the paper's formulas."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), lr, decay = (group[key] for key in ("betas", "lr", "weight_decay"))
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].get("momentum", torch.zeros_like(p))
+                    direction = torch.sign(beta1 * momentum + (1 - beta1) * p.grad)
+                    p -= lr * (direction + decay * p)
+                    self.state[p]["momentum"] = beta2 * momentum + (1 - beta2) * p.grad
 
 
 class _RoundingAdamW(torch.optim.Optimizer):
@@ -178,27 +202,41 @@ def _plain_optimizers(job: Config, parameters: dict[str, torch.nn.Parameter]) ->
     ends = ("embed_tokens.weight", "lm_head.weight")
     is_muons = {name: config.name == "muon" and p.ndim == 2 and name not in ends for name, p in parameters.items()}
     groups: list[dict[str, Any]] = [
-        {"params": [p for n, p in parameters.items() if p.ndim >= 2 and not is_muons[n]]},
-        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p], **_group_settings(config, name, p)} for name, p in parameters.items() if not is_muons[name]
     ]
-    decay = config.weight_decay
     optimizers: list[torch.optim.Optimizer] = []
     if config.name == "muon":
-        hidden = [p for name, p in parameters.items() if is_muons[name]]
-        optimizers = [torch.optim.Muon(hidden, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw")]
+        muons = [{"params": [p], **_group_settings(config, n, p)} for n, p in parameters.items() if is_muons[n]]
+        steps, adjustment = config.newton_schulz_steps, config.muon_lr_adjustment
+        optimizers = [torch.optim.Muon(muons, momentum=config.momentum, ns_steps=steps, adjust_lr_fn=adjustment)]
     betas = (config.betas[0], config.betas[1])
     if config.moments_dtype == "bfloat16":
         names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         seed = job.training.seed
-        return [_RoundingAdamW(groups, names, seed, lr=config.lr, betas=betas, eps=config.eps, weight_decay=decay)]
-    adamw = torch.optim.AdamW(groups, betas=betas, eps=config.eps, weight_decay=decay, fused=False, foreach=False)
+        return [_RoundingAdamW(groups, names, seed, lr=config.lr, betas=betas, eps=config.eps)]
+    if config.name == "lion":
+        return [_Lion(groups, {"lr": config.lr, "betas": betas})]
+    adamw = torch.optim.AdamW(groups, betas=betas, eps=config.eps, fused=False, foreach=False)
     return [*optimizers, adamw]
 
 
-def _rests(config: Optimizer, name: str, step: int) -> bool:
-    """Whether the first group that a parameter belongs to freezes it in the step after `step` steps."""
+def _group_of(config: Optimizer, name: str) -> ParameterGroup:
+    """The first group that a parameter belongs to, or one without settings."""
     groups = [group for group in config.groups if fnmatch.fnmatchcase(name, group.pattern)]
-    return bool(groups) and (groups[0].freeze or groups[0].freeze_until_step > step)
+    return groups[0] if groups else ParameterGroup(pattern="*")
+
+
+def _group_settings(config: Optimizer, name: str, parameter: Tensor) -> dict[str, float]:
+    """A parameter's weight decay and the factor of its learning rate."""
+    group = _group_of(config, name)
+    decay = config.weight_decay if parameter.ndim >= 2 else 0.0
+    return {"lr_scale": group.lr_scale, "weight_decay": decay if group.weight_decay is None else group.weight_decay}
+
+
+def _rests(config: Optimizer, name: str, step: int) -> bool:
+    """Whether a parameter is frozen in the step after `step` steps."""
+    group = _group_of(config, name)
+    return group.freeze or group.freeze_until_step > step
 
 
 def _each_document_alone(model: torch.nn.Module, tokens: Tensor, document_ids: Tensor) -> Tensor:
@@ -210,10 +248,10 @@ def _each_document_alone(model: torch.nn.Module, tokens: Tensor, document_ids: T
     return torch.cat(rows)
 
 
-def batches(config: Config, dp_rank: int, dp_size: int) -> Iterable[list[MicroBatch]]:
-    """The micro-batches of each step of a run."""
-    loader = build_loader(config, dp_rank, dp_size, start_sample=0)
+def batches(config: Config, dp_rank: int, dp_size: int, after: int = 0) -> Iterable[list[MicroBatch]]:
+    """The micro-batches of each step of a run after the first `after` steps."""
+    loader = build_loader(config, dp_rank, dp_size, start_sample=after * config.training.global_batch_size)
     try:
-        yield from itertools.islice(loader, config.training.steps)
+        yield from itertools.islice(loader, config.training.steps - after)
     finally:
         loader.close()

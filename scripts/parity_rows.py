@@ -139,6 +139,7 @@ def table() -> Iterator[Row]:
     yield from memory_rows()
     yield from attention_rows()
     yield from moments_rows()
+    yield from lion_rows()
     yield from float8_rows()
 
 
@@ -174,6 +175,23 @@ def moments_rows() -> Iterator[Row]:
         yield Row(f"bfloat16 moments, {name}", ranks, words(overrides), words(MOMENTS | run))
 
 
+def lion_rows() -> Iterator[Row]:
+    """Lion, over row shards and by owner."""
+    owner = {"fsdp.partition": "owner", "dp_replicate": 2, "dp_shard": 1}
+    run = {"optimizer.name": "lion", "optimizer.betas": "[0.9, 0.99]"}
+    meshes: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, axes and machine's settings
+        "1 process": (1, {}),
+        "HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}),
+        "FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}),
+        "CP 2": (2, {"cp": 2}),
+        "owner 2 x PP 2 interleaved": (4, {**owner, "pp": 2, "pipeline.schedule": "interleaved_1f1b"}),
+    }
+    for name, (ranks, sizes) in meshes.items():
+        yield Row(f"Lion, {name}", ranks, words(_selective(sizes, 2, compiled=False)), words(run))
+    experts = words(_selective({"dp_shard": 2, "ep": 2}, 2, compiled=False))
+    yield Row("Lion, EP 2", 2, experts, words(run | MOE))
+
+
 def float8_rows() -> Iterator[Row]:
     """Emulated 8-bit products on each axis, two micro-batches or more.
 
@@ -193,6 +211,7 @@ def float8_rows() -> Iterator[Row]:
         (tensorwise, "HSDP 2x2, gathered in 8 bits", 4, {"mesh.dp_replicate": 2, **gather}),
         (tensorwise, "ZeRO 1, gathered in 8 bits", 2, {"fsdp.zero_stage": 1, **gather}),
         (tensorwise, "PP 2, gathered in 8 bits", 4, {"mesh.pp": 2, **gather}),
+        (tensorwise, "PP 2 interleaved, gathered in 8 bits", 4, {**INTERLEAVED, **gather}),
         (tensorwise, "owner 2", 2, {"mesh.dp_replicate": 2, **OWNER}),
         (tensorwise, "PP 2", 2, {"mesh.pp": 2}),
         (tensorwise, "TP 2", 2, {"mesh.tp": 2}),
@@ -423,6 +442,10 @@ def owner_table() -> Iterator[Row]:
         how = "compiled" if compiled else "eager"
         beside = _selective({"dp_replicate": 2, axis: 2}, 2, compiled)
         yield row(f"owner 2 x {axis.upper()} 2, {optimizer}, {how}", 4, beside, optimizer)
+    schedules = {"interleaved": "interleaved_1f1b", "zero-bubble": "zero_bubble_v"}
+    for axis, optimizer, (named, schedule) in itertools.product(("dp_replicate", "cp"), runs, schedules.items()):
+        overrides = _by_key({axis: 2, "pp": 2, "pipeline.schedule": schedule, "training.micro_batch_size": 2})
+        yield row(f"owner over {axis} 2 x PP 2 {named}, {optimizer}", 4, overrides, optimizer)
 
 
 # The embedding and a block are always frozen, so that no gradient flows back to them; others for some steps.
@@ -475,6 +498,7 @@ def _how(compiled: bool) -> str:
 
 
 OWNER: dict[str, object] = {"fsdp.partition": "owner", "mesh.dp_shard": 1}
+INTERLEAVED: dict[str, object] = {"mesh.pp": 2, "pipeline.schedule": "interleaved_1f1b"}
 ZERO_BUBBLE: dict[str, object] = {"mesh.pp": 2, "pipeline.schedule": "zero_bubble_v"}
 REFUSED: dict[str, tuple[int, dict[str, object], str]] = {
     "owner 2 x EP 2": (4, {**OWNER, "mesh.dp_replicate": 2, "mesh.cp": 2, "mesh.ep": 2, **MOE}, "whole"),

@@ -1,32 +1,28 @@
 """Check whether a job fits before requesting machines: build it for any number of ranks, in one process.
 
-    python scripts/plan.py --config llama_7b.toml --ranks 8 [--memory-gib 80] [--trace]
-                           [--ranks-per-host 8] [--host-memory-gib 1000]
+    python scripts/plan.py llama_7b.toml --ranks 8 [--memory-gib 80] [--trace]
 
 The model is built on the meta device and parallelized over a fake process group, with the same code and checks as on a
 cluster, but without memory for the weights. The plan shows what rank 0 would hold, counted from its shards, and an
-estimate of the rest; with --memory-gib also whether that fits, or what would make it fit. If the job copies its state
-to hosts' memory (checkpoint.memory_copies), the plan shows what a host holds and sends, and with --host-memory-gib
-whether that fits. With --trace, one step of each kind of rank is run with fake tensors, to show what it communicates.
+estimate of the rest; with --memory-gib also whether that fits, or what would make it fit. With --trace, one step of
+each kind of rank is run with fake tensors, to show what it communicates.
 """
 
 import argparse
 import math
 import sys
-import textwrap
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-if not __package__:  # run as a file, from any folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
 
 from configs.errors import KeelError
 from configs.layout import mesh_sizes, parameter_count
 from configs.load import load
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
-from scripts.command import end, positive
+from scripts.command import add_job_argument, end, job_of, positive, without_overrides
 from trainer.report.console import Console, Row
 from trainer.report.metrics import memory_peak_bytes
 from trainer.report.units import count, duration, size
@@ -81,17 +77,6 @@ def rows(config: Config, ranks: int, device_bytes: int | None) -> list[Row]:
     ]
 
 
-def copies_rows(config: Config, ranks: int, ranks_per_host: int, host_bytes: int | None) -> list[Row]:
-    """Return the rows of the copies in hosts' memory, of `host_bytes` each; none if the job makes no copies."""
-    from trainer.planning.memory_copies import host_copies
-
-    copies = host_copies(config, mesh_sizes(config, ranks), ranks_per_host)
-    if not copies:
-        return []
-    fits = [("fit a host", copies.do_not_fit(host_bytes) or "yes")] if host_bytes else []
-    return [("copies in memory", "\n".join(textwrap.wrap(str(copies), 85))), *fits]
-
-
 def kinds_of_ranks(config: Config, ranks: int) -> dict[int, str]:
     """Return one rank of each kind, with its description.
 
@@ -122,6 +107,15 @@ def traffic_rows(config: Config, ranks: int, rank: int) -> list[Row]:
     return [*rows, ("traced in", duration(time.perf_counter() - started))]
 
 
+def _traced(config: Config, ranks: int) -> dict[str, list[Row]]:
+    """What a step of each kind of rank communicates; kinds that communicate the same are one."""
+    found: dict[tuple[Row, ...], tuple[list[str], Row]] = {}
+    for rank, kind in kinds_of_ranks(config, ranks).items():
+        *traffic, took = traffic_rows(config, ranks, rank)
+        found.setdefault(tuple(traffic), ([], took))[0].append(kind)
+    return {" and of ".join(kinds): [*traffic, took] for traffic, (kinds, took) in found.items()}
+
+
 def _gib(text: str) -> float:
     if not 0 < (value := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
@@ -131,24 +125,19 @@ def _gib(text: str) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Further words override the config.")
-    parser.add_argument("--config", required=True, help="job file, or its name in configs/")
+    add_job_argument(parser)
     parser.add_argument("--ranks", type=positive, required=True, help="number of ranks to run the job on")
     parser.add_argument("--memory-gib", type=_gib, help="memory of a GPU, to check whether the job fits")
-    parser.add_argument("--ranks-per-host", type=positive, default=8, help="for copies in hosts' memory (default: 8)")
-    parser.add_argument("--host-memory-gib", type=_gib, help="memory of a host, to check whether these copies fit")
     parser.add_argument("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")
-    options, overrides = parser.parse_known_args(arguments)
+    own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(own)
     try:
-        device_bytes, host_bytes = (
-            int(gib * 2**30) if gib else None for gib in (options.memory_gib, options.host_memory_gib)
-        )
-        config, console = load(options.config, overrides, options.ranks).config, Console()
+        device_bytes = int(options.memory_gib * 2**30) if options.memory_gib else None
+        config, console = load(job_of(options), overrides, options.ranks).config, Console()
         config = decided(config, options.ranks, device_bytes, console)
-        table = rows(config, options.ranks, device_bytes)
-        table += copies_rows(config, options.ranks, options.ranks_per_host, host_bytes)
-        console.table(f"{config.job.name} on {options.ranks} ranks", table)
-        for rank, kind in kinds_of_ranks(config, options.ranks).items() if options.trace else ():
-            console.table(f"one step of {kind}", traffic_rows(config, options.ranks, rank))
+        console.table(f"{config.job.name} on {options.ranks} ranks", rows(config, options.ranks, device_bytes))
+        for kinds, traffic in _traced(config, options.ranks).items() if options.trace else ():
+            console.table(f"one step of {kinds}", traffic)
     except KeelError as error:
         print(error, file=sys.stderr)
         return error.exit_code

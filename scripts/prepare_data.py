@@ -6,13 +6,12 @@ Writes OUTPUT/train and, with --validation-fraction, OUTPUT/validation: the fold
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-if not __package__:  # run as a file, from any folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
 
 from scripts.command import INPUT_HELP, add_text_arguments, end, parser_of, positive, run_command
 from trainer.data.text.prepare import prepare

@@ -145,7 +145,7 @@ def _work(connection: Connection, crash: str) -> None:
             n_modules = len(sys.modules)
         try:
             backend, rank, ranks, store, timeout, function, arguments = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         except Exception:  # the function or an argument cannot be imported here
             connection.send((True, traceback.format_exc(), False))

@@ -1,15 +1,16 @@
-"""Compute a step of a run again, and compare it with what the run recorded: scripts/replay.py RUN --step N ...
+"""Compute steps of a run again, and compare them with what the run recorded: scripts/replay.py RUN --step N [N ...] ...
 
 The run must have recorded fingerprints (metrics.fingerprint = true). The steps from the newest checkpoint before step N
-up to N are computed again in a temporary folder; nothing in RUN is changed. Without further words the replay has the
-run's own mesh, and must be equal in bits. With --ranks and keys of the job such as --mesh.dp_shard 2, or on another
-machine, it must be equal within a bound. Otherwise the first step and the parameter that differ are named. Exit code 0:
-equal; 1: not equal, or not possible.
+up to N are computed again in a temporary folder; nothing in RUN is changed. --random K takes K random steps in place of
+--step. Without further words the replay has the run's own mesh, and must be equal in bits. With --ranks and keys of the
+job such as --mesh.dp_shard 2, or on another machine, it must be equal within a bound. Otherwise the first step and the
+parameter that differ are named. Exit code 0: equal; 1: not equal, or not possible.
 """
 
 import argparse
 import json
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,9 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-if not __package__:  # run as a file, from any folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
 
+from checkpoint.find import require_run
 from configs.errors import UserError
 from configs.load import load
 from scripts.command import end, parser_of, positive, run_command
@@ -43,13 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _be_a_rank(Path(folder))
     parser = _parser()
     options, words = parser.parse_known_args(arguments)
+    if options.folder and len(options.step or ()) != 1:
+        parser.error("--folder keeps the replay of a single --step")
     if unknown := [word for word in words if word.startswith("-") and "." not in word]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     holds = False
 
     def work(console: Console) -> None:
         nonlocal holds
-        holds = replay(options.run, options.step, console, options.ranks, words, options.folder)
+        steps = options.step or random_steps(options.run, options.random, options.seed)
+        held = [replay(options.run, step, console, options.ranks, words, options.folder) for step in steps]
+        holds = all(held)
+        if len(held) > 1:
+            console.line(f"{sum(held)} of {len(held)} replayed steps hold")
 
     end_process(run_command(work, "stopped") or int(not holds))
 
@@ -75,6 +83,7 @@ def replay(
     Raises:
         KeelError: the replay is not possible, or failed.
     """
+    require_run(run)  # a wrong path costs no import of torch
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="keel-replay-") as temporary:
             return replay(run, step, console, ranks, words, Path(temporary))
@@ -90,10 +99,36 @@ def replay(
     return verdict.holds
 
 
+def random_steps(run: Path, n: int, seed: int | None) -> list[int]:
+    """Choose `n` random steps of a run that can be replayed, or all if there are fewer.
+
+    Args:
+        run: run folder.
+        n: how many.
+        seed: of the choice; None: another choice each time.
+
+    Raises:
+        UserError: none can be replayed.
+    """
+    require_run(run)  # a wrong path costs no import of torch
+    from checkpoint.manifest import steps_in
+    from trainer.proof.record import recorded_steps
+
+    recorded = recorded_steps(run)
+    begin = 0 if 1 in recorded else min(steps_in(run / "checkpoints"), default=max(recorded, default=0))
+    possible = [step for step in recorded if step > begin]
+    if not possible:
+        raise UserError(f"{run}: no step can be replayed, as there is no checkpoint before any with a fingerprint")
+    return random.Random(seed).sample(possible, min(n, len(possible)))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    parser.add_argument("--step", type=positive, required=True, metavar="N", help="the last step to compute again")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--step", type=positive, nargs="+", metavar="N", help="compute the steps up to this one again")
+    which.add_argument("--random", type=positive, metavar="K", help="the same for K random steps")
+    parser.add_argument("--seed", type=int, metavar="S", help="choose the same random steps each time")
     parser.add_argument("--ranks", type=positive, metavar="R", help="ranks on this host (default: as many as the run)")
     parser.add_argument("--folder", type=Path, metavar="F", help="a new folder in which the replay is kept")
     return parser

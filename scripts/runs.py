@@ -20,22 +20,25 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a file, from any folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint.incarnation import FOLDER, newest_number
 from checkpoint.lock import FolderInUse, lock
 from checkpoint.pin import Pinned
 from configs.errors import UserError
+from configs.files import whole
 from scripts.command import end, parser_of, run_command
 from scripts.page.cleaning import WHAT, Doomed, removable, remove_emptied, remove_one
 from scripts.page.recorded import SILENT_SECONDS, Recorded, differences, read_runs
 from trainer.lifecycle import read_status
 from trainer.report.console import Console
 from trainer.report.metrics import METRICS_NAME
-from trainer.report.units import count, duration, size
+from trainer.report.units import count, duration, fixed, percent, size
 
 _TAIL_BYTES = 1 << 16
+UNREADABLE = "unreadable"
+"""State of a folder that this user may not read; it may be a run."""
 _Command = Callable[[argparse.Namespace, Console], None]
 
 
@@ -58,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _list(options: argparse.Namespace, console: Console) -> None:
     """List the runs in a folder."""
     if not options.folder.is_dir():
-        raise UserError(f"{options.folder}: no such folder")
+        raise UserError(f"{whole(options.folder)}: no such folder")
     runs = sorted(runs_in(options.folder), key=lambda run: run[1]["time"], reverse=True)
     if not runs:
         raise UserError(f"{options.folder}: no runs here (a run is a folder with a status.json)")
@@ -71,11 +74,16 @@ def _list(options: argparse.Namespace, console: Console) -> None:
 def runs_in(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the runs in a folder and in the folders of it, each with its status."""
     for each in (folder, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))):
-        if (each / "status.json").is_file() and (status := read_status(each)):
-            yield each, status
+        try:
+            if (each / "status.json").is_file() and (status := read_status(each)):
+                yield each, status
+        except OSError as error:
+            yield each, {"state": UNREADABLE, "step": 0, "reason": error.strerror or "", "time": time.time()}
 
 
 def _line(folder: Path, status: dict[str, Any], width: int) -> str:
+    if status["state"] == UNREADABLE:
+        return f"{folder!s:<{width}}  {UNREADABLE}: {status['reason']}"
     age = max(0.0, time.time() - status["time"])
     state = "silent" if status["state"] == "running" and age > SILENT_SECONDS else status["state"]
     last = _last_record(folder / METRICS_NAME)
@@ -133,10 +141,10 @@ def _figures(run: Recorded) -> dict[str, str]:
         "state": run.state,
         "step": f"{run.step:,}",
         "tokens": form("tokens", count),
-        "loss": form("loss", "{:.4f}".format),
-        "validation loss": form("validation_loss", "{:.4f}".format),
+        "loss": form("loss", fixed),
+        "validation loss": form("validation_loss", fixed),
         "tokens/s": form("tokens_per_second", "{:,.0f}".format),
-        "goodput": form("goodput", "{:.0%}".format),
+        "goodput": form("goodput", lambda share: percent(share, 0)),
         "launches": _launches(run),
     }
 
@@ -183,7 +191,7 @@ def _chosen(options: argparse.Namespace) -> list[Path]:
     """The runs that the command line names, themselves or by a folder of runs."""
     chosen: dict[Path, None] = {}
     for folder in options.folders:
-        found = [run for run, _ in runs_in(folder)]
+        found = [run for run, status in runs_in(folder) if status["state"] != UNREADABLE]
         if options.what == "everything" and folder not in found:
             raise UserError(f"{folder} is not a run (it has no status.json); --what everything takes runs by name")
         if not found:

@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if not __package__:  # run as a file, from any folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
 
+from checkpoint.find import find_model
 from configs.errors import UserError
+from configs.files import whole
 from configs.untrusted import printable
-from scripts.command import add_computing_arguments, end, parser_of, run_command
+from scripts.command import add_computing_arguments, end, parser_of, require_file, run_command
 from trainer.report.console import Console
 from trainer.report.units import count
 
@@ -35,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
 
     def work(console: Console) -> None:
+        find_model(options.model, options.step)  # a wrong path costs no import of torch
+        require_file(options.tokenizer, "--tokenizer")
         prompts = _prompts(options)
         from trainer.sampling.load import load_trained
 
@@ -60,9 +64,17 @@ def _sample(trained: "Trained", prompts: list[str], options: argparse.Namespace,
     tokens = []
     for number, prompt in enumerate(prompts, 1):
         try:
-            tokens.append(prompt_tokens(trained.tokenizer, prompt, trained.seq_len - 1))
+            encoded = prompt_tokens(trained.tokenizer, prompt)
         except UserError as error:
-            raise UserError(f"prompt {number} {error} (the model's seq_len is {trained.seq_len})") from None
+            raise UserError(f"prompt {number} {error}") from None
+        room, kept = trained.seq_len, encoded
+        if len(encoded) >= room:
+            kept = encoded[-max(room - options.max_tokens, room // 2) :]
+            console.warning(
+                f"prompt {number} has {len(encoded)} tokens, and the model's seq_len is {room}; it reads the last "
+                f"{len(kept)}, so that there is room to continue"
+            )
+        tokens.append(kept)
     distribution = Distribution(options.temperature, options.top_k, options.top_p)
     randomness, model = generators(options.seed, len(prompts)), CachedModel(trained.model, trained.device)
     texts = _Texts(trained, prompts, tokens)
@@ -154,7 +166,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         try:
             text = (sys.stdin.buffer.read() if is_input else options.file.read_bytes()).decode()
         except OSError as error:
-            raise UserError(f"{name} can't be read: {error.strerror}") from None
+            raise UserError(f"{name if is_input else whole(name)} can't be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise UserError(f"{name} is not valid UTF-8 (at byte {error.start}); convert it") from None
         lines = text.split("\n")

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a file, from any folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
 
-from configs.errors import KeelError, UserError, files_that_fail
+from checkpoint.find import find_checkpoint, require_run, tokenizer_of
+from configs.errors import KeelError, files_that_fail
 from configs.load import LoadedConfig, load
-from configs.schema import Mesh
+from configs.schema import Config, Mesh
 from scripts.command import end, parser_of, positive, without_overrides
 from scripts.launcher import run_ranks
 from trainer.lifecycle import tell_torchrun
@@ -49,24 +50,22 @@ def score_run(folder: Path, step: int | None, overrides: Sequence[str], console:
     Raises:
         KeelError: the run has no checkpoint, or it or the sequences can't be read.
     """
-    if not (folder / "config.toml").is_file():
-        raise UserError(f"{folder} is no run: it has no config.toml")
+    require_run(folder)
+    checkpoint = find_checkpoint(folder, step)
     job = load_for_scoring(folder, overrides, int(os.environ.get("WORLD_SIZE", "1")))
     import torch.distributed as dist
 
     from parallelisms.mesh import start_process_group
     from parallelisms.ranks import on_rank_zero
-    from trainer.comparison.score import score, write_scores
+    from scripts.comparison.score import score, write_scores
     from trainer.guards.environment import device_type
     from trainer.numerics import set_numerics
-    from trainer.sampling.load import find
 
-    checkpoint = find(folder, step)
     kind = device_type(job)
     set_numerics(job.config.training, kind)
     device = start_process_group(kind, job.config.job.timeout_seconds)
     try:
-        found = score(job.config, checkpoint, device, console)
+        found = score(with_tokenizer_of(checkpoint, job), checkpoint, device, console)
         on_rank_zero(None, lambda: write_scores(folder, found))
     finally:
         dist.destroy_process_group()
@@ -79,6 +78,15 @@ def load_for_scoring(folder: Path, overrides: Sequence[str], ranks: int) -> Load
     drops_mesh = ranks == 1 and not any(word.startswith("--mesh.") for word in overrides)
     alone = [f"--mesh.{axis}=1" for axis in Mesh.model_fields] if drops_mesh else []
     return load(str(folder / "config.toml"), ["--elastic.enable=false", *alone, *overrides], ranks)
+
+
+def with_tokenizer_of(checkpoint: Path, job: LoadedConfig) -> Config:
+    """The config of a run's job with the tokenizer of its checkpoint, unless the command line names one."""
+    config, tokenizer = job.config, tokenizer_of(checkpoint)
+    if tokenizer is None or job.origins["tokenizer.path"].startswith("--"):
+        return config
+    own = config.tokenizer.model_copy(update={"path": str(tokenizer)})
+    return config.model_copy(update={"tokenizer": own})
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,12 +5,11 @@ bytes. The same text gives the same file. All text is held in memory: of a large
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # run as a file, from any folder
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
 
 from scripts.command import INPUT_HELP, add_text_arguments, end, parser_of, run_command
 from trainer.data.text.bad_files import PATIENCE, BadFiles

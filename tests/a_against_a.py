@@ -29,9 +29,9 @@ from configs.load import load
 from parallelisms.mesh import build_mesh, start_process_group
 from scripts import compare as command
 from scripts import score
+from scripts.comparison.score import sequence_sums
+from scripts.comparison.statistics import Comparison, compare
 from tests.end_to_end.launch import TEXT
-from trainer.comparison.score import sequence_sums
-from trainer.comparison.statistics import Comparison, compare
 from trainer.data.loader import build_loader
 from trainer.lifecycle import StopRequest
 from trainer.lr_schedule import learning_rate

@@ -9,9 +9,9 @@ def kept_losses(trainer: Trainer) -> list[float]:
     losses: list[float] = []
     count = trainer.progress.count
 
-    def counted(result: StepResult, chain: str) -> None:
+    def counted(result: StepResult) -> None:
         losses.append(result.loss)
-        count(result, chain)
+        count(result)
 
     trainer.progress.count = counted  # type: ignore[method-assign]
     return losses

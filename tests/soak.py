@@ -34,8 +34,8 @@ from pathlib import Path
 import torch
 
 from checkpoint.compare import compare
+from checkpoint.index import read_metadata
 from checkpoint.manifest import step_folder, steps_in
-from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import read_tensor
 from tests.preloaded import Child, Server, children, state
 from tests.torture.kill import check_all, curve, left_behind

@@ -3,7 +3,7 @@
 Two launches of llama_7b.toml in small, on two ranks on the CPU: FSDP, selective activation checkpointing, compiled
 blocks, token files, checkpoints in the background, and a resume from one. Each rank notes the functions that it calls.
 What counts is their code lines, and those of their files outside of functions: what someone must read who follows such
-a job through all that it does. The table has a line for each room of tests/unit/test_size.py.
+a job through all that it does. The table has a line for each folder.
 """
 
 import ast
@@ -19,8 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tests.conftest import ROOT
-from tests.unit.test_size import code_line_numbers, room_of
+from tests.code_lines import ROOT, code_line_numbers
 
 SMALL = (
     "--model.dim 64 --model.n_layers 2 --model.n_heads 4 --model.ffn_dim 128 --model.vocab_size 500 --job.device cpu"
@@ -93,20 +92,20 @@ def write_data(folder: Path) -> str:
 def main() -> None:
     """Print the table."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        words = write_data(folder)
-        called = launch(folder, f"{words} --training.steps 4") | launch(folder, f"{words} --training.steps 6")
+        words = write_data(Path(name))
+        called = launch(Path(name), f"{words} --training.steps 4")
+        called |= launch(Path(name), f"{words} --training.steps 6")
     by_file: dict[Path, set[int]] = {}
     for file, line in called:
         by_file.setdefault(Path(file), set()).add(line)
     walked, files = Counter[str](), Counter[str]()
     for path, lines in by_file.items():
-        if (room := room_of(path)) is not None:
-            walked[room] += walked_lines(path, lines)
-            files[room] += 1
-    print("| room | files | code lines that the job runs |\n|---|---|---|")
-    for room, lines_ in walked.most_common():
-        print(f"| {room} | {files[room]} | {lines_:,} |")
+        folder = "/".join(path.relative_to(ROOT).parts[:-1][:2]) or path.name
+        walked[folder] += walked_lines(path, lines)
+        files[folder] += 1
+    print("| folder | files | code lines that the job runs |\n|---|---|---|")
+    for folder, n in walked.most_common():
+        print(f"| {folder} | {files[folder]} | {n:,} |")
     print(f"| in all | {files.total()} | {walked.total():,} |")
 
 

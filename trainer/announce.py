@@ -3,16 +3,19 @@
 import os
 import shutil
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from checkpoint.memory_copies import bytes_there
 from checkpoint.room import free_memory
+from configs.checks.idle import without_effect
 from configs.elastic import Choice, describe
 from configs.schema import Config
+from configs.secret import SECRET
 from models import build_model
 from parallelisms.mesh import Mesh
 from trainer.guards.environment import device_name, threads
@@ -55,13 +58,22 @@ def say_hello(job: Opened, console: Console) -> None:
         console.line(_what_decides_bits(config, mesh))
     if job.recomputation:
         console.line(str(job.recomputation))
-    for complaint in slow_attention(config, mesh.device.type):
+    if unauthenticated := note_on_secret(os.environ):
+        console.line(unauthenticated)
+    for complaint in (*job.warnings, *without_effect(config), *slow_attention(config, mesh.device.type)):
         console.warning(complaint)
     if dist.get_rank() == 0 and config.activation_checkpoint.mode != "none":
         console.table("What a checkpointed block keeps for its backward pass", _activation_rows(config, mesh.device))
     if config.compile.enable:
         console.line("torch.compile compiles in the first steps, which may take minutes")
     warn_if_too_large(config, mesh.device, console)
+
+
+def note_on_secret(environment: Mapping[str, str]) -> str:
+    """What to say of a run without a secret on several hosts, by torchrun's variables; "" if nothing."""
+    if int(environment.get("GROUP_WORLD_SIZE", "1")) == 1 or environment.get(SECRET):
+        return ""
+    return f"{SECRET} is not set: hosts believe whoever writes into their store (docs/security.md)"
 
 
 def _where(config: Config, choice: Choice) -> str:
@@ -92,8 +104,7 @@ def warn_if_too_large(config: Config, device: torch.device, console: Console) ->
             "(checkpoint.max_save_failures). Make room, or set job.output_dir to another disk"
         )
     ranks, ranks_here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    free_here = free_memory() + bytes_there(config.job.folder)  # copies of the launch before are removed
-    problems = [host_does_not_fit(config, ranks, ranks_here, device.type, free_here)]
+    problems = [host_does_not_fit(config, ranks, ranks_here, device.type, free_memory())]
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)  # without CUDA's own memory, which this process holds by now
         problems.append(does_not_fit(config, ranks, free + CONTEXT_BYTES))
@@ -126,6 +137,7 @@ def say_goodbye(trainer: Trainer, state: State) -> None:
         closing_title(state, step, reason),
         closing_rows(config, trainer.folder, trainer.ledger.seconds(), trainer.progress.ends, memory, newest),
     )
-    console.table("What to try next", next_rows(config, state))
-    with console.outages.tolerate(trainer.folder / "status.json"):
-        write_status(trainer.folder, state, step, "" if state == "done" else reason, checkpoint=str(newest))
+    console.commands("What to try next", next_rows(config, state))
+    said = "" if state == "done" else reason
+    write = partial(write_status, trainer.folder, state, step, said, checkpoint=str(newest))
+    console.outages.insist(trainer.folder / "status.json", write)

@@ -2,24 +2,19 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from functools import cache
 
-import torch.distributed as dist
 from torch.distributed import Store
 
 from checkpoint.incarnation import FOLDER, Incarnation, claim
 from checkpoint.lock import lock
-from checkpoint.memory_copies import remove_copies
-from checkpoint.run_folders import SHARED, OwnFolders, SharedFolder
-from checkpoint.store import SaveFailed
 from checkpoint.takeover import lock_or_take_over
 from configs.elastic import describe
-from configs.errors import OutageError, listed
+from configs.errors import OutageError
 from configs.load import LoadedConfig
-from parallelisms.ranks import gather
-from trainer.guards.shared_folder import NotShared
+from configs.secret import Forged, signed, verified
 from trainer.lifecycle import EXIT_FAILED, EXIT_PREEMPTED, StopRequest
 
 _TAKE_OVER_SECONDS = 15.0
@@ -57,43 +52,7 @@ def take_folder(job: LoadedConfig, warn: Callable[[str], None]) -> Incarnation |
     return claim(folder, {"ranks": job.choice.world_size, "mesh": describe(job.config, job.choice)})
 
 
-def folders_of_hosts(
-    job: LoadedConfig, folder: Path, lacking: Sequence[str], is_home: bool, log: Callable[[str], None]
-) -> SharedFolder:
-    """The run folder; each host's own if they share none, and the run can do without.
-
-    Args:
-        lacking: who does not see rank 0's run folder.
-        is_home: whether this rank does.
-        log: called with a line for the user.
-
-    Raises:
-        UserError: a folder can't be used, or the job can't do without a shared one.
-    """
-    config = job.config
-    can_do_without = job.choice is not None and config.checkpoint.memory_copies > 0
-    if not lacking or not all(gather(can_do_without)):  # ranks with different jobs are named later
-        return SHARED
-    if config.fault.spikes.action == "rewind":
-        raise NotShared(
-            'fault.spikes.action = "rewind" needs a run folder that all hosts share (job.output_dir), since the '
-            f"checkpoint to go back to may be lost with a host. Other folders than rank 0's:\n  {listed(lacking)}"
-        )
-    own = OwnFolders.meet(folder, is_home)
-    own.unite()
-    log(f"elastic: {own.count} hosts have a run folder each; the run's is that of rank 0, {folder.absolute()}")
-    return own
-
-
-def share_the_end(run_folder: SharedFolder, warn: Callable[[str], None]) -> None:
-    """Let the folders of all hosts that train say that the run is over, so that none of them starts it again."""
-    try:
-        run_folder.of(dist.group.WORLD).mirror()
-    except SaveFailed as error:
-        warn(str(error))
-
-
-def wait_idle(store: Store, folder: Path, stop: StopRequest, timeout_seconds: float) -> int:
+def wait_idle(store: Store, stop: StopRequest, timeout_seconds: float, warn: Callable[[str], None]) -> int:
     """Wait on a rank that does not train; returns its exit code, which is that of the others where they tell it.
 
     If all ranks that train are gone, nobody else notices, so this ends with an error, after which torchrun forms the
@@ -101,16 +60,17 @@ def wait_idle(store: Store, folder: Path, stop: StopRequest, timeout_seconds: fl
 
     Args:
         store: shared by all ranks; the first one gives signs of life there (`show_life`).
-        folder: the run folder.
         stop: told by signals; torchrun sends one when it forms the job again.
         timeout_seconds: without a sign of life for so long, the ranks that train are gone.
+        warn: called with what a person should know.
     """
-    sign, heard = 0, time.monotonic()
+    sign, heard = "", time.monotonic()
+    warn = cache(warn)  # once for each text
     while not stop.wait(_POLL_SECONDS):
         try:
-            if store.check([_END]):
-                return _hear_the_end(store, folder)
-            now = store.add(_ALIVE, 0)
+            if code := _told(store, _END, warn):
+                return _hear_the_end(store, int(code))
+            now = _told(store, _ALIVE, warn)
         except RuntimeError:  # the store was in a rank, or on a host, that is gone
             return EXIT_FAILED
         if now != sign:
@@ -120,23 +80,30 @@ def wait_idle(store: Store, folder: Path, stop: StopRequest, timeout_seconds: fl
     return EXIT_PREEMPTED
 
 
-def _hear_the_end(store: Store, folder: Path) -> int:
-    code = int(store.get(_END))
+def _told(store: Store, key: str, warn: Callable[[str], None]) -> str:
+    """What the first rank has written; "" if it has not, or somebody else has, which is ignored."""
+    try:
+        return verified(key, store.get(key)) if store.check([key]) else ""
+    except Forged as error:
+        warn(str(error))
+        return ""
+
+
+def _hear_the_end(store: Store, code: int) -> int:
     with suppress(RuntimeError):  # the store may end as soon as the last idle rank says that it knows the code
         store.add(_HEARD, 1)
-    remove_copies(folder)
     return code
 
 
 def show_life(store: Store) -> None:
     """Let the idle ranks know that the first rank is alive."""
-    store.add(_ALIVE, 1)
+    store.set(_ALIVE, signed(_ALIVE, str(time.monotonic())))
 
 
 def release(store: Store, n_idle: int, code: int) -> None:
     """Tell the idle ranks the exit code, and wait until they know it, since the store may end with this rank."""
     deadline = time.monotonic() + _FAREWELL_SECONDS
     with suppress(RuntimeError):
-        store.set(_END, str(code))
+        store.set(_END, signed(_END, str(code)))
         while store.add(_HEARD, 0) < n_idle and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS / 10)

@@ -53,35 +53,44 @@ def exit_code(state: State, error: BaseException | None = None) -> int:
 
 @dataclass
 class StopRequest:
-    """The record of the signal handlers; the training loop reads it once per step."""
+    """Whether this process was asked to stop, by a signal or by its launcher's end; read once per step."""
 
     signal_number: int | None = None
     received_at: float = 0.0
     arrivals: int | None = None
     """File descriptor that receives signal numbers immediately; Python's handlers have to wait for the main thread."""
 
+    launcher: int | None = None
+    """Process id of the launcher, without which this process ends, too (0: it is gone); None: it has none."""
+
     def __bool__(self) -> bool:
         """Whether this rank was asked to stop; the other ranks may not know it yet."""
-        return self.signal_number is not None
+        return self.signal_number is not None or self.has_lost_launcher
+
+    @property
+    def has_lost_launcher(self) -> bool:
+        """Whether the launcher is gone: the kernel has given this process another parent."""
+        return self.launcher is not None and os.getppid() != self.launcher
 
     @property
     def reason(self) -> str:
-        """The first signal's name ("SIGTERM"), or "" if there was none."""
-        return "" if self.signal_number is None else signal.Signals(self.signal_number).name
+        """The first signal's name ("SIGTERM"), that the launcher is gone, or "" if there is no reason to stop."""
+        if self.signal_number is None and self.has_lost_launcher:
+            return "the end of its launcher"
+        return _name(self.signal_number)
 
-    def arrived(self) -> int | None:
-        """The number of a signal that has arrived; call it from a single thread other than the main thread.
+    def arrived(self) -> str:
+        """Like `reason`; call it from a single thread other than the main thread.
 
         It sees a signal even while the main thread is in a long C++ call (a backward pass, a collective), before
         `record` can run.
         """
         if self.signal_number is None and self.arrivals is not None:
             with suppress(BlockingIOError):
-                numbers = [
-                    number for number in os.read(self.arrivals, 4096) if number in (*STOP_SIGNALS, signal.SIGHUP)
-                ]
-                return numbers[0] if numbers else None
-        return self.signal_number
+                for number in os.read(self.arrivals, 4096):
+                    if number in (*STOP_SIGNALS, signal.SIGHUP):
+                        return _name(number)
+        return self.reason
 
     def wait(self, seconds: float) -> bool:
         """Sleep until a signal arrives, at most for `seconds`; returns whether one did."""
@@ -108,7 +117,7 @@ def install_signal_handlers() -> StopRequest:
     """Record SIGTERM, SIGINT and SIGUSR1 from now on; call it in the main thread, before torch is imported.
 
     SIGHUP, which comes when a terminal is closed, is ignored: run.log has the output. Under torchrun, which ends when
-    it gets one, and sends it to its workers, it is a signal to stop.
+    it gets one, and sends it to its workers, it is a signal to stop. So is the end of torchrun itself.
     """
     arrivals, wakeup = os.pipe()
     for end in (arrivals, wakeup):
@@ -120,7 +129,25 @@ def install_signal_handlers() -> StopRequest:
         signal.signal(number, request.record)
     is_worker = "TORCHELASTIC_RUN_ID" in os.environ
     signal.signal(signal.SIGHUP, request.record if is_worker else signal.SIG_IGN)
+    request.launcher = _launcher() if is_worker else None
     return request
+
+
+def _launcher() -> int:
+    """Process id of this rank's launcher, the parent process; 0 if that has ended before this process could look.
+
+    The kernel then gives the process to another parent, process 1 in most cases, which is the launcher itself in a
+    container that runs nothing else. A launcher runs in Python.
+    """
+    parent = os.getppid()
+    with suppress(OSError):
+        if parent == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes():
+            return 0
+    return parent
+
+
+def _name(signal_number: int | None) -> str:
+    return "" if signal_number is None else signal.Signals(signal_number).name
 
 
 def _at_terminal() -> bool:
@@ -165,6 +192,11 @@ def read_status(run_folder: Path) -> dict[str, Any]:
     return status if is_whole else {}
 
 
+def is_own(status: dict[str, Any]) -> bool:
+    """Whether this process has written the status."""
+    return (status.get("pid"), status.get("host")) == (os.getpid(), socket.gethostname())
+
+
 def refresh_status(run_folder: Path, step: int, reason: str | None = None) -> None:
     """Record that this process still runs, with the current time and step, unless the status says that it has ended.
 
@@ -174,8 +206,7 @@ def refresh_status(run_folder: Path, step: int, reason: str | None = None) -> No
     """
     with _writing_status:
         status = read_status(run_folder)  # empty if someone removed it
-        is_ours = (status.get("pid"), status.get("host")) == (os.getpid(), socket.gethostname())
-        if not status or (status["state"] == "running" and is_ours):
+        if not status or (status["state"] == "running" and is_own(status)):
             said = status.get("reason", "") if reason is None else reason
             _replace_status(run_folder, status | {"state": "running", "step": step, "reason": said})
 

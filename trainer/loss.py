@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from parallelisms.ranges import named_range
 from trainer.data.loader import IGNORED
 
 # Bytes of a chunk's logits, in the dtype of the softmax. CPU: half of a typical level-3 cache, the best of 1 to 64 MiB.
@@ -41,6 +42,8 @@ class CrossEntropy:
     5). It is in the gradients alone, so that the loss is the cross-entropy with any weight."""
     compile: bool = False
     """Compile what happens between the matrix products."""
+    compiler_options: tuple[tuple[str, Any], ...] = ()
+    """Settings of `torch._inductor.config` for that."""
     repeatable: bool = False
     """Let backward run more than once, at the cost of a copy of the gradients. A zero-bubble pipeline needs that, since
     it computes the gradients of inputs and weights separately."""
@@ -66,9 +69,10 @@ class CrossEntropy:
             A scalar in the softmax's dtype.
         """
         arguments = hidden.flatten(0, 1), weight, targets.flatten(), group, self
-        if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-            return _LossWithGradients.apply(*arguments)
-        return _sweep(*arguments)
+        with named_range("loss"):
+            if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+                return _LossWithGradients.apply(*arguments)
+            return _sweep(*arguments)
 
 
 class _LossWithGradients(torch.autograd.Function):
@@ -116,7 +120,7 @@ def _sweep(
     gradients: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> Tensor:
     """Compute the loss and, into `gradients`, the wanted gradients of hidden (tokens, dim) and weight (vocab, dim)."""
-    measure, differentiate_ = _kernels(settings.compile)
+    measure, differentiate_ = _kernels(settings.compile, settings.compiler_options)
     dtype = _softmax_dtype(hidden)
     rows = chunk_rows(len(hidden), len(weight) * dtype.itemsize, hidden.device.type)
     first_id = dist.get_rank(group) * len(weight) if group else 0
@@ -146,13 +150,17 @@ def chunk_rows(tokens: int, bytes_per_row: int, device_type: str) -> int:
 
 
 @functools.cache
-def _kernels(compiled: bool) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+def _kernels(
+    compiled: bool, options: tuple[tuple[str, Any], ...] = ()
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """The work on a chunk between the matrix products, which stay outside: compiled or not, a library does them."""
     if not compiled:
         return _measure, _differentiate_
+    # No CUDA graphs: the kernels write into a buffer.
+    settings = {**dict(options), "triton.cudagraphs": False} if options else None
     return (
-        torch.compile(_measure, fullgraph=True, dynamic=False),
-        torch.compile(_differentiate_, fullgraph=True, dynamic=False),
+        torch.compile(_measure, fullgraph=True, dynamic=False, options=settings),
+        torch.compile(_differentiate_, fullgraph=True, dynamic=False, options=settings),
     )
 
 

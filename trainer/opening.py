@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpoint.run_folders import SHARED, SharedFolder
 from configs.errors import mistakes_of_the_job
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
@@ -48,8 +47,6 @@ class Runtime:
     ledger: TimeLedger
     """What the time since the launch went into."""
     watchdog: Watchdog
-    run_folder: SharedFolder = SHARED
-    """Whether all hosts share it."""
 
 
 class Opened:
@@ -64,6 +61,7 @@ class Opened:
         job, device, console, watchdog = runtime.job, runtime.device, runtime.console, runtime.watchdog
         config = job.config
         self.device, self.choice = device, job.choice
+        self.warnings = job.warnings
         self.peak = peak_flops(device_name(device), config.training.compute_dtype)
         """The device's peak FLOP/s; None if it is unknown."""
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), device)
@@ -81,7 +79,7 @@ class Opened:
                 watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, runtime.stop))
                 compare_data(config)
             sampler = Sampler(job)
-            self.checkpoints = open_checkpoints(config, self.mesh, console, watchdog.incarnation, runtime.run_folder)
+            self.checkpoints = open_checkpoints(config, self.mesh, console, watchdog.incarnation)
             shapes = skeleton(config.model).shapes
             self.found = self.checkpoints.find({f"model.{name}": shape for name, shape in shapes.items()})
             """What the checkpoint says of the run; None if the run starts from scratch."""

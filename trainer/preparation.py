@@ -4,10 +4,13 @@ import os
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from checkpoint.folder import choose
+from checkpoint.find import find_checkpoint, kept_tokenizer
+from checkpoint.folder import Choice, choose
 from checkpoint.manifest import read_manifest
 from configs.errors import KeelError, UserError
+from configs.files import replacing
 from configs.load import LoadedConfig
 from configs.paths import missing_paths
 from configs.schema import Config, Prepare
@@ -43,15 +46,28 @@ def require_inputs(job: LoadedConfig) -> None:
     choose_sinks(config.metrics, config.job.folder)
     if config.evaluation.interval:
         find_tasks(config.evaluation)
-    choice = choose(config.job.folder / "checkpoints", config.checkpoint.load, config.checkpoint.go_back)
+    choice = _choice(config)
     if missing := missing_paths(job):
         raise UserError("\n".join(missing))
     if config.checkpoint.init_from and not choice.candidates:
-        read_manifest(Path(config.checkpoint.init_from))
+        read_manifest(find_checkpoint(Path(config.checkpoint.init_from)))
+
+
+def _choice(config: Config) -> Choice:
+    """The checkpoints that the run may resume from."""
+    return choose(config.job.folder / "checkpoints", config.checkpoint.load, config.checkpoint.go_back)
+
+
+_ANOTHER_RUN = (
+    "To train on other text, begin another run: set another job.name and data.prepare.output, and with it path of the "
+    "sources"
+)
 
 
 def prepare_data(config: Config, console: Console, stop: StopRequest) -> None:
     """Create the tokenizer and the token files of `[tokenizer]` and `[data.prepare]` if missing.
+
+    A run that has checkpoints goes on with the token files that it has, whatever has become of their text.
 
     Call it on one rank.
 
@@ -68,6 +84,13 @@ def prepare_data(config: Config, console: Console, stop: StopRequest) -> None:
 def _train_tokenizer(config: Config, console: Console, stop: StopRequest) -> None:
     tokenizer, wanted = config.tokenizer, config.data.prepare
     if not tokenizer.path or not tokenizer.train_on or Path(tokenizer.path).exists():
+        return
+    kept = kept_tokenizer(config.job.folder)
+    if kept and kept.suffix == ".model" and _choice(config).candidates:
+        Path(tokenizer.path).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(Path(tokenizer.path)) as file:
+            file.write(kept.read_bytes())
+        console.line(f"{tokenizer.path}: was missing, and is copied from {kept}, with which this run began")
         return
     bad = BadFiles(wanted.max_bad_files if wanted else None, PATIENCE)
     key, separator = (wanted.text_key, wanted.separator) if wanted else ("text", "")
@@ -94,8 +117,8 @@ def _write_token_files(config: Config, wanted: Prepare, tokenizer: str, console:
         pack=config.training.seq_len if wanted.pack else None,
         say=console.line,
     )
-    if output.exists():
-        write()  # only checks that the files were made from the same text with the same settings
+    if output.exists():  # only checks that the files were made from the same text with the same settings
+        write(**_if_changed(config, output, console))
         return
     with console.progress("Tokenizing", in_bytes=True) as report:
 
@@ -108,6 +131,21 @@ def _write_token_files(config: Config, wanted: Prepare, tokenizer: str, console:
         console.warning(f"skipped, as data.prepare.max_bad_files allows: {message}")
     for line in described(record, output):
         console.line(line)
+
+
+def _if_changed(config: Config, output: Path, console: Console) -> dict[str, Any]:
+    """The arguments of `prepare` that say what to do about text or settings that have changed since `output` was made.
+
+    A run that has begun must not be stopped by other text, nor be told to delete what it is trained on.
+    """
+    if not _choice(config).candidates:
+        return {}
+
+    def warn(changes: str) -> None:
+        goes_on = "its text has changed since it was prepared; this run goes on with what it has"
+        console.warning(f"{output}: {goes_on}:\n{changes}\n{_ANOTHER_RUN}")
+
+    return {"if_changed": warn, "advice": f"Change them back, since this run has begun with it. {_ANOTHER_RUN}"}
 
 
 def _look_at_text(config: Config, console: Console, stop: StopRequest) -> None:

@@ -31,18 +31,18 @@ class Progress:
         """The loss above which the next step is a spike."""
         return loss_limit(self._config.fault.spikes, self.run.past_losses)
 
-    def after(self, run: RunState, result: StepResult, chain: str) -> RunState:
-        """The state one step after `run`, with the hash that the chain of fingerprints then has; changes nothing."""
-        return run.after(result, tokens_per_step(self._config), self._config.fault.spikes, chain)
+    def after(self, run: RunState, result: StepResult) -> RunState:
+        """The state one step after `run`; changes nothing."""
+        return run.after(result, tokens_per_step(self._config), self._config.fault.spikes)
 
-    def count(self, result: StepResult, chain: str) -> None:
-        """Add a step to the run; `chain` as in `after`.
+    def count(self, result: StepResult) -> None:
+        """Add a step to the run.
 
         Raises:
             UserError: too many steps in a row changed nothing.
         """
         n_incidents = len(self.run.incidents)
-        self.run = self.after(self.run, result, chain)
+        self.run = self.after(self.run, result)
         self._unlogged += self.run.incidents[n_incidents:]
         self.ends = (self.ends[0] if self.ends else result.loss, result.loss)
         self.last_was_finite = result.is_spike or not result.skipped

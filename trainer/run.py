@@ -4,31 +4,32 @@ However a run ends, `status.json` records it, and a user's mistake ends in one m
 """
 
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from checkpoint.incarnation import Incarnation, Superseded
+from checkpoint.find import keep_tokenizer
+from checkpoint.incarnation import FOLDER, Incarnation, Superseded
 from checkpoint.lock import FolderInUse
-from checkpoint.run_folders import SHARED, SharedFolder
-from configs.errors import KeelError, UserError, mistakes_of_the_job
+from configs.errors import ConfigError, KeelError, OutageError, mistakes_of_the_job
 from configs.files import require_plain, write_atomically
 from configs.load import LoadedConfig
 from parallelisms.mesh import form_of_first, start_process_group
 from parallelisms.ranks import on_rank_zero
 from trainer.announce import say_goodbye, say_hello, silent_end
-from trainer.elastic import folders_of_hosts, forming, release, share_the_end, show_life, take_folder, wait_idle
+from trainer.elastic import forming, release, show_life, take_folder, wait_idle
 from trainer.guards.agreement import compare_launches
 from trainer.guards.environment import device_type
 from trainer.guards.out_of_memory import out_of_memory
 from trainer.guards.peers import Loss
-from trainer.guards.shared_folder import MARK, NotShared, require_shared, who_lacks
+from trainer.guards.shared_folder import MARK, NotShared, require_shared
 from trainer.guards.watchdog import Watchdog, append_to_log, said_of
 from trainer.lifecycle import (
     EXIT_FAILED,
@@ -36,6 +37,7 @@ from trainer.lifecycle import (
     State,
     StopRequest,
     exit_code,
+    is_own,
     read_status,
     tell_torchrun,
     write_status,
@@ -50,8 +52,14 @@ from trainer.trainer import Trainer
 
 # If all ranks fail alike, rank 0 reports the error. Another rank waits this long before it reports its own.
 _PATIENCE_SECONDS = 5.0
+_LAUNCHER_SECONDS = 1.0
+"""How often a rank looks whether its launcher is there, until training begins."""
 _APPENDED = ("run.log", "metrics.jsonl")
 """Files in the run folder that are appended to, so they must not be links; all others are replaced."""
+
+
+class _NotWritable(ConfigError):
+    """The run folder can't be written, so nothing is recorded in it."""
 
 
 @dataclass
@@ -68,8 +76,14 @@ class _Launch:
     """None until the process group exists."""
     incarnation: Incarnation | None = None
     """Of an elastic run, once it has the run folder."""
-    run_folder: SharedFolder = SHARED
-    """Whether all hosts share it."""
+    trains: threading.Event = field(default_factory=threading.Event)
+    """Set when training begins: from then on a step's end tells all ranks to stop."""
+
+
+class LauncherLost(KeelError):
+    """The launcher ended before training began; with it went the store through which the ranks meet."""
+
+    exit_code = EXIT_PREEMPTED
 
 
 def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Trainer) -> int:
@@ -84,36 +98,37 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
     timeout, trainer = job.config.job.timeout_seconds, None
     with Console(rank) as console:
         launch = _Launch(rank, folder, console, stop, started=time.time())
+        if job.choice:  # the ranks of an elastic run train on until a new launcher joins
+            stop.launcher = None
+        if stop.launcher is not None:
+            threading.Thread(target=_end_with_launcher, args=(launch,), name="launcher", daemon=True).start()
         try:
             kind = device_type(job)
             set_numerics(job.config.training, kind)
             with forming():
                 device = start_process_group(kind, timeout)
-            lacking, lacks = who_lacks(folder)
             with mistakes_of_the_job():
-                launch.run_folder = folders_of_hosts(job, folder, lacking, not lacks, console.line)
-                launch.incarnation = on_rank_zero(None, lambda: _open_folder(job, console))
-                launch.run_folder.bring_home(console.line, console.warning)
+                number = on_rank_zero(None, lambda: _open_folder(job, console))
+                launch.incarnation = Incarnation(folder / FOLDER, number) if number else None
             watchdog = _watch(launch, timeout)
             compare_launches(job, device)
-            if launch.run_folder.is_shared:
-                require_shared(folder, lacking)
+            require_shared(folder)
             shared = None  # on rank 0 it may be the store's server, which must last
             if job.choice and job.choice.idle:
                 watchdog.close()
                 with forming():
                     shared = form_of_first(job.choice.ranks, device, timeout)
                 if rank >= job.choice.ranks:
-                    return wait_idle(shared, folder, stop, timeout)
+                    return wait_idle(shared, stop, timeout, console.warning)
                 watchdog = _watch(launch, timeout, partial(show_life, shared))
-            runtime = Runtime(job, device, console, stop, ledger, watchdog, launch.run_folder)
+            runtime = Runtime(job, device, console, stop, ledger, watchdog)
             trainer = build(runtime, before_build=lambda opened: say_hello(opened, console))
-            _write_config(launch, job)
+            _write_job(launch, job)
+            launch.trains.set()
             state = trainer.train()
             if folder / "config.toml" in console.outages:
-                _write_config(launch, job)
+                _write_job(launch, job)
             say_goodbye(trainer, state)
-            share_the_end(launch.run_folder, console.warning)
             if shared and job.choice and rank == 0:
                 release(shared, job.choice.idle, exit_code(state))
             if state == "preempted":  # torchrun takes exit codes but 0 as failures unless it sent the signal
@@ -123,6 +138,8 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
             return exit_code(state)
         except BaseException as error:  # torch's CheckpointException is not an Exception
             step = trainer.run.step if trainer else None
+            if _lost_launcher(launch) and isinstance(error, (RuntimeError, OutageError)):
+                error = LauncherLost(_why_lost(launch))
             explained = out_of_memory(error, job.config, step)
             if explained:
                 append_to_log(folder, "".join(traceback.format_exception(error)))
@@ -137,7 +154,8 @@ def _watch(launch: _Launch, timeout_seconds: int, show_life: Callable[[], None] 
     return launch.watchdog
 
 
-def _open_folder(job: LoadedConfig, console: Console) -> Incarnation | None:
+def _open_folder(job: LoadedConfig, console: Console) -> int | None:
+    """Take the run folder, on one rank; returns the number of this launch if the run is elastic."""
     folder = job.config.job.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,19 +172,22 @@ def _open_folder(job: LoadedConfig, console: Console) -> Incarnation | None:
         if before.get("state") == "running":  # this launch holds the lock, so that one has ended
             console.warning(silent_end(before, folder))
         write_status(folder, "running", step=before.get("step", 0), reason="starting", previous=end_of(before))
-        return incarnation
+        return incarnation.number if incarnation else None
     except OSError as error:
-        raise UserError(
+        raise _NotWritable(
             f"the run folder {folder} can't be written ({error.filename or folder}: {error.strerror}); "
             "set job.output_dir to another folder"
         ) from None
 
 
-def _write_config(launch: _Launch, job: LoadedConfig) -> None:
-    path = launch.folder / "config.toml"
+def _write_job(launch: _Launch, job: LoadedConfig) -> None:
+    """Write what makes the run folder usable anywhere: the config, and a copy of the tokenizer."""
+    path, tokenizer = launch.folder / "config.toml", job.config.tokenizer.path
     if launch.rank == 0:
         with launch.console.outages.tolerate(path):
             write_atomically(path, [job.to_toml()])
+            if tokenizer:
+                keep_tokenizer(Path(tokenizer), launch.folder)
 
 
 def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
@@ -193,7 +214,8 @@ def _end_badly(error: BaseException, launch: _Launch, step: int | None) -> int:
         return code
     launch.console.error(text)
     state: State = "preempted" if code == EXIT_PREEMPTED else "failed"
-    _write_end(launch, state, step, reason)
+    if not isinstance(error, _NotWritable):
+        _write_end(launch, state, step, reason)
     return code
 
 
@@ -201,7 +223,7 @@ def _say_who_is_lost(losses: list[Loss], launch: _Launch, saw: str) -> None:
     """Report that other ranks are dead or do not answer; only the first rank that finds out does."""
     assert launch.watchdog is not None
     tell_torchrun(said_of(losses), is_consequence=True)
-    if _has_ended(launch) or not launch.watchdog.peers.is_first(f"last word in folder {launch.run_folder.index}"):
+    if _has_ended(launch) or not launch.watchdog.peers.is_first("last word"):
         return
     text = f"{said_of(losses)}. The same command resumes from the newest checkpoint"
     seen = f"rank {launch.rank} saw: {saw.splitlines()[0]}" if saw else ""
@@ -216,13 +238,32 @@ def _end_from_thread(losses: list[Loss], launch: _Launch) -> NoReturn:
     os._exit(EXIT_FAILED)
 
 
+def _lost_launcher(launch: _Launch) -> bool:
+    return launch.stop.has_lost_launcher and not launch.trains.is_set()
+
+
+def _end_with_launcher(launch: _Launch) -> None:
+    """End this process if the launcher ends before training begins: ranks may then wait for each other in vain."""
+    while not launch.trains.wait(_LAUNCHER_SECONDS):
+        if _lost_launcher(launch) and not launch.trains.wait(_PATIENCE_SECONDS):
+            if launch.rank == 0:
+                launch.console.error(_why_lost(launch))
+                if is_own(read_status(launch.folder)):
+                    _write_end(launch, "preempted", None, launch.stop.reason)
+            os._exit(EXIT_PREEMPTED)
+
+
+def _why_lost(launch: _Launch) -> str:
+    return f"stopped by {launch.stop.reason} before training began; the same command begins where this one did"
+
+
 def _write_end(launch: _Launch, state: State, step: int | None, reason: str, **details: object) -> None:
     if launch.incarnation and not launch.incarnation.is_current():
         return
     if os.path.isdir(launch.folder) and not _has_ended(launch):  # the first error of a launch is the cause
         known = read_status(launch.folder).get("step", 0)
-        with launch.console.outages.tolerate(launch.folder / "status.json"):  # the disk may be why the run fails
-            write_status(launch.folder, state, known if step is None else step, reason, **details)
+        write = partial(write_status, launch.folder, state, known if step is None else step, reason, **details)
+        launch.console.outages.insist(launch.folder / "status.json", write)  # the disk may be why the run fails
 
 
 def _others_end(launch: _Launch) -> bool:
@@ -230,8 +271,6 @@ def _others_end(launch: _Launch) -> bool:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
         if _has_ended(launch) or launch.stop.wait(0.1):
-            return True
-        if launch.run_folder.index > 0 and launch.watchdog and launch.watchdog.first_has_failed():
             return True
     return False
 

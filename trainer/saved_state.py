@@ -25,11 +25,9 @@ class RunState:
     """The losses with which `fault.spikes` compares the next one; empty if it is not in use."""
     incidents: list[dict[str, Any]] = field(default_factory=list)
     """All spikes and repaired copies of the run so far: each with its `step`, `what` was done, and details."""
-    chain: str = ""
-    """The hash of all steps' fingerprints (see trainer/proof/chain.py); "" before the first."""
 
-    def after(self, result: "StepResult", tokens: int, spikes: Spikes, chain: str) -> "RunState":
-        """The state after one more step, which trained on `tokens` tokens and led to `chain`."""
+    def after(self, result: "StepResult", tokens: int, spikes: Spikes) -> "RunState":
+        """The state after one more step, which trained on `tokens` tokens."""
         losses = self.past_losses if result.skipped else remembered(spikes, self.past_losses, result.loss)
         after = replace(
             self,
@@ -37,7 +35,6 @@ class RunState:
             tokens=self.tokens + tokens,
             skipped_in_a_row=self.skipped_in_a_row + 1 if result.skipped else 0,
             past_losses=losses,
-            chain=chain,
         )
         limit = loss_limit(spikes, self.past_losses)
         return after.with_incident("skip", loss=result.loss, limit=limit) if result.is_spike else after

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch.distributed as dist
 from checkpoint.incarnation import Incarnation
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import step_folder
-from checkpoint.run_folders import SHARED, SharedFolder
 from configs.errors import UserError
 from configs.run_change import run_key_diff
 from configs.schema import Config
@@ -29,11 +29,7 @@ from trainer.step import Learner
 
 
 def open_checkpoints(
-    config: Config,
-    mesh: Mesh,
-    console: Console,
-    incarnation: Incarnation | None,
-    run_folder: SharedFolder = SHARED,
+    config: Config, mesh: Mesh, console: Console, incarnation: Incarnation | None
 ) -> CheckpointManager:
     """The manager of a run's checkpoints; nothing is read or written yet but the tokenizer."""
     folder, tokenizer, spikes = config.job.folder, config.tokenizer.path, config.fault.spikes
@@ -51,7 +47,6 @@ def open_checkpoints(
         environment=environment(mesh.device, config.fsdp.cpu_offload),
         metrics=folder / "metrics.jsonl",
         incarnation=incarnation,
-        run_folder=run_folder,
     )
 
 
@@ -86,10 +81,8 @@ class Saver:
         self._folder, self._checkpoints, self._learner = folder, checkpoints, learner
         self._progress, self._fingerprints, self._console = progress, fingerprints, console
 
-    def save(self, finished: Finished, group: dist.ProcessGroup | None = None, in_memory: bool = False) -> None:
+    def save(self, finished: Finished, group: dist.ProcessGroup | None = None) -> None:
         """Save the state after a step, while tensors are unchanged since; `group` holds all ranks.
-
-        `in_memory`: copy it to the memory of hosts instead (`checkpoint.memory_copies`).
 
         It is everything that determines the following steps. This includes no random state, because no step uses one:
         weights and data order are functions of the seed, and there is no dropout. It includes no running metrics
@@ -110,9 +103,7 @@ class Saver:
             {"tokens": run.tokens, "run": asdict(run), "data": data},
             data_fingerprint={name: state["fingerprint"] for name, state in data["sources"].items()},
             validation_loss=finished.validation_loss,
-            chain=run.chain,
             prune=not run.skipped_in_a_row,  # skipped steps may end the run, which then needs older checkpoints
-            in_memory=in_memory,
         )
 
     def rescue(self, finished: Finished, reason: str, group: dist.ProcessGroup) -> Callable[[], None]:
@@ -142,7 +133,8 @@ class Saver:
             failed = self._checkpoints.latest_step() != step if under_way is None else under_way.exception() is not None
             if dist.get_rank() > 0 or (is_new and failed):  # the main thread reports why it failed
                 return
-            write_status(self._folder, "preempted", step, reason, checkpoint=path)
+            write = partial(write_status, self._folder, "preempted", step, reason, checkpoint=path)
+            self._console.outages.insist(self._folder / "status.json", write)
             if is_new:
                 self._console.line(f"{reason}: step {step} is saved")
 
@@ -153,6 +145,6 @@ class Saver:
         result = verdict.read()
         if result.differs:  # the main threads say which
             raise UserError("the ranks hold different results of the last step")
-        chain = self._fingerprints.record(finished.run, result)
+        self._fingerprints.record(finished.run, result)
         self._fingerprints.flush()
-        return replace(finished, run=self._progress.after(finished.run, result, chain), verdict=None)
+        return replace(finished, run=self._progress.after(finished.run, result), verdict=None)

@@ -19,12 +19,13 @@ from configs.schema import Config
 from models import build_model
 from models.documents import Documents
 from parallelisms.attention.context import shard_batch
+from parallelisms.compile import compiler_options
 from parallelisms.compute_copies import ComputeCopies, computes_with_copies, keeps_copies
 from parallelisms.exact_numbers import exact_grad_norm, exact_loss_sum
 from parallelisms.exact_reduction import ExactReduction
 from parallelisms.float8 import gather_in_8_bits
 from parallelisms.fsdp import freeze
-from parallelisms.grad_norm import clip_grads_with_norm, grad_norm
+from parallelisms.grad_norm import grad_norm
 from parallelisms.guards.fingerprint import GradientFingerprint, fingerprint_of
 from parallelisms.guards.order_guard import OrderGuard
 from parallelisms.guards.replicas import Copy, copies_on
@@ -35,22 +36,22 @@ from parallelisms.owner_partition import OwnerPartition
 from parallelisms.parallelize import parallelize
 from parallelisms.passes import Call, OneByOne, Passes
 from parallelisms.pipeline import Pipeline
+from parallelisms.ranges import named_range
 from parallelisms.streams import queue_gathers
 from parallelisms.symmetric_memory import set_fsdp_buffers
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.guards.verdict import Verdict, judge
 from trainer.loss import CrossEntropy
-from trainer.optimizer import (
-    RowAdamW,
+from trainer.optimizers.build import (
     TrainingOptimizer,
     build_optimizer,
     frozen_until,
-    kernel_of_adamw,
     optimizer_state,
     saved_weights,
     set_lr,
 )
 from trainer.planning.least_recomputation import chosen, least_recomputation
+from trainer.update import Update, build_update
 
 
 class Terms(NamedTuple):
@@ -83,10 +84,9 @@ class Learner:
     guard: OrderGuard
     frozen_until: dict[str, float]
     """Returned by `optimizer.frozen_until`."""
-    fingerprint: GradientFingerprint | None = None
+    fingerprint: GradientFingerprint | None
     """What `metrics.fingerprint` records of each step; None: nothing."""
-    compute_copies: ComputeCopies | None = None
-    """What the modules compute with instead of `parameters`; None: these, or what FSDP gathers of them."""
+    update: Update
 
     def freeze(self, step: int) -> None:
         """Freeze the parameters that the next step, after `step` steps, does not train; unfreeze the others."""
@@ -128,34 +128,10 @@ class Learner:
             self.guard.compare()
             before_update()
             set_lr(self.optimizer, lr)
-            self._update(verdict)
+            with named_range("update"):
+                self.update(verdict)
             self.finish(verdict.skip)
             return verdict
-
-    def _update(self, verdict: Verdict) -> None:
-        """Clip and update, unless the verdict is to skip the step."""
-        config, divisor = self.config, None
-        # No kernel on the device that can skip:
-        if config.optimizer.name != "adamw" or config.fsdp.cpu_offload or self._updates_separately():
-            if not verdict.result().skipped:
-                self.clip(verdict.norm)
-                self.optimizer.step()
-                self._refresh_copies()
-            return
-        if config.training.dtype == "float64":  # the kernel would divide by a number in float32
-            self.clip(verdict.norm)
-        elif math.isfinite(config.training.max_norm):
-            divisor = ((verdict.norm + 1e-6) / config.training.max_norm).clamp(min=1.0).float()
-        if self.compute_copies and isinstance(self.optimizer, RowAdamW):
-            self.optimizer.step(skip=verdict.skip, divisor=divisor, compute_copies=self.compute_copies.kept)
-        else:
-            self.optimizer.step(skip=verdict.skip, divisor=divisor)
-            self._refresh_copies()
-
-    def _updates_separately(self) -> bool:
-        training, device_type = self.config.training, self.mesh.device.type
-        dtype, is_exact = getattr(torch, training.dtype), training.reduction == "exact"
-        return kernel_of_adamw(self.config.optimizer, device_type, dtype, is_exact) == "separate"
 
     def finish(self, skip: Tensor) -> None:
         """Free the gradients and the other leftovers of a step, which changed nothing if `skip` is 1."""
@@ -218,12 +194,7 @@ class Learner:
     def was_loaded(self) -> None:
         """Send what was loaded into `state` to all ranks that need it; all ranks must call it."""
         self.optimizer.owned_were_loaded()
-        self._refresh_copies()
-
-    def _refresh_copies(self) -> None:
-        if self.compute_copies:
-            self.finish_update()
-            self.compute_copies.refresh()
+        self.update.refresh_copies()
 
     def finish_update(self) -> None:
         """Wait for updated parameters still being sent; otherwise the next forward pass waits."""
@@ -247,10 +218,6 @@ class Learner:
         """The global norm of the gradients, a scalar; all ranks must call it."""
         norm = exact_grad_norm if self.config.training.reduction == "exact" else grad_norm
         return norm(self.parameters.values(), self.config.training.norm_type, self.mesh.pp.get_group())
-
-    def clip(self, norm: Tensor) -> None:
-        """Clip the gradients, whose global norm is `norm`."""
-        clip_grads_with_norm(self.parameters.values(), self.config.training.max_norm, norm)
 
     def _valid_tokens(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Number of valid target tokens in the global batch; a float64 scalar: exact, and every backend can sum it.
@@ -283,31 +250,37 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
     """Make the learner from stages of `build_stages` whose parameters are in memory."""
     is_exact = config.training.reduction == "exact"
     reductions = {number: ExactReduction(stage) for number, stage in stages.items() if is_exact}
-    gather_in_8_bits(stages.values(), config, mesh)
+    set_scales = gather_in_8_bits(stages.values(), config, mesh)
     queue_gathers(stages.values(), config.comm, mesh.device)
     set_fsdp_buffers(stages.values(), config, mesh)
+    optimizer = _optimizer(config, mesh, list(stages.values()), model_names)
     passes: Passes
     if mesh.sizes.pp > 1:
-        passes = Pipeline(stages, config, mesh, reductions)
+        passes = Pipeline(stages, config, mesh, reductions, before=[optimizer.wait, *set_scales])
     else:
         passes = OneByOne(stages[0], config, reductions.get(0))
+    parameters = {name: p for stage in stages.values() for name, p in stage.named_parameters()}
     learner = Learner(
         config=config,
         mesh=mesh,
         stages=stages,
-        parameters={name: p for stage in stages.values() for name, p in stage.named_parameters()},
+        parameters=parameters,
         passes=passes,
-        optimizer=_optimizer(config, mesh, list(stages.values()), model_names),
+        optimizer=optimizer,
         loss=CrossEntropy(
             z_loss_weight=config.training.z_loss_weight,
             compile=config.compile.enable,
+            compiler_options=tuple(compiler_options(config.compile).items()) if config.compile.enable else (),
             repeatable=config.pipeline.schedule == "zero_bubble_v" and mesh.sizes.pp > 1,
         ),
         load_balance=LoadBalance(stages, config, mesh),
         guard=OrderGuard(config.comm.order_guard_interval, groups_of_axes(mesh).values()),
         frozen_until=frozen_until(config.optimizer, model_names),
         fingerprint=fingerprint_of(stages.values(), model_names, mesh, config),
-        compute_copies=_compute_copies(config, mesh, stages.values()),  # last: the others need the masters
+        # Last, because copies take the parameters' places in the modules.
+        update=build_update(
+            config, mesh.device, optimizer, parameters.values(), _compute_copies(config, mesh, stages.values())
+        ),
     )
     learner.freeze(step=0)
     return learner

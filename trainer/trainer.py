@@ -19,6 +19,7 @@ from configs.errors import mistakes_of_the_job
 from configs.load import LoadedConfig
 from parallelisms.guards.collective_waits import CollectiveWaits
 from parallelisms.mesh import groups_of_axes
+from parallelisms.ranges import named_range
 from trainer.by_products import ByProducts
 from trainer.data.loader import MicroBatch
 from trainer.details import Details, Measured
@@ -118,7 +119,8 @@ class Trainer:
         committed, record = self.checkpoints.latest_step, self.records.write_evaluation
         self.by_products = ByProducts(config, console, self.stop, self.watchdog, committed, record)
         self.by_products.open()
-        self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step)
+        stages = self.learner.stages.values()
+        self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step, stages)
         self.records.open(self.run, self.loader.state_dict()["next_sample"])
 
     def train(self) -> State:
@@ -146,13 +148,11 @@ class Trainer:
                 if self._should_save():
                     self._save()
                     self._vote_to_stop()  # saving may have taken long
-                elif self.checkpoints.should_copy(self.step):
-                    self._copy()
                 self.by_products.poll()
             self._settle()
             self._save()
             is_done = self.run.step >= last_step
-            self.checkpoints.close(is_done)
+            self.checkpoints.close()
         self.by_products.finish(is_done)
         self._close()
         return "done" if is_done else "preempted"
@@ -199,7 +199,6 @@ class Trainer:
             with self.phases.step(), self.details.watching(step + 1, micro_batches):
                 verdict = self.learner.step(micro_batches, lr, self._terms, self._before_update)
         self.pending = Pending(verdict, lr, micro_batches, self.details.take())
-        self.profiler.after_step(step + 1)
         self._report_lag()
         return step + 1
 
@@ -237,7 +236,8 @@ class Trainer:
         self.is_stopping |= result.is_stopping
         if result.is_spike and self._rewind(result):
             return is_traced
-        self.progress.count(result, self.fingerprints.record(self.run, result))
+        self.fingerprints.record(self.run, result)
+        self.progress.count(result)
         if self._is_due(self.config.fault.compare_interval):
             self._compare_copies()
         validation = self._validate() if self._is_due(self.config.validation.interval) else None
@@ -325,22 +325,11 @@ class Trainer:
         self._compare_copies()
         self.watchdog.step(self.run.step, "checkpoint")
         self.records.flush()
-        with self.ledger.measure(Kind.CHECKPOINT), self.phases.measure(Phase.CHECKPOINT):
+        with named_range("save"), self.ledger.measure(Kind.CHECKPOINT), self.phases.measure(Phase.CHECKPOINT):
             self.checkpoints.wait()
             self.by_products.poll()  # begin the export of the last checkpoint before this one replaces it
             self.saver.save(self._finished())
         self._save_is_due = False
-
-    def _copy(self) -> None:
-        """Copy the state to the memory of hosts, as `_save` saves it; not after a non-finite step."""
-        self._settle()
-        if not self.progress.last_was_finite:
-            return
-        self._compare_copies()
-        self.watchdog.step(self.run.step, "copying the state to memory")
-        self.records.flush()
-        with self.ledger.measure(Kind.CHECKPOINT), self.phases.measure(Phase.CHECKPOINT):
-            self.saver.save(self._finished(), in_memory=True)
 
     def _finished(self) -> Finished:
         """Return the current state of the run, between two steps."""

@@ -1,10 +1,11 @@
 """Conversion of Keel's checkpoints to Hugging Face model folders, and back.
 
-In both directions each tensor is read, written and freed before the next: the whole model is never in memory, and the
+The whole model is never in memory: an export holds one file of the output, an import one tensor of the checkpoint. The
 optimizer is not read at all. The output gets its name only when it is complete, and an existing folder is never
 touched. From a stranger's folder only safetensors and JSON are read, neither of which can contain code.
 """
 
+import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from uuid import uuid4
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -32,17 +34,16 @@ from checkpoint.export.hf_config import (
     to_keel,
 )
 from checkpoint.export.output import finish, unfinished_folder, write_bytes, write_json
+from checkpoint.find import HF_CONFIG_NAME as CONFIG_NAME
+from checkpoint.index import read_metadata
 from checkpoint.manifest import Manifest, damaged, is_plain_name, read_manifest
 from checkpoint.pin import Pin
-from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import (
-    SAFETENSORS_DTYPES,
     Counter,
     Progress,
     entry_of,
     n_bytes,
     read_tensor,
-    write_safetensors,
     write_tensors,
 )
 from checkpoint.verify import check_tensors
@@ -50,17 +51,22 @@ from configs.errors import UserError
 from configs.exportable import not_exportable
 from configs.reading.toml_text import table_text
 from configs.schema import Model
-from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, require_64_bits, shortened
+from configs.untrusted import MAX_JSON_BYTES, link_out_of, parse_json, read_file, require_64_bits, shortened
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Hugging Face's own default for years; every file system and server accepts such files."""
 
-CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MODEL_TOML = "model.toml"
 
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+"""The floating-point dtypes of models, by safetensors' names."""
 
 
 @dataclass(frozen=True)
@@ -163,14 +169,11 @@ def export_hf(
     shards = _shards(shapes, target, max_shard_bytes)
     stacks = _Stacks(checkpoint, metadata)
 
-    def tensor_of(name: str) -> Tensor:
-        return count(stacks.read(name))
-
     with Pin(checkpoint), unfinished_folder(output) as folder:
         if verify == "hash":
             check_tensors(checkpoint, manifest, metadata, "model.")
         for name, shard in shards.items():
-            write_safetensors(folder / name, shard, target, tensor_of)
+            _write_shard(folder / name, {tensor: count(stacks.read(tensor)).to(target) for tensor in shard})
         seq_len = manifest.value("training", "seq_len", int) or 0
         write_json(folder / CONFIG_NAME, to_hf(model, _name(target), seq_len, tokenizer.bos_id, tokenizer.eos_id))
         write_json(folder / INDEX_NAME, _index(shards, target))
@@ -197,7 +200,21 @@ class _Stacks:
         if not self._name:
             self._stack = read_tensor(self._checkpoint, self._metadata, place.name)
             self._name = place.name
-        return self._stack[place.expert]
+        return self._stack[place.expert].clone()  # safetensors refuses tensors that share memory
+
+
+def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file, and sync it.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _model_of(manifest: Manifest, checkpoint: Path) -> Model:
@@ -302,7 +319,7 @@ def import_hf(
         tables = {"model": model.model_dump()}
         if tokenizer:
             files[tokenizer.name] = write_bytes(folder / tokenizer.name, tokenizer.read_bytes())
-            tables["tokenizer"] = {"path": str(output / tokenizer.name)}
+            tables["tokenizer"] = {"path": str(output.resolve() / tokenizer.name)}
         toml = _toml_heading(source, output) + table_text(tables)
         files[MODEL_TOML] = write_bytes(folder / MODEL_TOML, toml.encode())
         training = {"dtype": _name(target), "seq_len": seq_len_of(config)}
@@ -413,8 +430,15 @@ def _read_place(place: str, shape: Shape, tensors: Mapping[str, _SourceTensor], 
     return stack
 
 
+def require_inside(path: Path) -> None:
+    """Raise UserError if a file of a Hugging Face folder is a link that leads out of it."""
+    if problem := link_out_of(path):
+        raise UserError(problem)
+
+
 @contextmanager
 def _opened(path: Path) -> Generator[Any, None, None]:
+    require_inside(path)
     if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
         raise UserError(f"{path} can't be read: it is not a regular file")
     try:
@@ -451,6 +475,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    require_inside(path)
     try:
         content = parse_json(read_file(path, MAX_JSON_BYTES))
         require_64_bits(content)

@@ -1,13 +1,14 @@
 """Rules between keys, one file per subject; each rule is a function that yields the key to blame and a message.
 
-Messages show sizes with their arithmetic. An option that would do nothing is an error, because the user who set it
-expects an effect (the schema declares what each key needs, `idle.py` checks it). But an option may stay set where only
-the mesh or the available devices leave it idle, so that one file runs on any number of ranks.
+Messages show sizes with their arithmetic. An option that does nothing is a warning (the schema declares what each key
+needs, `idle.py` checks it).
 """
 
-from configs.checks import activation_checkpoint, attention, data, elastic, float8, fsdp, job, mesh, model, training
+from contextlib import suppress
+
+from configs.checks import activation_checkpoint, attention, compile, data, float8, fsdp, job, mesh, model, training
 from configs.checks.rule import Problem, Rule
-from configs.schema import Config, MissingKey
+from configs.schema import Config
 
 RULES: tuple[Rule, ...] = (
     *job.RULES,
@@ -17,25 +18,26 @@ RULES: tuple[Rule, ...] = (
     *mesh.RULES,
     *fsdp.RULES,
     *activation_checkpoint.RULES,
+    *compile.RULES,
     *attention.RULES,
     *float8.RULES,
-    *elastic.RULES,
 )
 
 
 def check(config: Config, world_size: int | None) -> list[Problem]:
     """Return everything that is wrong between the keys.
 
-    A rule is skipped if it reads a key that `config` lacks because its value in the job is invalid.
-
     Args:
-        config: complete, or with the valid keys only.
+        config: the job.
         world_size: None if not known yet; then the fewest ranks that the mesh allows are checked.
     """
+    return [problem for rule in RULES for problem in rule(config, world_size)]
+
+
+def check_right_part(config: Config) -> list[Problem]:
+    """Return what is wrong between the keys of a `right_part`; a rule that reads a key that is missing is skipped."""
     problems: list[Problem] = []
     for rule in RULES:
-        try:
-            problems.extend(rule(config, world_size))
-        except MissingKey:
-            continue
+        with suppress(AttributeError):
+            problems.extend(rule(config, None))
     return problems

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from configs.checks.rule import Problem, Rule
 from configs.errors import ConfigError
-from configs.layout import FSDP_DIMENSIONS, mesh_sizes, smallest_world_size
-from configs.schema import Config, Simulate
+from configs.layout import mesh_sizes, smallest_world_size
+from configs.schema import Config
 
 
 def _owner_partition(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -24,17 +24,6 @@ def _owner_partition(config: Config, world_size: int | None) -> Iterator[Problem
         )
 
 
-def _comm(config: Config, _: int | None) -> Iterator[Problem]:
-    names = [group.shards_over for group in config.comm.simulate.groups]
-    for index, name in enumerate(names):
-        key = f"comm.simulate.groups.{index}.shards_over"
-        if name not in FSDP_DIMENSIONS:
-            known = ", ".join(f'"{dimension}"' for dimension in FSDP_DIMENSIONS)
-            yield key, f'no FSDP group is sharded over "{name}", only over {known}'
-        elif name in names[:index]:
-            yield key, f'duplicate delays for "{name}"; give them once'
-
-
 def _buffers(config: Config, _: int | None) -> Iterator[Problem]:
     """What replaces FSDP's collectives knows no other buffers."""
     buffers = config.comm.fsdp_buffers
@@ -43,9 +32,6 @@ def _buffers(config: Config, _: int | None) -> Iterator[Problem]:
     key, start = "comm.fsdp_buffers", f'fsdp_buffers "{buffers}" needs FSDP\'s own collectives, but '
     if config.training.reduction == "exact":
         yield key, f'{start}training.reduction "exact" replaces them; set fsdp_buffers = "default"'
-    simulate = config.comm.simulate
-    if simulate != Simulate():
-        yield key, f'{start}[comm.simulate] replaces them; set fsdp_buffers = "default", or leave [comm.simulate] out'
     if config.comm.async_tp and buffers != "registered":
         yield (
             key,
@@ -54,4 +40,4 @@ def _buffers(config: Config, _: int | None) -> Iterator[Problem]:
         )
 
 
-RULES: tuple[Rule, ...] = (_owner_partition, _comm, _buffers)
+RULES: tuple[Rule, ...] = (_owner_partition, _buffers)

@@ -6,6 +6,26 @@ from configs.checks.rule import Problem, Rule
 from configs.layout import decay_steps
 from configs.schema import Config
 
+_MOST_TOKENS = 2**40
+"""In a step or a validation: thousands of times what the largest runs take, so more is a slip of the hand."""
+
+
+def _tokens(config: Config, _: int | None) -> Iterator[Problem]:
+    seq_len, validation = config.training.seq_len, config.validation
+    if seq_len > _MOST_TOKENS:
+        yield "training.seq_len", f"a sequence of {seq_len:,} tokens fits no machine; at most {_MOST_TOKENS:,}"
+        return
+    sequences = {"training.global_batch_size": config.training.global_batch_size}
+    if validation.interval:
+        sequences["validation.sequences"] = validation.sequences
+    for key, count in sequences.items():
+        if count * seq_len > _MOST_TOKENS:
+            yield (
+                key,
+                f"{count:,} sequences of seq_len {seq_len:,} are {count * seq_len:.3g} tokens at once, more than any "
+                f"machine computes; at most {_MOST_TOKENS // seq_len:,} sequences",
+            )
+
 
 def _dtypes(config: Config, _: int | None) -> Iterator[Problem]:
     """A float64 run serves to prove exactness; one narrower stage would silently bring the round-off back."""
@@ -62,4 +82,4 @@ def _exact(config: Config, _: int | None) -> Iterator[Problem]:
         yield "training.norm_type", f'with reduction "exact" it must be a whole number or inf, got {norm_type}'
 
 
-RULES: tuple[Rule, ...] = (_dtypes, _optimizer_groups, _muon, _lr_schedule, _exact)
+RULES: tuple[Rule, ...] = (_tokens, _dtypes, _optimizer_groups, _muon, _lr_schedule, _exact)

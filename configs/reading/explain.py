@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import tomli
 from pydantic import ValidationError
 
 from configs.reading.keys import Key, KeyPath, dotted, find, key_path, nearest, schema_keys
@@ -47,20 +46,18 @@ def explain(error: ValidationError, layers: Layers) -> list[Mistake]:
     return mistakes
 
 
-def bad_paths(error: ValidationError) -> Iterator[KeyPath]:
-    """Yield the keys without a reliable value: wrong ones, missing ones, and likely meanings of unknown ones."""
+def wrong_paths(error: ValidationError) -> Iterator[KeyPath]:
+    """Yield the keys without a right value: wrong ones, missing ones, and likely meanings of unknown ones."""
     for item in error.errors():
         yield _known(item["loc"])
-        suggestion = _suggestion(item["loc"]) if item["type"] == "extra_forbidden" else None
-        if suggestion:
-            yield key_path(suggestion)
+        if item["type"] == "extra_forbidden" and (meant := _suggestion(item["loc"])):
+            yield key_path(meant)
 
 
 def _known(path: KeyPath) -> KeyPath:
-    """Cut a path after its key, without an index into a plain list or pydantic's tag of a union's branch."""
-    while path[:-1] and find(path) is None and (parent := find(path[:-1])) and not parent.is_table:
-        path = path[:-1]
-    return path
+    """Cut a path after its key, without what is inside its value or pydantic's tag of a union's branch."""
+    outer = (path[:end] for end in range(1, len(path)))
+    return next((name for name in outer if (key := find(name)) and not key.is_table), path)
 
 
 def _suggestion(path: KeyPath) -> str | None:
@@ -113,25 +110,12 @@ def _wrong(path: KeyPath, layers: Layers) -> Mistake:
 
 
 def _hint(key: Key, value: Any) -> str:
-    if isinstance(value, str) and key.choices:
-        near = difflib.get_close_matches(value, key.choices, 1, 0.5)
-        return f"; did you mean {value_text(near[0])}?" if near else ""
-    if isinstance(value, str) and key.type == "true or false":
-        return f"; write {value.lower()}" if value.lower() in ("true", "false") else ""
-    if isinstance(value, float) and value.is_integer() and key.type.startswith("integer"):
-        return f"; write {int(value)}"
-    if isinstance(value, str) and _is_number(value) and key.type.startswith(("integer", "number")):
-        return "; write it without the quotes"
-    if key.type == "string" and not isinstance(value, (list, dict)):
-        return "; write it in quotes"
-    return ""
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return isinstance(tomli.loads(f"value = {text}")["value"], (int, float))
-    except (ValueError, RecursionError):  # TOMLDecodeError is a ValueError
-        return False
+    if not isinstance(value, str):
+        return "; write it in quotes" if key.type == "string" and not isinstance(value, (list, dict)) else ""
+    near = difflib.get_close_matches(value, key.choices, 1, 0.5)
+    if near:
+        return f"; did you mean {value_text(near[0])}?"
+    return "; write it without the quotes" if key.type.startswith(("integer", "number", "true")) else ""
 
 
 def _article(kind: str) -> str:

@@ -104,14 +104,19 @@ def _words(shape: dict[str, Any]) -> str:
         return " | ".join(map(json.dumps, choices))
     if shape["type"] == "boolean":
         return "true or false"
+    if shape["type"] == "object":
+        return "inline table of plain values"
     if shape["type"] == "array":
         count = f"{shape['minItems']} " if "minItems" in shape and shape["minItems"] == shape.get("maxItems") else ""
         bounds = _bounds(shape["items"])
         return f"list of {count}{shape['items']['type']}s" + (f", each {bounds}" if bounds else "")
-    return f"{shape['type']} {_bounds(shape)}".rstrip()
+    form = f"such as {json.dumps(shape['examples'][0])}" if "examples" in shape else ""
+    return f"{shape['type']} {_bounds(shape)}{form}".rstrip()
 
 
 def _bounds(shape: dict[str, Any]) -> str:
+    if "maxLength" in shape:
+        return f"of {shape['minLength']} to {shape['maxLength']} characters"
     signs = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
     return " and ".join(f"{sign} {_number(shape[name])}" for name, sign in signs.items() if name in shape)
 
@@ -125,55 +130,29 @@ def _number(bound: float) -> str:
 # Other frameworks' names for Keel's keys.
 _ALIASES = {
     "learning_rate": "optimizer.lr",
-    "max_lr": "optimizer.lr",
     "hidden_size": "model.dim",
     "intermediate_size": "model.ffn_dim",
     "num_hidden_layers": "model.n_layers",
     "num_attention_heads": "model.n_heads",
     "num_key_value_heads": "model.n_kv_heads",
-    "rms_norm_eps": "model.norm_eps",
     "tie_word_embeddings": "model.tie_embeddings",
     "num_experts": "model.n_experts",
-    "num_local_experts": "model.n_experts",
     "num_experts_per_tok": "model.experts_per_token",
-    "top_k": "model.experts_per_token",
-    "moe_intermediate_size": "model.expert_dim",
-    "first_k_dense_replace": "model.n_dense_layers",
-    "router_aux_loss_coef": "model.router.auxiliary_loss_weight",
     "batch_size": "training.global_batch_size",
-    "local_batch_size": "training.micro_batch_size",
     "gradient_accumulation_steps": "training.global_batch_size",
     "max_steps": "training.steps",
-    "sequence_length": "training.seq_len",
-    "clip_grad": "training.max_norm",
-    "tensor_parallel_degree": "mesh.tp",
-    "context_parallel_degree": "mesh.cp",
-    "data_parallel_shard_degree": "mesh.dp_shard",
-    "data_parallel_replicate_degree": "mesh.dp_replicate",
 }
 
 
 def nearest(name: str) -> str | None:
     """Return the key, in any table, that an unknown dotted name most likely means; None if none is near.
 
-    Tried in this order: another framework's name for it, a near spelling in the same table, the same key in another
-    table, a key that contains it as a word ("warmup"), then looser spellings in the same and in other tables.
+    That is another framework's name for it, or the nearest spelling; of keys of one name, the one in the same table.
     """
-    table, _, leaf = name.replace("-", "_").rpartition(".")
-    leaves: dict[str, str] = {}
-    for key in schema_keys():
-        leaves.setdefault(key.rpartition(".")[2], key)
-    siblings = {key.rpartition(".")[2]: key for key in schema_keys() if key.rpartition(".")[0] == table}
-    return (
-        _ALIASES.get(leaf)
-        or _similar(leaf, siblings, 0.75)
-        or leaves.get(leaf)
-        or next((key for words, key in (siblings | leaves).items() if leaf in words.split("_")), None)
-        or _similar(leaf, siblings, 0.6)
-        or _similar(leaf, {word: key for word, key in leaves.items() if "." in key or not table}, 0.75)
-    )
-
-
-def _similar(leaf: str, keys: dict[str, str], cutoff: float) -> str | None:
-    near = difflib.get_close_matches(leaf, keys, 1, cutoff)
+    table, _, leaf = name.lower().replace("-", "_").replace(".n.", ".N.").rpartition(".")
+    if leaf in _ALIASES:
+        return _ALIASES[leaf]
+    keys = {key.rpartition(".")[2]: key for key in reversed(schema_keys())}
+    keys |= {key.rpartition(".")[2]: key for key in schema_keys() if key.rpartition(".")[0] == table}
+    near = difflib.get_close_matches(leaf, keys, 1, 0.78)
     return keys[near[0]] if near else None

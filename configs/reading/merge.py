@@ -5,7 +5,7 @@ A higher layer replaces single keys: tables are merged key by key, other values 
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,30 +13,22 @@ from typing import Any
 import tomli
 
 from configs.errors import ConfigError
+from configs.files import whole
 from configs.reading.keys import KeyPath, dotted, find
 from configs.reading.line_numbers import line_numbers
 from configs.reading.toml_text import value_text
 from configs.untrusted import read_file, require_64_bits, require_shallow
 
+JOB_FILES = Path(__file__).parents[1]
+"""Folder of the shipped jobs: where a bare name is looked up if there is no such file."""
 MAX_FILE_BYTES = 256 << 10
 """Maximum size of a job file; the largest of Keel's own has 2 KB."""
 MAX_BASES = 32
 """Maximum length of a chain of bases."""
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where a value was set."""
-
-    where: str
-    """ "file:line", or "--key" for the command line."""
-    layer: int
-    """Higher layers have larger numbers."""
-
-
-_COMMAND_LINE = 1
-_JOB_FILE = 0
-_DEFAULTS = -MAX_BASES - 1
+Places = Callable[[KeyPath], str]
+"""Returns where the value at a path was set: "file:line", or "--key" for the command line."""
 
 
 @dataclass
@@ -45,27 +37,26 @@ class Layers:
 
     file: str
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[KeyPath, Origin] = field(default_factory=dict)
-    left_out: dict[KeyPath, Origin] = field(default_factory=dict)
-    """Keys that a higher layer overrules: where they were set and why they do nothing, and the number of that layer."""
+    origins: dict[KeyPath, str] = field(default_factory=dict)
 
-    def add(self, values: Mapping[str, Any], origins: Mapping[KeyPath, Origin]) -> None:
+    def add(self, values: Mapping[str, Any], places: Places) -> None:
         """Add a layer on top."""
-        self._merge(self.values, values, (), origins)
+        self._merge(self.values, values, (), places)
 
-    def _merge(
-        self, below: dict[str, Any], above: Mapping[str, Any], at: KeyPath, origins: Mapping[KeyPath, Origin]
-    ) -> None:
+    def _merge(self, below: dict[str, Any], above: Mapping[str, Any], at: KeyPath, places: Places) -> None:
         for key, value in above.items():
             path = (*at, key)
             if isinstance(value, dict) and isinstance(below.get(key), dict):
-                self.origins[path] = origins[path]
-                self._merge(below[key], value, path, origins)
+                self.origins[path] = places(path)
+                self._merge(below[key], value, path, places)
                 continue
             if key in below:
-                self.origins = {other: of for other, of in self.origins.items() if other[: len(path)] != path}
+                self._forget(path)
             below[key] = value
-            self.origins |= {inner: origins[inner] for inner in _paths(value, path) if inner in origins}
+            self.origins |= {inner: places(inner) for inner in _paths(value, path)}
+
+    def _forget(self, path: KeyPath) -> None:
+        self.origins = {other: where for other, where in self.origins.items() if other[: len(path)] != path}
 
     def override(self, flag: str, path: KeyPath, value: Any) -> None:
         """Set one key from the command line; numbers in the path are indices into lists of tables.
@@ -76,16 +67,15 @@ class Layers:
             ConfigError: the path leads through a value that is not a table, or beyond the end of a list.
         """
         node: Any = self.values
-        origin = Origin(flag, _COMMAND_LINE)
         for depth, part in enumerate(path[:-1]):
             inner = path[: depth + 1]
             if isinstance(node, list):
                 if not node and part == 0:
                     node.append({})
-                    self.origins[inner] = origin
+                    self.origins[inner] = flag
                 node = _item(node, path[:depth], part)
             elif isinstance(node, dict):
-                self.origins.setdefault(inner, origin)
+                self.origins.setdefault(inner, flag)
                 key = find(inner)
                 node = node.setdefault(part, [] if key and key.type == "list of tables" else {})
         if isinstance(node, list):
@@ -93,19 +83,14 @@ class Layers:
         if not isinstance(node, dict):
             raise ConfigError(f"{dotted(path[:-1])} is not a table, so it has no key {path[-1]}")
         last = str(path[-1])
-        self._merge(node, {last: value}, path[:-1], dict.fromkeys(_paths(value, (*path[:-1], last)), origin))
-
-    def leave_out(self, path: KeyPath, why: str, layer: int) -> None:
-        """Remove a key that another layer overrules, so that its default applies."""
-        self.left_out[path] = Origin(f"{self.where(path)} {why}", layer)
-        self._remove(path)
+        self._merge(node, {last: value}, path[:-1], lambda _: flag)
 
     def unset(self) -> None:
         """Remove the keys that are set to "none" and have no value by default, so that this applies."""
         for path in list(self.origins):
             key, value = find(path), self.value(path)
             if value == "none" and key and key.default is None and not key.required:
-                self._remove(path)
+                self.remove(path)
 
     def value(self, path: KeyPath) -> Any:
         """The value at a path."""
@@ -114,21 +99,17 @@ class Layers:
             node = node[part]
         return node
 
-    def _remove(self, path: KeyPath) -> None:
+    def remove(self, path: KeyPath) -> None:
+        """Remove a key, so that its default applies."""
         del self.value(path[:-1])[path[-1]]
-        self.origins = {other: of for other, of in self.origins.items() if other[: len(path)] != path}
+        self._forget(path)
 
     def where(self, path: KeyPath) -> str:
         """Where a key was set; if it was not, where its table begins; otherwise the file."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.origins:
-                return self.origins[path[:end]].where
+                return self.origins[path[:end]]
         return self.file
-
-    def layer(self, path: KeyPath) -> int:
-        """The number of the layer that set a key; a default is below all layers."""
-        origin = self.origins.get(path) or self.left_out.get(path)
-        return origin.layer if origin else _DEFAULTS
 
 
 def _how_to_set(items: list[Any], path: KeyPath) -> str:
@@ -168,12 +149,17 @@ def read_layers(file: Path) -> Layers:
 def _add_file(layers: Layers, file: Path, chain: tuple[Path, ...]) -> None:
     text = _read(file)
     values = _parse(text, file)
-    layer = _JOB_FILE - len(chain)
-    origins = {path: Origin(f"{shown(file)}:{line}", layer) for path, line in line_numbers(text).items()}
+    lines = line_numbers(text)
+
+    def place(path: KeyPath) -> str:
+        known = (path[:end] for end in range(len(path), 0, -1) if path[:end] in lines)
+        line = lines.get(next(known, ()))
+        return f"{shown(file)}:{line}" if line else shown(file)
+
     if "base" in values:
-        base = _base(values.pop("base"), file, origins[("base",)].where, (*chain, file))
+        base = _base(values.pop("base"), file, place(("base",)), (*chain, file))
         _add_file(layers, base, (*chain, file))
-    layers.add(values, origins)
+    layers.add(values, place)
 
 
 def _base(value: Any, file: Path, where: str, chain: tuple[Path, ...]) -> Path:
@@ -182,12 +168,17 @@ def _base(value: Any, file: Path, where: str, chain: tuple[Path, ...]) -> Path:
     if len(chain) > MAX_BASES:
         raise ConfigError(f"{where}: more than {MAX_BASES} job files inherit from one another; merge some of them")
     base = file.parent / value
+    is_shipped_name = Path(value).name == value
     try:
+        # A job's own name can only mean the shipped job of that name, such as the one that it was copied from.
+        if is_shipped_name and (JOB_FILES / value).is_file() and (not base.is_file() or base.samefile(file)):
+            base = JOB_FILES / value
         is_file = base.is_file()
     except OSError as error:
         raise ConfigError(f"{where}: base = {value_text(value)} cannot be read: {error.strerror}") from None
     if not is_file:
-        raise ConfigError(f"{where}: base = {value_text(value)}: no such file: {shown(base)}")
+        among = f" (nor is it one of the jobs in {shown(JOB_FILES)})" if is_shipped_name else ""
+        raise ConfigError(f"{where}: base = {value_text(value)}: no such file: {whole(file.parent / value)}{among}")
     resolved = [link.resolve() for link in chain]
     if base.resolve() in resolved:
         circle = chain[resolved.index(base.resolve()) :]

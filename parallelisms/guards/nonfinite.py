@@ -7,7 +7,7 @@ as well. Compiled blocks are observed from outside, since hooks inside would cha
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +50,12 @@ class Finding:
     def micro_batch(self) -> int | None:
         """The micro-batch's number on its rank; None for findings that belong to no micro-batch."""
         return self.when.micro_batch if self.when.phase in (_FORWARD, _BACKWARD) else None
+
+
+def finding_of(told: Sequence[Any]) -> Finding:
+    """The inverse of `dataclasses.astuple`, after a journey as JSON."""
+    when, event, what, before, rows = told
+    return Finding(_When(*when), event, what, before, tuple(rows))
 
 
 def weights_not_finite(parameters: Mapping[str, Tensor]) -> Finding | None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from sys import _getframe
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -96,7 +97,9 @@ class OrderGuard:
             return
         self._is_noting = False  # exclude the comparison's own collectives
         log, self.log = self.log, []
-        if wrong := _first_difference(gather(_checksums(log))):
+        checksums = _checksums(log)
+        told = gather({_name(key): checksum for key, checksum in checksums.items()})
+        if wrong := _first_of_all(_first_difference(checksums, told)):
             logs = gather([_place(issued, wrong) for issued in log if issued.channel in wrong])
             raise UserError(_message(wrong, logs, self._step))
         self._is_noting = True
@@ -143,7 +146,7 @@ def _caller() -> str:
     return "the backward pass"
 
 
-def _checksums(log: list[Issued]) -> dict[Key, bytes]:
+def _checksums(log: list[Issued]) -> dict[Key, str]:
     """A checksum for every channel, and one for every two process groups."""
     channels = sorted({issued.channel for issued in log})
     groups = sorted({issued.channel for issued in log if not issued.is_message})
@@ -157,8 +160,13 @@ def _place(issued: Issued, key: Key) -> str:
     return f"{key.index(issued.channel)} {issued.what}"
 
 
-def _checksum(lines: list[str]) -> bytes:
-    return blake2b("\n".join(lines).encode(), digest_size=8).digest()
+def _checksum(lines: list[str]) -> str:
+    return blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+
+
+def _name(key: Key) -> str:
+    """What ranks send in place of a key, which lists ranks: 4,096 of them, for each group of 4,096 ranks."""
+    return _checksum([repr(key)])
 
 
 def _members(key: Key) -> list[int]:
@@ -166,13 +174,28 @@ def _members(key: Key) -> list[int]:
     return sorted(set.intersection(*(set(ranks) for _, ranks in key)))
 
 
-def _first_difference(checksums: list[dict[Key, bytes]]) -> Key | None:
-    """A key on which its members differ, single channels first; a rank that has not used it differs, too."""
-    keys = sorted({key for each in checksums for key in each}, key=lambda key: (len(key), key))
-    for key in keys:
-        if len({checksums[rank].get(key) for rank in _members(key)}) > 1:
+def _first_difference(mine: Collection[Key], told: list[dict[str, str]]) -> Key | None:
+    """Of this rank's keys, the first on which its members differ; a rank that has not used it differs, too."""
+    for key in sorted(mine, key=_order):
+        name = _name(key)
+        if len({told[rank].get(name) for rank in _members(key)}) > 1:
             return key
     return None
+
+
+def _first_of_all(found: Key | None) -> Key | None:
+    """The first of the keys that ranks have found, the same on all."""
+    is_found = torch.tensor(int(found is not None))
+    dist.all_reduce(is_found, op=dist.ReduceOp.MAX)
+    if not is_found:
+        return None
+    keys = [tuple((name, tuple(ranks)) for name, ranks in key) for key in gather(found) if key]
+    return min(keys, key=_order)
+
+
+def _order(key: Key) -> tuple[int, Key]:
+    """Single channels come first."""
+    return len(key), key
 
 
 def _message(key: Key, logs: list[list[str]], step: int) -> str:

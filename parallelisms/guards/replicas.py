@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallelisms.mesh import Mesh
-from parallelisms.ranks import gather
+from parallelisms.ranks import Json, gather
 
 CPU_PIECE, GPU_PIECE = 1 << 17, 1 << 22
 """Words of 8 bytes hashed at once. On a CPU, a piece, its factors and its products fit in the cache (4 GB/s per core);
@@ -117,9 +117,10 @@ def differences(copies: Sequence[Copy]) -> tuple[list[Difference], list[str]]:
     dist.all_reduce(differs, op=dist.ReduceOp.MAX)
     if not differs:
         return [], []
-    mine = {(copy.name, copy.part): digest for copy, digest in zip(copies, digests, strict=True)}
+    mine: Json = [[copy.name, copy.part, digest] for copy, digest in zip(copies, digests, strict=True)]
     by_rank = gather((mine, socket.gethostname()))
-    return _found([of_rank for of_rank, _ in by_rank]), [host for _, host in by_rank]
+    contents = [{(name, part): digest for name, part, digest in of_rank} for of_rank, _ in by_rank]
+    return _found(contents), [host for _, host in by_rank]
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Measures how well FSDP's communication overlaps computation, with delays that simulate a network.
+"""Measures how well FSDP's communication overlaps computation, with delays that stand in for a network.
 
 All variants run the same job. Without a delay: with the order guard off and on at every step, and with exact
 reductions. With a delay of each FSDP all-gather: for `comm.streams` "shared" and "per_group", each prefetch depth (in
@@ -8,7 +8,7 @@ for, and among them those that had waited in their queue behind another process 
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -19,28 +19,39 @@ from configs.layout import mesh_sizes
 from configs.load import load
 from configs.schema import Config
 from parallelisms.mesh import Mesh, build_mesh, start_process_group
-from parallelisms.streams import GatherCounts, count_gathers
+from scripts.benchmarks.gathers import GatherCounts, count_gathers, delay_gathers
 from scripts.benchmarks.turns import KeelStep, seconds_a_step, take_turns, warm_up
 
 _WARM_UP_STEPS = 2
 
 
-def variants(milliseconds: float, depths: Sequence[int]) -> dict[str, list[str]]:
-    """The overrides of each variant, by name."""
+@dataclass(frozen=True)
+class Variant:
+    """One case of the measurement."""
+
+    words: tuple[str, ...] = ()
+    """Overrides of the job."""
+    seconds: float = 0.0
+    """Delay of each all-gather."""
+
+
+def variants(milliseconds: float, depths: Sequence[int]) -> dict[str, Variant]:
+    """The variants by name."""
     # By default the guard runs only in the first step, which is part of the warm-up.
-    delay = ["--comm.simulate.all_gather_milliseconds", str(milliseconds)]
-    exact = ["--training.reduction", "exact"]
-    found = {"no delay": [], "no delay, guarded": ["--comm.order_guard_interval", "1"], "no delay, exact": exact}
+    guarded = Variant(("--comm.order_guard_interval", "1"))
+    exact = ("--training.reduction", "exact")
+    found = {"no delay": Variant(), "no delay, guarded": guarded, "no delay, exact": Variant(exact)}
+    seconds = milliseconds / 1000
     for depth in depths:
-        prefetch = ["--comm.prefetch_forward", str(depth), "--comm.prefetch_backward", str(depth)]
+        prefetch = ("--comm.prefetch_forward", str(depth), "--comm.prefetch_backward", str(depth))
         for streams in ("shared", "per_group"):
-            found[f"{streams}, prefetch {depth}"] = [*delay, *prefetch, "--comm.streams", streams]
-        found[f"shared, prefetch {depth}, exact"] = [*delay, *prefetch, *exact]
+            found[f"{streams}, prefetch {depth}"] = Variant((*prefetch, "--comm.streams", streams), seconds)
+        found[f"shared, prefetch {depth}, exact"] = Variant((*prefetch, *exact), seconds)
     return found
 
 
 def measure_here(
-    config_name: str, overrides: Sequence[str], chosen: Mapping[str, list[str]], rounds: int
+    config_name: str, overrides: Sequence[str], chosen: Mapping[str, Variant], rounds: int
 ) -> list[dict[str, Any]]:
     """Run `measure` on the ranks that torchrun started.
 
@@ -55,13 +66,14 @@ def measure_here(
 
 
 def measure(
-    config_name: str, overrides: Sequence[str], chosen: Mapping[str, list[str]], rounds: int, device: torch.device
+    config_name: str, overrides: Sequence[str], chosen: Mapping[str, Variant], rounds: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """Return a row per variant: the seconds of each step, and this rank's gathers per step."""
     n_ranks = dist.get_world_size()
     mesh = build_mesh(mesh_sizes(load(config_name, overrides, n_ranks).config, n_ranks), device)
     built = {
-        name: _Step(load(config_name, [*overrides, *words], n_ranks).config, mesh) for name, words in chosen.items()
+        name: _Step(load(config_name, [*overrides, *variant.words], n_ranks).config, mesh, variant.seconds)
+        for name, variant in chosen.items()
     }
     for step in built.values():
         warm_up(step, _WARM_UP_STEPS)
@@ -76,12 +88,15 @@ def measure(
 
 
 class _Step(KeelStep):
-    """A step after which all ranks are synchronized; on a CPU its gathers are counted."""
+    """A step with late gathers, after which all ranks are synchronized; on a CPU its gathers are counted."""
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
+    def __init__(self, config: Config, mesh: Mesh, seconds: float) -> None:
         super().__init__(config, mesh)
-        stages, is_cpu = self.learner.stages.values(), mesh.device.type == "cpu"
-        self.gathers = count_gathers(stages, config.comm) if is_cpu else GatherCounts()
+        self.gathers = GatherCounts()
+        if mesh.device.type == "cpu":
+            self.gathers = count_gathers(self.learner.stages.values(), config.comm.streams, lambda _: seconds)
+        elif seconds:
+            delay_gathers(self.learner.stages.values(), lambda _: seconds)
 
     def __call__(self) -> None:
         super().__call__()

@@ -2,10 +2,12 @@
 # One host of a run that goes on when hosts are lost, and takes in those that join (docs/elastic.md). On every host:
 #
 #   export KEEL_RENDEZVOUS=login1:29500 KEEL_JOB=my_run KEEL_RUN_FOLDER=/shared/runs/my_run
+#   export KEEL_SECRET_FILE=~/my_run.secret      # made once: (umask 077; openssl rand -hex 32 >~/my_run.secret)
 #   scripts/launch/elastic.sh JOB [--table.key VALUE ...]
 #
-# KEEL_RENDEZVOUS is where scripts/launch/rendezvous.py runs. All hosts have the data, and share the run folder, unless
-# checkpoint.memory_copies lets each have its own on its own disk.
+# The secret (a file that only you can read, or KEEL_SECRET itself) is the same on all hosts, and the key of the hash that
+# each of Keel's values in the store has (docs/security.md, "The network"). KEEL_RENDEZVOUS is where
+# scripts/launch/rendezvous.py runs. All hosts have the data, and share the run folder.
 # torchrun alone re-forms the job while its agent lives. This loop starts the agent again when it has ended: because the
 # store was gone, the host was cut off, or a host died while the ranks were being numbered.
 set -u
@@ -13,6 +15,14 @@ set -u
 FOLDER=${KEEL_RUN_FOLDER:?set KEEL_RUN_FOLDER to the run folder}
 RENDEZVOUS=${KEEL_RENDEZVOUS:?set KEEL_RENDEZVOUS to HOST:PORT of scripts/launch/rendezvous.py}
 JOB=${KEEL_JOB:?set KEEL_JOB to a name for this launch, the same on all hosts}
+if [ -n "${KEEL_SECRET_FILE:-}" ]; then
+    if [ -n "$(find -L "$KEEL_SECRET_FILE" -perm /077)" ]; then
+        echo "others may read KEEL_SECRET_FILE, $KEEL_SECRET_FILE: chmod 600 it" >&2
+        exit 78
+    fi
+    KEEL_SECRET=$(cat "$KEEL_SECRET_FILE") || exit 78
+fi
+export KEEL_SECRET="${KEEL_SECRET:?set KEEL_SECRET, or KEEL_SECRET_FILE to a file that has it, the same on all hosts}"
 CONF=${KEEL_RENDEZVOUS_CONF:-is_host=false,last_call_timeout=10,join_timeout=86400,read_timeout=60,close_timeout=1}
 ERRORS=$(mktemp)
 trap 'rm -f "$ERRORS"' EXIT
@@ -23,7 +33,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
 # torchrun closes a rendezvous for good when an agent fails. The hosts then meet in the next round, whose number is in the
-# store, since they may share no disk.
+# store.
 store() { python "$(dirname "$0")/rendezvous.py" "$1" "$RENDEZVOUS" "$JOB" "${@:2}"; }
 pause() { sleep "${KEEL_PAUSE_SECONDS:-5}"; }
 
@@ -31,11 +41,16 @@ AGENT=
 CLOSED=
 STOPPED=
 for SIGNAL in TERM INT USR1; do
+    # shellcheck disable=SC2064 # the signal's name is filled in now
     trap "STOPPED=1; [ -n \"\$AGENT\" ] && kill -$SIGNAL \$AGENT" "$SIGNAL"
 done
 
 while [ -z "$STOPPED" ]; do
-    ROUND=$(store meet ${CLOSED:+"$CLOSED"}) || { pause; continue; }
+    if ! ROUND=$(store meet ${CLOSED:+"$CLOSED"}); then
+        CLOSED= # another store may take its place, in which no round is closed
+        pause
+        continue
+    fi
     if [ "$ROUND" = ended ]; then
         echo "the job $JOB has come to its end; a further launch needs another KEEL_JOB" >&2
         exit 0
@@ -52,7 +67,7 @@ while [ -z "$STOPPED" ]; do
         CODE=$?
     done
     if [ "$CODE" = 0 ]; then
-        store ended # for hosts that were away, whose own disk may lack the end of the run
+        store ended # for hosts that were away
         exit 0
     fi
     [ -n "$STOPPED" ] && exit 75

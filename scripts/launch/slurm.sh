@@ -19,6 +19,8 @@ set -u
 FOLDER=${KEEL_RUN_FOLDER:?set KEEL_RUN_FOLDER to the run folder: export KEEL_RUN_FOLDER=runs/my_run}
 HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 FIRST_HOST=$(head -n 1 <<<"$HOSTS")
+# srun passes it to all hosts: the key of the hash that Keel's values in torchrun's store have (docs/security.md).
+export KEEL_SECRET="${KEEL_SECRET:-$(od -An -tx1 -N32 /dev/urandom | tr -d ' \n')}"
 
 # By itself torchrun would die of SIGUSR1: --signals-to-handle makes it pass it on, and wait for the ranks.
 srun --kill-on-bad-exit=1 torchrun \

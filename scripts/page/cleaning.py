@@ -23,8 +23,9 @@ _LEFTOVERS = tuple(
 )
 _EVERYTHING = (
     *("checkpoints/step-*", "exports/step-*", "evaluations/*", "tensorboard/events.out.tfevents.*"),
-    *("wandb", "mlflow", "mlflow.json", "profile/step-*-rank-*", "hangs/step-*", "crashes/rank-*"),
+    *("wandb", "profile/step-*-rank-*", "hangs/step-*", "crashes/rank-*"),
     *("incarnations/*", ".shared-*", "scores.json", "fingerprints.jsonl", "run.log", "metrics.jsonl", "config.toml"),
+    *("tokenizer.model", "tokenizer.json", "tokenizer-*.model", "tokenizer-*.json"),
     "status.json",
 )
 """The last is what makes a folder a run: after a crash midway it is still one, and can be cleaned again."""

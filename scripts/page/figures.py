@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from scripts.page.recorded import Recorded, is_number, was_not_finite
-from scripts.page.rises import FEWEST, rises
-from scripts.page.thin import smooth, thin
+from configs.untrusted import printable
+from scripts.page.flags import spikes
+from scripts.page.recorded import Recorded, is_date, is_duration, is_number, was_not_finite
+from scripts.page.thin import bin_means, thin
 
 Unit = Literal["number", "count", "percent", "share", "bytes", "seconds", "small"]
 """How the page writes a value; "share" is 0 to 1, "small" in powers of ten."""
@@ -20,14 +21,10 @@ MOST_POINTS = 2000
 """Points of the widest chart's curves."""
 _FEWER_POINTS = 800
 _MAP_POINTS = 400
-_SMOOTH_FROM, _SMOOTH_POINTS, _SMOOTH_BINS = 200, 16, 150
-"""Points from which a curve gets a line of medians; points in a bin at least; bins at most."""
 _LOG_FROM = 20.0
 """Largest value over the median from which a chart is logarithmic at first."""
 _DOTS_BELOW = 40
 """Points of a curve of which each is shown."""
-_TOGETHER = 8
-"""Lines of all runs that share a chart; of more, each run has its own chart."""
 MOST_NAMES = 64
 """Lines of one chart; of more names, evenly chosen ones are drawn, and the title says so."""
 
@@ -51,6 +48,8 @@ class Figure:
     note: str = ""
     is_wide: bool = False
     may_be_log: bool = False
+    is_noisy: bool = False
+    """Whether the page draws a mean over neighbouring steps, too."""
     if_nonzero: bool = False
     """Whether the chart is left out if all of its values are 0."""
 
@@ -59,16 +58,24 @@ FIGURES = (
     Figure(
         "Loss",
         (Line("loss", "training"), Line("validation_loss", "validation", dashed=True)),
-        note="nats per token; the strong line is the median of each bin of the thin one",
+        note="nats per token",
         is_wide=True,
         may_be_log=True,
+        is_noisy=True,
     ),
     Figure("Bits per byte", (Line("validation_bits_per_byte"),), note="validation"),
-    Figure("Gradient norm", (Line("grad_norm"),), note="before clipping", may_be_log=True),
-    Figure("Learning rate", (Line("lr"),), "small"),
-    Figure("Tokens per second", (Line("tokens_per_second"),), "count", "of all ranks"),
-    Figure("MFU", (Line("mfu"),), "share"),
-    Figure("Step", (Line("step_seconds", "step"), Line("data_seconds", "waiting for data", dashed=True)), "seconds"),
+    Figure("Perplexity", (Line("validation_perplexity"),), note="validation: the exponential of its loss"),
+    Figure("Gradient norm", (Line("grad_norm"),), note="before clipping", may_be_log=True, is_noisy=True),
+    Figure("Learning rate", (Line("lr"),), "small", "of the step, before any group's scale"),
+    Figure("Tokens per second", (Line("tokens_per_second"),), "count", "of all ranks", is_noisy=True),
+    Figure("MFU", (Line("mfu"),), "share", "of the device's peak FLOP/s", is_noisy=True),
+    Figure(
+        "Step",
+        (Line("step_seconds", "step"), Line("data_seconds", "waiting for data", dashed=True)),
+        "seconds",
+        "mean duration since the line before",
+        is_noisy=True,
+    ),
     Figure(
         "Memory",
         (Line("memory_peak_bytes", "allocated"), Line("memory_reserved_peak_bytes", "reserved", dashed=True)),
@@ -85,9 +92,39 @@ FIGURES = (
     ),
     Figure("Goodput", (Line("goodput"),), "share", "share of the time since the first launch that trained"),
     Figure("Lag of the slowest rank", (Line("lag_seconds"),), "seconds", "per step"),
-    Figure("Load imbalance", (Line("load_imbalance"),), note="busiest expert over the mean"),
-    Figure("Router entropy", (Line("router_entropy"),), note="nats"),
+    Figure("Load imbalance", (Line("load_imbalance"),), note="busiest expert over the mean", is_noisy=True),
+    Figure("Router entropy", (Line("router_entropy"),), note="nats, mean over tokens and layers"),
+    Figure(
+        "Gradient noise scale",
+        (Line("grad_noise_scale"),),
+        note="of this step alone, in sequences",
+        may_be_log=True,
+        is_noisy=True,
+    ),
+    Figure(
+        "Gradient noise",
+        (Line("grad_noise_trace"),),
+        note="summed variance of one sequence's gradient",
+        may_be_log=True,
+        is_noisy=True,
+    ),
+    Figure(
+        "Gradient signal",
+        (Line("grad_signal"),),
+        note="squared norm of an infinite batch's gradient, an estimate that may be negative",
+        may_be_log=True,
+        is_noisy=True,
+    ),
 )
+NOTES: dict[str, tuple[str, Unit]] = {
+    "validation_by_source": ("of each source's own tokens", "number"),
+    "tokens_per_expert": ("of the step, by layer and expert", "count"),
+    "phase_seconds": ("per step, outside of collectives, on the rank that spent the most", "seconds"),
+    "layer_grad_norms": ("2-norm before clipping", "number"),
+    "layer_activation_rms": ("root mean square of the residual stream after each block", "number"),
+    "evaluation": ("by task", "number"),
+}
+"""What charts of keys with numbers by name say of them, and their unit."""
 _ERROR = "_stderr"
 """How a measure ends that is the standard error of another, which the page's table has."""
 _NOT_DRAWN = {"step", "tokens", "time", "seconds_by_kind", "launches", "incidents", "samples", "slowest_rank", "tflops"}
@@ -104,6 +141,9 @@ class Chart:
     wide: bool = False
     log: bool = False
     may_be_log: bool = False
+    smooth: bool = False
+    names: list[str] = field(default_factory=list)
+    """Names of which the reader chooses one: with several runs, colors mean runs."""
     series: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -114,45 +154,38 @@ def charts(runs: Sequence[Recorded]) -> list[dict[str, Any]]:
     others = sorted({key for run in runs for record in run.records for key in record} - known)
     for key in others:
         if any(is_number(record.get(key)) for run in runs for record in run.records):
-            drawn.append(_chart(Figure(title_of(key), (Line(key),), may_be_log=True), runs))
+            note = f"{printable(key)} in metrics.jsonl"
+            drawn.append(_chart(Figure(title_of(key), (Line(key),), note=note, may_be_log=True, is_noisy=True), runs))
         drawn += _charts_by_name(key, runs)
     return [vars(chart) for chart in drawn if chart.series]
 
 
 def title_of(key: str) -> str:
     """A key as a title: "Validation loss by source"."""
-    return key.replace("_", " ").capitalize()
+    return printable(key.replace("_", " ").capitalize())
 
 
 def _chart(figure: Figure, runs: Sequence[Recorded]) -> Chart:
     chart = Chart(figure.title, figure.unit, figure.note, figure.is_wide, may_be_log=figure.may_be_log)
+    chart.smooth = figure.is_noisy
     most = MOST_POINTS if figure.is_wide else _FEWER_POINTS
     for number, run in enumerate(runs):
         for line in figure.lines:
             steps, values = run.column(line.key)
             if values and (any(values) or not figure.if_nonzero):
-                chart.series += _curves(number, line, steps, values, most, smoothed=figure.may_be_log)
+                chart.series.append(_curve(number, line, steps, values, most))
+                if figure.is_noisy and len(values) > most:
+                    middles, means = bin_means(values, most // 2)
+                    chart.series[-1] |= {"mean_x": [steps[i] for i in middles], "mean_y": [*map(_short, means)]}
     chart.log = figure.may_be_log and any(_spans_decades(series["y"]) for series in chart.series)
     return chart
 
 
-def _curves(
-    run: int, line: Line, steps: Sequence[int], values: Sequence[float], most: int, smoothed: bool
-) -> Iterator[dict[str, Any]]:
-    """A thinned curve; a long noisy one is drawn faintly, below the medians of its bins."""
-    facts = {"run": run, "label": line.label, "dashed": line.dashed}
-    has_trend = smoothed and len(values) >= _SMOOTH_FROM
+def _curve(run: int, line: Line, steps: Sequence[int], values: Sequence[float], most: int) -> dict[str, Any]:
+    """A curve, thinned to about `most` points."""
     kept = thin(values, most)
-    x, y = [steps[i] for i in kept], [_short(values[i]) for i in kept]
-    yield facts | {"faint": has_trend, "dots": len(x) < _DOTS_BELOW, "x": x, "y": y}
-    if has_trend:
-        middles, medians = smooth(values, min(_SMOOTH_BINS, len(values) // _SMOOTH_POINTS))
-        yield facts | {
-            "faint": False,
-            "dots": False,
-            "x": [steps[i] for i in middles],
-            "y": [_short(value) for value in medians],
-        }
+    facts = {"run": run, "label": printable(line.label), "dashed": line.dashed, "dots": len(kept) < _DOTS_BELOW}
+    return facts | {"x": [steps[i] for i in kept], "y": [_short(values[i]) for i in kept]}
 
 
 Curves = dict[str, tuple[list[int], list[float]]]
@@ -160,19 +193,28 @@ Curves = dict[str, tuple[list[int], list[float]]]
 
 
 def _charts_by_name(key: str, runs: Sequence[Recorded]) -> Iterator[Chart]:
-    """A chart for each measure of a key's objects, or, if they are many lines, one for each run and measure."""
+    """A chart for each measure of a key's objects.
+
+    Of a single run it has a line for each name. Of several it has a line for each run, and the reader chooses the name.
+    """
     found = [_by_measure(key, run) for run in runs]
+    if key == "validation_by_source" and all(len(curves) == 1 for each in found for curves in each.values()):
+        return  # it would repeat the validation of all sources
+    note, unit = NOTES.get(key, (f"{printable(key)} in metrics.jsonl", "number"))
     for measure in dict.fromkeys(measure for each in found for measure in each):
         title = f"{title_of(key)}: {title_of(measure).lower()}" if measure else title_of(key)
-        of_runs = [(number, each[measure]) for number, each in enumerate(found) if measure in each]
-        if len(runs) > 1 and sum(len(curves) for _, curves in of_runs) > _TOGETHER:
-            for number, curves in of_runs:
-                yield _chart_of_names(title, runs[number].name, {("", number): curves})
-        else:
-            several = len(of_runs) > 1
-            note = runs[of_runs[0][0]].name if len(runs) > 1 and not several else ""
-            named = {(runs[number].name if several else "", number): curves for number, curves in of_runs}
-            yield _chart_of_names(title, note, named)
+        names = list(dict.fromkeys(name for each in found for name in each.get(measure, {})))
+        kept = [names[i] for i in thin(range(len(names)), MOST_NAMES)]
+        which = f"; {len(kept)} of {len(names)} names" if len(kept) < len(names) else ""
+        chart = Chart(title, unit, f"{note}{which}", may_be_log=True)
+        chart.names = [printable(name) for name in kept] if len(runs) > 1 else []
+        for number, each in enumerate(found):
+            for place, name in enumerate(kept):
+                if name in each.get(measure, {}):
+                    series = _curve(number, Line("", name), *each[measure][name], _FEWER_POINTS // 2)
+                    chart.series.append(series if chart.names else series | {"place": place, "places": len(kept)})
+        chart.log = all(_spans_decades(series["y"]) for series in chart.series)
+        yield chart
 
 
 def _by_measure(key: str, run: Recorded) -> dict[str, Curves]:
@@ -189,23 +231,6 @@ def _by_measure(key: str, run: Recorded) -> dict[str, Curves]:
     return measures
 
 
-def _chart_of_names(title: str, note: str, of_runs: dict[tuple[str, int], Curves]) -> Chart:
-    lines = [
-        (number, " · ".join(filter(None, (run, name))), *curve)
-        for (run, number), curves in of_runs.items()
-        for name, curve in curves.items()
-    ]
-    kept = thin(range(len(lines)), MOST_NAMES)
-    which = f"{len(kept)} of {len(lines)} names" if len(kept) < len(lines) else ""
-    chart = Chart(title, "number", ", ".join(filter(None, (note, which))), may_be_log=True)
-    for place, i in enumerate(kept):
-        run, label, steps, values = lines[i]
-        for series in _curves(run, Line("", label), steps, values, _FEWER_POINTS // 2, smoothed=False):
-            chart.series.append(series | {"place": place, "places": len(kept)})
-    chart.log = all(_spans_decades(series["y"]) for series in chart.series)
-    return chart
-
-
 def _spans_decades(values: Sequence[float]) -> bool:
     return min(values) > 0 and max(values) > _LOG_FROM * median(values)
 
@@ -219,30 +244,31 @@ def _short(value: float) -> float:
 
 
 def marks(run: Recorded) -> list[dict[str, Any]]:
-    """What happened at which step: kind (resume, rise, incident, not finite), step, and words."""
+    """What happened at which step: kind (resume, spike, incident, not finite), step, and words."""
     found: list[dict[str, Any]] = []
     for launch in run.launches[1:]:
-        hours = _short((launch.started - run.launches[0].started) / 3600)
-        found.append({"kind": "resume", "step": launch.step, "hours": hours, "text": f"resumed on {launch.mesh}"})
+        if is_date(launch.started) and run.began is not None:
+            hours = _short((launch.started - run.began) / 3600)
+            found.append(
+                {"kind": "resume", "step": launch.step, "hours": hours, "text": printable(f"resumed on {launch.mesh}")}
+            )
     steps, losses = run.column("loss")
-    if len(losses) > FEWEST:
-        for rise in rises(losses):
-            text = f"the loss rose to {losses[rise.peak]:.4g}"
-            found.append({"kind": "rise", "step": steps[rise.peak], "text": text})
+    for i in spikes(losses):
+        found.append({"kind": "spike", "step": steps[i], "text": f"spike: {losses[i]:.4g}"})
     for incident in run.incidents:
-        found.append({"kind": "incident", "step": incident["step"], "text": str(incident.get("what"))})
+        found.append({"kind": "incident", "step": incident["step"], "text": printable(str(incident.get("what")))})
     for record in run.records:
         if was_not_finite(record):
-            found.append({"kind": "not finite", "step": record["step"], "text": str(record.get("skipped"))})
+            found.append({"kind": "not finite", "step": record["step"], "text": printable(str(record.get("skipped")))})
     return found
 
 
 def axes(run: Recorded) -> dict[str, list[float]]:
     """Steps with the tokens and the hours since the first launch at them, between which the page interpolates."""
-    known = [record for record in run.records if is_number(record.get("tokens")) and is_number(record.get("time"))]
+    known = [record for record in run.records if is_number(record.get("tokens")) and is_date(record.get("time"))]
     if not known:
         return {"step": [], "tokens": [], "hours": []}
-    began = run.launches[0].started if run.launches else known[0]["time"]
+    began = known[0]["time"] if run.began is None else run.began
     hours = [(record["time"] - began) / 3600 for record in known]
     kept = thin(hours, _MAP_POINTS)
     return {
@@ -261,20 +287,20 @@ def spans(run: Recorded, bins: int) -> list[dict[str, float]]:
     What is missing to 1 was not recorded: no launch was running, or its steps were lost.
     """
     wall = run.wall_seconds()
-    if not wall:
+    if not wall or run.began is None:
         return []
     shares: list[dict[str, float]] = [{} for _ in range(bins)]
     width = wall / bins
     for record in run.records:
         spent = record.get("seconds_by_kind")
-        if not isinstance(spent, dict) or not is_number(record.get("time")):
+        if not isinstance(spent, dict) or not is_date(record.get("time")):
             continue
-        total = sum(value for value in spent.values() if is_number(value))
-        stop = (record["time"] - run.launches[0].started) / width
+        total = sum(value for value in spent.values() if is_duration(value))
+        stop = (record["time"] - run.began) / width
         start = max(0.0, stop - total / width)
         for number in range(int(start), min(bins, int(stop) + 1)):
             overlap = min(stop, number + 1) - max(start, number)
             for kind, value in spent.items():
-                if is_number(value) and total > 0 and overlap > 0:
+                if is_duration(value) and total > 0 and overlap > 0:
                     shares[number][kind] = shares[number].get(kind, 0.0) + overlap * value / total
     return shares

@@ -1,28 +1,40 @@
 """The page as one HTML file: words and tables are written here, curves are drawn by `page.js` with uPlot.
 
-Nothing is loaded from anywhere: styles, scripts and data are part of the file, and its content security policy forbids
-everything else. All that comes from a run folder is escaped, since it may be a stranger's.
+Nothing is loaded from anywhere: styles, scripts and data are part of the file, and its content security policy allows
+only these, by their hashes. All that comes from a run folder is escaped, since it may be a stranger's.
 """
 
+import base64
+import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from configs.reading.toml_text import value_text
 from configs.untrusted import printable, shortened
 from scripts.page.figures import axes, charts, marks, spans
-from scripts.page.recorded import Recorded, differences, is_number
+from scripts.page.flags import flags
+from scripts.page.ranking import ranking
+from scripts.page.recorded import Recorded, differences, is_date, is_number, is_step, number_text, plain
 from scripts.page.thin import thin
-from scripts.page.verdict import NOT_RECORDED, comparison, verdict
 from trainer.report.metrics import Kind
-from trainer.report.units import count, duration, size
+from trainer.report.units import count, duration, fixed, percent, size
 
 _ASSETS = Path(__file__).parent
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _BINS = 120
+_MANY = 3
+"""Runs of which each has its cards above the curves and its parts unfolded; of more, curves come first."""
+_HUES = 12
+"""Colors of runs in page.css; further runs repeat them with a dash."""
+_STATES = ("done", "running", "preempted", "failed", "silent")
+_ABSURD = 50
+"""Values that can't be meant, of which each is listed; the page says how many more there are."""
+_NOT_RECORDED = "stopped, or not recorded"
+"""The rest of the wall clock: no launch, steps that were lost, and a launch's work after its last record."""
 _SAMPLES = 12
 """Samples of a prompt that the page has besides the last one."""
 _SAMPLE_CHARACTERS = 4000
@@ -38,51 +50,58 @@ _KINDS = [
 """The order of kinds of work in pictures."""
 
 
-def page(runs: Sequence[Recorded], version: str) -> str:
-    """Make the page that shows the runs together."""
-    script = json.dumps(
-        {"runs": [{"name": run.name, "marks": marks(run), "axes": axes(run)} for run in runs], "charts": charts(runs)},
-        separators=(",", ":"),
-        allow_nan=False,
-    ).replace("<", "\\u003c")
-    title = f"Keel: {', '.join(run.name for run in runs)}"
+def page(runs: Sequence[Recorded], version: str, renew_seconds: int = 0) -> str:
+    """Make the page that shows the runs together; it loads itself again every `renew_seconds`, unless they are 0."""
+    shown = [{"name": printable(run.name), "marks": marks(run), "axes": axes(run)} for run in runs]
+    data = {"runs": shown, "charts": charts(runs), "renew_seconds": renew_seconds}
+    values = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    title = f"Keel: {', '.join(run.name for run in runs) if len(runs) <= _MANY else f'{len(runs)} runs'}"
+    cards = f'<section class="cards">{"".join(_card(run, number) for number, run in enumerate(runs))}</section>'
+    curves = f'{_CONTROLS}<div id="charts"></div>'
     body = "".join(
         [
             _header(runs),
-            f'<section class="cards">{"".join(_card(run, number) for number, run in enumerate(runs))}</section>',
+            *((curves, cards) if len(runs) > _MANY else (cards, curves)),
             _section("Differences", _differences(runs)) if len(runs) > 1 else "",
-            _CONTROLS,
-            '<div id="charts"></div>',
-            _section("Where the time went", "".join(_time(run, n, len(runs)) for n, run in enumerate(runs))),
-            _section("Stops and resumes", "".join(_launches(run, n, len(runs)) for n, run in enumerate(runs))),
+            _section("Where the time went", _each(_time, runs)),
+            _section("Stops and resumes", _each(_launches, runs)),
             _section("Evaluation", _evaluation(runs)),
-            _section("Samples", "".join(_samples(run, n, len(runs)) for n, run in enumerate(runs))),
+            _section("Samples", _each(_samples, runs)),
             _section("Environment", _environment(runs)),
-            _section("Configuration", "".join(_config(run, n, len(runs)) for n, run in enumerate(runs))),
+            _section("Configuration", _each(_config, runs, is_folded=True)),
+            _section("Left out", _absurd(runs)),
         ]
     )
     made = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    renewed = f" It is renewed every {renew_seconds} s." if renew_seconds else ""
+    style = _asset("uplot/uPlot.min.css") + _asset("page.css")
+    scripts = [_asset("uplot/uPlot.iife.min.js"), _asset("page.js")]
+    allowed = f"style-src {_hash(style)}; script-src {' '.join(map(_hash, scripts))}"
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'">
 <title>{_text(title)}</title>
-<style>{_asset("uplot/uPlot.min.css")}{_asset("page.css")}</style>
+<style>{style}</style>
 </head>
 <body>
 <main>
 {body}
-<footer>Made by Keel {escape(version)} on {escape(made)}. Curves: uPlot, © Leon Sorokin, MIT licence.</footer>
+<footer>Made by Keel {escape(version)} on {escape(made)}.{renewed} Curves: uPlot, © Leon Sorokin, MIT licence.</footer>
 </main>
-<script type="application/json" id="data">{script}</script>
-<script>{_asset("uplot/uPlot.iife.min.js")}</script>
-<script>{_asset("page.js")}</script>
+<script type="application/json" id="data">{values}</script>
+{"".join(f"<script>{script}</script>" for script in scripts)}
 </body>
 </html>
 """
+
+
+def _hash(text: str) -> str:
+    """The source expression that allows an inline style or script."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _asset(name: str) -> str:
@@ -90,7 +109,7 @@ def _asset(name: str) -> str:
 
 
 def _text(value: Any) -> str:
-    return escape(printable(str(value)))
+    return escape(printable(plain(value)))
 
 
 def _section(title: str, content: str) -> str:
@@ -98,11 +117,28 @@ def _section(title: str, content: str) -> str:
 
 
 def _dot(number: int) -> str:
-    return f'<i class="dot" style="background:var(--run-{number % 8})"></i>'
+    return f'<i class="dot {_color_of_run(number)}"></i>'
 
 
-def _run_heading(run: Recorded, number: int, n_runs: int) -> str:
-    return f"<h3>{_dot(number)}{_text(run.name)}</h3>" if n_runs > 1 else ""
+def _color_of_run(number: int) -> str:
+    """The class of a run's color, and of its dash if the colors are repeated."""
+    return f"run-{number % _HUES}{' dashed' if number >= _HUES else ''}"
+
+
+def _run_name(run: Recorded, number: int) -> str:
+    return f"{_dot(number)}{_text(run.name)}"
+
+
+def _each(part: Callable[[Recorded], str], runs: Sequence[Recorded], is_folded: bool = False) -> str:
+    """A part of the page for each run that has it: below its name, or folded behind it."""
+    parts = []
+    for number, run in enumerate(runs):
+        content = part(run)
+        if content and (is_folded or len(runs) > _MANY):
+            parts.append(f"<details><summary>{_run_name(run, number)}</summary>{content}</details>")
+        elif content:
+            parts.append((f"<h3>{_run_name(run, number)}</h3>" if len(runs) > 1 else "") + content)
+    return "".join(parts)
 
 
 # --------------------------------------------------------------------------- top
@@ -110,46 +146,61 @@ def _run_heading(run: Recorded, number: int, n_runs: int) -> str:
 
 def _header(runs: Sequence[Recorded]) -> str:
     title = _text(runs[0].name) if len(runs) == 1 else f"{len(runs)} runs"
-    sentences = "".join(f"<p>{_text(sentence)}</p>" for sentence in comparison(runs)) if len(runs) > 1 else ""
-    return f"<header><h1>{title}</h1>{sentences}</header>"
+    return f"<header><h1>{title}</h1></header>{_ranking(runs) if len(runs) > 1 else ''}"
+
+
+def _ranking(runs: Sequence[Recorded]) -> str:
+    heads, rows = ranking(runs)
+    cells = [[_run_name(runs[number], number), *map(_text, row)] for number, row in rows]
+    return f"<section>{_table(['run', *heads], cells, 'ranking')}</section>"
 
 
 def _card(run: Recorded, number: int) -> str:
     tiles = "".join(f"<div><b>{_text(value)}</b><span>{_text(name)}</span></div>" for name, value in _figures(run))
-    said = "".join(f'<li class="{each.mood}">{_text(each.text)}</li>' for each in verdict(run))
+    lines = "".join(f"<li><b>{each.kind}</b> {_text(each)}</li>" for each in flags(run))
+    flagged = f'<ul class="flags">{lines}</ul>' if lines else ""
+    known = run.state if run.state in _STATES else ""
     return (
-        f'<article class="card" style="--color:var(--run-{number % 8})">'
-        f'<h2>{_text(run.name)}<span class="state {run.state}">{_text(run.state)}</span></h2>'
-        f'<div class="tiles">{tiles}</div><ul class="verdict">{said}</ul></article>'
+        f'<article class="card {_color_of_run(number)}">'
+        f'<h2>{_text(run.name)}<span class="state {known}">{_text(run.state)}</span></h2>'
+        f'<div class="tiles">{tiles}</div>{flagged}</article>'
     )
 
 
 def _figures(run: Recorded) -> Iterator[tuple[str, str]]:
-    yield "step", f"{run.step:,}"
-    forms = {
-        "loss": ("loss", "{:.4f}".format),
-        "validation_loss": ("validation loss", "{:.4f}".format),
-        "validation_bits_per_byte": ("bits per byte", "{:.4f}".format),
+    wanted = run.config.get("training.steps")
+    yield f"step of {wanted:,}" if is_step(wanted) else "step", f"{run.step:,}"
+    forms: dict[str, tuple[str, Callable[[float], str]]] = {
+        "loss": ("loss, last logged", fixed),
+        "validation_loss": ("validation loss, last", fixed),
+        "validation_bits_per_byte": ("bits per byte, last", fixed),
         "tokens": ("tokens", count),
-        "tokens_per_second": ("tokens/s", count),
-        "mfu": ("MFU", "{:.1%}".format),
-        "goodput": ("goodput", "{:.0%}".format),
+        "goodput": ("goodput", lambda share: percent(share, 0)),
     }
     for key, (name, form) in forms.items():
         value = run.last(key)
         if value is not None:
             yield name, form(value)
+    medians: dict[str, tuple[str, Callable[[float], str]]] = {"tokens_per_second": ("tokens/s, median", count)}
+    medians["mfu"] = ("MFU, median", percent)
+    for key, (name, form) in medians.items():
+        if values := run.column(key)[1]:
+            yield name, form(median(values))
     peaks = run.column("memory_peak_bytes")[1]
     if peaks:
         yield "peak memory", size(max(peaks))
 
 
-_CONTROLS = """<section><h2>Curves</h2><p class="hint">Drag over a chart to zoom all of them, double-click to zoom out;
-on a touch screen, slide over a chart to read values.</p></section><div class="controls">
-<span class="switch" data-choice="axis"><button value="step" class="on">Steps</button>
-<button value="tokens">Tokens</button><button value="hours">Time</button></span>
-<span class="switch" data-choice="range"><button value="1" class="on">All</button>
-<button value="0.5">Last half</button><button value="0.1">Last tenth</button></span>
+_CONTROLS = """<section><h2>Curves</h2><p class="hint">Drag over a chart to zoom: sideways all
+charts, upward this one; double-click to zoom out. Click a run, or a line's name, to hide it. The page's address keeps
+the view.</p></section>
+<div class="controls">
+<span class="switch" data-choice="axis"><button value="step">Steps</button><button value="tokens">Tokens</button
+><button value="hours">Time</button></span>
+<span class="switch" data-choice="last"><button value="1">All</button><button value="0.5">Last half</button
+><button value="0.1">Last tenth</button></span>
+<label>Smoothing <input id="smooth" type="range" min="0" max="50"> <output></output></label>
+<span id="runs"></span>
 </div>
 <noscript><p>The curves need JavaScript.</p></noscript>"""
 
@@ -165,36 +216,57 @@ def _table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") -
 
 
 def _heads(runs: Sequence[Recorded]) -> list[str]:
-    return [f"{_dot(number)}{_text(run.name)}" for number, run in enumerate(runs)]
+    return [_run_name(run, number) for number, run in enumerate(runs)]
 
 
 def _differences(runs: Sequence[Recorded]) -> str:
-    rows = differences([run.config for run in runs])
+    known = [(number, run) for number, run in enumerate(runs) if run.config]
+    if len(known) < 2:
+        return ""
+    rows = differences([run.config for _, run in known])
     if not rows:
         return "<p>The configs are the same but for name and folder.</p>"
     cells = [[f"<code>{_text(key)}</code>", *(f"<code>{_text(v)}</code>" for v in values)] for key, values in rows]
-    return _table(["key", *_heads(runs)], cells)
+    return _table(["key", *(_run_name(run, number) for number, run in known)], cells)
 
 
-def _launches(run: Recorded, number: int, n_runs: int) -> str:
+def _launches(run: Recorded) -> str:
     if not run.launches:
         return ""
     ends = [*(launch.previous for launch in run.launches[1:]), run.status]
     rows = []
     for place, (launch, end) in enumerate(zip(run.launches, ends, strict=True), 1):
-        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(launch.started))
-        reason = str(end.get("reason") or "").partition("\n")[0]
+        reason = plain(end.get("reason") or "").partition("\n")[0]
         state = end.get("state", "unknown") if place < len(run.launches) else run.state
         silent = state == "running" and place < len(run.launches)
         ended = f"{'ended without a word' if silent else state}{f': {reason}' if reason else ''}"
-        step = end.get("step")
-        facts = [launch.mesh, f"{launch.facts.get('device')} on {launch.facts.get('host')}"]
-        reached = f"{step:,}" if isinstance(step, int) else "?"
+        facts = [launch.mesh, f"{plain(launch.facts.get('device'))} on {plain(launch.facts.get('host'))}"]
         incarnation = launch.facts.get("incarnation")
-        name = f"{place} (incarnation {incarnation})" if isinstance(incarnation, int) else str(place)
-        rows.append([name, *map(_text, (began, f"{launch.step:,}", reached, *facts, ended))])
+        name = f"{place} (incarnation {incarnation})" if is_step(incarnation) else str(place)
+        steps = [f"{launch.step:,}", _reached(end.get("step"))]
+        rows.append([name, *map(_text, (_date(launch.started), *steps, *facts, ended))])
     head = ["launch", "began", "from step", "to step", "mesh", "device", "last status"]
-    return _run_heading(run, number, n_runs) + _table(head, rows, "launches")
+    changes = [f"step {change.step:,}: {'; '.join(change.changes)}" for change in run.run_changes]
+    changed = f"<p>Run keys changed on the resume from {_text('. From '.join(changes))}</p>" if changes else ""
+    return _table(head, rows, "launches") + changed
+
+
+def _date(seconds: Any) -> str:
+    """Seconds since the epoch as local date and time."""
+    if not is_date(seconds):
+        return f"not a date: {number_text(seconds)}"
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _reached(step: Any) -> str:
+    return f"{step:,}" if is_step(step) else "?" if step is None else f"not a step: {number_text(step)}"
+
+
+def _absurd(runs: Sequence[Recorded]) -> str:
+    found = [(number, *each) for number, run in enumerate(runs) for each in run.absurd]
+    rows = [[_run_name(runs[number], number), *map(_text, each)] for number, *each in found[:_ABSURD]]
+    more = f"<p>and {len(found) - _ABSURD:,} more</p>" if len(found) > _ABSURD else ""
+    return _table(["run", "where", "key", "value"], rows) + more if rows else ""
 
 
 def _environment(runs: Sequence[Recorded]) -> str:
@@ -216,15 +288,12 @@ def _facts(run: Recorded) -> dict[str, str]:
     environment = launch.facts.get("environment")
     facts = {"host": launch.facts.get("host"), "mesh": launch.mesh, "torch": launch.facts.get("torch")}
     facts |= environment if isinstance(environment, dict) else {}
-    return {name: str(value) for name, value in facts.items()} | {"folder": str(run.folder)}
+    return {name: plain(value) for name, value in facts.items()} | {"folder": str(run.folder)}
 
 
-def _config(run: Recorded, number: int, n_runs: int) -> str:
-    if not run.config:
-        return ""
+def _config(run: Recorded) -> str:
     lines = "\n".join(f"{_text(key)} = {_text(value_text(value))}" for key, value in run.config.items())
-    name = f"{_dot(number)}{_text(run.name)}: " if n_runs > 1 else ""
-    return f"<details><summary>{name}{len(run.config)} keys</summary><pre>{lines}</pre></details>"
+    return f"<pre>{lines}</pre>" if lines else ""
 
 
 def _evaluation(runs: Sequence[Recorded]) -> str:
@@ -243,36 +312,37 @@ def _results(run: Recorded) -> dict[str, str]:
             for measure, value in measures.items() if isinstance(measures, dict) else ():
                 if is_number(value) and not measure.endswith("_stderr"):
                     error = measures.get(f"{measure}_stderr")
-                    spread = f" ± {error:.4f}" if is_number(error) else ""
+                    spread = f" ± {fixed(error)}" if is_number(error) else ""
                     step = f"<small>step {record['step']:,}</small>"
-                    results[f"{task}: {measure}"] = f"{value:.4f}{spread} {step}"
+                    results[f"{task}: {measure}"] = f"{fixed(value)}{spread} {step}"
     return results
 
 
 # --------------------------------------------------------------------------- time
 
 
-def _time(run: Recorded, number: int, n_runs: int) -> str:
+def _time(run: Recorded) -> str:
     wall, spent = run.wall_seconds(), run.seconds()
     if not wall or not spent:
         return ""
     spent = {kind: spent[kind] for kind in (*_KINDS, *(spent.keys() - set(_KINDS))) if spent.get(kind)}
     rest = max(0.0, wall - sum(spent.values()))
     words = {kind.key: kind.value for kind in Kind}
-    shares = [(words.get(kind, kind), _color(kind), value) for kind, value in spent.items()]
-    shares.append((NOT_RECORDED, "--kind-none", rest))
-    bar = "".join(
-        f'<i style="width:{100 * value / wall:.3f}%;background:var({color})" title="{_text(name)}"></i>'
-        for name, color, value in shares
-    )
+    shares = [(_text(words.get(kind, kind)), _color(kind), value) for kind, value in spent.items()]
+    shares.append((_NOT_RECORDED, "kind-none", rest))
+    parts, left = [], 0.0
+    for name, color, value in shares:
+        width = 100 * value / wall
+        box = f'x="{left:.3f}" width="{width:.3f}" height="1"'
+        parts.append(f'<rect class="{color}" {box}><title>{name}</title></rect>')
+        left += width
     legend = "".join(
-        f'<li><i class="dot" style="background:var({color})"></i>{_text(name)}'
-        f"<b>{value / wall:.1%}</b><span>{duration(value)}</span></li>"
+        f'<li><i class="dot {color}"></i>{name}<b>{percent(value / wall)}</b><span>{duration(value)}</span></li>'
         for name, color, value in shares
         if value / wall >= 0.0005
     )
     return (
-        f'{_run_heading(run, number, n_runs)}<div class="time"><div class="bar">{bar}</div>'
+        f'<div class="time"><svg class="bar" viewBox="0 0 100 1" preserveAspectRatio="none">{"".join(parts)}</svg>'
         f"{_stack(run, list(spent))}"
         f'<div class="ends"><span>first launch</span><span>{duration(wall)} later</span></div>'
         f'<ul class="legend">{legend}</ul></div>'
@@ -280,7 +350,7 @@ def _time(run: Recorded, number: int, n_runs: int) -> str:
 
 
 def _color(kind: str) -> str:
-    return f"--kind-{_KINDS.index(kind)}" if kind in _KINDS else "--kind-other"
+    return f"kind-{_KINDS.index(kind)}" if kind in _KINDS else "kind-other"
 
 
 def _stack(run: Recorded, kinds: Sequence[str]) -> str:
@@ -293,7 +363,7 @@ def _stack(run: Recorded, kinds: Sequence[str]) -> str:
             bottom -= height
             if height >= 0.05:
                 box = f'x="{place}" y="{bottom:.1f}" width="1.02" height="{height:.1f}"'
-                parts.append(f'<rect {box} style="fill:var({_color(kind)})"/>')
+                parts.append(f'<rect class="{_color(kind)}" {box}/>')
     label = "share of each kind of work over the wall clock"
     return (
         f'<svg class="stack" viewBox="0 0 {_BINS} 100" preserveAspectRatio="none" role="img" aria-label="{label}">'
@@ -304,13 +374,11 @@ def _stack(run: Recorded, kinds: Sequence[str]) -> str:
 # --------------------------------------------------------------------------- samples
 
 
-def _samples(run: Recorded, number: int, n_runs: int) -> str:
+def _samples(run: Recorded) -> str:
     by_prompt: dict[str, list[tuple[int, str]]] = {}
     for step, sample in _samples_of(run):
         by_prompt.setdefault(str(sample.get("prompt")), []).append((step, str(sample.get("text"))))
-    if not by_prompt:
-        return ""
-    parts = [_run_heading(run, number, n_runs)]
+    parts = []
     for prompt, texts in by_prompt.items():
         *earlier, (step, text) = texts
         kept = [earlier[i] for i in thin(range(len(earlier)), _SAMPLES)] if earlier else []

@@ -1,20 +1,21 @@
 """What the folder of a run says of the run: its metrics, its launches, its config and how it ended. No torch here."""
 
 import re
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import tomli
 
 from checkpoint.manifest import RunChange, read_manifest, step_folder, steps_in
 from configs.errors import UserError
+from configs.files import whole
 from configs.reading.toml_text import value_text
-from configs.untrusted import MAX_JSON_BYTES, parse_json, printable, read_file
+from configs.untrusted import MAX_JSON_BYTES, parse_json, printable, read_file, shortened
 from trainer.lifecycle import read_status
 from trainer.report.metrics import METRICS_NAME, read_lines
 
@@ -22,14 +23,20 @@ SILENT_SECONDS = 120.0
 """A run renews its status every 30 s."""
 Record = Mapping[str, Any]
 """A line of metrics.jsonl."""
+_LARGEST = 1e100
+"""The largest number that is computed with: squares and sums of such numbers are finite."""
+_LATEST = 1e11
+"""Seconds since the epoch in the year 5138, and the longest duration."""
+_SHORTEST_WALL = 1e-3
+"""Seconds of wall clock that can be divided into parts."""
 
 
 @dataclass(frozen=True)
 class Launch:
     """One launch of a run."""
 
-    started: float
-    """Seconds since the epoch."""
+    started: Any
+    """Seconds since the epoch, if `is_date`; a stranger's run may hold anything."""
     step: int
     """Steps completed before it."""
     facts: Mapping[str, Any]
@@ -44,9 +51,9 @@ class Launch:
     @property
     def mesh(self) -> str:
         """ "2 ranks (dp_shard 2)"."""
-        ranks, mesh = self.facts.get("ranks"), self.facts.get("mesh")
-        axes = ", ".join(f"{axis} {size}" for axis, size in mesh.items()) if isinstance(mesh, dict) else ""
-        return f"{ranks} rank{'' if ranks == 1 else 's'}" + (f" ({axes})" if axes else "")
+        ranks = self.facts.get("ranks")
+        axes = plain(self.facts.get("mesh") or "")
+        return f"{plain(ranks)} rank{'' if ranks == 1 else 's'}" + (f" ({axes})" if axes else "")
 
 
 @dataclass(frozen=True)
@@ -68,12 +75,20 @@ class Recorded:
     def state(self) -> str:
         """running, done, preempted, failed; silent: it says that it is running, but has not renewed its status."""
         state = str(self.status.get("state", "unknown"))
-        return "silent" if state == "running" and time.time() - self.status["time"] > SILENT_SECONDS else state
+        renewed = self.status.get("time")
+        is_silent = not is_date(renewed) or time.time() - renewed > SILENT_SECONDS
+        return "silent" if state == "running" and is_silent else state
+
+    @property
+    def reason(self) -> str:
+        """The first line of why it ended; empty if there is none."""
+        return str(self.status.get("reason") or "").partition("\n")[0]
 
     @property
     def step(self) -> int:
         """Steps completed."""
-        return max(int(self.status.get("step", 0)), self.records[-1]["step"] if self.records else 0)
+        said = self.status.get("step")
+        return max(said if is_step(said) else 0, self.records[-1]["step"] if self.records else 0)
 
     @cached_property
     def run_changes(self) -> list[RunChange]:
@@ -87,16 +102,30 @@ class Recorded:
     @cached_property
     def launches(self) -> list[Launch]:
         """All launches that a record describes, in their order."""
-        found = []
-        for each in self._listed("launches"):
-            if is_number(each.get("started")) and type(each.get("step")) is int:
-                found.append(Launch(each["started"], each["step"], each))
-        return sorted(found, key=lambda launch: launch.started)
+        listed = [each for each in self._listed("launches") if is_step(each.get("step"))]
+        found = [Launch(each.get("started"), each["step"], each) for each in listed]
+        return sorted(found, key=lambda launch: launch.started if is_date(launch.started) else _LATEST)
+
+    @property
+    def began(self) -> float | None:
+        """When the first launch began, in seconds since the epoch; None if no launch has a date."""
+        return next((launch.started for launch in self.launches if is_date(launch.started)), None)
 
     @cached_property
     def incidents(self) -> list[Mapping[str, Any]]:
         """Spikes, rewinds and healed copies, each with `step` and `what`."""
-        return [each for each in self._listed("incidents") if type(each.get("step")) is int]
+        return [each for each in self._listed("incidents") if is_step(each.get("step"))]
+
+    @cached_property
+    def absurd(self) -> list[tuple[str, str, str]]:
+        """What is left out, lines that can't be read and numbers that can't be meant: where, what, the value."""
+        found: list[tuple[str, str, Any]] = []
+        if self.unreadable_lines:
+            found.append((METRICS_NAME, "lines that can't be read", self.unreadable_lines))
+        found += [("status.json", key, value) for key, value in _absurd(self.status)]
+        for record in self.records:
+            found += [(f"step {record['step']:,}", key, value) for key, value in _absurd(record)]
+        return [(where, key, number_text(value)) for where, key, value in found]
 
     def _listed(self, key: str) -> Iterator[Mapping[str, Any]]:
         for record in self.records:
@@ -118,18 +147,67 @@ class Recorded:
         for record in self.records:
             spent = record.get("seconds_by_kind")
             for kind, value in spent.items() if isinstance(spent, dict) else ():
-                total[kind] = total.get(kind, 0.0) + (value if is_number(value) else 0.0)
+                total[kind] = total.get(kind, 0.0) + (value if is_duration(value) else 0.0)
         return total
 
     def wall_seconds(self) -> float | None:
         """Seconds from the start of the first launch to the last record; None if launches were not recorded."""
-        ends = [record["time"] for record in self.records if "loss" in record and is_number(record.get("time"))]
-        return max(0.0, max(ends) - self.launches[0].started) if self.launches and ends else None
+        ends = [record["time"] for record in self.records if "loss" in record and is_date(record.get("time"))]
+        wall = max(ends) - self.began if self.began is not None and ends else 0.0
+        return wall if wall >= _SHORTEST_WALL else None
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value from JSON is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value from JSON is a number that can be computed with."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def is_date(value: Any) -> TypeGuard[float]:
+    """Whether a value from JSON is seconds since the epoch that a calendar has."""
+    return is_number(value) and 0 <= value < _LATEST
+
+
+is_duration = is_date
+"""Whether a value from JSON is seconds that can have passed."""
+
+
+def is_step(value: Any) -> TypeGuard[int]:
+    """Whether a value from JSON is a number of steps, which a page's script can hold, too."""
+    return type(value) is int and 0 <= value < 2**53
+
+
+def number_text(value: Any) -> str:
+    """A value from JSON in a few characters: "1e+18"."""
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return f"{Decimal(value):.3g}"
+    return f"{value:g}" if isinstance(value, (int, float)) else shortened(plain(value), 40)
+
+
+def plain(value: Any) -> str:
+    """A value from JSON as text: "dp_shard 2, tp 4"; a number that can't be meant is short: "1e+400"."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {plain(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(plain, value))
+    is_absurd = isinstance(value, (int, float)) and abs(value) > _LARGEST
+    return number_text(value) if is_absurd else str(value)
+
+
+def _absurd(value: Any, path: str = "", is_sane: Callable[[Any], bool] = is_number) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of the numbers that can't be meant, by what numbers under the path should be."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _absurd(item, f"{path}.{key}" if path else key, _EXPECTED.get(key, is_sane))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _absurd(item, path, is_sane)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and not is_sane(value):
+        yield path, value
+
+
+_EXPECTED = dict.fromkeys(("time", "started"), is_date) | {"step": is_step}
+_EXPECTED |= dict.fromkeys(("seconds_by_kind", "step_seconds", "data_seconds", "lag_seconds"), is_duration)
+"""What the numbers under a key should be."""
 
 
 def was_not_finite(record: Record) -> bool:
@@ -137,8 +215,30 @@ def was_not_finite(record: Record) -> bool:
     return any(key in record and record[key] is None for key in ("loss", "grad_norm"))
 
 
-def read_runs(folders: list[Path]) -> list[Recorded]:
+def run_folders(path: Path) -> list[Path]:
+    """The run folder at a path, or the run folders in it and in its folders, by name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if _is_run(path):
+        return [path]
+    found = [each for pattern in ("*", "*/*") for each in path.glob(pattern) if _is_run(each)]
+    if not found:
+        has_none = f"it has no {METRICS_NAME} and no status.json, nor has a folder in it"
+        raise UserError(f"{whole(path)} is not a run folder: {has_none}")
+    return sorted(found, key=lambda each: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", str(each))])
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / METRICS_NAME).is_file() or (folder / "status.json").is_file()
+
+
+def read_runs(folders: Sequence[Path], leave_out: Callable[[str], None] | None = None) -> list[Recorded]:
     """Read run folders; each gets the shortest name that tells it from the others.
+
+    Args:
+        leave_out: told of each folder that can't be read, if others can.
 
     Raises:
         UserError: a folder is not a run's, or is given twice.
@@ -147,7 +247,18 @@ def read_runs(folders: list[Path]) -> list[Recorded]:
     for number, folder in enumerate(resolved):
         if folder in resolved[:number]:
             raise UserError(f"{folders[number]} is given twice")
-    return [read_run(folder, name) for folder, name in zip(folders, _names(resolved), strict=True)]
+    runs: list[Recorded] = []
+    failed: list[UserError] = []
+    for folder, name in zip(folders, _names(resolved), strict=True):
+        try:
+            runs.append(read_run(folder, name))
+        except UserError as error:
+            failed.append(error)
+    for unread in failed:
+        if leave_out is None or not runs:
+            raise unread
+        leave_out(f"{unread}; this run is left out")
+    return runs
 
 
 def _names(folders: list[Path]) -> list[str]:
@@ -165,12 +276,12 @@ def read_run(folder: Path, name: str) -> Recorded:
     Raises:
         UserError: it is not a run folder, or a file in it can't be read.
     """
-    if not (folder / METRICS_NAME).is_file():
-        raise UserError(f"{folder} is not a run folder: it has no {METRICS_NAME}")
+    if not _is_run(folder):
+        raise UserError(f"{whole(folder)} is not a run folder: it has no {METRICS_NAME} and no status.json")
     records: dict[int, Record] = {}
     unreadable = 0
     try:
-        for line in read_lines(folder / METRICS_NAME):
+        for line in _lines(folder / METRICS_NAME):
             record = _record(line)
             if record is None:
                 unreadable += bool(line.strip())
@@ -183,12 +294,17 @@ def read_run(folder: Path, name: str) -> Recorded:
     return Recorded(folder, name, ordered, unreadable, read_status(folder), config)
 
 
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a run's metrics; none before its first logged step."""
+    return read_lines(path) if path.exists() else iter(())
+
+
 def _record(line: str) -> Record | None:
     try:
         record = parse_json(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+    return record if isinstance(record, dict) and is_step(record.get("step")) else None
 
 
 def _merged(known: Record, record: Record) -> Record:

@@ -23,10 +23,10 @@ def thin(values: Sequence[float] | NDArray[np.float64], most: int) -> NDArray[np
     return np.array(sorted(kept))
 
 
-def smooth(values: Sequence[float], bins: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The medians of at most `bins` equal bins of a curve, each at its middle point's index."""
+def bin_means(values: Sequence[float], bins: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The means of at most `bins` equal bins of a curve, each at its middle point's index."""
     array = np.asarray(values, dtype=np.float64)
     size = -(-len(array) // bins)
-    middles = [(start + min(start + size, len(array)) - 1) // 2 for start in range(0, len(array), size)]
-    medians = [float(np.median(array[start : start + size])) for start in range(0, len(array), size)]
-    return np.array(middles, dtype=np.int64), np.array(medians)
+    starts = np.arange(0, len(array), size)
+    stops = np.minimum(starts + size, len(array))
+    return (starts + stops - 1) // 2, np.add.reduceat(array, starts) / (stops - starts)

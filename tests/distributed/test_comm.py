@@ -1,34 +1,34 @@
 """Queues of gathers: they change when a computation waits, and no bit of what it computes."""
 
 import os
-import time
-from typing import cast
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from configs.layout import mesh_sizes
 from configs.load import load
-from configs.schema import Comm, Simulate
+from configs.schema import Comm
 from parallelisms.mesh import build_mesh
-from parallelisms.streams import count_gathers, queue_gathers
-from parallelisms.torch_internals import separate_streams
+from parallelisms.streams import queue_gathers, separate_streams
+from scripts.benchmarks.gathers import count_gathers
 from scripts.benchmarks.overlap import measure, variants
+from tests.conftest import ROOT
 from trainer.data.loader import build_loader
 from trainer.step import build_learner
 
-MODES = {
-    "FSDP's own": (),
-    "again": (),
-    "per group": ("--comm.streams", "per_group"),
-    "no prefetch": ("--comm.prefetch_forward", "0", "--comm.prefetch_backward", "0"),
-    "late": ("--comm.streams", "per_group", "--comm.prefetch_forward", "3", "--comm.prefetch_backward", "2")
-    + ("--comm.simulate.all_gather_milliseconds", "2", "--comm.simulate.reduce_scatter_milliseconds", "1"),
+PER_GROUP = ("--comm.streams", "per_group")
+MODES = {  # overrides, and the seconds of a gather that queues
+    "FSDP's own": ((), None),
+    "per group": (PER_GROUP, None),
+    "no prefetch": (("--comm.prefetch_forward", "0", "--comm.prefetch_backward", "0"), None),
+    "late": ((*PER_GROUP, "--comm.prefetch_forward", "3", "--comm.prefetch_backward", "2"), 0.002),
+    "one queue": ((), 0.0),
 }
 MESHES = {
     "FSDP 2": (2, ()),
@@ -37,13 +37,15 @@ MESHES = {
 }
 
 
-def train(words: tuple[str, ...], queues: bool = False) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses, norms and this rank's final weights of two steps; `queues`: gathers queue although no key asks for it."""
+def train(words: tuple[str, ...], late: float | None) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, norms and this rank's final weights of two steps; `late`: gathers queue, and take as long."""
     n_ranks = dist.get_world_size()
     config = load("parity.toml", words, n_ranks).config
     mesh = build_mesh(mesh_sizes(config, n_ranks), torch.device("cpu"))
     learner = build_learner(config, mesh)
-    counts = count_gathers(learner.stages.values(), config.comm) if queues else None
+    counts = None
+    if late is not None:
+        counts = count_gathers(learner.stages.values(), config.comm.streams, lambda _: late)
     loader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
     results = [learner.step(next(loader), lr=1e-3).result() for _ in range(2)]
     loader.close()
@@ -54,8 +56,7 @@ def train(words: tuple[str, ...], queues: bool = False) -> tuple[list[float], li
 
 def differences(words: tuple[str, ...]) -> list[str]:
     """Modes whose values are not those of the first, bit for bit."""
-    runs = {mode: train((*words, *more)) for mode, more in MODES.items()}
-    runs["one queue"] = train(words, queues=True)
+    runs = {mode: train((*words, *more), late) for mode, (more, late) in MODES.items()}
     losses, norms, weights = runs["FSDP's own"]
     return [
         mode
@@ -95,12 +96,11 @@ def two_meshes(mode: str) -> tuple[list[float], torch.Tensor, int, int, int]:
     fully_shard(model, mesh=whole)
     for this, after in zip(model, [*model[1:], None], strict=True):
         this.set_modules_to_forward_prefetch([after] * (after is not None))  # the part gathers behind it, and needs not
-    delays = Simulate(all_gather_milliseconds=20, groups=[{"shards_over": "part", "all_gather_milliseconds": 5.0}])
     counts = None
     if mode == "gpu":
         assert separate_streams(model) == 2
     elif mode != "torch":
-        counts = count_gathers([model], Comm(streams=mode, simulate=delays))
+        counts = count_gathers([model], mode, lambda dimension: 0.005 if dimension == "part" else 0.02)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(3):
@@ -126,22 +126,56 @@ def test_a_group_does_not_wait_behind_another(ranks):
     assert all(behind == 0 < waits for *_, waits, behind in per_group)
 
 
-def seconds_of_gathers(words: tuple[str, ...]) -> float:
-    """How long a block of a model waits for its gather, of which the FSDP group's dimension says how long it takes."""
-    n_ranks = dist.get_world_size()
-    words += ("--comm.simulate.all_gather_milliseconds", "20000")
-    words += ("--comm.simulate.groups", "[{shards_over = 'shard', all_gather_milliseconds = 30.0}]")
-    config = load("parity.toml", words, n_ranks).config
-    learner = build_learner(config, build_mesh(mesh_sizes(config, n_ranks), torch.device("cpu")))
-    block = cast(FSDPModule, learner.passes.model.layers["0"])
-    start = time.monotonic()
-    block.unshard()
-    return time.monotonic() - start
+EXAMPLE = re.search(r"```python\n(import torch\n.*?)```", (ROOT / "docs/communication.md").read_text(), re.DOTALL)[1]
+CALL = "streams = separate_streams(model)"
 
 
-@pytest.mark.parametrize(("n_ranks", "words"), [(2, ()), (4, ("--mesh.dp_replicate", "2"))])
-def test_a_named_group_has_delays_of_its_own(ranks, n_ranks, words):
-    assert all(0.03 <= seconds < 20 for seconds in ranks(n_ranks, seconds_of_gathers, words))
+def run_example(code: str) -> tuple[float, list[torch.Tensor], int]:
+    """The example of docs/communication.md: its last loss, this rank's weights and the number of streams."""
+    space = {"streams": 0}
+    torch.manual_seed(0)
+    exec(code, space)
+    return space["loss"].item(), [p.to_local().detach() for p in space["model"].parameters()], space["streams"]
+
+
+def test_the_documented_example_computes_the_same_with_separate_streams(ranks):
+    assert CALL in EXAMPLE
+    stock, separate = (ranks(4, run_example, code) for code in (EXAMPLE.replace(CALL, "pass"), EXAMPLE))
+    for (loss, weights, _), (other_loss, other_weights, n_streams) in zip(stock, separate, strict=True):
+        assert n_streams == 2
+        assert loss == other_loss
+        assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
+
+
+def refusals() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"Sequential is no FSDP model; apply .*fully_shard"):
+        separate_streams(model)
+    fully_shard(model[0], mesh=mesh)
+    with pytest.raises(ValueError, match="Sequential is no FSDP model"):
+        separate_streams(model)
+    fully_shard(model, mesh=mesh)
+    assert separate_streams(model) == 1  # nothing to separate
+    with pytest.raises(ValueError, match="inside another FSDP model"):
+        separate_streams(model[0])
+    with torch.device("meta"):
+        on_meta = nn.Linear(4, 4)
+    fully_shard(on_meta, mesh=mesh)
+    with pytest.raises(ValueError, match="weight is on the meta device"):
+        separate_streams(on_meta)
+
+
+def refused_twice() -> None:
+    space = {}
+    exec(EXAMPLE, space)
+    with pytest.raises(ValueError, match="separate streams already"):
+        separate_streams(space["model"])
+
+
+def test_what_separate_streams_refuses(ranks):
+    ranks(2, refusals)
+    ranks(4, refused_twice)
 
 
 @pytest.mark.long

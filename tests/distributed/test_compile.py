@@ -1,9 +1,13 @@
 """Compiled blocks: one graph for all of them, no graph break, nothing compiled after the second step."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._inductor.graph import GraphLowering
 
 from configs.layout import mesh_sizes
 from configs.load import load
@@ -73,3 +77,47 @@ def test_no_graph_break_and_no_recompile(ranks, name):
         assert breaks == 0
         assert after_four == after_two
         assert 1 <= after_two <= 3  # one graph serves all blocks; the loss has two
+
+
+def train(overrides: tuple[str, ...]) -> tuple[list[float], list[int]]:
+    """Loss and gradient norm of three steps, and the compiler's `max_fusion_size` for each graph."""
+    torch._dynamo.reset()
+    sizes, lower = [], GraphLowering.run
+
+    def run(graph, *inputs):
+        sizes.append(inductor_config.max_fusion_size)
+        return lower(graph, *inputs)
+
+    config = load("parity.toml", overrides, dist.get_world_size()).config
+    mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), torch.device("cpu"))
+    learner = build_learner(config, mesh)
+    loader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
+    numbers = []
+    with attention_that_compiles(), patch.object(GraphLowering, "run", run):
+        for _ in range(3):
+            result = learner.step(next(loader), lr=1e-3).result()
+            numbers += [result.loss, result.grad_norm]
+    loader.close()
+    return numbers, sizes
+
+
+@pytest.mark.slow
+def test_options_of_the_compiler_reach_it_and_keep_the_values(ranks):
+    eager, _ = ranks(2, train, ())[0]
+    # Without the cache, in which graphs of other tests are.
+    words = ("--compile.enable", "true", "--compile.options.fx_graph_cache", "false")
+    fused, sizes = ranks(2, train, words)[0]
+    single, other_sizes = ranks(2, train, (*words, "--compile.options.max_fusion_size", "1"))[0]
+    assert len(sizes) == len(other_sizes) >= 4  # a block's two passes, and the loss's kernels
+    assert 1 not in sizes
+    assert set(other_sizes) == {1}
+    for found in (fused, single):
+        assert found == pytest.approx(eager, rel=1e-10, abs=0)
+
+
+@pytest.mark.slow
+def test_a_mode_keeps_the_values(ranks):
+    eager, _ = ranks(1, train, ())[0]
+    for mode in ("max-autotune-no-cudagraphs", "reduce-overhead"):  # a CPU has no graphs
+        found, _ = ranks(1, train, ("--compile.enable", "true", "--compile.mode", mode))[0]
+        assert found == pytest.approx(eager, rel=1e-10, abs=0)

@@ -61,7 +61,7 @@ def build(by: str, overrides: tuple[str, ...]) -> Learner:
     """A learner whose parameters are converted by one of `WAYS`."""
     with converting(by):
         learner = learner_of(settings((*overrides, *WAYS[by]), MIXED))
-    copies = learner.compute_copies
+    copies = learner.update.copies
     assert by == ("FSDP" if copies is None else "kept" if copies.kept else "transient")
     assert bool(fsdp_modules(learner.stages[0])) == (by == "FSDP")
     return learner

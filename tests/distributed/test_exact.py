@@ -80,7 +80,7 @@ MESHES: dict[str, tuple[int, dict[str, object], dict[str, object], str]] = {
         "float32",
     ),
     "PP 2 interleaved": (2, {"mesh.pp": 2, "pipeline.schedule": "interleaved_1f1b"}, FOUR_LAYERS, "float32"),
-    "PP 2 zero-bubble": (2, {"mesh.pp": 2, "pipeline.schedule": "zero_bubble_v"}, FOUR_LAYERS, "float32"),
+    "PP 2 zero-bubble, bfloat16": (2, {"mesh.pp": 2, "pipeline.schedule": "zero_bubble_v"}, FOUR_LAYERS, "bfloat16"),
     "FSDP 3": (3, {"mesh.dp_shard": 3}, TWELVE, "float32"),
     "HSDP 2x3": (6, {"mesh.dp_replicate": 2, "mesh.dp_shard": 3}, TWELVE, "float32"),
     "HSDP 3x2": (6, {"mesh.dp_replicate": 3, "mesh.dp_shard": 2}, TWELVE, "float32"),
@@ -104,6 +104,14 @@ def test_other_meshes_have_the_bits_of_one_rank(sha, mesh):
     if machine.get("pipeline.schedule") == "zero_bubble_v" and not has_zero_bubble():
         pytest.skip("torch 2.11 has no zero-bubble schedule that works")
     assert sha(n_ranks, machine | run, dtype) == sha(1, run, dtype)
+
+
+@pytest.mark.parametrize("machine", [{"mesh.pp": 2}, {"mesh.dp_shard": 2}, {"mesh.dp_replicate": 2, **OWNER}], ids=str)
+@pytest.mark.parametrize("run", [{}, EXPERTS], ids=["dense", "experts"])
+def test_meshes_with_tensor_parallelism_have_the_bits_of_tensor_parallelism(sha, machine, run):
+    """In bfloat16: the gradients of norms and routers are sums over the tensor-parallel ranks, too."""
+    one = sha(2, run | {"mesh.tp": 2, "mesh.dp_shard": 1}, "bfloat16")
+    assert sha(4, run | {"mesh.tp": 2, "mesh.dp_shard": 1} | machine, "bfloat16") == one
 
 
 MOVES = [

@@ -8,10 +8,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
-from checkpoint.safe_read import read_metadata
+from checkpoint.index import read_metadata
 from checkpoint.store import shards_of, write
 from configs.layout import mesh_sizes, parameter_count
 from configs.load import load
@@ -163,13 +163,18 @@ def saved_chunks(row: Row, folder: str) -> dict[str, tuple]:
     def no_gather(*_: object, **__: object) -> None:
         raise AssertionError("a save gathers nothing")
 
-    learner = learner_of(row)
-    forbidden = ("all_gather", "all_gather_into_tensor", "all_gather_single", "all_to_all_single", "broadcast")
+    def gathers_names(outputs: list[Tensor], *arguments: object, **named: object) -> object:
+        assert not outputs[0].is_floating_point(), "a save gathers nothing but the names of files"
+        return all_gather(outputs, *arguments, **named)
+
+    learner, all_gather = learner_of(row), dist.all_gather
+    forbidden = ("all_gather_into_tensor", "all_gather_single", "all_to_all_single")
     with ExitStack() as stack:
         for owner, names in ((dist, forbidden), (DTensor, ("full_tensor", "redistribute"))):
             for name in names:
                 if hasattr(owner, name):
                     stack.enter_context(patch.object(owner, name, no_gather))
+        stack.enter_context(patch.object(dist, "all_gather", gathers_names))
         shards = shards_of(learner.state())
         write(Path(folder), shards, dist.group.WORLD)
     return {name: tuple(shard.offsets) for name, shard in shards.items() if ".experts." in name and shard.local.dim()}

@@ -6,10 +6,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from parallelisms.torch_internals import listening
 from scripts import parity_reference
 from scripts.parity import run_rows
-from scripts.parity_compare import compare
-from scripts.parity_rows import BOUNDS, Difference, float8_rows
+from scripts.parity_compare import bits, compare
+from scripts.parity_rows import BOUNDS, Difference, float8_rows, words
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="the extra float8 is not installed")
 
@@ -19,6 +20,7 @@ CHOSEN = [
     "float8 tensorwise, HSDP 2x2, gathered in 8 bits, eager",
     "float8 tensorwise, ZeRO 1, gathered in 8 bits, eager",
     "float8 tensorwise, PP 2, gathered in 8 bits, eager",
+    "float8 tensorwise, PP 2 interleaved, gathered in 8 bits, eager",
     "float8 tensorwise, owner 2, eager",
     "float8 tensorwise, FSDP 2 x TP 2, gathered in 8 bits, eager",
     "float8 tensorwise, FSDP 2, gathered in 8 bits, compiled",
@@ -38,6 +40,28 @@ def test_chosen_rows(ranks, name):
     for row, difference in run_rows(Pool(), "parity.toml", [ROWS[name]], ("--training.steps", "3")):
         bounds = row.bounds or "float64"
         assert difference.passes(bounds), (row.name, difference, BOUNDS[bounds])
+
+
+def gathered_bytes(overrides: tuple[str, ...]) -> int:
+    """On a rank: the bytes that it sends to all-gathers of FSDP while it trains."""
+    sent = []
+
+    def listen(name: str, _group: object, arguments: tuple) -> None:
+        if "allgather" in name:
+            sent.append(arguments[1].nbytes if isinstance(arguments[1], torch.Tensor) else 0)
+
+    with listening(before=listen):
+        bits("parity.toml", overrides)
+    return sum(sent)
+
+
+def test_weights_are_gathered_in_8_bits(ranks):
+    dtypes = {f"training.{key}": "float32" for key in ("dtype", "compute_dtype", "reduce_dtype")}
+    run = words({**dtypes, "training.steps": 1, "float8.recipe": "tensorwise", "float8.emulate": "true"})
+    plain, in_8_bits = (
+        ranks(2, gathered_bytes, (*run, "--float8.fsdp_all_gather", value))[0] for value in ("false", "true")
+    )
+    assert in_8_bits < 0.8 * plain
 
 
 def against_torchao(run: tuple[str, ...], path: str) -> Difference | None:

@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Linear, Sequential
 
 from checkpoint.compare import compare
+from checkpoint.index import read_metadata
 from checkpoint.manifest import read_manifest, step_folder
-from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import read_tensor
 from parallelisms.part import part_of
 from scripts.parity import dtype_overrides

@@ -7,7 +7,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 
 from configs.schema import Optimizer
-from trainer.optimizer import build_optimizer, optimizer_state
+from trainer.optimizers.build import build_optimizer, optimizer_state
 
 SHAPES = {"embed_tokens.weight": (10, 4), "norm.weight": (2,)}  # over 4 ranks: uneven, and two ranks with nothing
 

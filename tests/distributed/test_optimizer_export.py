@@ -1,23 +1,16 @@
-"""Exports of the optimizer's state: what plain torch makes of them, what they hold in memory, what they refuse."""
+"""Exports of the optimizer's state: what plain torch makes of them, and what they refuse."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
+from checkpoint.index import read_metadata
 from checkpoint.manifest import read_manifest, step_folder
-from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import read_tensor
 from configs.schema import Config
-from scripts.export_optimizer import main
-from tests.conftest import ROOT
-from tests.distributed.test_owner_training import manager_of, plain_backward, plain_model, set_plain_lr
+from scripts.export_hf import main
+from tests.distributed.test_owner_training import plain_backward, plain_model, set_plain_lr
 from tests.torture.resume import curve, go_on
 from trainer.data.loader import build_loader
 
@@ -36,7 +29,7 @@ def train(ranks, n, folder, words, last=SAVED):
 
 
 def export(checkpoint, output, gather="all", *words):
-    assert main([str(checkpoint), str(output), "--gather", gather, *words]) == 0
+    assert main([str(checkpoint), str(output), "--optimizer", "--gather", gather, *words]) == 0
     return json.loads((output / "index.json").read_text())
 
 
@@ -156,20 +149,52 @@ def test_a_dense_export_is_not_loaded_without_its_experts(ranks, tmp_path):
         torch.optim.AdamW([{"params": group} for group in groups]).load_state_dict(state)
 
 
-def test_a_budget(ranks, tmp_path, capsys):
+def gathered_bytes(output):
+    entries = loaded(output)["state"].values()
+    return sum(tensor.nbytes for entry in entries for tensor in entry.values() if not tensor.is_meta)
+
+
+def test_what_the_memory_has_no_room_for(ranks, tmp_path, capsys, monkeypatch):
     checkpoint = train(ranks, 2, tmp_path / "run", EXPERTS, last=1)
-    needed = 256 * 32 * 8 * 3 // 2  # the embedding's moment, and one of two parts on its way into it
-    words = [str(checkpoint), str(tmp_path / "out"), "--gather", "all"]
-    assert main([*words, "--max-bytes", str(needed - 1)]) == 1
+    export(checkpoint, tmp_path / "all")
+    export(checkpoint, tmp_path / "dense", "dense")
+    whole = gathered_bytes(tmp_path / "all")
+    free = gathered_bytes(tmp_path / "dense")
+    words = [str(checkpoint), str(tmp_path / "out"), "--optimizer"]
+    monkeypatch.setattr("scripts.export.optimizer.free_memory", lambda: free)
+    assert main([*words, "--gather", "all"]) == 1
     told = " ".join(capsys.readouterr().err.split())
-    assert f"takes {needed:,} bytes of memory to export, and {needed - 1:,} are allowed or free (--max-bytes)" in told
+    assert f"adamw takes {whole:,} bytes of memory, and {free:,} are free; to gather less" in told
     assert not (tmp_path / "out").exists()
-    assert main([*words, "--max-bytes", str(needed)]) == 0
+    assert main(words) == 0  # dense
+
+
+def test_what_stays_by_pattern(ranks, tmp_path, capsys):
+    checkpoint = train(ranks, 2, tmp_path / "run", "", last=1)
+    index = export(checkpoint, tmp_path / "out", "*.mlp.up_proj.*=stay", "--gather", "embed*=stay")
+    parameters = index["optimizers"]["adamw"]["parameters"]
+    apart = {name for name, each in parameters.items() if len(each["state"]["exp_avg"]["parts"]) == 2}
+    assert apart == {name for name in parameters if name.startswith("embed") or "up_proj" in name}
+    words = [str(checkpoint), str(tmp_path / "other"), "--optimizer"]
+    for gather, reason in (
+        (["*.up_porj.*=stay"], "matches no parameter; the nearest names are"),
+        (["all", "*=stay"], "--gather all: choose all, dense, or one or more of"),
+        (["*=leave"], "--gather *=leave: choose all, dense"),
+    ):
+        assert main([*words, *(word for each in gather for word in ("--gather", each))]) == 1
+        assert reason in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("words", ["--gather all", "--optimizer --dtype bfloat16"])
+def test_options_of_the_other_export(capsys, words):
+    with pytest.raises(SystemExit):
+        main(["checkpoint", "out", *words.split()])
+    assert "--optimizer" in capsys.readouterr().err
 
 
 def test_what_cannot_be_exported(ranks, tmp_path, capsys):
     checkpoint = train(ranks, 1, tmp_path / "run", "", last=1)
-    words = [str(checkpoint), str(tmp_path / "out"), "--gather", "all"]
+    words = [str(checkpoint), str(tmp_path / "out"), "--optimizer"]
     assert main([str(tmp_path), *words[1:]]) == 1
     assert "is not a checkpoint" in capsys.readouterr().err
     path = checkpoint / "__0_0.distcp"
@@ -180,55 +205,3 @@ def test_what_cannot_be_exported(ranks, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     assert main([*words, "--verify", "size"]) == 1
     assert "exists; name another folder" in capsys.readouterr().err
-
-
-# --------------------------------------------------------------------------- memory
-
-MEMORY = """
-import sys
-from pathlib import Path
-import torch
-from checkpoint.export.optimizer_export import export_optimizer
-from checkpoint.export.torch_file import Later, write_torch_file
-from tests.held import held
-
-checkpoint, out, gather = sys.argv[1:]
-write_torch_file(Path(out + ".warm"), [Later((1,), torch.float32, lambda: torch.zeros(1))])  # its imports
-names = [f"layers.{n}.experts.w" for n in range(6)]
-parameters = [(name, torch.nn.Parameter(torch.empty(64, 256, 256, device="meta"))) for name in names]
-optimizer = torch.optim.AdamW([{"params": parameters}])
-optimizer.state.update({p: {"exp_avg": torch.empty_like(p)} for _, p in parameters})
-state = optimizer.state_dict()
-print(held(lambda: export_optimizer(Path(checkpoint), Path(out), {"adamw": state}, names, gather, 1 << 30)))
-"""
-LARGEST = 64 * 256 * 256 * 4
-
-
-def save_large(folder, n_tensors=6):
-    """State of 100 MB in tensors of 17 MB, cut over the ranks."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = torch.randn(64, 256, 256)
-    names = [f"optimizer.layers.{n}.experts.w.exp_avg" for n in range(n_tensors)]
-    state = {name: distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for name in names}
-    manager = manager_of(folder)
-    manager.resume(state)
-    manager.begin_line()
-    manager.save(1, state, {"tokens": 1})
-    manager.close()
-
-
-@pytest.mark.parametrize(("gather", "tensors"), [("all", 1.5), ("dense", 0.5)])
-def test_no_more_than_one_gathered_tensor_is_held(ranks, tmp_path, gather, tensors):
-    """One, and the part of a rank on its way into it; with experts left as they lie, no more than a part."""
-    ranks(2, save_large, tmp_path / "checkpoints")
-    checkpoint = step_folder(tmp_path / "checkpoints", 1)
-    command = [sys.executable, "-c", MEMORY, checkpoint, tmp_path / "out", gather]
-    # glibc gives back at once what it has mapped, as it maps all above 32 MiB; the tensors here are smaller than that.
-    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    peak = int(done.stdout)
-    print(f"--gather {gather}: {peak:,} bytes held at the peak, the largest tensor has {LARGEST:,}")
-    assert (tensors - 0.3) * LARGEST < peak < (tensors + 0.3) * LARGEST
-    size = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.pt"))
-    assert 6 * LARGEST < size < 6 * LARGEST + 100_000

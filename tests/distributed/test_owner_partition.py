@@ -427,6 +427,96 @@ def test_the_calls_of_fairscale(ranks):
     assert sum(ranks(3, as_oss)) == len(SHAPES)
 
 
+FILTERS = {
+    "matrices": lambda params: [p for p in params if p.ndim == 2],
+    "nothing of this rank": lambda params: params if dist.get_rank() != 1 else [],
+    "nothing at all": lambda params: [],
+    "an iterator": lambda params: (p for p in params if p.numel() > 5),
+}
+
+
+def clip_what_a_filter_chooses(kind, norm_type):
+    """The norm is that of the chosen parameters, and all gradients are scaled, as in fairscale; beside plain torch."""
+    ours, theirs = parameters(), parameters()
+    ours["d"].requires_grad_(False)  # frozen: without a gradient
+    theirs["d"].requires_grad_(False)
+    optimizer = OwnerPartition(ours.values(), optim=torch.optim.Adam, lr=0.1)
+    names = {parameter: name for name, parameter in ours.items()}
+    seen = []
+    for step, max_norm in enumerate((0.05, 1e3)):  # scales, and leaves as they are
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+
+        def choose(params):
+            chosen = list(FILTERS[kind](params))
+            seen.extend(params)
+            return chosen
+
+        norm = optimizer.clip_grad_norm(max_norm, norm_type, filter_params_fn=choose)
+        by_owner = [None] * dist.get_world_size()
+        dist.all_gather_object(by_owner, [names[p] for p in FILTERS[kind](seen)])
+        chosen = {name for of_rank in by_owner for name in of_rank}
+        expected = torch.nn.utils.get_total_norm([theirs[name].grad for name in sorted(chosen)], float(norm_type))
+        torch.testing.assert_close(norm, expected.double(), rtol=1e-14, atol=0)
+        torch.nn.utils.clip_grads_with_norm_(theirs.values(), max_norm, expected)
+        for name in ours.keys() - {"d"}:
+            torch.testing.assert_close(ours[name].grad, theirs[name].grad, rtol=1e-14, atol=0)
+    return sorted({names[p] for p in seen}), norm.item()
+
+
+@pytest.mark.parametrize(
+    ("kind", "norm_type"),
+    [*(("matrices", norm_type) for norm_type in (1, 2.0, 3.5, "inf")), *((kind, 2.0) for kind in list(FILTERS)[1:])],
+)
+def test_the_norm_of_what_a_filter_chooses(ranks, kind, norm_type):
+    results = ranks(3, clip_what_a_filter_chooses, kind, norm_type)
+    assert len({norm for _, norm in results}) == 1
+    assert sorted(name for names, _ in results for name in names) == list("abcef")  # each was shown to its owner alone
+
+
+def consolidate(folder):
+    """fairscale's two calls, only the first by all ranks; then one process goes on in plain Adam, and loads back."""
+    ours, theirs = parameters(), parameters()
+    optimizer = OwnerPartition(ours.values(), optim=torch.optim.Adam, lr=0.1)
+    reference = torch.optim.Adam(theirs.values(), lr=0.1)
+    last = dist.get_world_size() - 1
+    for recipient in (0, last, -1):
+        for params, either in ((ours, optimizer), (theirs, reference)):
+            set_gradients(params, recipient + 7)
+            either.step()
+        optimizer.consolidate_state_dict(recipient_rank=recipient)
+        if recipient in (dist.get_rank(), -1):
+            found, expected = optimizer.state_dict(), reference.state_dict()
+            assert found["state"].keys() == expected["state"].keys()
+            for number, state in expected["state"].items():
+                assert_equal(found["state"][number], state)
+            plain_adam = torch.optim.Adam(parameters().values(), lr=0.5)
+            plain_adam.load_state_dict(found)
+            assert repr(plain_adam.state_dict()) == repr(expected)
+        else:
+            with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+                optimizer.state_dict()
+    torch.save(optimizer.state_dict(), folder / f"{dist.get_rank()}.pt")
+    set_gradients(ours, 20)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="after the last step"):
+        optimizer.state_dict()
+    loaded_values = parameters()
+    set_model(loaded_values, model_state(theirs))
+    loaded = OwnerPartition(loaded_values.values(), optim=torch.optim.Adam, lr=0.5)
+    loaded.load_state_dict(torch.load(folder / f"{dist.get_rank()}.pt"))
+    for step in (20, 21):
+        for params, either in ((loaded_values, loaded), (theirs, reference)):
+            set_gradients(params, step)
+            either.step()
+        assert_equal(loaded_values, theirs)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_consolidated_state_by_the_names_of_fairscale(ranks, tmp_path, n):
+    ranks(n, consolidate, tmp_path)
+
+
 def arguments_pass():
     ours, theirs = parameters(), parameters()
     optimizer = OwnerPartition(list(ours.values()), optim=Counting, lr=0.1)

@@ -34,6 +34,7 @@ AT_ONCE = ("--training.micro_batch_size", "4")
 TWO_AT_ONCE = ("--training.micro_batch_size", "2")
 ROUNDED = ("--fsdp.owner_broadcast_dtype", "bfloat16")
 CUT = ("--mesh.tp", "2")
+INTERLEAVED = ("--mesh.pp", "2", "--pipeline.schedule", "interleaved_1f1b")
 ROWS = {row.name: row for row in owner_table()}
 CHOSEN = [
     "owner 2, AdamW, accumulation 1",
@@ -273,6 +274,7 @@ def test_from_four_ranks_to_two_and_beside_tensor_parallelism(ranks, tmp_path, o
         ((2, ("--fsdp.reshard_after_forward", "never")), (2, owners(2))),  # the memory of ZeRO-2
         ((4, ("--mesh.tp", "2")), (2, owners(2))),
         ((2, ("--mesh.cp", "2")), (4, owners(2, *CUT))),
+        pytest.param((2, ()), (4, owners(2, *INTERLEAVED)), marks=pytest.mark.slow),
         pytest.param((4, owners(2, *CUT)), (4, owners(2, "--mesh.cp", "2")), marks=pytest.mark.long),
     ],
 )

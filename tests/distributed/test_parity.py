@@ -11,6 +11,7 @@ from scripts.parity_rows import (
     Row,
     attention_rows,
     float8_rows,
+    lion_rows,
     memory_rows,
     moments_rows,
     table,
@@ -55,9 +56,12 @@ CHOSEN = [
     "owner 2 x PP 2, AdamW, eager",
     "owner 2 x CP 2, AdamW, eager",
     "owner 2 x TP 2, Muon, eager",
+    "owner over dp_replicate 2 x PP 2 interleaved, AdamW",
+    "owner over cp 2 x PP 2 zero-bubble, Muon",
     "PP 2 x CP 2 x FSDP 2, selective, eager",
     "memory limit, FSDP 2, eager",
     "memory limit, PP 2, compiled",
+    "Lion, FSDP 2 x TP 2",
     "attention by flash2, TP 2",
     "attention by flash2, CP 2, all_to_all",
 ]
@@ -97,14 +101,14 @@ def test_the_table_is_whole():
     without_zero_bubble, zero_bubble = 17, 3  # the latter neither compiled nor with selective checkpointing
     dense = without_zero_bubble * 3 * 2 * 2 + zero_bubble * 2 * 2
     zero_stages, context, mixed, mixtures, experts = 9, 5 * 3 * 2 * 2, 6 * 2, 7 * 2 * 2, 12 * 2
-    owner, documents, frozen = 4 * 2 * 3 + 3 * 2 * 2, 4 * 2 + 1, 27
+    owner, documents, frozen = 4 * 2 * 3 + 3 * 2 * 2 + 2 * 2 * 2, 4 * 2 + 1, 27
     rest = (
         owner
         + mixtures
         + experts
         + documents
         + frozen
-        + sum(len(list(rows())) for rows in (memory_rows, attention_rows, moments_rows, float8_rows))
+        + sum(len(list(rows())) for rows in (memory_rows, attention_rows, moments_rows, lion_rows, float8_rows))
     )
     assert len(ROWS) == dense + zero_stages + context + mixed + rest
 

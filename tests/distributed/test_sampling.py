@@ -167,8 +167,8 @@ def sampled_by_copies(folder, words, kept):
     job = job_of(folder, (*dtype_overrides("bfloat16"), *AT_ONCE, *words), sample_temperature=1.0)
     learner, validation = learn(job)
     validation.close()
-    assert learner.compute_copies is not None
-    assert bool(learner.compute_copies.kept) == kept
+    assert learner.update.copies is not None
+    assert bool(learner.update.copies.kept) == kept
     samples = Sampler(job).sample(learner, 7, lambda: False)
     loader = build_loader(job.config, learner.mesh.dp_rank, learner.mesh.sizes.dp, start_sample=24)
     result = learner.step(next(loader), lr=1e-2).result()

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from checkpoint.manifest import step_folder
 from configs.load import load
 from models import build_model
+from scripts.comparison.score import score
 from tests.end_to_end.launch import records, tensors
-from trainer.comparison.score import score
 from trainer.data.loader import build_loader
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest

@@ -76,9 +76,9 @@ def trained(folder: str, words: tuple[str, ...], change: Callable[[torch.Tensor]
         losses = kept_losses(trainer)
         count = trainer.progress.count
 
-        def counted(result, chain):
+        def counted(result):
             weights.append([p.detach().clone() for p in trainer.learner.parameters.values()])
-            count(result, chain)
+            count(result)
 
         trainer.progress.count = counted
         try:

@@ -112,12 +112,12 @@ def test_what_is_missing_is_said_at_once_by_all_ranks_and_before_anything_is_bui
     before = snapshot(corpus)
     outcome = launch(corpus, words, ranks=2, config=TEXT, expect=1)
     for message in (
-        '--tokenizer.path: tokenizer.path is "no.model": no such file; scripts/train_tokenizer.py creates',
-        '--data.sources.0.path: data.sources.0.path is "nowhere": no such folder of token files; scripts/prepare_data',
-        '--data.prepare.input: data.prepare.input names "no/text": no such file or folder',
-        '--checkpoint.init_from: checkpoint.init_from is "no/step-00000001": no such checkpoint folder',
+        '--tokenizer.path: tokenizer.path is "no.model": no such file: {here}/no.model; ',
+        '--data.sources.0.path: data.sources.0.path is "nowhere": no such folder of token files: {here}/nowhere; ',
+        '--data.prepare.input: data.prepare.input names "no/text": no such file or folder: {here}/no/text',
+        '--checkpoint.init_from: checkpoint.init_from is "no/step-00000001": no such folder of a checkpoint or run: ',
     ):
-        assert " ".join(outcome.said.split()).count(message) == 1, outcome.err
+        assert " ".join(outcome.said.split()).count(message.format(here=corpus)) == 1, outcome.err
     assert "SIGKILL" not in outcome.err  # what torchrun does to a rank that waits for ever
     assert snapshot(corpus).keys() - before.keys() <= SAID
 
@@ -126,7 +126,7 @@ def test_checkpoints_that_are_missing_are_said_before_anything_is_built(tmp_path
     too_large = ("--model.ffn_dim", "9999999999999")
     for words in (("--checkpoint.init_from", "no/where"), ("--checkpoint.load", "no/where")):
         assert launch_here(tmp_path, *words, *too_large) == 78
-        assert capsys.readouterr().err.count(words[1]) == 1
+        assert capsys.readouterr().err.count(f'"{words[1]}"') == 1
     assert launch_here(tmp_path, "--training.steps", "2") == 0
     checkpoint = tmp_path / "run/checkpoints/step-00000002"
     goes_on = ("--checkpoint.init_from", "no/where", "--training.steps", "3")

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from scripts import compare, score
+from scripts.comparison.score import read_scores, write_scores
 from tests.a_against_a import EQUAL, gather_text, launch_here, trials_of_the_command
 from tests.end_to_end.launch import ENVIRONMENT, ROOT, TIMEOUT_SECONDS, TINY, records, status
-from trainer.comparison.score import read_scores, write_scores
 
 HELD_OUT = '--validation.sources=[{name = "held out", kind = "synthetic"}]'
 JOB = (HELD_OUT, "--validation.interval", "20", "--validation.sequences", "13", "--metrics.tensorboard", "false")
@@ -190,7 +190,7 @@ def test_a_run_that_ends_otherwise_ends_the_comparison(tmp_path, capsys, code, s
         ((str(TINY), "--sweep", "training.seq_len=8,16", *JOB), 78, "training.seq_len: 8 -> 16"),
         ((str(TINY), "--sweep", "optimizer.lr=1e-3", *JOB), 78, "at least two values"),
         ((str(TINY), "--sweep", "optimizer.l=1,2", *JOB), 78, "optimizer.l"),
-        ((".", "."), 1, "is no run"),
+        ((".", "."), 1, "is not a run folder"),
     ],
 )
 def test_mistakes_end_in_one_message_before_anything_is_trained(tmp_path, capsys, words, code, said):

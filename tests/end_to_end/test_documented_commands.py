@@ -28,6 +28,12 @@ TINY_8B = (
     """ --data.sources '[{name = "random", kind = "synthetic"}]' --tokenizer.path runs/data/tiny.model"""
     " --tokenizer.train_on '[\"my_text\"]'"
 )
+TINY_1B = (  # what the first recipe's model and batch are cut to
+    "--training.seq_len 64 --training.global_batch_size 4 --training.micro_batch_size 2 --validation.interval 2"
+    " --validation.sequences 4 --validation.sample_tokens 8 --checkpoint.interval 2 --compile.enable false"
+    " --model.dim 64 --model.n_layers 2 --model.n_heads 8 --model.n_kv_heads 4 --model.ffn_dim 128"
+    " --model.vocab_size 1000"
+)
 
 INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "torchrun train.py --config debug.toml": f"torchrun train.py --config debug.toml {BATCH}"
@@ -65,15 +71,17 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "python scripts/replay.py runs/proven --step 120": "python scripts/replay.py runs/proven --step 5",
     "python scripts/replay.py runs/proven --step 101 --ranks 2 --mesh.tp 2": "python scripts/replay.py"
     " runs/proven --step 4 --ranks 2 --mesh.tp 2",
-    "python scripts/certify.py runs/proven --checks 5": "python scripts/certify.py runs/proven --checks 1",
+    "python scripts/parity.py --random 200 --seed 1": "python scripts/parity.py --random 2 --seed 1",
+    "python scripts/replay.py runs/proven --random 5 --seed 1": "python scripts/replay.py runs/proven --random 1",
     "keel sample": "python scripts/keel.py sample --help",
     "keel replay": "python scripts/keel.py replay --help",
-    "keel replay RUN --step N": "python scripts/keel.py replay --help",
-    "keel certify": "python scripts/keel.py certify --help",
-    "keel certify RUN": "python scripts/keel.py certify --help",
+    "keel replay RUN --step N [N ...]": "python scripts/keel.py replay --help",
     "keel --help": "python scripts/keel.py --help",
     "keel runs": "python scripts/keel.py runs",
     "keel report runs/debug --output report.html": "python scripts/keel.py report runs/debug --output report.html",
+    "keel report runs/debug": "python scripts/keel.py report runs/debug",
+    "keel report runs --open": "python scripts/keel.py report runs",
+    "keel report runs/debug --watch 10": "python scripts/keel.py report runs/debug --watch 10",
     # Of the comparisons the one of finished runs is run; tests/end_to_end/test_compare.py runs the others.
     "keel compare A.toml B.toml --seeds 3": "python scripts/keel.py compare --help",
     "keel compare debug.toml --sweep optimizer.lr=2e-3,3e-3,4e-3 --seeds 3": "cp -r runs/debug-2 runs/a && cp -r"
@@ -100,12 +108,51 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     " runs/import/llama_1b",
     "python scripts/export_hf.py runs/llama_8b/checkpoints/step-00150000 llama-8b-hf --dtype bfloat16": "python"
     " scripts/export_hf.py runs/debug/checkpoints/step-00000300 llama-8b-hf --dtype bfloat16",
+    # The recipes: a file of parquet, and a published model, that are made here; fewer ranks, steps and pieces.
+    'hf download HuggingFaceFW/fineweb-edu --repo-type dataset --include "sample/10BT/*" --local-dir fineweb_edu': (
+        "python -m tests.end_to_end.published fineweb_edu"
+    ),
+    "keel tokenizer fineweb_edu/for_the_tokenizer.parquet --output runs/data/fineweb_edu.model --vocab-size 32000": (
+        "keel tokenizer fineweb_edu/for_the_tokenizer.parquet --output runs/data/fineweb_edu.model --vocab-size 1000"
+    ),
+    'keel prepare "fineweb_edu/sample/10BT/*.parquet" --output runs/data/fineweb_edu --tokenizer'
+    " runs/data/fineweb_edu.model --validation-fraction 0.001": 'keel prepare "fineweb_edu/sample/10BT/*.parquet"'
+    " --output runs/data/fineweb_edu --tokenizer runs/data/fineweb_edu.model --validation-fraction 0.1",
+    "keel train fineweb_edu_1b.toml --ranks 8 --validate": "keel train fineweb_edu_1b.toml --ranks 8 --validate"
+    " --model.vocab_size 1000",
+    "keel plan fineweb_edu_1b.toml --ranks 8 --memory-gib 80": "keel plan --config fineweb_edu_1b.toml --ranks 8"
+    " --memory-gib 80 | tee plan && grep -q 'about 43.2 GiB' plan",
+    "keel train fineweb_edu_1b.toml --ranks 8 --training.steps 30 --job.output_dir runs/first_try": "keel train"
+    f" fineweb_edu_1b.toml --training.steps 1 --job.output_dir runs/first_try {TINY_1B}",
+    "keel train fineweb_edu_1b.toml --ranks 8": "keel train fineweb_edu_1b.toml --ranks 2 --training.steps 2"
+    f" {TINY_1B}",
+    'keel sample runs/fineweb_edu_1b "The water cycle is" --max-tokens 64': "keel sample runs/fineweb_edu_1b"
+    ' "The water cycle is" --max-tokens 4',
+    "keel export runs/fineweb_edu_1b/checkpoints/step-00019000 fineweb-edu-1b-hf --dtype bfloat16": "keel export"
+    " runs/fineweb_edu_1b/checkpoints/step-00000002 fineweb-edu-1b-hf --dtype bfloat16",
+    "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B": "python -m tests.end_to_end.published Llama-3.2-1B",
+    "keel prepare my_text --output runs/data/my_text_llama_3 --tokenizer runs/import/llama_1b/tokenizer.json"
+    " --validation-fraction 0.05": "keel prepare my_text --output runs/data/my_text_llama_3 --tokenizer"
+    " runs/import/llama_1b/tokenizer.json --validation-fraction 0.2",
+    "keel import Llama-3.2-1B runs/import/llama_1b": "rm -rf runs/import/llama_1b && keel import Llama-3.2-1B"
+    " runs/import/llama_1b",
+    "keel train continued.toml --ranks 8 --training.steps 1 --job.output_dir runs/first_step": "keel train"
+    " continued.toml --ranks 2 --training.steps 1 --job.output_dir runs/first_step",
+    "keel train continued.toml --ranks 8": "keel train continued.toml --ranks 2 --training.steps 4",
+    "keel export runs/continued/checkpoints/step-00002000 continued-hf --dtype bfloat16": "keel export"
+    " runs/continued/checkpoints/step-00000004 continued-hf --dtype bfloat16 && python -c 'import transformers;"
+    ' transformers.AutoModelForCausalLM.from_pretrained("continued-hf")\'',
+    "keel import": "keel import --help",
+    "keel data ledger runs/continued": "keel data ledger runs/continued | grep -q epoch",
     "torchrun --nproc-per-node 4 train.py --config llama_8b.toml --training.seq_len 131072 --mesh.cp 4": "torchrun"
     f" --nproc-per-node 4 train.py --config llama_8b.toml --training.seq_len 512 --mesh.cp 4 {TINY_8B}",
 }
-ENVIRONMENT_THERE = "the tests run in the environment that it would make; .ci/run makes it by these lines"
+ENVIRONMENT_THERE = "the tests run in the environment that it would make"
+TWO_COMMANDS = "tests/end_to_end/test_two_commands.py"
 THIS = "that is what runs this test"
 NOT_RUN = {  # beginning of a line: why not
+    "sh scripts/start.sh": TWO_COMMANDS,
+    "sh scripts/test.sh": TWO_COMMANDS,
     "python3 -m venv": ENVIRONMENT_THERE,
     "pip install": ENVIRONMENT_THERE,
     "pytest": THIS,
@@ -116,11 +163,14 @@ NOT_RUN = {  # beginning of a line: why not
     "python -m tests.soak": "tests/torture/test_torture.py",
     "torchrun --signals-to-handle": "an option, not a command; tests/soak.py uses it",
     "python scripts/launch/rendezvous.py": "tests/torture/test_torture.py",
-    "export KEEL_RENDEZVOUS": "tests/torture/test_torture.py",
+    "export KEEL_": "tests/torture/test_torture.py",
+    "(umask 077": "tests/end_to_end/test_elastic_script.py",
     "scripts/launch/elastic.sh": "tests/torture/test_torture.py",
     "torchrun --max-restarts": "an option, not a command; tests/end_to_end/test_restarts.py uses it",
     "python -m tests.null_gpu": "needs torch's CUDA build; tests/null_gpu",
-    "python scripts/benchmark.py peers": "needs other frameworks' environments; tests/unit/test_scripts.py",
+    "python -m tests.peers": "needs other frameworks' environments; tests/unit/test_scripts.py",
+    "sbatch": "tests/unit/test_launch_files.py",
+    "hf auth login": "asks for a token",
     "vllm": "not installed, as the page says",
     "curl": "not installed, as the page says",
     "lm_eval": "not installed, as the page says",
@@ -148,7 +198,7 @@ PRINTED = (
     "step ",
     '{"',
     "validation loss ",
-    "copies in memory ",
+    "MFU ",
 )  # beginnings of indented blocks that show what Keel prints or writes
 SYNTHETIC = """
 [[data.sources]]
@@ -185,15 +235,27 @@ JOBS = {  # a line of a TOML block: what precedes and follows it in its job file
         "torchrun train.py --config {job} --job.name mine",
     ),
     'base = "../runs/import/llama_1b/model.toml"': ("", REST, "python train.py --config {job} --training.steps 1"),
+    'name = "fineweb_edu_1b"': ("", "", "mv configs/{job} configs/fineweb_edu_1b.toml"),  # beside its base
+    'name = "continued"': (
+        "",
+        "",
+        "sed -e 's/ = 4096/ = 64/; s/_size = 64/_size = 8/; s/interval = .*/interval = 2/;"
+        " s/bfloat16/float32/' configs/{job} > continued.toml && rm configs/{job}",
+    ),
     "n_shared_experts = 2": ('base = "moe_debug.toml"\n', "", "python train.py --config {job} --validate"),
 }
 ANY_JOB = ('base = "debug.toml"\n', "", "python train.py --config {job} --validate")
+FIRST_LOSS = """
+import json
+first = json.loads(open("runs/first_step/metrics.jsonl").readline())["loss"]
+assert abs(first - losses / targets) < 1e-5, (first, losses / targets)
+"""
 PROGRAMS = {  # first line of a Python block: what precedes and follows it, what is run with the file
     'state = torch.load("runs/debug-optimizer/adamw.pt", weights_only=True, mmap=True)': (
         "import torch\nfrom configs.load import load\nfrom models import build_model\n"
         'model = build_model(load("debug.toml", (), 1).config.model)\n',
         "assert len(optimizer.state) == len(list(model.parameters()))\n"
-        "assert all(state['step'] == 300 for state in optimizer.state.values())\n"
+        "assert all(state['step'] >= 300 for state in optimizer.state.values())\n"
         "for p in model.parameters():\n    p.grad = torch.ones_like(p)\n"
         "optimizer.step()\n",
         "PYTHONPATH=. python {program}",
@@ -206,6 +268,14 @@ PROGRAMS = {  # first line of a Python block: what precedes and follows it, what
         "assert Path('losses.txt').read_text() == '3 1.5\\n'\n",
         "PYTHONPATH=. python {program}",
     ),
+    "import pyarrow.parquet as parquet": ("", "", "python {program}"),
+    "# Hours by the FLOPs of the job, on 8 H100 SXM of 989.5 TFLOP/s in bfloat16.": (  # the page shows what it prints
+        "",
+        "",
+        "PYTHONPATH=. python {program} | sed 's/^/    /' > printed"
+        " && test $(grep -cxFf printed docs/recipes.md) = 3 || (cat printed && false)",
+    ),
+    "# The published model's loss on the sequences of step 1.": ("", FIRST_LOSS, "PYTHONPATH=. python {program}"),
     "from torch.optim import SGD": (
         "import torch\ntorch.distributed.init_process_group('gloo')\ntorch.manual_seed(0)\n"
         "model = torch.nn.Linear(3, 3)\nmodel(torch.ones(1, 3)).sum().backward()\n",
@@ -213,8 +283,23 @@ PROGRAMS = {  # first line of a Python block: what precedes and follows it, what
         "assert torch.distributed.get_rank() or theirs.load_state_dict(state) is None\n",
         "PYTHONPATH=. torchrun --nproc-per-node 2 {program}",
     ),
+    "import torch": ("", "assert streams == 2\n", "PYTHONPATH=. torchrun --nproc-per-node 4 {program}"),
 }
-COMMANDS = ("python", "python3", "torchrun", "keel", "pytest", "pip", "tensorboard", "vllm", "curl", "lm_eval")
+COMMANDS = (
+    "sh",
+    "hf",
+    "sbatch",
+    "python",
+    "python3",
+    "torchrun",
+    "keel",
+    "pytest",
+    "pip",
+    "tensorboard",
+    "vllm",
+    "curl",
+    "lm_eval",
+)
 
 
 @dataclass(frozen=True)
@@ -337,7 +422,12 @@ def make_clone(folder: Path) -> Path:
 
 def run(command: str, clone: Path, place: str) -> str:
     """Run a line to its end; returns what it has printed."""
-    path = f"{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}"
+    keel = clone / ".keel" / "keel"  # Keel of this checkout, which need not be installed
+    if not keel.exists():
+        keel.parent.mkdir()
+        keel.write_text(f'#!/bin/sh\nexec {sys.executable} "{clone}/scripts/keel.py" "$@"\n')
+        keel.chmod(0o755)
+    path = f"{keel.parent}:{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}"
     process = subprocess.run(
         ["bash", "-ec", command],
         cwd=clone,
@@ -375,8 +465,18 @@ def try_file(block: Block, clone: Path, number: int) -> None:
 
 
 def test_everything_that_is_documented_works(tmp_path: Path):
-    clone = make_clone(tmp_path)
-    for number, block in enumerate(all_blocks()):
+    try_all(tmp_path, lambda block: not block.place.startswith("docs/recipes.md"))
+
+
+@pytest.mark.slow
+def test_the_recipes(tmp_path: Path):
+    try_all(tmp_path, lambda block: block.place.startswith("docs/recipes.md"))
+
+
+def try_all(folder: Path, wanted: Callable[[Block], bool]) -> None:
+    """Try these blocks, in order, in a clone of their own."""
+    clone = make_clone(folder)
+    for number, block in enumerate(filter(wanted, all_blocks())):
         if block.kind == "sh":
             for line in block.commands():
                 if not line.startswith(LONG):

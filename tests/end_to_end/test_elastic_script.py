@@ -1,6 +1,7 @@
 """`scripts/launch/elastic.sh` with a real rendezvous store, and a torchrun that ends as the test says."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -8,13 +9,14 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from configs.secret import SECRET, Forged, signed
 from scripts.launch.rendezvous import meet, say_ended
 from tests.end_to_end.signals import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = r"""#!/bin/bash
 echo "$@" >>"$CALLS"
-[[ $* =~ --rdzv-id\ job-([0-9]+) ]]
+[[ $* =~ --rdzv-id\ job-([0-9]+)- ]]
 END=$(head -n $((BASH_REMATCH[1] + 1)) <<<"$ENDS" | tail -n 1)
 case $END in
     done) exit 0 ;;
@@ -27,7 +29,7 @@ exit 1
 
 @pytest.fixture
 def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return new_store()
 
 
 def loop(base: Path, host: str, ends: str, port: int) -> subprocess.Popen:
@@ -42,6 +44,7 @@ def loop(base: Path, host: str, ends: str, port: int) -> subprocess.Popen:
         "CALLS": str(base / f"{host}.calls"),
         "KEEL_RENDEZVOUS": f"127.0.0.1:{port}",
         "KEEL_JOB": "job",
+        "KEEL_SECRET": "s" * 32,
         "KEEL_RUN_FOLDER": str(base / f"run-{host}"),
         "KEEL_PAUSE_SECONDS": "1",
     }
@@ -50,10 +53,10 @@ def loop(base: Path, host: str, ends: str, port: int) -> subprocess.Popen:
 
 
 def rounds(base: Path, host: str) -> list[str]:
-    """The rendezvous of each torchrun that a host has started."""
+    """The rendezvous of each torchrun that a host has started, without the store's name."""
     calls = base / f"{host}.calls"
     words = [line.split() for line in calls.read_text().splitlines()] if calls.exists() else []
-    return [each[each.index("--rdzv-id") + 1] for each in words]
+    return [each[each.index("--rdzv-id") + 1].rpartition("-")[0] for each in words]
 
 
 @pytest.mark.slow
@@ -70,13 +73,81 @@ def test_hosts_meet_in_the_round_after_a_closed_one_and_hear_of_the_end(tmp_path
     assert "the job job has come to its end" in said[1]
 
 
-def test_rounds_begin_once_and_again_with_a_new_store(store):
-    assert [meet(store, "job"), meet(store, "job")] == ["0", "0"]
-    assert [meet(store, "job", closed=0), meet(store, "job", closed=0), meet(store, "other")] == ["1", "1", "0"]
-    new = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert meet(new, "job", closed=1) == "0"  # else hosts that come later would wait in another round
+def new_store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_a_round_is_the_same_for_all_and_a_closed_one_is_left_once(store):
+    first = meet(store, "job")
+    assert (first[:2], meet(store, "job")) == ("0-", first)
+    assert meet(store, "other") != first
+    second = meet(store, "job", closed=first)
+    assert [meet(store, "job", closed=first), meet(store, "job")] == [second] * 2
+    assert second == f"1{first[1:]}"
     say_ended(store, "job")
-    assert [meet(store, "job"), meet(store, "job", closed=1), meet(store, "other")] == ["ended", "ended", "0"]
+    assert [meet(store, "job"), meet(store, "job", closed=second), meet(store, "other")[:2]] == ["ended", "ended", "0-"]
+
+
+def test_a_round_that_was_closed_in_a_store_that_is_gone_closes_none_in_the_next_store(store):
+    """Else the host that knows of the closed round leaves the others, who have met in the new store's first round."""
+    closed, another = meet(store, "job"), new_store()
+    waiting = meet(another, "job")
+    assert [meet(another, "job", closed=closed), meet(another, "job")] == [waiting] * 2
+
+
+@pytest.mark.parametrize("value", ["ended", "7", signed("keel/another/round", "ended"), "x" * 64 + " ended", "\xff"])
+def test_what_somebody_else_writes_ends_no_job_and_moves_no_host(store, value, monkeypatch):
+    monkeypatch.setenv(SECRET, "the job's")
+    begun = meet(store, "job")
+    store.set("keel/job/round", value)
+    for closed in (None, begun):
+        with pytest.raises(Forged, match="wrong keyed hash under keel/job/round"):
+            meet(store, "job", closed)
+    monkeypatch.setenv(SECRET, "another's")
+    say_ended(store, "job")
+    monkeypatch.setenv(SECRET, "the job's")
+    with pytest.raises(Forged, match="KEEL_SECRET is not the same"):
+        meet(store, "job")
+
+
+@pytest.mark.slow
+def test_a_host_waits_out_a_forged_end_and_stays_out_without_a_secret(tmp_path, store):
+    store.set("keel/job/round", "ended")
+    host = loop(tmp_path, "a", "done", store.port)
+    assert host.stdout
+    line = host.stdout.readline()
+    assert "refused: KEEL_SECRET is not the same on all hosts, or somebody else" in line
+    assert host.poll() is None
+    store.delete_key("keel/job/round")
+    said = host.communicate(timeout=120)[0]
+    assert (host.returncode, rounds(tmp_path, "a")) == (0, ["job-0"]), said
+
+    script, secret = [ROOT / "scripts/launch/elastic.sh", "debug"], tmp_path / "secret"
+    env = os.environ | {"KEEL_RUN_FOLDER": str(tmp_path), "KEEL_RENDEZVOUS": "127.0.0.1:1", "KEEL_JOB": "job"}
+    env.pop(SECRET, None)
+    none = subprocess.run(script, env=env, capture_output=True, text=True)
+    assert (none.returncode > 0, "set KEEL_SECRET, or KEEL_SECRET_FILE" in none.stderr) == (True, True), none.stderr
+    secret.write_text("s")
+    secret.chmod(0o640)
+    shown = subprocess.run(script, env=env | {"KEEL_SECRET_FILE": str(secret)}, capture_output=True, text=True)
+    assert (shown.returncode, "others may read KEEL_SECRET_FILE" in shown.stderr) == (78, True), shown.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "listens"), [([], "127.0.0.1"), (["--host", "0.0.0.0"], "0.0.0.0")])
+def test_the_store_listens_where_it_is_told_to_and_else_on_this_host_only(words, listens):
+    """A TCPStore by itself listens on all addresses, whatever host it is given."""
+    command = [sys.executable, ROOT / "scripts/launch/rendezvous.py", "0", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        line = process.stdout.readline()
+        port = int(line.split("port ")[1].split(",")[0])
+        found = Path(f"/proc/{process.pid}/net/tcp").read_text() + Path(f"/proc/{process.pid}/net/tcp6").read_text()
+        process.kill()
+    listening = [fields[1] for fields in map(str.split, found.splitlines()) if fields[3] == "0A"]
+    [address] = [each.split(":")[0] for each in listening if int(each.split(":")[1], 16) == port]
+    assert socket.inet_ntoa(bytes.fromhex(address)[::-1]) == listens
+    assert ("only this host reaches" in line) == (listens == "127.0.0.1")
 
 
 @pytest.mark.slow

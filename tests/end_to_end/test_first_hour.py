@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from checkpoint.export.hf import TokenizerFiles, export_hf
+from checkpoint.index import read_metadata
 from checkpoint.manifest import read_manifest
-from checkpoint.safe_read import read_metadata
 from configs.load import load
 from parallelisms.grad_norm import grad_norm
 from scripts import import_hf

@@ -1,5 +1,6 @@
 """A run folder that is a stranger's, or goes away during a run: links, pipes, removed, read-only."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 
 from tests.end_to_end.launch import curve, launch_here, status
 from tests.torture.full_disk import RUN_DISK_BYTES, small_disk
+from trainer.guards import outages
 from trainer.trainer import Trainer
 
 TWO_STEPS = ("--training.steps", "2")
@@ -112,3 +114,30 @@ def test_a_folder_that_becomes_read_only_likewise(monkeypatch, capsys):
     assert err.count("metrics.jsonl can't be written: Read-only file system; TRAINING GOES ON") == 1
     assert err.count("error: ") == 1
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("refusals", "state"), [(1, "done"), (1000, "running")])
+def test_the_last_status_is_written_or_a_warning_says_that_it_is_not(
+    tmp_path: Path, capsys, monkeypatch, refusals, state
+):
+    """The file system refuses to give status.json its name, from the end of training on."""
+    left, replace, end = [], Path.replace, Trainer.train
+
+    def refusing(path, target):
+        if Path(target).name == "status.json" and left:
+            left.pop()
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return replace(path, target)
+
+    def train(trainer):
+        state = end(trainer)
+        left.extend([None] * refusals)
+        return state
+
+    monkeypatch.setattr(Path, "replace", refusing)
+    monkeypatch.setattr(Trainer, "train", train)
+    monkeypatch.setattr(outages, "_PAUSES", (0.1, 0.1))
+    assert launch_here(tmp_path, *TWO_STEPS) == 0
+    assert status(tmp_path / "run")["state"] == state
+    warning = f"{tmp_path}/run/status.json could not be written: Stale file handle; it is out of date"
+    assert (warning in capsys.readouterr().err) == (state == "running")

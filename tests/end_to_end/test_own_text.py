@@ -48,7 +48,21 @@ def test_a_job_packs_its_text_and_notices_more_of_it(tmp_path: Path, capsys: pyt
     assert "windows for training.seq_len = 64" in said
 
     assert launch_here(tmp_path, *words, "--training.seq_len", "32", "--data.prepare.pack", "false") == 78
-    assert "pack: 64 then, None now" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "pack: 64 then, None now" in said
+    assert "Change them back, since this run has begun with it. To train on other text, begin another run" in said
+    assert "delete" not in said
+
     (text / "more.json").write_text(rows[0] + rows[1])
-    assert launch_here(tmp_path, *words) == 78
-    assert f"{tokens}: was made from other files:\n  added: {text}/more.json\n" in capsys.readouterr().err
+    (text / "a.json").unlink()
+    assert launch_here(tmp_path, *words, "--training.steps", "6") == 0  # goes on, with the text that it has
+    said = capsys.readouterr().err
+    changes = f"  added: {text}/more.json\n  removed: {text}/a.json\n"
+    assert said.count(f"{tokens}: its text has changed since it was prepared; this run goes on with what it has") == 1
+    assert f"{changes}To train on other text, begin another run: set another job.name and data.prepare.output" in said
+    assert [step for step, *_ in curve(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+    assert launch_here(tmp_path, *words, "--job.output_dir", str(tmp_path / "new")) == 78
+    said = capsys.readouterr().err
+    assert f"{tokens}: was made from other files:\n{changes}Choose another output folder" in said
+    assert (tokens / "prepare.json").is_file()

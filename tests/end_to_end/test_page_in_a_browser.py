@@ -6,18 +6,21 @@ import json
 import re
 import shutil
 import subprocess
+from base64 import b64encode
+from hashlib import sha256
 from html import unescape
 
 import pytest
 
 from scripts.page.html import page
-from tests.unit.test_verdict_of_a_run import BEGAN, launch, noise, write_run
+from tests.unit.test_flags import BEGAN, launch, noise, write_run
+from tests.unit.test_page import EVIL, evil_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 TIMEOUT_SECONDS = 300
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here (apt-get install chromium)")
 
-MEASURE = """<script>
+MEASURE = """
 const canvases = [...document.querySelectorAll(".chart canvas")].map(canvas => {
   const { width, height } = canvas, pixels = canvas.getContext("2d").getImageData(0, 0, width, height).data;
   const colors = {};
@@ -66,7 +69,69 @@ const click = words => [...document.querySelectorAll("button")].find(each => eac
   Object.assign(found.differ, { hours: differ(back, hours), half: differ(hours, half) });
   document.body.dataset.found = JSON.stringify(found);
 })();
-</script></body>"""
+"""
+
+USE = """
+const pause = () => new Promise(done => setTimeout(done, 300));
+const send = (kind, x, y) => {
+  const over = document.querySelector(".u-over"), { left, top, width, height } = over.getBoundingClientRect();
+  const at = { clientX: left + x * width, clientY: top + y * height, movementX: 9, bubbles: true, button: 0 };
+  (kind === "mouseup" ? document : over).dispatchEvent(new MouseEvent(kind, at));
+};
+const drag = async (from, to) => {
+  send("mousemove", ...from); send("mousedown", ...from); send("mousemove", ...to); await pause();
+  send("mouseup", ...to); await pause();
+};
+const values = () => [...document.querySelector(".chart .values").children].map(entry => entry.textContent);
+const click = (within, words) =>
+  [...document.querySelectorAll(`${within} button`)].find(each => each.textContent === words).click();
+const saved = [];
+URL.createObjectURL = blob => { saved.push(blob); return "blob:nothing"; };
+HTMLAnchorElement.prototype.click = function () { saved[saved.length - 1].name = this.download; };
+const address = () => decodeURIComponent(location.hash.replaceAll("+", " "));
+(async () => {
+  const found = { opened: values() };
+  send("mouseenter", 0.482, 0.5); send("mousemove", 0.482, 0.5); await pause();
+  found.spike = values(); // the 121st of 250 steps
+  send("mouseleave", -1, 0.5);
+  const slider = document.getElementById("smooth");
+  slider.value = 0; slider.oninput(); await pause();
+  found.unsmoothed = values();
+  slider.value = 20; slider.oninput(); await pause();
+  click("#runs", "second"); await pause();
+  found.hidden = values();
+  await drag([0.2, 0.5], [0.4, 0.5]);
+  found.zoomed = { address: address(), values: values() };
+  await drag([0.5, 0.2], [0.5, 0.8]);
+  found.upward = address();
+  click(".chart", "CSV"); click(".chart", "PNG"); await pause();
+  found.csv = { name: saved[0].name, text: await saved[0].text() };
+  found.png = { name: saved[1].name, type: saved[1].type, size: saved[1].size };
+  const zoomed = document.querySelector(".chart canvas").toDataURL();
+  location.hash = ""; await pause();
+  found.whole = values();
+  found.shown = { runs: document.querySelectorAll("#runs .off").length };
+  document.body.dataset.found = JSON.stringify(found);
+})();
+"""
+
+WATCH = """
+const found = { violations: [], title: document.title };
+document.addEventListener("securitypolicyviolation", event => found.violations.push(event.violatedDirective));
+globalThis.run = () => { document.title = "owned"; };
+addEventListener("load", () => setTimeout(() => {
+  found.title = document.title;
+  found.charts = document.querySelectorAll(".chart canvas").length;
+  found.injected = document.querySelectorAll("img, body b[onclick]").length;
+  document.body.dataset.found = JSON.stringify(found);
+}, 500));
+"""
+
+
+def with_script(text, script, place="</body>"):
+    """A page with one script more, which its policy allows."""
+    allowed = f"script-src 'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
+    return text.replace("script-src", allowed).replace(place, f"<script>{script}</script>{place}", 1)
 
 
 @pytest.fixture(scope="module")
@@ -82,23 +147,25 @@ def folder(tmp_path_factory):
         columns = {"lr": [1e-3 * (1 - i / n) for i in range(n)], "tokens": [100 * i for i in range(n)]}
         columns |= {"launches": launches, "seconds_by_kind": [{"training": 1.0}] * n}
         runs.append(write_run(folder / name, losses, **columns))
-    (folder / "page.html").write_text(page(runs, "").replace("</body>", MEASURE))
+    (folder / "page.html").write_text(with_script(page(runs, ""), MEASURE))
+    (folder / "used").mkdir()
+    (folder / "used" / "page.html").write_text(with_script(page(runs, ""), USE))
     return folder
 
 
-def browse(folder, width, is_dark):
+def browse(folder, width, is_dark, address=""):
     """Open the page; returns what it has measured, and the addresses that the browser has asked for."""
     log = folder / "net.json"
     options = [
         *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"),
-        *("--disable-component-update", "--disable-extensions", "--virtual-time-budget=10000", "--dump-dom"),
+        *("--disable-component-update", "--disable-extensions", "--virtual-time-budget=60000", "--dump-dom"),
         "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # nor do the browser's own requests get anywhere
         f"--user-data-dir={folder / 'profile'}",
         f"--window-size={width},900",
         f"--blink-settings=preferredColorScheme={0 if is_dark else 1}",
         f"--log-net-log={log}",
     ]
-    command = [CHROMIUM, *options, (folder / "page.html").as_uri()]
+    command = [CHROMIUM, *options, (folder / "page.html").as_uri() + address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True)
     found = re.search(r'data-found="(.*?)"', done.stdout)
     assert found, done.stdout[-2000:] + done.stderr
@@ -143,3 +210,60 @@ def test_the_log_shows_what_a_page_asks_for(folder):
     (folder / "asking" / "page.html").write_text(asking.replace("<head>", f"<head>{policy}"))
     _, asked = browse(folder / "asking", 800, is_dark=False)
     assert asked == set()
+
+
+def test_what_a_reader_does_with_the_curves(folder):
+    found, _ = browse(folder / "used", 1400, is_dark=False)
+    first, validation_or_second = found["opened"][:2]
+    assert re.fullmatch(r"first · training\d\.\d+\(mean \d\.\d+\)", first), first
+    assert validation_or_second.startswith("second · training")
+    assert found["spike"][1].startswith("second · training9(mean "), found["spike"]
+    assert "second: spike: 9" in found["spike"][-1]
+    assert all("mean" not in text for text in found["unsmoothed"])
+    assert [text.partition(" ")[0] for text in found["hidden"][:-1]] == ["first"]
+    low, high = map(float, re.search(r"x=([\d.]+)~([\d.]+)", found["zoomed"]["address"]).groups())
+    assert (low, high) == (pytest.approx(51, abs=2), pytest.approx(101, abs=2))
+    assert "smooth=20" in found["zoomed"]["address"]
+    assert "hide=second" in found["zoomed"]["address"]
+    assert found["zoomed"]["values"] != found["hidden"]  # those of the last step in view
+    assert re.search(r"y Loss=[\d.]+~[\d.]+", found["upward"])
+    assert found["upward"].startswith(found["zoomed"]["address"])
+    rows = found["csv"]["text"].splitlines()
+    assert (found["csv"]["name"], rows[0], len(rows)) == ("Loss.csv", '"step","first · training"', 251)
+    assert float(rows[250].split(",")[1]) == pytest.approx(noise(250)[-1], rel=1e-5)
+    assert (found["png"]["name"], found["png"]["type"]) == ("Loss.png", "image/png")
+    assert found["png"]["size"] > 5000
+    assert len(found["whole"]) == 3
+    assert found["shown"] == {"runs": 0}
+
+
+def test_an_address_is_a_view(folder):
+    (folder / "opened").mkdir()
+    only_read = USE.partition("(async")[0] + "document.body.dataset.found = JSON.stringify({ opened: values() });"
+    text = (folder / "used" / "page.html").read_text().partition(f"<script>{USE}")[0]
+    (folder / "opened" / "page.html").write_text(with_script(f"{text}</body></html>", only_read))
+    found, _ = browse(folder / "opened", 1400, is_dark=False, address="#x=20~60&smooth=0&hide=first&axis=constructor")
+    (second, _) = found["opened"]
+    assert second == f"second · training{noise(250)[59]:.5g}"
+
+
+@pytest.mark.parametrize("has_policy", [True, False])
+def test_nothing_from_a_run_folder_runs(tmp_path, has_policy):
+    """Not even without the policy, which forbids it once more."""
+    text = with_script(page([evil_run(tmp_path / "runs")], ""), WATCH, place="<title>")
+    if not has_policy:
+        text = re.sub(r"<meta http-equiv=.*?>", "", text, count=1)
+    (tmp_path / "page.html").write_text(text)
+    found, asked = browse(tmp_path, 1400, is_dark=False)
+    assert found["title"].startswith("Keel: done")
+    assert (found["violations"], found["injected"], asked) == ([], 0, set())
+    assert found["charts"] > 3
+
+
+def test_a_payload_that_is_not_escaped_would_be_seen(tmp_path):
+    """Else the test above could not fail."""
+    text = with_script(page([write_run(tmp_path / "run", noise(60))], ""), WATCH, place="<title>")
+    text = re.sub(r"<meta http-equiv=.*?>", "", text, count=1).replace("<main>", f"<main>{EVIL}", 1)
+    (tmp_path / "page.html").write_text(text)
+    found, _ = browse(tmp_path, 1400, is_dark=False)
+    assert found["title"] == "owned"

@@ -36,12 +36,44 @@ def test_help_of_a_script(tmp_path: Path, script: str):
 
 @pytest.mark.parametrize(
     "command",
-    ["plan", "checkpoint show", "benchmark overlap", "parity", "train", "export-optimizer", "import-optimizer"],
+    ["plan", "checkpoint show", "benchmark overlap", "parity", "train", "export"],
 )
 def test_help_of_a_command(tmp_path: Path, command: str):
     answer_quickly(
         tmp_path, "scripts/keel.py", f"{command} --help", 0, "--config" if command == "train" else "usage: keel"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("sample nowhere hi", 1),
+        ("evaluate nowhere", 1),
+        ("export nowhere out", 1),
+        ("import nowhere out", 1),
+        ("export nowhere out --optimizer", 1),
+        ("checkpoint show nowhere", 1),
+        ("checkpoint verify nowhere", 1),
+        ("checkpoint diff nowhere b", 1),
+        ("score nowhere", 1),
+        ("replay nowhere --step 3", 1),
+        ("compare nowhere b", 78),
+        ("data step nowhere 3", 1),
+        ("plan nowhere --ranks 2", 78),
+        ("benchmark nowhere", 78),
+        ("parity nowhere", 78),
+        ("runs nowhere", 1),
+        ("report nowhere", 1),
+    ],
+)
+def test_a_wrong_path_is_told_whole(tmp_path: Path, words: str, code: int):
+    answer_quickly(tmp_path, "scripts/keel.py", words, code, f"{tmp_path}/nowhere")
+
+
+@pytest.mark.parametrize("command", ["plan --ranks 2", "parity", "benchmark", "benchmark axes"])
+def test_a_job_is_given_once(tmp_path: Path, command: str):
+    expected = "the job is given twice: debug.toml and --config parity.toml; leave one out"
+    answer_quickly(tmp_path, "scripts/keel.py", f"{command} debug.toml --config parity.toml", 78, expected)
 
 
 def answer_quickly(tmp_path: Path, program: str, words: str, code: int, expected: str, times: int = 1) -> None:

@@ -158,15 +158,19 @@ def test_a_text_ends_at_the_models_length(capsys):
     assert f"{31 - tokens} tokens in" in err
 
 
+def test_of_a_prompt_that_is_too_long_the_end_is_read(capsys):
+    err = sample(capsys, f"run '{'x' * 40}' --max-tokens 20").err
+    assert "warning: prompt 1 has 41 tokens, and the model's seq_len is 32; it reads the last 16, so" in err
+
+
 MISTAKES = {
     "nothing": "nothing: no such folder; name a run (runs/debug), a checkpoint or a Hugging Face folder",
-    "text": "text is neither a run, nor a checkpoint, nor a Hugging Face folder",
+    "text": "text is not a checkpoint (no MANIFEST.json in it), nor a run, nor a Hugging Face folder",
     "empty": "empty has no checkpoint yet; train the run until it saves one, every checkpoint.interval steps and at",
     "run --step 10": "run has no checkpoint of step 10; it has 20",
     "run/checkpoints/step-00000020 --step 20": "is one checkpoint, so --step 20 has no meaning; leave it out, or name "
     "the run",
-    f"run '{'x' * 40}'": "prompt 1 has 41 tokens, and there is room for 31 (the model's seq_len is 32)",
-    "run a NOT_UTF_8": "prompt 2 is not valid UTF-8 (the model's seq_len is 32)",
+    "run a NOT_UTF_8": "prompt 2 is not valid UTF-8",
     "run --file nothing": "nothing can't be read: No such file or directory",
     "run --file blank": "blank is empty; give a prompt on each line",
     "run --file latin": "latin is not valid UTF-8 (at byte 3); convert it",
@@ -174,7 +178,7 @@ MISTAKES = {
     "run --tokenizer other.model": "model.vocab_size is 384, but the tokenizer other.model has 400 tokens",
     "changed": "is not the tokenizer that changed was trained with (its hash differs); name that one with --tokenizer",
     "untold": "the job of untold has no tokenizer.path, so its tokens stand for no text",
-    "moved": "nowhere.model, the tokenizer of moved, does not exist (paths are relative to the current folder)",
+    "moved": "/nowhere.model, where its job has it; name it with --tokenizer FILE",
     "bare": "bare has no tokenizer, which sampling needs; name one with --tokenizer FILE",
 }
 

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from configs.schema import Optimizer
 from parallelisms.attention.blocked import attend, attend_backward
 from trainer.loss import _add_product_
-from trainer.optimizer import build_optimizer
+from trainer.optimizers.build import build_optimizer
 
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLASH_ATTENTION}
 

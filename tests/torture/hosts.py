@@ -1,10 +1,8 @@
 """Hosts are lost and come back: python -m tests.torture.hosts --kills 20 [--hosts 3] [--ranks 2] [--seed 0] [--fast]
-[--memory-copies 1 [--own-folders]]
 
 Each host is a network namespace with an address of its own, on a bridge; a further one has the rendezvous store. On
-each runs scripts/launch/elastic.sh with real torchrun. The run folder is shared, or with --own-folders another disk on
-each host, which half of the nodes that are killed lose. At random moments something happens to
-a random host, and nobody does anything about it:
+each runs scripts/launch/elastic.sh with real torchrun. At random moments something happens to a random host, and nobody
+does anything about it:
 
   rank        kill -9 of a rank
   agent       kill -9 of torchrun; its ranks live on
@@ -16,9 +14,6 @@ a random host, and nobody does anything about it:
 Each time the run must go on by itself. At the end the curve must be that of an undisturbed run on one rank: bit for bit
 with training.reduction = "exact"; with --fast to 1e-10, in float64. No step may have been committed twice. A table says
 how long the run took to train a new step, and how many steps it had to repeat. Needs root and iproute2.
-
-With --memory-copies, checkpoints are rare, and each host has a folder in /dev/shm as its memory, which is lost when a
-node is killed. The table then says how often the run went on from copies.
 
 So that 100 kills take an hour and not a day, processes are forked off one that has imported torch (tests/preloaded.py).
 """
@@ -80,7 +75,6 @@ keep_last = 3
 [fault]
 compare_interval = 25
 """
-MEMORY_INTERVAL = 5
 EXACT = {"training.reduction": '"exact"', "training.global_batch_size": "8"}
 FAST = {"training.dtype": '"float64"', "training.global_batch_size": "12"} | {
     f"training.{key}_dtype": '"float64"' for key in ("compute", "reduce")
@@ -113,10 +107,6 @@ class Host:
     environment: dict[str, str]
     words: list[str]
     log: Path
-    memory: Path
-    """Where copies of the state are held on it."""
-    disk: Path
-    """What it has of the run."""
     loop: subprocess.Popen | None = None
     back_at: float = 0.0
     """When what has happened to it ends; 0: nothing has."""
@@ -167,11 +157,6 @@ class Host:
         if self.loop:
             self.loop.wait()
 
-    def lose_power(self, with_disk: bool) -> None:
-        self.kill()
-        for path in (*self.memory.iterdir(), *(self.disk.iterdir() if with_disk else ())):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
     def set_link(self, to: str) -> None:
         sh(f"ip netns exec {self.name} ip link set {self.link} {to}")
 
@@ -187,50 +172,35 @@ class Event:
     """Steps trained a second time."""
     noticed: float | None
     """Seconds until the next incarnation had the run folder; None if none was needed, as on a host of idle ranks."""
-    source: str
-    """What the next incarnation went on from: disk or memory; "" if none was needed."""
 
     @property
     def how(self) -> str:
         if self.noticed is None:
             return "without a restart"
-        return f"next incarnation after {self.noticed:.1f} s, from {self.source or '?'}"
+        return f"next incarnation after {self.noticed:.1f} s"
 
 
 @dataclass
 class Run:
-    """The job, as its folder shows it, or those of the hosts."""
+    """The job, as its folder shows it."""
 
-    folders: list[Path]
-    seals: dict[tuple[int, str], str] = field(default_factory=dict)
+    folder: Path
+    committed: dict[int, str] = field(default_factory=dict)
+    """What each step's checkpoint is."""
     problems: list[str] = field(default_factory=list)
-
-    @property
-    def is_shared(self) -> bool:
-        return len(self.folders) == 1
-
-    @property
-    def folder(self) -> Path:
-        """The one with the newest records."""
-        return self.folders[0] if self.is_shared else max(self.folders, key=_newness)
 
     def watch(self) -> None:
         """Look at the checkpoints: only one launch may commit a step."""
-        for folder in self.folders:
-            for step in steps_in(folder / "checkpoints"):
-                with suppress(UserError, OSError):
-                    self._look(folder / f"checkpoints/step-{step:08d}", step)
-        if self.is_shared and list((self.folder / "checkpoints").glob("abandoned-*")):
+        for step in steps_in(self.folder / "checkpoints"):
+            with suppress(UserError, OSError):
+                self._look(self.folder / f"checkpoints/step-{step:08d}", step)
+        if list((self.folder / "checkpoints").glob("abandoned-*")):
             self.problems.append("checkpoints were abandoned")
 
     def _look(self, checkpoint: Path, step: int) -> None:
-        manifest = read_manifest(checkpoint)
-        seal = json.dumps([manifest.run_id, manifest.files["trainer.json"].xxh3, manifest.config_hash])
-        if self.is_shared:
-            stamp = (checkpoint / "MANIFEST.json").stat()
-            seal += f" {stamp.st_ino} {stamp.st_mtime_ns}"
-        line = "" if self.is_shared else manifest.line  # a host may have saved what is lost with it, or out of date
-        if self.seals.setdefault((step, line), seal) != seal:
+        manifest, stamp = read_manifest(checkpoint), (checkpoint / "MANIFEST.json").stat()
+        now = f"{manifest.run_id} {manifest.files['trainer.json'].xxh3} {stamp.st_ino} {stamp.st_mtime_ns}"
+        if self.committed.setdefault(step, now) != now:
             self.problems.append(f"step {step} was committed twice")
 
     def records(self) -> list[dict]:
@@ -249,23 +219,6 @@ class Run:
         folder = self.folder / "incarnations"
         return max((int(path.stem) for path in folder.glob("*.json")), default=0)
 
-    def source(self, after: int) -> str:
-        """What the first incarnation with a higher number that has begun went on from; "" if none has."""
-        for number in range(after + 1, self.incarnation() + 1):
-            with suppress(OSError, ValueError):
-                facts = json.loads((self.folder / f"incarnations/{number:06d}.json").read_text())
-                if "from" in facts:
-                    return facts["from"]
-        return ""
-
-
-def _newness(folder: Path) -> tuple[list[int], int]:
-    """Of a run folder that a host has for itself: its launch and the lines that this has begun; bytes of records."""
-    with suppress(OSError, ValueError):
-        of = json.loads((folder / ".records.json").read_text())["of"]
-        return of, (folder / "metrics.jsonl").stat().st_size
-    return [0, 0], 0
-
 
 class Torture:
     """The hosts, and what happens to them."""
@@ -274,20 +227,11 @@ class Torture:
         self.options, self.place, self.random = options, place, random.Random(options.seed)
         self.run_folder = place / "run"
         self.run_folder.mkdir()
-        self.disks = [place / f"disk{number}" for number in range(1, options.hosts + 1)]
-        for disk in self.disks:
-            disk.mkdir()
-        self.run = Run(self.disks if options.own_folders else [self.run_folder])
+        self.run = Run(self.run_folder)
         job = place / "job.toml"
         job.write_text(JOB)
         keys = FAST if options.fast else EXACT
         self.words = [str(job), *(word for key, value in keys.items() for word in (f"--{key}", value))]
-        self.elastic_words = [*self.words]
-        if options.memory_copies:
-            table = {"memory_copies": options.memory_copies, "memory_interval": MEMORY_INTERVAL, "interval": 200}
-            self.elastic_words += [word for key, n in table.items() for word in (f"--checkpoint.{key}", str(n))]
-        self.memory = Path(f"/dev/shm/keel-torture-{os.getpid()}")
-        stack.callback(shutil.rmtree, self.memory, ignore_errors=True)
         self.bin = place / "bin"
         self.bin.mkdir()
         programs = {
@@ -311,14 +255,10 @@ class Torture:
         sh(f"ip netns exec {self.head} ip link set br0 up")
         for number in range(1, self.options.hosts + 1):
             name = f"keel-{os.getpid()}-h{number}"
-            disk = self.disks[number - 1]
-            mount = f"mount --bind {disk} {self.run_folder}; " if self.options.own_folders else ""
-            become = f'hostname h{number}; {mount}exec "$@"'
+            become = f'hostname h{number}; exec "$@"'
             prefix = ("ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c", become, "sh")
             server = Server(self.place / f"tmp{number}", prefix)
-            memory, log = self.memory / f"h{number}", self.place / f"h{number}.log"
-            memory.mkdir(parents=True)
-            host = Host(name, f"{NETWORK}.{number}", server, {}, self.elastic_words, log, memory, disk)
+            host = Host(name, f"{NETWORK}.{number}", server, {}, self.words, self.place / f"h{number}.log")
             self.hosts.append(host)
             sh(f"ip netns add {name}")
             inside, outside = host.link, f"o{host.link}"
@@ -339,9 +279,9 @@ class Torture:
                 "KEEL_HOSTS": f"1:{self.options.hosts}",
                 "KEEL_RANKS_PER_HOST": str(self.options.ranks),
                 "KEEL_JOB": "torture",
+                "KEEL_SECRET": "torture",
                 "KEEL_RUN_FOLDER": str(self.run_folder),
                 "KEEL_PAUSE_SECONDS": "1",
-                "KEEL_MEMORY_FOLDER": str(memory),
             }
 
     def start(self) -> None:
@@ -361,7 +301,7 @@ class Torture:
             return 0
 
     def _start_store(self) -> None:
-        program = [sys.executable, str(ROOT / "scripts/launch/rendezvous.py"), str(PORT)]
+        program = [sys.executable, str(ROOT / "scripts/launch/rendezvous.py"), str(PORT), "--host", f"{NETWORK}.100"]
         with (self.place / "store.log").open("ab") as log:
             self.store = subprocess.Popen(
                 ["ip", "netns", "exec", self.head, *program], stdout=log, stderr=log, start_new_session=True
@@ -407,7 +347,7 @@ class Torture:
         launched = [each for record in self.run.records() for each in record.get("launches", [])]
         resumed = [each["step"] for each in launched if each["started"] > after]
         repeated = max(0, step - resumed[0]) if resumed else 0
-        return Event(kind, time.monotonic() - began, repeated, noticed, self.run.source(number))
+        return Event(kind, time.monotonic() - began, repeated, noticed)
 
     def _do(self, kind: str, host: Host) -> None:
         if kind == "rendezvous":
@@ -418,9 +358,8 @@ class Torture:
             if victims:
                 os.kill(self.random.choice(victims), signal.SIGKILL)
         else:
-            with_disk = self.options.own_folders and self.random.random() < 0.5
             host.out_by, lasts = kind, {"node": self.random.uniform(2, 15)}.get(kind, self.random.uniform(*OUT_SECONDS))
-            {"node": lambda: host.lose_power(with_disk), "link": lambda: host.set_link("down")}.get(
+            {"node": host.kill, "link": lambda: host.set_link("down")}.get(
                 kind, lambda: host.signal_all(signal.SIGSTOP)
             )()
             host.back_at = time.monotonic() + lasts
@@ -473,7 +412,7 @@ class Torture:
             subprocess.run(
                 command, cwd=ROOT, check=True, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
             )
-        calm = {record["step"]: record for record in Run([self.place / "calm"]).records()}
+        calm = {record["step"]: record for record in Run(self.place / "calm").records()}
         worst = 0.0
         for record in records:
             if record["step"] not in calm:  # the last step before a stop, which is logged off the interval
@@ -491,9 +430,7 @@ class Torture:
 
 
 def table(events: list[Event]) -> str:
-    lines = [
-        f"{'kind':<12}{'times':>6}{'seconds to a new step':>34}{'steps repeated':>22}{'restarts':>10}{'memory':>8}"
-    ]
+    lines = [f"{'kind':<12}{'times':>6}{'seconds to a new step':>34}{'steps repeated':>22}{'restarts':>10}"]
     lines += [f"{'':<12}{'':>6}{'median':>14}{'90%':>10}{'most':>10}{'median':>12}{'most':>10}"]
     for kind in (*KINDS, "all"):
         mine = [event for event in events if kind in (event.kind, "all")]
@@ -502,8 +439,7 @@ def table(events: list[Event]) -> str:
             ninety = seconds[min(len(seconds) - 1, round(0.9 * (len(seconds) - 1)))]
             lines.append(
                 f"{kind:<12}{len(mine):>6}{statistics.median(seconds):>14.1f}{ninety:>10.1f}{seconds[-1]:>10.1f}"
-                f"{statistics.median(repeated):>12.0f}{max(repeated):>10}{sum(bool(e.source) for e in mine):>10}"
-                f"{sum(e.source == 'memory' for e in mine):>8}"
+                f"{statistics.median(repeated):>12.0f}{max(repeated):>10}{sum(e.noticed is not None for e in mine):>10}"
             )
     return "\n".join(lines)
 
@@ -516,13 +452,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--fast", action="store_true", help="today's reductions, in float64")
-    parser.add_argument("--memory-copies", type=int, default=0, help="hosts with copies; checkpoints are rare then")
-    parser.add_argument("--own-folders", action="store_true", help="hosts share no run folder; needs --memory-copies")
     parser.add_argument("--minutes", type=float, default=600, help="stop after so long")
     parser.add_argument("--keep", type=Path, help="a new folder to work in, which stays")
     options = parser.parse_args()
-    if options.own_folders and not options.memory_copies:
-        parser.error("--own-folders needs --memory-copies")
     if reason := why_not():
         print(f"skipped: {reason}")
         return 2

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
+from checkpoint.index import read_metadata
 from checkpoint.manifest import content_damage, read_manifest, step_folder, steps_in
-from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import read_tensor
 from tests.preloaded import Child, Server, state
 

@@ -55,15 +55,6 @@ def test_hosts_are_lost(tmp_path):
     assert "bit for bit equal" in told
 
 
-@pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
-@pytest.mark.parametrize("disks", ["", "--own-folders"])
-def test_hosts_are_lost_and_their_state_is_in_the_memory_of_others(tmp_path, disks):
-    told = run(f"tests.torture.hosts --kills 1 --kinds node --hosts 2 --ranks 1 --memory-copies 1 {disks}", tmp_path)
-    assert ", from memory)" in told
-    assert "1 of 1 recovered without a hand; nothing was committed twice" in told
-    assert "bit for bit equal" in told
-
-
 def test_faults(tmp_path):
     told = run("tests.torture.faults --quick", tmp_path)
     assert "NOT" not in told

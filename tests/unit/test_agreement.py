@@ -13,13 +13,12 @@ from trainer.guards.environment import ROOT, code_hashes
 def compared(facts_of_rank: list[dict[str, str]]) -> tuple[str, list[str]]:
     """The message of a comparison, "" if all agree, and the collectives that it took."""
     rank, issued = dist.get_rank(), []
-    originals = dist.all_gather, dist.all_gather_object
+    original = dist.all_gather
     try:
-        dist.all_gather = lambda *args, **kw: issued.append("all_gather") or originals[0](*args, **kw)
-        dist.all_gather_object = lambda *args, **kw: issued.append("all_gather_object") or originals[1](*args, **kw)
+        dist.all_gather = lambda *args, **kw: issued.append("all_gather") or original(*args, **kw)
         differing = agreement._differences(facts_of_rank[rank])
     finally:
-        dist.all_gather, dist.all_gather_object = originals
+        dist.all_gather = original
     return agreement._message("do this", differing) if differing else "", issued
 
 

@@ -22,9 +22,10 @@ from checkpoint import manager as managers
 from checkpoint import manifest as manifests
 from checkpoint import store
 from checkpoint.folder import set_aside
+from checkpoint.incarnation import Alone
+from checkpoint.index import read_metadata
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import Damaged, read_manifest, step_folder, steps_in
-from checkpoint.safe_read import read_metadata
 from checkpoint.store import SaveFailed
 from configs.errors import ConfigError, UserError
 from configs.schema import Checkpoint
@@ -218,8 +219,10 @@ def test_one_save_in_flight(tmp_path, monkeypatch):
     second = manager.save(2, make_state(2), {"tokens": 2})
     manager.close()
     assert first < 0.2 <= second
-    for step, stall in ((1, first), (2, second)):
-        assert f"checkpoint step-0000000{step}: training waited {stall:.3f} s" in log
+    saved = [line for line in log if line.startswith("checkpoint ")]
+    for line, step, stall in zip(saved, (1, 2), (first, second), strict=True):  # one line each
+        assert line.startswith(f"checkpoint step-0000000{step}: committed, ")
+        assert line.endswith(f" s; training waited {stall:.3f} s")
     assert steps_in(tmp_path) == [1, 2]
 
 
@@ -249,6 +252,132 @@ def test_full_disk_leaves_the_checkpoint_before(tmp_path, mode):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
     assert_equal(resumed(tmp_path)[1], make_state(1))
+
+
+def refuse_late(monkeypatch, times, name="step-00000002"):
+    """Let renames to `name` be done, and then reported as failed, so often."""
+    rename, left = os.rename, [None] * times
+
+    def late(source, target, **options):
+        rename(source, target, **options)
+        if Path(target).name == name and left:
+            left.pop()
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(source), None, str(target))
+
+    monkeypatch.setattr(os, "rename", late)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_checkpoint_counts_that_is_there_in_spite_of_an_error(tmp_path, monkeypatch, mode):
+    log = []
+    manager = begun(tmp_path, mode=mode, log=log, keep_last=1)
+    save_and_wait(manager, 1, make_state(1), {"tokens": 1})
+    refuse_late(monkeypatch, times=1)
+    save_and_wait(manager, 2, make_state(2), {"tokens": 2})
+    assert manager.latest_step() == 2
+    assert any("step-00000002 is complete, although the file system reported" in line for line in log), log
+    assert steps_in(tmp_path) == [1, 2]  # the rename may not survive a power cut
+    save_and_wait(manager, 2, make_state(2), {"tokens": 2})
+    save_and_wait(manager, 3, make_state(3), {"tokens": 3})
+    manager.close()
+    assert steps_in(tmp_path) == [3]
+    assert read_manifest(step_folder(tmp_path, 3)).parent.step == 2
+
+
+def test_a_checkpoint_counts_whose_name_could_not_be_synced(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def refusing(descriptor):
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")) == tmp_path and steps_in(tmp_path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    save_steps(tmp_path, 1, 1)
+    assert resumed(tmp_path)[0]["step"] == 1
+
+
+def test_saving_the_step_again_finds_the_checkpoint_that_was_taken_for_failed(tmp_path, monkeypatch):
+    """The file system does not even let the checkpoint be read when it is looked for."""
+    log = []
+    manager = begun(tmp_path, max_save_failures=2, log=log)
+    with monkeypatch.context() as patch:
+        refuse_late(patch, times=1)
+        patch.setattr(manifests, "_is_there", lambda *_: False)
+        manager.save(2, make_state(2), {"tokens": 2})
+    assert manager.latest_step() is None
+    assert any("failed saves in a row: 1" in line for line in log), log
+    manager.save(2, make_state(2), {"tokens": 2})
+    assert manager.latest_step() == 2
+    manager.close()
+    assert_equal(resumed(tmp_path)[1], make_state(2))
+
+
+def test_a_checkpoint_of_another_run_is_not_taken_for_a_late_one(tmp_path):
+    save_steps(tmp_path / "other", 7)
+    manager = begun(tmp_path)
+    shutil.copytree(step_folder(tmp_path / "other", 7), step_folder(tmp_path, 7))
+    with pytest.raises(UserError, match="step-00000007 exists, but not by this run"):
+        manager.save(7, make_state(7), {"tokens": 1})
+
+
+def test_a_checkpoint_that_is_there_but_cannot_be_read_is_a_failed_save(tmp_path):
+    log = []
+    manager = begun(tmp_path, max_save_failures=2, log=log)
+    step_folder(tmp_path, 7).mkdir()
+    (step_folder(tmp_path, 7) / "MANIFEST.json").write_text("{")
+    manager.save(7, make_state(7), {"tokens": 1})
+    assert any("step-00000007 could not be written" in line and "is damaged" in line for line in log), log
+
+
+def refuse(*_, **__):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_save_ends_whatever_its_clean_up_raises(tmp_path, monkeypatch, mode):
+    """shutil.rmtree raises in spite of ignore_errors if the file system refuses to close a folder."""
+
+    def fail(*_):
+        monkeypatch.setattr(shutil, "rmtree", refuse)
+        monkeypatch.setattr(Alone, "require_current", refuse)
+        raise SaveFailed("the disk refuses")
+
+    log = []
+    manager = begun(tmp_path, mode=mode, max_save_failures=2, log=log, timeout_seconds=20)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write", fail)
+        save_and_wait(manager, 1, make_state(1), {"tokens": 1})
+    assert any("the disk refuses; TRAINING GOES ON" in line for line in log), log
+
+
+def test_a_save_that_cannot_begin_keeps_nobody_waiting(tmp_path, monkeypatch):
+    """The thread of the grace time goes on after the error, and the main thread waits for the save."""
+
+    def refuse(*_):
+        raise MemoryError("no room to stage")
+
+    monkeypatch.setattr(store.Stager, "stage", refuse)
+    manager = begun(tmp_path, mode="async", timeout_seconds=20)
+    for action in (lambda: manager.save(1, make_state(1), {"tokens": 1}), manager.wait):
+        with pytest.raises(MemoryError):
+            action()
+
+
+def test_an_error_after_a_save_does_not_make_it_fail(tmp_path, monkeypatch):
+    log = []
+    manager = begun(tmp_path, keep_last=1, log=log)
+    manager.save(1, make_state(1), {"tokens": 1})
+    looks = iter([None, None, OSError(errno.EIO, "no answer")])  # at the beginning, before the commit, and after it
+
+    def look(_):
+        if error := next(looks):
+            raise error
+
+    monkeypatch.setattr(Alone, "require_current", look)
+    manager.save(2, make_state(2), {"tokens": 2})
+    manager.close()
+    assert any("can't look for checkpoints to remove" in line for line in log), log
 
 
 @pytest.mark.parametrize("moment", ["data", "manifest", "rename"])
@@ -366,6 +495,27 @@ def test_a_run_is_not_thrown_back_by_the_command_that_began_it(tmp_path, of):
     (run / "step-00000004" / "trainer.json").unlink()
     make_manager(run, load=load).resume(state)
     assert_equal(state, make_state(2))
+
+
+def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path):
+    save_steps(tmp_path / "base/checkpoints", 1, 2)
+    run, base, log = tmp_path / "run", str(tmp_path / "base"), []
+    assert resumed(run, load=base, log=log)[0]["step"] == 2
+    assert f"resuming from {base}/checkpoints/step-00000002: checkpoint.load is {base}" in log
+    save_steps(run, 3, load=base)
+    save_steps(tmp_path / "base/checkpoints", 9)  # the other run goes on, and this one does not jump there
+    assert resumed(run, load=base)[0]["step"] == 3
+    assert resumed(run, load=base, go_back=1)[0]["step"] == 9
+    assert steps_in(run / "abandoned-001") == [3]
+
+
+def test_weights_may_come_from_a_run_folder(tmp_path):
+    save_steps(tmp_path / "base/checkpoints", 1, 2)
+    log = []
+    state = make_state(5)
+    make_manager(tmp_path / "new", log=log, init_from=str(tmp_path / "base")).resume(state)
+    assert torch.equal(state["model.weight"], make_state(2)["model.weight"])
+    assert f"starting from the weights of {tmp_path}/base/checkpoints/step-00000002" in log[-1]
 
 
 def test_where_a_run_began_may_be_gone_or_damaged_since(tmp_path):
@@ -586,7 +736,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
     flip_a_bit(source / "__0_0.distcp")
     with pytest.raises(Damaged, match=r"__0_0.distcp has changed"):
         init_from(tmp_path / "new", source, make_state())
-    with pytest.raises(Damaged, match="is not a checkpoint"):
+    with pytest.raises(UserError, match=rf"{tmp_path}/nowhere: no such folder"):
         init_from(tmp_path / "new", tmp_path / "nowhere", make_state())
 
 

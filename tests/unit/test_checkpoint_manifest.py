@@ -89,10 +89,13 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
         read_manifest(folder)
 
 
-def test_newer_format(tmp_path):
+@pytest.mark.parametrize(("more", "keel"), [(1, "a newer Keel"), (-1, "the Keel that wrote it")])
+def test_another_format(tmp_path, more, keel):
     folder = committed(tmp_path)
-    edit(folder, format_version=FORMAT_VERSION + 1, files="unheard of")
-    with pytest.raises(UserError, match=f"has format {FORMAT_VERSION + 1}; this Keel reads up to {FORMAT_VERSION}"):
+    edit(folder, format_version=FORMAT_VERSION + more, files="unheard of")
+    with pytest.raises(
+        UserError, match=f"has format {FORMAT_VERSION + more}; this Keel reads {FORMAT_VERSION}: use {keel}"
+    ):
         read_manifest(folder)
 
 

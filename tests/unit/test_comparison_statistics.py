@@ -5,15 +5,20 @@ import math
 import numpy as np
 import pytest
 
-from trainer.comparison.statistics import CONFIDENCE, POWER, Needed, compare, student
+from scripts.comparison.statistics import CONFIDENCE, POWER, Needed, compare, student
 
 
 @pytest.mark.parametrize(
     ("confidence", "freedom", "quantile"),
-    [(0.95, 1, 12.706), (0.95, 2, 4.303), (0.99, 3, 5.841), (0.95, 10, 2.228), (0.98, 4, 3.747), (0.95, 1000, 1.962)],
+    [(0.95, 1, 12.706), (0.95, 2, 4.303), (0.99, 3, 5.841), (0.95, 10, 2.228), (0.98, 4, 3.747), (0.99, 120, 2.617)],
 )
 def test_students_quantiles_are_those_of_the_tables(confidence, freedom, quantile):
     assert student(confidence, freedom) == pytest.approx(quantile, abs=6e-4)
+
+
+def test_a_quantile_of_many_degrees_of_freedom_is_hardly_too_wide():
+    for confidence, normal in ((0.95, 1.95996), (0.98, 2.32635), (0.99, 2.57583)):
+        assert normal < student(confidence, 10**6) < 1.015 * normal
 
 
 def trial(generator, seeds, sequences, of_seed, of_text, of_both, difference=0.0):

@@ -37,7 +37,21 @@ def test_help_needs_nothing(words):
 @pytest.mark.parametrize(
     ("words", "messages"),
     [
-        ([], ["--config NAME_OR_PATH is missing; to try Keel, --config debug.toml"]),
+        ([], ["no job is named; to try Keel: keel train debug.toml, or python train.py --config debug.toml"]),
+        (
+            ["--config", "a", "--gpus", "4"],
+            [
+                "--gpus: unknown flag; keel train JOB --ranks N starts N ranks, and so does torchrun "
+                "--nproc-per-node N train.py ..."
+            ],
+        ),
+        (
+            ["--config", "a", "--resume"],
+            [
+                "--resume: unknown flag; the same command resumes from the newest checkpoint; checkpoint.load names "
+                "another"
+            ],
+        ),
         (["--config"], ["--config: needs a value: --config NAME_OR_PATH"]),
         (["--config", "a", "--config=b"], ["--config: given 2 times: a, b"]),
         (["--config", "a", "b.toml"], ['unexpected argument "b.toml"; did you mean --config b.toml?']),
@@ -57,7 +71,7 @@ def test_help_needs_nothing(words):
                 "--cofig: unknown flag; did you mean --config?",
                 "--training.steps: needs a value: --training.steps VALUE",
                 "--job.name: needs a value: --job.name VALUE",
-                "--config NAME_OR_PATH is missing; to try Keel, --config debug.toml",
+                "no job is named; to try Keel: keel train debug.toml, or python train.py --config debug.toml",
             ],
         ),
     ],
@@ -116,11 +130,12 @@ def test_validate_warns_of_what_is_not_on_this_machine(tmp_path, monkeypatch, ca
     valid, *warnings = capsys.readouterr().out.splitlines()
     assert valid.startswith("job.toml is valid")
     assert [line.split(";")[0] for line in warnings] == [
-        'warning: job.toml:4: tokenizer.train_on names "no.txt": no such file or folder',
-        'warning: job.toml:4: tokenizer.train_on names "*.no": no such file or folder',
-        'warning: job.toml:18: data.sources.2.path is "there.jsonl": no such folder of token files',
+        f'warning: job.toml:4: tokenizer.train_on names "no.txt": no such file or folder: {tmp_path}/no.txt',
+        f'warning: job.toml:4: tokenizer.train_on names "*.no": no such file or folder: {tmp_path}/*.no',
+        'warning: job.toml:18: data.sources.2.path is "there.jsonl": no such folder of token files: '
+        f"{tmp_path}/there.jsonl",
         'warning: job.toml:6: checkpoint.load is "far/step-00000001": no such folder (use "latest", "none", a step '
-        "or a path)",
+        f"or a path): {tmp_path}/far/step-00000001",
     ]
     assert all(line.endswith("; the machine that runs the job needs it") for line in warnings)
 
@@ -232,3 +247,39 @@ def test_a_current_folder_that_was_removed_is_one_message(tmp_path, words):
     assert done.returncode == 78
     message = "the current folder can't be found (No such file or directory); change to one that exists\n"
     assert done.stderr.removeprefix("error: ") == message
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--pipeline.schedule", "gpipe"], 'pipeline.schedule = "gpipe" does nothing with mesh.pp = 1'),
+        (
+            [
+                "--validation.interval",
+                "50",
+                "--training.steps",
+                "4",
+                "--validation.sources",
+                "[{name='v',kind='synthetic'}]",
+            ],
+            "validation.interval = 50 is beyond training.steps = 4: there is no validation",
+        ),
+        (
+            ["--compile.mode", "max-autotune", "--compile.enable", "false"],
+            "--compile.mode: compile.mode does nothing with enable = false (--compile.enable), which compiles nothing; "
+            "leave it out, or change enable",
+        ),
+    ],
+)
+def test_a_setting_without_effect_is_a_warning_of_validate(capsys, words, said):
+    job = ["--config", "debug", "--validation.interval", "0", "--job.device", "cuda"]
+    assert answer(parse_command_line([*job, *words, "--validate"]), {})
+    assert f"warning: {said}\n" in capsys.readouterr().out
+    assert answer(parse_command_line([*job, "--validate"]), {})
+    assert "does nothing" not in capsys.readouterr().out
+
+
+def test_a_schedule_has_an_effect_if_any_mesh_of_an_elastic_job_is_a_pipeline(capsys):
+    words = ["--pipeline.schedule", "gpipe", "--elastic.enable", "true", "--elastic.meshes", "[{pp = 2}, {}]"]
+    assert answer(parse_command_line(["--config", "debug", *words, "--validate"]), {})
+    assert "pipeline.schedule" not in capsys.readouterr().out

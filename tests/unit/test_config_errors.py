@@ -12,6 +12,7 @@ from configs.errors import ConfigError
 from configs.load import load
 from configs.paths import missing_paths
 from configs.reading.toml_text import table_text
+from tests.conftest import ROOT
 from tests.unit.small_job import JOB
 
 NOT_TOML = """\
@@ -41,15 +42,20 @@ def mistakes(text, *overrides, world_size=None):
     [
         ("[training]\nstepz = 1", "job.toml:3: unknown key training.stepz; did you mean training.steps?"),
         ("[training]\nlr = 1", "job.toml:3: unknown key training.lr; did you mean optimizer.lr?"),
-        ("training.warmup = 1", "job.toml:2: unknown key training.warmup; did you mean lr_schedule.warmup_steps?"),
+        (
+            "training.warmup_step = 1",
+            "job.toml:2: unknown key training.warmup_step; did you mean lr_schedule.warmup_steps?",
+        ),
         ("[model]\nhidden_size = 1", "job.toml:3: unknown key model.hidden_size; did you mean model.dim?"),
         ("steps = 1", "job.toml:2: unknown key steps; did you mean training.steps?"),
+        ("[mesh]\nTP = 1", "job.toml:3: unknown key mesh.TP; did you mean mesh.tp?"),
         ("[mesh]\nqq = 1", "job.toml:3: unknown key mesh.qq; [mesh] has dp_replicate, dp_shard, cp, tp, pp, ep"),
         ("[trainning]\nx = 1", "job.toml:2: unknown table [trainning]; did you mean [training]?"),
         ("[training]\nmesh.tp = 1", "job.toml:3: unknown table [training.mesh]; did you mean [mesh]?"),
         (
-            "model = {rope_scaling = {factor = 8.0,\nlo_freq = 1}}",
-            "job.toml:3: unknown key model.rope_scaling.lo_freq; did you mean model.rope_scaling.low_freq_factor?",
+            "model = {rope_scaling = {factor = 8.0,\nlo_freq_factor = 1}}",
+            "job.toml:2: unknown key model.rope_scaling.lo_freq_factor; did you mean "
+            "model.rope_scaling.low_freq_factor?",
         ),
         (
             '[[validation.sources]]\nname = "a"\nkind = "synthetic"\n\n[[validation.sources]]\n"knd" = ""\nname = "b"',
@@ -65,16 +71,24 @@ def test_unknown_keys_name_the_nearest(text, message):
     ("text", "message"),
     [
         ('[training]\nsteps = "100"', 'training.steps must be an integer > 0, got "100"; write it without the quotes'),
-        ("[training]\nsteps = 100.0", "training.steps must be an integer > 0, got 100.0; write 100"),
+        ("[training]\nsteps = 100.0", "training.steps must be an integer > 0, got 100.0"),
         ("[training]\nsteps = 0", "training.steps must be an integer > 0, got 0"),
         ("[training]\nseed = -1", "training.seed must be an integer >= 0 and < 2**63, got -1"),
         ("[optimizer]\nlr = true", "optimizer.lr must be a number > 0, got true"),
         ("[optimizer]\nlr = nan", "optimizer.lr must be a number > 0, got nan"),
         ("[job]\nname = 2024", "job.name must be a string, got 2024; write it in quotes"),
-        ('[compile]\nenable = "True"', 'compile.enable must be true or false, got "True"; write true'),
+        ('[compile]\nenable = "True"', 'compile.enable must be true or false, got "True"; write it without the quotes'),
         (
             '[training]\ndtype = "fp32"',
             'training.dtype must be one of "float32" | "bfloat16" | "float64", got "fp32"; did you mean "float32"?',
+        ),
+        (
+            '[metrics]\nsink = "wandb"',
+            'metrics.sink must be a string such as "package.module:Class", got "wandb"',
+        ),
+        (
+            '[metrics]\nsink = "mine"',
+            'metrics.sink must be a string such as "package.module:Class", got "mine"',
         ),
         ("[data]\nsources = [3]", "data.sources.0 must be a table, got 3"),
         ("[tokenizer]\ntrain_on = [1]", "tokenizer.train_on must be a list of strings, got [1]"),
@@ -85,10 +99,10 @@ def test_wrong_types_say_what_was_expected_and_what_was_got(text, message):
     assert mistakes(text) == [f"job.toml:3: {message}"]
 
 
-def test_a_list_of_several_lines_is_blamed_at_its_item():
+def test_a_list_of_several_lines_is_blamed_at_its_key():
     text = "[optimizer]\nbetas = [\n  0.9,\n  1.5,\n]"
     assert mistakes(text) == [
-        "job.toml:5: optimizer.betas must be a list of 2 numbers, each >= 0 and < 1, got [0.9, 1.5]"
+        "job.toml:3: optimizer.betas must be a list of 2 numbers, each >= 0 and < 1, got [0.9, 1.5]"
     ]
 
 
@@ -150,6 +164,11 @@ def test_everything_at_once_and_each_at_its_own_place():
     ]
 
 
+def test_a_flag_that_cannot_be_set_is_reported_beside_what_is_wrong_between_keys():
+    found = mistakes("[model]\nn_kv_heads = 3", "--training.seed.x=1")
+    assert [line.split(" ")[0] for line in found] == ["job.toml:3:", "--training.seed.x:"]
+
+
 def test_a_check_that_needs_a_wrong_key_keeps_quiet():
     """dim is no number, so nothing can be said of dim / n_heads; all else is checked."""
     found = mistakes('[model]\ndim = "x"\nn_kv_heads = 3\n[tokenizer]\ntrain_on = ["a"]')
@@ -178,14 +197,18 @@ def test_no_toml(text, message):
     assert lines[2].strip() == "^"
 
 
-def test_bases_that_lead_nowhere_or_back():
-    for name, base in (("a", '"b.toml"'), ("b", '"a.toml"'), ("c", '"nope.toml"'), ("d", "3")):
+def test_bases_that_lead_nowhere_or_back(tmp_path):
+    bases = (("a", '"b.toml"'), ("b", '"a.toml"'), ("c", '"nope.toml"'), ("d", "3"), ("e", '"e.toml"'), ("f", '"x/y"'))
+    for name, base in bases:
         with open(f"{name}.toml", "w", encoding="utf-8") as file:
             file.write(f"\nbase = {base}\n")
     for name, message in {
         "a": "b.toml:2: the bases form a circle: a.toml -> b.toml -> a.toml",
-        "c": 'c.toml:2: base = "nope.toml": no such file: nope.toml',
+        "c": f'c.toml:2: base = "nope.toml": no such file: {tmp_path}/nope.toml (nor is it one of the jobs in '
+        f"{ROOT}/configs)",
         "d": "d.toml:2: base must be the path of another job file, got 3",
+        "e": "e.toml:2: the bases form a circle: e.toml -> e.toml",
+        "f": f'f.toml:2: base = "x/y": no such file: {tmp_path}/x/y',
     }.items():
         with pytest.raises(ConfigError) as caught:
             load(f"{name}.toml")
@@ -199,9 +222,9 @@ def test_a_file_that_is_not_utf8(tmp_path):
 
 
 def test_a_name_that_is_no_file():
-    with pytest.raises(ConfigError, match=r"--config debugg: no job file .* did you mean debug.toml\?"):
+    with pytest.raises(ConfigError, match=r"job debugg: no job file at /.*/debugg or in configs/; did you mean debug"):
         load("debugg")
-    with pytest.raises(ConfigError, match=r"at that path; .*configs has .*debug, .*llama_1b"):
+    with pytest.raises(ConfigError, match=r"no job file at /.*/some/where.toml; .*configs has .*debug, .*llama_1b"):
         load("some/where.toml")
 
 
@@ -210,7 +233,7 @@ TOO_LONG = "x" * 300
 
 
 def test_files_that_cannot_be_looked_at(tmp_path):
-    with pytest.raises(ConfigError, match=f"^--config {TOO_LONG}: cannot be read: File name too long$"):
+    with pytest.raises(ConfigError, match=f"^job {TOO_LONG}: cannot be read: File name too long$"):
         load(TOO_LONG)
     (tmp_path / "job.toml").write_text(f'base = "{TOO_LONG}"\n')
     with pytest.raises(ConfigError, match=rf'job.toml:1: base = "{TOO_LONG}" cannot be read: File name too long$'):

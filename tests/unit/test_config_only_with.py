@@ -1,4 +1,4 @@
-"""Keys that do something only with others: declared on the schema, an error where they were set in vain, no other."""
+"""Keys that do something only with others: declared on the schema, a warning where they were set in vain."""
 
 import copy
 from pathlib import Path
@@ -7,18 +7,15 @@ import pytest
 import tomli
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from configs import checks
 from configs.checks.idle import idle_keys
 from configs.display import help_text
 from configs.errors import ConfigError
-from configs.load import _construct, load
-from configs.reading.explain import bad_paths
-from configs.reading.keys import dotted, find, key_path, schema_keys
+from configs.load import load
+from configs.reading.keys import schema_keys
 from configs.reading.toml_text import table_text
 from configs.run_change import run_key_diff
-from configs.schema import Config, MissingKey
 from tests.conftest import ROOT
 from tests.unit.small_job import JOB
 
@@ -45,13 +42,17 @@ def inheriting(**files):
 def test_one_edit_turns_an_inherited_mode_off(mode, tmp_path):
     loaded = load("llama_405b", ["--activation_checkpoint.mode", mode])
     assert loaded.config.activation_checkpoint.save_every_nth_matmul == 1
-    origin = loaded.origins["activation_checkpoint.save_every_nth_matmul"]
+    assert loaded.origins["activation_checkpoint.save_every_nth_matmul"] == "default"
     lines = (ROOT / "configs/llama_405b.toml").read_text().split("\n")
     line = next(i for i, text in enumerate(lines, 1) if text.startswith("save_every_nth_matmul = 2"))
-    assert origin == f'default; {ROOT}/configs/llama_405b.toml:{line} does nothing with mode = "{mode}"'
-    assert origin in loaded.to_toml(with_origins=True)
+    assert loaded.warnings[0].startswith(
+        f"{ROOT}/configs/llama_405b.toml:{line}: activation_checkpoint.save_every_nth_matmul does nothing with mode = "
+        f'"{mode}" (--activation_checkpoint.mode), only with "selective"; leave it out'
+    )
     (tmp_path / "resolved.toml").write_text(loaded.to_toml())
-    assert load("resolved.toml").config == loaded.config
+    again = load("resolved.toml")
+    assert again.config == loaded.config
+    assert again.warnings == ()
 
 
 SELECTIVE = '[activation_checkpoint]\nmode = "selective"\nsave_ops = ["aten.mm"]\n'
@@ -63,9 +64,12 @@ BUDGET = "[activation_checkpoint]\nmemory_budget = 0.25\n"
     ("files", "words", "message"),
     [
         ({"a": SELECTIVE}, [], None),
-        ({"a": SELECTIVE, "b": FULL}, [], None),
-        ({"a": SELECTIVE, "b": FULL, "c": '[activation_checkpoint]\nmode = "none"'}, [], None),
-        ({"a": SELECTIVE, "b": ""}, ["--activation_checkpoint.mode=none"], None),
+        (
+            {"a": SELECTIVE, "b": FULL},
+            [],
+            'a.toml:4: activation_checkpoint.save_ops does nothing with mode = "full" (b.toml:3), only with '
+            '"selective"; leave it out, or change mode',
+        ),
         ({"a": FULL, "b": SELECTIVE}, [], None),
         (
             {"a": FULL + 'save_ops = ["aten.mm"]', "b": ""},
@@ -108,15 +112,14 @@ BUDGET = "[activation_checkpoint]\nmemory_budget = 0.25\n"
         ),
     ],
 )
-def test_a_key_in_vain_is_a_mistake_of_the_layer_that_sets_it(files, words, message):
+def test_a_key_in_vain_is_a_warning(files, words, message):
+    loaded = load(inheriting(**files), words)
+    assert list(idle_keys(loaded.config)) == []
     if message is None:
-        loaded = load(inheriting(**files), words)
-        assert list(idle_keys(loaded.config)) == []
-        return
-    with pytest.raises(ConfigError) as caught:
-        load(inheriting(**files), words)
-    assert len(str(caught.value).split("\n")) == 1
-    assert str(caught.value).startswith(message)
+        assert loaded.warnings == ()
+    else:
+        (warning,) = loaded.warnings
+        assert warning.startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +139,10 @@ def test_an_overruled_key_of_a_list_item():
     text = '[tokenizer]\npath = "t.model"\n[[data.sources]]\nname = "s"\nkind = "text"\npath = "x"\ntext_key = "y"\n'
     loaded = load(inheriting(a=text), ["--data.sources.0.kind", "synthetic"])
     assert (loaded.config.data.sources[0].path, loaded.config.data.sources[0].text_key) == (None, "text")
-    assert loaded.origins["data.sources.0.path"] == 'default; a.toml:7 does nothing with kind = "synthetic"'
+    assert [warning.split(", ")[0] for warning in loaded.warnings] == [
+        'a.toml:7: data.sources.0.path does nothing with kind = "synthetic" (--data.sources.0.kind)',
+        'a.toml:8: data.sources.0.text_key does nothing with kind = "synthetic" (--data.sources.0.kind)',
+    ]
 
 
 def test_an_overruled_run_key_is_a_change_of_the_run():
@@ -147,13 +153,15 @@ def test_an_overruled_run_key_is_a_change_of_the_run():
     ]
 
 
-def test_a_job_with_other_mistakes_says_what_is_in_vain_too():
-    with pytest.raises(ConfigError) as caught:
-        load(
-            "job.toml", ["--training.seq_len=x", "--optimizer.momentum=0.5", "--fsdp.zero_stage=9", "--optimizer.eps=0"]
-        )
-    blamed = {line.split(": ")[0] for line in str(caught.value).split("\n")}
-    assert blamed == {"--training.seq_len", "--optimizer.momentum", "--fsdp.zero_stage", "--optimizer.eps"}
+def test_a_key_that_needs_one_in_vain_is_in_vain_too():
+    words = ["--fsdp.partition=owner", "--fsdp.zero_stage=2", "--fsdp.reshard_after_forward=always"]
+    loaded = load("job.toml", words)
+    assert [warning.split(": ")[0] for warning in loaded.warnings] == words_without_values(words[1:])
+    assert loaded.config.fsdp.zero_stage == 3
+
+
+def words_without_values(words):
+    return [word.partition("=")[0] for word in words]
 
 
 def test_help_says_what_a_key_needs():
@@ -179,7 +187,7 @@ def test_every_condition_is_of_a_key_with_a_default_and_about_a_key_that_can_mee
             assert condition.values or not other.choices
 
 
-# --------------------------------------------------------------------------- every rule runs, or has a reason not to
+# --------------------------------------------------------------------------- every rule runs
 
 
 def test_a_typo_in_a_rule_is_no_reason_to_skip_it(monkeypatch):
@@ -187,8 +195,6 @@ def test_a_typo_in_a_rule_is_no_reason_to_skip_it(monkeypatch):
         yield "training.steps", config.training.step
 
     monkeypatch.setattr(checks, "RULES", (with_typo,))
-    with pytest.raises(AttributeError, match="step"):
-        load("job.toml", ["--training.seq_len=wrong"])
     with pytest.raises(AttributeError, match="step"):
         load("job.toml")
 
@@ -202,13 +208,12 @@ VALUES = {
 DEBUG = tomli.loads((ROOT / "configs/debug.toml").read_text())
 MIXTURE = tomli.loads(JOB) | {"model": tomli.loads(JOB)["model"] | {"n_experts": 4}}
 LEAVES = {name: key for name, key in schema_keys().items() if not key.is_table and ".N." not in name}
-NONSENSE = st.sampled_from([-1, 1.5, True, "y", [], [3], {}, {"x": 1}, [{"x": 1}, 3], [{"name": "a"}]])
 
 
 def values_of(key):
     if key.choices:
         return st.sampled_from([int(choice) if str(choice).isdigit() else choice for choice in key.choices])
-    return next((values for kind, values in VALUES.items() if key.type.startswith(kind)), NONSENSE)
+    return next((values for kind, values in VALUES.items() if key.type.startswith(kind)), st.just([]))
 
 
 BASES = st.sampled_from([tomli.loads(JOB), MIXTURE, DEBUG])
@@ -253,36 +258,6 @@ def put(values, given):
     return values
 
 
-def read_rule(rule, config, world_size):
-    """The keys that a rule blames, or the key for the lack of which it cannot run."""
-    try:
-        return [key for key, _ in rule(config, world_size)], None
-    except MissingKey as missing:
-        return [], str(missing).rpartition(".")[2]
-
-
-@ANY
-@given(
-    BASES,
-    settings_of(LEAVES, 6),
-    st.dictionaries(st.sampled_from(sorted(LEAVES)), st.none() | NONSENSE, max_size=4),
-    st.sampled_from([None, 1, 2, 8]),
-)
-def test_every_rule_runs_or_is_skipped_since_a_key_it_reads_is_wrong(base, given_values, wrong, world_size):
-    """Any keys set to anything of their type, to nonsense, or left out."""
-    values = put(put(copy.deepcopy(base), given_values), copy.deepcopy(wrong))
-    try:
-        config, bad = Config.model_validate(values), set()
-    except ValidationError as error:
-        bad = {str(part) for path in bad_paths(error) for part in path}
-        config = _construct(Config, values, set(bad_paths(error)))
-    for rule in checks.RULES:
-        blamed, lacking = read_rule(rule, config, world_size)
-        assert lacking is None or lacking in bad
-        assert all(map(find, map(key_path, blamed)))
-    list(idle_keys(config))
-
-
 @ANY
 @given(BASES, overruled(), settings_of([*NEEDED, *CONDITIONAL], 2), settings_of(NEEDED, 1))
 def test_any_job_is_a_message_or_loads_back_equal(tmp_path, base, layers, more_below, more_above):
@@ -295,6 +270,6 @@ def test_any_job_is_a_message_or_loads_back_equal(tmp_path, base, layers, more_b
     except ConfigError as error:
         assert not [line for line in str(error).split("\n") if not line.startswith(("above.toml", "below.toml"))]  # noqa: PT017
         return
-    assert not [dotted(idle.path) for idle in idle_keys(loaded.config) if idle.is_set]
+    assert not list(idle_keys(loaded.config))
     (tmp_path / "resolved.toml").write_text(loaded.to_toml())
     assert load("resolved.toml").config == loaded.config

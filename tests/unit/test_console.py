@@ -7,17 +7,21 @@ import math
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
-from configs.layout import MeshSizes
+from configs.layout import MeshSizes, mesh_sizes
+from configs.load import load
 from configs.schema import Config
-from trainer.kernels import row_adamw
-from trainer.report import bars
+from trainer.announce import _activation_rows
+from trainer.optimizers import adamw
+from trainer.report import bars, step_table
 from trainer.report.console import Console
 from trainer.report.metrics import Kind, Memory, StepMetrics, memory_of
 from trainer.report.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
@@ -156,10 +160,19 @@ def rows_of(out):
     return [line for line in out.getvalue().splitlines() if line.strip()]
 
 
-def test_a_logged_step_is_one_row_under_its_header(streams):
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds of a clock that a test turns."""
+    now = [1000.0]
+    monkeypatch.setattr(step_table.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_logged_step_is_one_row_under_its_header(streams, clock):
     console = Console(0, *streams)
     with console.training(0, 100, show_mfu=True):
         console.step(metrics(10, mfu=0.4123))
+        clock[0] += 20
         console.step(metrics(20, tokens_per_second=None, step_seconds=None))
     header, first, second = rows_of(streams[0])
     assert header.split() == ["step", "loss", "grad", "norm", "lr", "tokens/s", "mfu", "time", "left"]
@@ -364,7 +377,7 @@ def test_the_summary_says_what_adamw_keeps_and_what_updates(monkeypatch):
         "float32 parameters, bfloat16 moments, float32 forward and backward, float32 reduction"
     )
     for has_triton, expected in ((True, "Keel's kernel of AdamW"), (False, "torch's kernel of AdamW")):
-        monkeypatch.setattr(row_adamw, "_has_triton", lambda has=has_triton: has)
+        monkeypatch.setattr(adamw, "_has_triton", lambda has=has_triton: has)
         assert summary(config(), device_name="NVIDIA H200")["technique"] == expected
 
 
@@ -389,6 +402,8 @@ def test_the_closing_says_where_everything_is_and_what_took_the_time():
     assert rows["memory"] == "512 MiB at the peak, of the whole process with Python and torch"
     assert rows["loss"] == "8.3000 at first, 4.4000 at last"
     assert rows["curves"] == "tensorboard --logdir runs/toy/tensorboard"
+    spaced = dict(closing_rows(config(), Path("my runs/toy"), seconds, None, Memory(2**29), newest))
+    assert shlex.split(spaced["curves"]) == ["tensorboard", "--logdir", "my runs/toy/tensorboard"]
     assert rows["checkpoint"] == "runs/toy/checkpoints/x"
     assert closing_title("preempted", 120, "SIGTERM").startswith("Stopped by SIGTERM after step 120")
 
@@ -414,6 +429,103 @@ def test_the_percent_of_the_memory_is_a_column_where_there_is_one(streams):
     assert [row[5] for row in rows] == ["87.5%", "-"]
 
 
+def test_the_time_left_includes_validations_and_saves_and_does_not_jump(clock):
+    """Steps of 1 s but for the first, which compiles; 20 s of validation every 50 and 6 s of saving every 80 steps."""
+    table = step_table.StepTable(1000, show_mfu=False, show_memory=False)
+    estimates = {}
+    begun = clock[0]
+    for step in range(1, 1001):
+        clock[0] += 60 if step == 1 else 1
+        clock[0] += 20 * (step % 50 == 0) + 6 * (step % 80 == 0)
+        if step % 10 == 0:
+            table.row(metrics(step, step_seconds=1.0))
+            estimates[step] = table._seconds_per_step * (1000 - step), clock[0] - begun
+    whole = clock[0] - begun
+    for step in range(200, 1000, 10):
+        left, spent = estimates[step]
+        assert left == pytest.approx(whole - spent, rel=0.12, abs=25), step
+
+
+def test_the_time_left_follows_a_run_that_has_become_slower(clock):
+    table = step_table.StepTable(10**6, show_mfu=False, show_memory=False)
+    for step in range(10, 60_000, 10):
+        clock[0] += 10 if step < 50_000 else 30
+        table.row(metrics(step))
+    assert table._seconds_per_step == pytest.approx(3.0)
+
+
+def test_the_time_left_after_a_run_has_gone_back(clock):
+    table = step_table.StepTable(100, show_mfu=False, show_memory=False)
+    for step in (10, 20, 30, 10, 20):
+        clock[0] += 40
+        row = table.row(metrics(step))
+    assert row.endswith("5 min 20 s")
+
+
+JOBS = [("debug", 1), ("debug", 2), ("my_text", 1), ("llama_1b", 8), ("llama_7b", 8), ("llama_405b", 1024)]
+
+
+@pytest.mark.parametrize(("job", "ranks"), [*JOBS, ("deepseek_moe_16b", 64)])
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA H100 80GB HBM3"])
+def test_no_line_is_longer_than_a_terminal_of_80_columns(streams, monkeypatch, job, ranks, device):
+    words = ["train", "--config", f"{job}.toml", "--training.learning_rate", "0.0003"]
+    monkeypatch.setattr(sys, "argv", [*words, "--job.output_dir", "runs/an experiment with a name of several words"])
+    config = load(job, world_size=ranks).config
+    peak, console, folder = None if device == "cpu" else 989.5e12, Console(0, *streams), Path("runs/some_run")
+    seconds = dict.fromkeys(Kind, 10000.0)
+    console.table(
+        "Keel trains", startup_rows(config, mesh_sizes(config, ranks), device, peak, ["s: text x"], folder, 5)
+    )
+    checkpointing = config.activation_checkpoint.model_copy(update={"mode": "selective"})
+    console.table(
+        "kept",
+        _activation_rows(config.model_copy(update={"activation_checkpoint": checkpointing}), torch.device("cpu")),
+    )
+    with console.training(0, 10**6, show_mfu=device != "cpu", show_memory=device != "cpu"):
+        console.step(metrics(123_456, mfu=0.412, memory_percent=91.4, tokens_per_second=1_234_567.0, step_seconds=9.9))
+        console.step(metrics(200_000, grad_norm=99_999, validation_loss=4.5, validation_bits_per_byte=1.9))
+    memory = memory_of([60 * 2**30, 70 * 2**30, 3, 1, 80 * 2**30])
+    console.table("Done", closing_rows(config, folder, seconds, (8.3, 4.4), memory, folder))
+    console.commands("What to try next", next_rows(config, "done"))
+    lines = streams[0].getvalue().splitlines()
+    assert len(lines) > 40
+    assert [line for line in lines if len(line) > 80] == []
+
+
+def test_a_table_keeps_numbers_with_their_units(streams):
+    text = ", ".join(f"part {number} {number} min {number} s" for number in range(10, 20))
+    Console(0, *streams).table("Title", [("time", text), ("long", "word " * 30), ("path", "a/long/path" * 9)])
+    lines = streams[0].getvalue().splitlines()[3:]
+    assert lines[0] == "  time   part 10 10 min 10 s, part 11 11 min 11 s, part 12 12 min 12 s,"
+    assert lines[4] == "  long   " + "word " * 13 + "word"
+    assert lines[-1] == "  path   " + "a/long/path" * 9
+
+
+def test_commands_to_paste_are_the_same_in_several_lines(streams):
+    command = "keel train job.toml --job.name 'a name with spaces' --data.prepare.input " + "'a folder' " * 9
+    Console(0, *streams).commands("Next", [("do this", command), ("or this", "keel train --help")])
+    out = streams[0].getvalue()
+    first, second = out.partition("  do this\n")[2].split("  or this\n")
+    assert first.count("\\\n") == 2
+    assert "--job.name 'a name with spaces'" in first
+    assert max(map(len, out.splitlines())) <= 80
+    done = subprocess.run(["sh", "-c", f"keel() {{ printf '%s\\n' \"$@\"; }}\n{first}"], capture_output=True, text=True)
+    assert done.stdout.splitlines() == shlex.split(command)[1:]
+    assert second == "    keel train --help\n"
+
+
+def test_a_long_line_breaks_between_words_on_a_terminal():
+    program = (
+        "from trainer.report.console import Console\n"
+        "with Console() as console:\n"
+        "    console.line('  ' + 'several words ' * 10 + 'a/long/path' * 12)\n"
+    )
+    lines = in_terminal(program).split("\r\n")
+    assert lines[0] == "  " + "several words " * 6 + "several words"
+    assert lines[1] == "  several words several words several words"
+    assert lines[2] == "  " + "a/long/path" * 12
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """By torchrun, on one rank."""
@@ -426,7 +538,12 @@ def launched(monkeypatch):
 @pytest.mark.usefixtures("launched")
 def test_what_to_try_next_can_be_pasted():
     rows = dict(next_rows(config(), "done"))
-    assert rows["continue to twice the steps"] == "torchrun train.py --config debug.toml --training.steps 600"
+    how = "continue to twice the steps, past lr_schedule.total_steps (minimum rate)"
+    assert rows[how] == "torchrun train.py --config debug.toml --training.steps 600"
+    longer = dict(next_rows(config(lr_schedule={"total_steps": 10_000}), "done"))
+    assert longer["continue to twice the steps"].endswith("--training.steps 600")
+    longer = dict(next_rows(config(lr_schedule={"total_steps": 400}), "done"))
+    assert longer["continue to the end of the schedule"].endswith("--training.steps 400")
     assert rows["the same curve from two ranks"] == (
         "torchrun --nproc-per-node 2 train.py --config debug.toml --training.steps 300 --job.name toy-2-ranks"
     )

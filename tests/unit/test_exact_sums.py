@@ -15,7 +15,7 @@ from torch import Tensor
 from configs.schema import Optimizer
 from parallelisms.exact_numbers import exact_grad_norm
 from parallelisms.exact_reduction import ExactReduction, PartialSums, _add_pairs
-from trainer.optimizer import build_optimizer
+from trainer.optimizers.build import build_optimizer
 
 
 def tree(leaves: list[Tensor]) -> Tensor:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from configs import files
+from configs.errors import UserError, files_that_fail
 from configs.files import AppendedFile, open_plain, replacing, require_plain, write_atomically, write_even_if_full
 from tests.torture.full_disk import fill, free, small_disk
+from trainer.guards import outages as outage
 from trainer.guards.outages import Outages
 
 
@@ -126,6 +128,45 @@ def test_records_wait_for_room_whole_and_in_order(disk):
     assert ended == f"{path} can be written again"
 
 
+def test_a_record_is_written_once_although_closing_the_file_fails(tmp_path, monkeypatch):
+    file, close, refusals = AppendedFile(tmp_path / "metrics.jsonl"), os.close, [None] * 2
+
+    def closing(descriptor):
+        is_metrics = Path(os.readlink(f"/proc/self/fd/{descriptor}")) == file.path
+        close(descriptor)
+        if is_metrics and refusals:
+            refusals.pop()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "close", closing)
+    outages = Outages([].append, [].append)
+    for line in (b"one\n", b"two\n", b"three\n"):
+        file.write(line)
+        outages.flush(file)
+    outages.flush(file)
+    assert not refusals
+    assert file.path.read_bytes() == b"one\ntwo\nthree\n"
+
+
+def test_the_last_version_of_a_file_is_tried_again_and_not_for_ever(tmp_path, monkeypatch):
+    said, pauses, refusals = [], [], [None] * 3
+    monkeypatch.setattr(outage.time, "sleep", pauses.append)
+    outages, path = Outages(said.append, said.append), tmp_path / "status.json"
+
+    def write():
+        if refusals:
+            refusals.pop()
+            raise OSError(errno.ESTALE, "Stale file handle")
+        path.write_text("done")
+
+    outages.insist(path, write)
+    assert (path.read_text(), said, len(pauses)) == ("done", [], 3)
+    refusals.extend([None] * 100)
+    outages.insist(path, write)
+    assert sum(pauses) < 10
+    assert said == [f"{path} could not be written: Stale file handle; it is out of date"]
+
+
 def test_more_than_is_kept_is_counted_and_said(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "KEPT_BYTES", 10)
     file, said = AppendedFile(tmp_path / "gone" / "file"), []
@@ -192,3 +233,9 @@ def test_a_small_file_with_a_second_name_is_not_overwritten_in_place(disk):
     with pytest.raises(OSError, match="No space"):
         write_even_if_full(path, "new")
     assert (disk / "snapshot").read_text() == "old"
+
+
+@pytest.mark.parametrize("path", [".", "/"])
+def test_a_folder_in_a_files_place_is_an_error_about_it(path):
+    with pytest.raises(UserError, match=f"^{path}: Is a directory$".replace(".:", r"\.:")), files_that_fail():
+        write_atomically(Path(path), ["text"])

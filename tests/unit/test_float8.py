@@ -91,8 +91,6 @@ def test_a_mixture_keeps_its_experts_and_its_router():
         (("--float8.recipe", "tensorwise"), "a CPU has no 8-bit products"),
         (("--float8.recipe", "tensorwise", "--job.device", "auto"), "8-bit products have no float64 sums"),
         (("--float8.recipe", "rowwise", "--job.device", "auto", "--training.seq_len", "40"), "= 40 tokens, which must"),
-        (("--float8.emulate", "true"), "does nothing"),
-        (("--float8.recipe", "rowwise", "--float8.emulate", "true", "--float8.fsdp_all_gather", "true"), "no scale"),
         ((*EMULATED, "--float8.fsdp_all_gather", "true", "--fsdp.partition", "owner"), "gathers nothing"),
     ],
 )

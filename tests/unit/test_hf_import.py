@@ -1,6 +1,8 @@
 """Imports: what transformers has saved comes back bit by bit, and what Keel can't train is refused by name."""
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -10,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.export.hf import TokenizerFiles, export_hf, import_hf
 from checkpoint.export.hf_config import tensor_shapes, to_hf, to_keel
+from checkpoint.index import read_metadata
 from checkpoint.manifest import read_manifest
-from checkpoint.safe_read import read_metadata
 from checkpoint.tensor_stream import read_tensor
 from configs.errors import UserError
 from configs.load import load
@@ -281,3 +283,42 @@ def test_a_full_disk_leaves_nothing(exported, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"out could not be written: .*No space left on device"):
         import_hf(exported, tmp_path / "out", None)
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "hf"}
+
+
+def away(path, elsewhere):
+    """Move a file to another folder, and leave a link to it."""
+    elsewhere.mkdir(parents=True, exist_ok=True)
+    target = shutil.move(path, elsewhere / path.name)
+    path.symlink_to(os.path.relpath(target, path.parent))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "model.safetensors.index.json", "*.safetensors", "tokenizer.json"],
+)
+def test_a_link_out_of_the_folder_is_refused_by_name(exported, tmp_path, name, capsys):
+    """A stranger's folder could bring files of this machine into what one publishes."""
+    if name == "tokenizer.json":
+        (exported / name).write_text("{}")
+    name = sorted(exported.glob(name))[-1].name
+    away(exported / name, tmp_path / "private")
+    assert script.main([str(exported), str(tmp_path / "out")]) == 1
+    told = capsys.readouterr().err
+    assert f"{exported / name} is a link to {tmp_path / 'private' / name}, outside of the folder" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_within_the_folder_and_to_the_blobs_of_a_hub_cache_are_read(exported, tmp_path):
+    away(exported / "config.json", exported / "other")
+    import_hf(exported, tmp_path / "one", None)
+    cache = tmp_path / "models--org--name"
+    (cache / "snapshots").mkdir(parents=True)
+    snapshot = exported.rename(cache / "snapshots" / "0a1b2c")
+    for path in [*snapshot.glob("*.safetensors")]:
+        away(path, cache / "blobs")
+    import_hf(snapshot, tmp_path / "two", None)
+    assert state_of(tmp_path / "one").keys() == state_of(tmp_path / "two").keys()
+    blob = next((cache / "blobs").iterdir())
+    away(blob, tmp_path / "private")  # a blob is a file, not a link
+    with pytest.raises(UserError, match=f"{blob.name} is a link to {tmp_path}/private/{blob.name}, outside"):
+        import_hf(snapshot, tmp_path / "three", None)

@@ -1,6 +1,7 @@
 """The command `keel`: each word is a script's own main function, with the rest of the line."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -34,6 +35,17 @@ def test_a_word_that_is_no_command_names_the_nearest(capsys):
     assert capsys.readouterr().err == "keel qqq: no such command; keel --help lists all commands\n"
 
 
+def test_help_is_a_command_too(monkeypatch, capsys):
+    keel.main(["--help"])
+    told = capsys.readouterr().out
+    assert keel.main(["help"]) == 0
+    assert capsys.readouterr().out == told
+    monkeypatch.setattr(sys, "argv", ["keel"])
+    with pytest.raises(SystemExit):
+        keel.main(["help", "runs"])
+    assert "keel runs" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("name", "module"), [("plan", plan), ("checkpoint", checkpoint)])
 def test_the_rest_of_the_line_is_the_scripts_own(monkeypatch, name, module):
     monkeypatch.setattr(module, "main", lambda: (sys.argv, 7)[1])
@@ -59,6 +71,7 @@ class Replaced(Exception):
     [
         (["debug", "--training.steps", "5"], ["--config", "debug", "--training.steps", "5"]),
         (["--training.steps", "5", "--config", "debug"], ["--training.steps", "5", "--config", "debug"]),
+        (["--training.steps", "5", "debug"], ["--config", "debug", "--training.steps", "5"]),
         (["debug", "--mesh.dp_shard", "-1"], ["--config", "debug", "--mesh.dp_shard", "-1"]),
     ],
 )
@@ -99,7 +112,9 @@ def test_several_nodes_are_torchruns(monkeypatch, capsys):
     monkeypatch.setattr(train, "end_process", ended)
     with pytest.raises(Replaced):
         keel.main(["train", "debug", "--nodes", "2", "--ranks", "8", "--job.name", "a b"])
-    line = shlex.split(capsys.readouterr().out)
+    told = capsys.readouterr()
+    assert re.search("each host: export KEEL_SECRET=[0-9a-f]{64} ", told.err)
+    line = shlex.split(told.out)
     options = parse_args(line[1:])  # torchrun's own
     assert (line[0], options.nnodes, options.nproc_per_node, options.rdzv_backend) == ("torchrun", "2", "8", "c10d")
     assert (ROOT / options.training_script).samefile(train.__file__)

@@ -6,6 +6,7 @@ SLURM itself (`sbatch --test-only`) cannot be tried without a cluster: `srun`, `
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ RUN = """
 mkdir -p run
 write() { echo "{\\"state\\": \\"$1\\"}" > run/status.json; }
 trap 'echo USR1 > signalled; write preempted; exit 1' USR1
+echo "$KEEL_SECRET" > secret
 echo "$@" > started
 echo $$ > srun.pid
 if [ -n "${CODE:-}" ]; then write "${STATE:-failed}"; exit "$CODE"; fi
@@ -97,6 +99,7 @@ def test_a_run_that_ends_is_not_repeated(cluster, script, environment, code):
     assert "debug --job.name a b" in words
     if script == "slurm.sh":
         assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host-1:29500 --rdzv-id 17" in words
+        assert re.fullmatch("[0-9a-f]{64}\n", (cluster / "secret").read_text())  # of all hosts: srun passes it on
 
 
 @pytest.mark.parametrize("tool", ["shellcheck", "hadolint"])
@@ -109,7 +112,7 @@ def test_a_tool_finds_nothing(tool):
 
 
 def the_yaml(name):
-    return yaml.safe_load((LAUNCH / name).read_text())
+    return next(yaml.safe_load_all((LAUNCH / name).read_text()))
 
 
 def assert_a_job(words):
@@ -128,6 +131,17 @@ def test_the_kubernetes_job_starts_a_valid_job_and_leaves_it_time_to_save():
     assert container["command"][1:3] == ["--shutdown-timeout", str(grace)]
     assert grace < pod["terminationGracePeriodSeconds"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_only_the_pods_of_the_kubernetes_job_reach_them_and_have_its_secret():
+    job, policy = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    own = {"podSelector": {"matchLabels": {"training.kubeflow.org/job-name": job["metadata"]["name"]}}}
+    assert policy["kind"] == "NetworkPolicy"
+    assert policy["spec"] == own | {"policyTypes": ["Ingress"], "ingress": [{"from": [own]}]}
+    [container] = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    assert container["env"] == [
+        {"name": "KEEL_SECRET", "valueFrom": {"secretKeyRef": {"name": "keel", "key": "secret"}}}
+    ]
 
 
 def test_the_kubernetes_job_is_in_the_operators_form():

@@ -5,11 +5,13 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from scripts.launcher import run_ranks
+from scripts.one_host import OneHost
 
 RANK = "import os, signal, sys, time\nrank = os.environ['RANK']\n"
 WAIT = (
@@ -32,6 +34,7 @@ def in_a_folder_with_everything_restored(monkeypatch, tmp_path):
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+    monkeypatch.setenv("KEEL_SECRET", "of this launch")
     monkeypatch.chdir(tmp_path)
     yield
     logging.disable(logging.NOTSET)
@@ -101,3 +104,14 @@ def test_a_signal_is_passed_on_and_the_ranks_end_in_their_own_time(tmp_path, cap
     sender.join()
     assert {(tmp_path / f"stopped-{rank}").read_text() for rank in range(2)} == {str(int(number))}
     assert capfd.readouterr().err == ""
+
+
+def test_no_other_host_reaches_the_store_of_ranks_on_one_host():
+    handler = OneHost("name")
+    info = handler.next_rendezvous()
+    assert info.bootstrap_store_info
+    assert (info.rank, info.world_size, info.bootstrap_store_info.master_addr) == (0, 1, "127.0.0.1")
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    places = [fields[1].split(":") for fields in lines if fields[3] == "0A"]
+    port = info.bootstrap_store_info.master_port
+    assert [address for address, place in places if int(place, 16) == port] == ["0100007F"]

@@ -46,6 +46,30 @@ def test_a_closed_terminal_ends_nothing_but_torchruns_hangup_stops(request_, mon
     assert worker.reason == "SIGHUP"
 
 
+def test_a_process_is_asked_to_stop_when_its_launcher_is_gone(request_, monkeypatch):
+    assert request_.launcher is None  # one that a shell has started goes on without it
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    worker = install_signal_handlers()
+    assert (worker.launcher, bool(worker), worker.arrived()) == (os.getppid(), False, "")
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert worker
+    assert worker.wait(0)
+    assert worker.reason == worker.arrived() == "the end of its launcher"
+    signal.raise_signal(signal.SIGTERM)
+    assert worker.reason == "SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("first_process", "is_gone"), [(b"/sbin/init\0splash", True), (b"/usr/bin/python3\0/usr/bin/torchrun\0", False)]
+)
+def test_a_launcher_that_was_gone_before_its_rank_could_look(request_, monkeypatch, first_process, is_gone):
+    """Unless it is the container's first process itself."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr(lifecycle.Path, "read_bytes", lambda path: first_process)
+    assert bool(install_signal_handlers()) is is_gone
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_recorded_and_nothing_else_happens(request_, number):
     assert not request_
@@ -61,18 +85,18 @@ def test_a_signal_is_heard_of_in_a_long_call_of_c(request_):
     def watch() -> None:
         time.sleep(0.2)  # by then the call has most likely begun; if it has not, the test is an easy one
         os.kill(os.getpid(), signal.SIGTERM)
-        while not (number := request_.arrived()):
+        while not (reason := request_.arrived()):
             time.sleep(0.01)
-        heard.append(number)
+        heard.append(reason)
         store.set("step", "has ended")
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     store.wait(["step"], timedelta(seconds=30))
     thread.join()
-    assert heard == [signal.SIGTERM]
+    assert heard == ["SIGTERM"]
     assert request_.reason == "SIGTERM"
-    assert request_.arrived() == signal.SIGTERM
+    assert request_.arrived() == "SIGTERM"
 
 
 def test_a_childs_signals_are_its_own(request_):
@@ -81,7 +105,7 @@ def test_a_childs_signals_are_its_own(request_):
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(0)
     os.waitpid(child, 0)
-    assert request_.arrived() is None
+    assert request_.arrived() == ""
 
 
 def test_the_first_signal_is_the_reason(request_):

@@ -6,7 +6,7 @@ import torch
 from configs.layout import MeshSizes
 from configs.schema import Config
 from models import build_model
-from trainer.optimizer import build_optimizer, optimizer_state
+from trainer.optimizers.build import build_optimizer, optimizer_state
 from trainer.planning.memory import RankMemory, estimate_memory
 from trainer.planning.states import checkpoint_bytes
 
@@ -47,8 +47,9 @@ def test_states_are_the_bytes_of_model_gradients_and_adamw(tied, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_moments_in_bfloat16_take_two_bytes(dtype):
-    settings = config(training={"dtype": dtype}, optimizer={"moments_dtype": "bfloat16"})
+@pytest.mark.parametrize("optimizer", [{"moments_dtype": "bfloat16"}, {"name": "lion"}], ids=str)
+def test_other_states_take_their_bytes(dtype, optimizer):
+    settings = config(training={"dtype": dtype}, optimizer=optimizer)
     model = build_model(settings.model).to(getattr(torch, dtype))
     named = list(model.named_parameters())
     state = optimizer_state(build_optimizer(settings.optimizer, named), dict(named))

@@ -1,18 +1,24 @@
 """What a person reads after a mistake: each message says what is wrong, and what to do."""
 
+import errno
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+import trainer.run
 from checkpoint.manifest import read_manifest
 from configs.command_line import answer, load_for_run, parse_command_line
 from configs.errors import ConfigError, UserError
 from configs.layout import MeshSizes, named_axes
 from configs.load import load
 from configs.run_change import function_diff
+from configs.schema import Evaluation
 from scripts import checkpoint, data, plan, runs
 from tests.conftest import ROOT
+from tests.end_to_end.launch import launch_here
+from trainer.evaluation.tasks import find_tasks, named_nowhere
 
 TINY = str(ROOT / "tests/end_to_end/tiny.toml")
 SOURCES = "--data.sources"
@@ -105,8 +111,8 @@ def test_index_0_of_a_list_that_is_not_set_creates_the_item():
     [source] = load(TINY, words).config.validation.sources
     assert (source.name, source.kind) == ("v", "synthetic")
     assert load(TINY, ["--optimizer.groups.0.pattern", "*norm*"]).config.optimizer.groups[0].pattern == "*norm*"
-    words = ["--comm.simulate.groups.0.shards_over", "shard"]
-    assert load(TINY, words).config.comm.simulate.groups[0].shards_over == "shard"
+    words = ["--elastic.enable", "true", "--elastic.meshes.0.dp_shard", "2"]
+    assert load(TINY, words).config.elastic.meshes[0].dp_shard == 2
     assert "[data.sources]] lacks kind" in refused("--validation.sources.0.name", "v").replace("validation", "data")
     assert load(TINY, words).to_toml(with_origins=True)
 
@@ -219,3 +225,54 @@ def test_runs_are_listed_with_their_last_metrics(tmp_path, capsys, monkeypatch):
     ]
     assert runs.main([str(tmp_path / "other")]) == 1
     assert "no runs here" in capsys.readouterr().err
+
+
+def test_a_task_that_lm_eval_has_not_is_known_without_importing_it(tmp_path, monkeypatch):
+    (tmp_path / "lm_eval/tasks").mkdir(parents=True)
+    (tmp_path / "lm_eval/__init__.py").write_text("raise AssertionError('imported')")
+    (tmp_path / "lm_eval/tasks/some.yaml").write_text("task: hellaswag")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "lm_eval", raising=False)
+    with pytest.raises(UserError) as caught:
+        find_tasks(Evaluation(tasks=["hellaswag", "hellaswog"]))
+    assert str(caught.value) == (
+        "lm-eval has no task hellaswog; lm-eval ls tasks lists its own; --task-folder FOLDER has your own"
+    )
+    assert named_nowhere(["hellaswag", "mine"], [tmp_path]) == ["mine"]
+
+
+def test_a_run_folder_that_cannot_be_written_is_one_message(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system", "run/.lock")
+
+    monkeypatch.setattr(trainer.run, "take_folder", refuse)
+    assert launch_here(tmp_path) == 78
+    assert capsys.readouterr().err == (
+        f"error: the run folder {tmp_path}/run can't be written (run/.lock: Read-only file system); "
+        "set job.output_dir to another folder\n"
+    )
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_tables_of_ranks_that_communicate_the_same_are_one(monkeypatch):
+    monkeypatch.setattr(plan, "kinds_of_ranks", lambda *_: {0: "the first rank", 1: "the last rank", 2: "a third"})
+    tables = {0: [("gather", "2 calls"), ("traced in", "1 s")], 1: [("gather", "2 calls"), ("traced in", "2 s")]}
+    tables[2] = [("gather", "3 calls"), ("traced in", "3 s")]
+    monkeypatch.setattr(plan, "traffic_rows", lambda config, ranks, rank: tables[rank])
+    assert plan._traced(load(TINY).config, 3) == {
+        "the first rank and of the last rank": tables[0],
+        "a third": tables[2],
+    }
+
+
+def test_a_batch_that_is_too_small_for_the_ranks_names_the_micro_batch_that_fits():
+    with pytest.raises(ConfigError, match=r"a global batch of 4096 would do, or micro_batch_size 1$"):
+        load("llama_405b", (), 16_384)
+    assert load("llama_405b", ("--training.micro_batch_size", "1"), 16_384)
+
+
+def test_ranks_that_are_too_few_are_started_by_either_launcher():
+    with pytest.raises(
+        ConfigError, match=r"start 4 ranks \(keel train JOB --ranks 4, or torchrun --nproc-per-node 4\)"
+    ):
+        load(TINY, ("--mesh.tp", "4"), 2)

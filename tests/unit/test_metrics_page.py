@@ -58,7 +58,7 @@ def test_every_line_has_what_the_page_says_of_every_line(written):
 def test_the_page_has_every_key_that_any_job_can_write_and_no_other():
     page = documented()
     accounted = {"seconds_by_kind", "goodput"}  # None only in metrics that no job has written
-    of_some = {*_OPTIONAL, "fingerprint"} - accounted
+    of_some = {*_OPTIONAL} - accounted
     assert {*page["In every line"]} == {field.name for field in fields(StepMetrics)} - of_some
     assert {*page["In some lines"]} == of_some | {"skipped"}
     assert page["Lines of evaluations"] == [field.name for field in fields(EvaluationMetrics)]

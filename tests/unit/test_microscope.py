@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 
 from configs.load import load
 from scripts.data import main
+from scripts.microscope.documents import Documents
+from scripts.microscope.history import History, Stretch
+from scripts.microscope.run_data import RunData
 from tests.end_to_end.launch import launch_here
 from tests.unit.small_job import JOB
 from trainer.data.loader import build_loader
@@ -22,9 +25,6 @@ from trainer.data.packing import PackingWriter, write_mark
 from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import BLOCK_BYTES, Header, TokenFolder
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
-from trainer.microscope.documents import Documents
-from trainer.microscope.history import History, Stretch
-from trainer.microscope.run_data import RunData
 
 STEPS, BATCH, SEQ_LEN, VOCAB = 60, 8, 16, 400
 BIRDS = ["owls", "swifts", "finches", "kites", "wrens", "storks", "terns", "larks", "gulls", "cranes", "quails", "jays"]
@@ -273,3 +273,8 @@ def test_a_batch_that_a_resume_changed(tmp_path):
     assert [len(samples) for samples in found] == [8, 8, 8, 4, 4, 2, 2, 2]
     assert [sample for samples in found for sample in samples] == [*range(38)]
     assert [row.samples for row in run.ledger(7)] == [36]
+
+
+def test_a_step_beyond_the_end_of_the_run_is_said_to_be_never_trained(run, capsys):
+    assert main(["step", str(run), "100000"]) == 0
+    assert f"(never trained: the run ends at training.steps = {STEPS})" in capsys.readouterr().out

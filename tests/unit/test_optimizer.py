@@ -1,4 +1,4 @@
-"""AdamW against its formula written out, the parameter groups, and the state that a checkpoint takes."""
+"""AdamW and Lion against their formulas written out, the parameter groups, and the state that a checkpoint takes."""
 
 import math
 
@@ -9,8 +9,8 @@ from torch.nn import Parameter
 
 from configs.errors import ConfigError
 from configs.schema import Optimizer, ParameterGroup
-from trainer.kernels import row_adamw
-from trainer.optimizer import build_optimizer, frozen_until, optimizer_state, saved_weights, set_lr
+from trainer.optimizers import adamw
+from trainer.optimizers.build import build_optimizer, frozen_until, optimizer_state, saved_weights, set_lr
 
 SHAPES = {
     "embed_tokens.weight": (7, 4),
@@ -43,6 +43,36 @@ def _adamw(weight: Tensor, gradients: list[Tensor], lrs: list[float], decay: flo
         m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
         weight = weight - lr * (m_hat / (v_hat.sqrt() + config.eps) + decay * weight)
     return weight
+
+
+def _lion(weight: Tensor, gradients: list[Tensor], lrs: list[float], decay: float, config: Optimizer) -> Tensor:
+    """Chen et al. 2023, algorithm 2, line by line."""
+    beta1, beta2 = config.betas
+    m = torch.zeros_like(weight)
+    for g, lr in zip(gradients, lrs, strict=True):
+        c = beta1 * m + (1 - beta1) * g
+        weight = weight - lr * (c.sign() + decay * weight)
+        m = beta2 * m + (1 - beta2) * g
+    return weight
+
+
+def test_lion_is_its_formula():
+    config = Optimizer(name="lion", lr=1e-2, betas=[0.9, 0.99], weight_decay=0.3)
+    parameters, start = _parameters(), _parameters()
+    optimizer = build_optimizer(config, list(parameters.items()))
+    lrs = [1e-2, 7e-3, 5e-3]
+    history: list[list[Tensor]] = []
+    for step, lr in enumerate(lrs):
+        history.append(_set_gradients(parameters, step))
+        set_lr(optimizer, lr)
+        optimizer.step()
+    for index, (name, parameter) in enumerate(parameters.items()):
+        decay = config.weight_decay if parameter.ndim == 2 else 0.0
+        gradients = [of_step[index] for of_step in history]
+        expected = _lion(start[name].detach(), gradients, lrs, decay, config)
+        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-14, atol=1e-14)
+    state = optimizer_state(optimizer, parameters)
+    assert state.keys() == {f"optimizer.{name}.exp_avg" for name in parameters}
 
 
 def test_a_kernel_skips_and_divides_by_what_is_on_the_device():
@@ -223,7 +253,7 @@ def test_copies_are_written_with_the_update(config):
 
 
 def test_which_kernel_updates(monkeypatch):
-    monkeypatch.setattr(row_adamw, "_has_triton", lambda: True)
+    monkeypatch.setattr(adamw, "_has_triton", lambda: True)
     plain, by_torch = Optimizer(lr=1.0), Optimizer(lr=1.0, kernel="torch")
     rounded_by_torch = ROUNDED.model_copy(update={"kernel": "torch"})
     cases = [  # config, device, type, exact reductions, kernel
@@ -239,10 +269,10 @@ def test_which_kernel_updates(monkeypatch):
         (rounded_by_torch, "cuda", torch.float32, False, "separate"),
     ]
     for config, *where, expected in cases:
-        assert row_adamw.kernel_of_adamw(config, *where) == expected
-    monkeypatch.setattr(row_adamw, "_has_triton", lambda: False)
-    assert row_adamw.kernel_of_adamw(plain, "cuda", torch.float32, False) == "torch"
-    assert row_adamw.kernel_of_adamw(ROUNDED, "cuda", torch.float32, False) == "separate"
+        assert adamw.kernel_of_adamw(config, *where) == expected
+    monkeypatch.setattr(adamw, "_has_triton", lambda: False)
+    assert adamw.kernel_of_adamw(plain, "cuda", torch.float32, False) == "torch"
+    assert adamw.kernel_of_adamw(ROUNDED, "cuda", torch.float32, False) == "separate"
 
 
 def test_lr_scale_stays_with_the_group():

@@ -2,7 +2,16 @@
 
 import pytest
 
-from parallelisms.guards.order_guard import Issued, _checksums, _first_difference, _members, _message, _place
+from parallelisms.guards.order_guard import (
+    Issued,
+    _checksums,
+    _first_difference,
+    _members,
+    _message,
+    _name,
+    _order,
+    _place,
+)
 
 DENSE, EXPERTS = ("dense", (0, 1, 2, 3)), ("experts", (0, 1))
 
@@ -22,7 +31,10 @@ def logs(*lines: str) -> list[list[Issued]]:
 
 
 def difference(ranks: list[list[Issued]]):
-    return _first_difference([_checksums(log) for log in ranks])
+    """The first difference that any rank sees."""
+    checksums = [_checksums(log) for log in ranks]
+    told = [{_name(key): checksum for key, checksum in each.items()} for each in checksums]
+    return min(filter(None, (_first_difference(each, told) for each in checksums)), key=_order, default=None)
 
 
 @pytest.mark.parametrize(

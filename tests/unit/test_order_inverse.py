@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.microscope.inverse import count_before, ordinals, sample_of, unpermute
 from trainer.data.order import Epochs, Mixture, permute
-from trainer.microscope.inverse import count_before, ordinals, sample_of, unpermute
 
 KEYS = st.integers(0, 2**64 - 1)
 

@@ -228,7 +228,7 @@ def test_other_text_than_what_a_folder_was_made_from_is_noticed(corpus, tmp_path
     n_bytes = sum(path.stat().st_size for path in (copy / "text").iterdir())
     assert (record["inputs"]["files"], record["inputs"]["bytes"]) == (N_FILES, n_bytes)
     act(copy / "text")
-    with pytest.raises(UserError, match=rf"out: was made from other files:\n  {words}(.|\n)*delete this one"):
+    with pytest.raises(UserError, match=rf"out: was made from other files:\n  {words}(.|\n)*if no run uses this one"):
         run(copy, tmp_path / "out")
 
 

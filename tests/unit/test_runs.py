@@ -1,5 +1,6 @@
 """`keel runs`: what it lists, how it compares, and that it removes what it has shown and nothing else."""
 
+import errno
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from scripts import runs
 from scripts.page.cleaning import removable
 from tests.conftest import ROOT
 from tests.end_to_end.launch import launch_here, snapshot
-from tests.unit.test_verdict_of_a_run import write_run
+from tests.unit.test_flags import write_run
 
 
 def keel_runs(*words) -> int:
@@ -44,6 +45,7 @@ def folder(tmp_path):
             "crashes/rank-00000-host-1.txt",
             ".shared-0123456789abcdef",
             "incarnations/000001.json",
+            *("tokenizer.model", "tokenizer-01234567.json"),
             *("run.log", ".lock", "notes.txt", "checkpoints/mine.txt", "tensorboard/mine", "step-00000001/mine"),
         ):
             (run / path).parent.mkdir(parents=True, exist_ok=True)
@@ -211,3 +213,20 @@ def test_a_silent_run_is_listed_as_such(folder, capsys):
     (folder / "a" / "status.json").write_text(json.dumps(status))
     assert keel_runs(Path(folder)) == 0
     assert " silent " in capsys.readouterr().out
+
+
+def test_a_run_that_may_not_be_read_is_a_row(folder, capsys, monkeypatch):
+    is_file = Path.is_file
+
+    def refuse(path):
+        if path == folder / "a" / "status.json":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refuse)  # not by chmod, which does not stop root
+    assert keel_runs(folder) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"{folder}/a  unreadable: Permission denied" in lines
+    assert any(line.startswith(f"{folder}/b  done") for line in lines)
+    assert keel_runs("clean", folder) == 0
+    assert f"{folder}/a/" not in capsys.readouterr().out

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from configs.errors import ConfigError
 from configs.load import load
 from models import build_model
 from parallelisms.init import materialize
-from trainer.comparison.arms import Pairing, arms_of, differences, pairing, require_same_scoring
+from scripts.comparison.arms import Pairing, arms_of, differences, pairing, require_same_scoring
 from trainer.data.loader import build_loader
 
 DOUBLE = ("--training.dtype", "float64", "--training.compute_dtype", "float64", "--training.reduce_dtype", "float64")
@@ -185,3 +186,5 @@ def test_the_values_of_a_sweep():
     ):
         with pytest.raises(Exception, match="job file"):
             arms_of(files, (), sweep)
+    with pytest.raises(ConfigError, match=r"^--sweep lr: no such key; did you mean optimizer\.lr\?$"):
+        arms_of(["a"], (), "lr=1,2")

@@ -128,10 +128,14 @@ def test_a_mesh_that_the_user_sets_is_kept(tmp_path):
         load_for_scoring(tmp_path, ("--mesh.tp", "2"), 1)
 
 
+def run_peers(*words):
+    return subprocess.run([sys.executable, "-m", "tests.peers", *words], cwd=ROOT, capture_output=True, text=True)
+
+
 def test_keel_and_the_bare_loop_take_turns_as_processes(tmp_path):
     path = tmp_path / "peers.json"
     words = ["--modes", "eager", "--rounds", "3", "--steps", "1", "--json", str(path), *TINY]
-    done = run_script("benchmark.py", "peers", *words)
+    done = run_peers(*words)
     assert done.returncode == 0, done.stderr
     figures = json.loads(path.read_text())
     assert list(figures["rows"]) == ["bare-eager", "keel-eager"]
@@ -154,7 +158,7 @@ def test_keel_and_the_bare_loop_take_turns_as_processes(tmp_path):
     ],
 )
 def test_what_cannot_be_compared_is_a_message(words, message):
-    done = run_script("benchmark.py", "peers", "--modes", "eager", *words, *TINY)
+    done = run_peers("--modes", "eager", *words, *TINY)
     assert done.returncode == 78
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -24,4 +24,4 @@ def test_every_pattern_names_a_case():
                 name for name in cases.get(file, []) if not any(fnmatchcase(name, p) for p in others.get(file, ()))
             ]
             unused += [(file, p) for p in patterns if not any(fnmatchcase(name, p) for name in names)]
-    assert not unused, said[-2000:]
+    assert unused == [], said[-2000:]

@@ -87,10 +87,8 @@ def test_fsdps_buffers(buffers, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--comm.async_tp", "true", "--compile.enable", "false"), "comm.async_tp does nothing"),
         (("--comm.fsdp_buffers", "symmetric", *ASYNC_TP), 'set fsdp_buffers = "registered", or async_tp = false'),
         (("--comm.fsdp_buffers", "registered", "--training.reduction", "exact"), 'training.reduction "exact" replaces'),
-        (("--comm.fsdp_buffers", "registered", "--comm.simulate.all_gather_milliseconds", "5.0"), "[comm.simulate]"),
     ],
 )
 def test_what_contradicts_the_job_is_refused(words, reason):

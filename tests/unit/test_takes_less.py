@@ -8,12 +8,9 @@ import torch
 
 from configs.layout import mesh_sizes
 from configs.load import load
-from scripts import plan
-from tests.cost_of_copies import COPIES
 from trainer import announce
 from trainer.planning.least_recomputation import freeing_copies
 from trainer.planning.memory import estimate_memory
-from trainer.planning.memory_copies import host_copies
 from trainer.planning.takes_less import CONTEXT_BYTES, does_not_fit, host_does_not_fit
 
 GIB = 2**30
@@ -105,27 +102,6 @@ def test_what_is_offloaded_must_fit_the_host():
     states = estimate_memory(config, mesh_sizes(config, 8), "cuda").states
     assert host_does_not_fit(config, 8, 4, "cuda", 4 * states) == ""
     assert "this host's memory for its 4 ranks" in host_does_not_fit(config, 8, 4, "cuda", 4 * states - 1)
-
-
-def test_copies_of_the_state_must_fit_the_host():
-    config = load("llama_1b.toml", COPIES, 8).config
-    copies = host_copies(config, mesh_sizes(config, 8), 4)
-    assert host_does_not_fit(config, 8, 4, "cuda", copies.held + copies.staged) == ""
-    said = host_does_not_fit(config, 8, 4, "cuda", copies.held + copies.staged - 1)
-    assert "this host's memory for its 4 ranks" in said
-
-
-def test_copies_of_the_state_in_a_plan(capsys):
-    """1.24 billion parameters with two moments in float32 are 13.8 GiB; of two hosts, each holds all of them, twice."""
-    words = ["--config", "llama_1b.toml", "--ranks", "8", "--ranks-per-host", "4", *COPIES]
-    for gib, answer in (("60", "yes"), ("50", "copies take about 27.6 GiB of a host's /dev/shm, half of its memory")):
-        assert plan.main([*words, "--host-memory-gib", gib]) == 0
-        said = " ".join(capsys.readouterr().out.split())
-        assert "a host of 4 ranks holds 27.6 GiB in /dev/shm (two copies at once, of itself and the host before" in said
-        assert "sends 6.91 GiB for each, and stages 6.9" in said
-        assert f"fit a host {answer}" in said
-    assert plan.main(["--config", "llama_1b.toml", "--ranks", "8"]) == 0
-    assert "copies" not in capsys.readouterr().out
 
 
 def test_a_host_is_not_told_to_offload_to_itself():

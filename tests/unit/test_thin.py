@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.page.thin import smooth, thin
+from scripts.page.thin import bin_means, thin
 
 
 @given(st.lists(st.floats(-1e9, 1e9), max_size=500), st.integers(2, 100))
@@ -35,6 +35,6 @@ def test_a_column_of_pixels_is_covered_as_by_the_whole_curve():
         assert (values[inside].min(), values[inside].max()) == (column.min(), column.max())
 
 
-def test_medians_of_bins():
-    middles, medians = smooth([1.0, 2.0, 9.0, 4.0, 5.0, 6.0, 7.0], 3)
-    assert (middles.tolist(), medians.tolist()) == ([1, 4, 6], [2.0, 5.0, 7.0])
+def test_means_of_bins():
+    middles, means = bin_means([1.0, 2.0, 9.0, 4.0, 5.0, 6.0, 7.0], 3)
+    assert (middles.tolist(), means.tolist()) == ([1, 4, 6], [4.0, 5.0, 7.0])

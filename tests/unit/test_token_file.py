@@ -1,6 +1,8 @@
 """Token files: what goes in comes out, over file borders too; whatever is wrong with a file is said by name."""
 
 import dataclasses
+import errno
+import os
 import struct
 
 import numpy as np
@@ -105,6 +107,15 @@ def test_a_missing_folder_and_an_empty_one(tmp_path):
     (tmp_path / "notes.txt").write_text("no tokens")
     with pytest.raises(UserError, match=r"no tokens.*prepare_data"):
         TokenFolder(tmp_path, VOCAB)
+
+
+def test_a_folder_that_may_not_be_read_is_not_said_to_be_empty(path, monkeypatch):
+    def refuse(folder):
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr(os, "listdir", refuse)  # not by chmod, which does not stop root
+    with pytest.raises(PermissionError, match="Permission denied"):
+        TokenFolder(path.parent, VOCAB)
 
 
 @pytest.mark.parametrize("size", [0, 5, 40, 79, 80, 1000, 90_000])

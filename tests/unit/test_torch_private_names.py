@@ -24,12 +24,7 @@ ATTENTION = {
 }
 
 NAMES = {
-    "checkpoint/export/torch_file.py": {FAKE_TENSORS, "*._checkpoint_offset"},
-    "checkpoint/safe_read.py": {
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
-        "torch.serialization._get_layout",
-    },
+    "checkpoint/index.py": {"torch.distributed.checkpoint.filesystem._StorageInfo"},
     "checkpoint/store.py": {"*._slice_file"},
     "checkpoint/tensor_stream.py": {
         "torch.distributed.checkpoint.filesystem._StorageInfo",
@@ -49,22 +44,31 @@ NAMES = {
     },
     "parallelisms/attention/blocked.py": ATTENTION,
     "parallelisms/attention/context.py": {COLLECTIVES},
+    "parallelisms/compile.py": {"torch._inductor.list_mode_options", "torch._inductor.list_options"},
     "parallelisms/compute_copies.py": {"torch._foreach_copy_"},
     "parallelisms/expert.py": {
         COLLECTIVES,
         "torch._subclasses.fake_tensor.DynamicOutputShapeException",
     },
     "parallelisms/grad_norm.py": {"torch._foreach_mul_", "torch._foreach_norm"},
+    "parallelisms/float8.py": {"*._local_tensor"},
     "parallelisms/init.py": {"*._non_persistent_buffers_set"},
     "parallelisms/mesh.py": {"*._flatten", "*._unflatten"},
     "parallelisms/owned_parameter.py": {"*._version"},
     "parallelisms/owner_partition.py": {"torch._foreach_copy_"},
+    "parallelisms/ranges.py": {"torch.autograd._profiler_enabled"},
     "parallelisms/symmetric_memory.py": {"torch.distributed._symmetric_memory.enable_symm_mem_for_group"},
     "parallelisms/tensor.py": {"*._apply", "*._prepare_input_fn"},
-    "scripts/benchmarks/peers/torchtitan_adapter.py": {"*._build_llama3_layers"},
     "scripts/parity_compare.py": {FAKE_TENSORS, "torch._functorch.config.patch", ATTENTION_ON_A_CPU},
     "trainer/kernels/padded.py": {"torch._foreach_copy_"},
-    "trainer/kernels/row_adamw.py": {"torch._foreach_copy_"},
+    "trainer/optimizers/adamw.py": {"torch._foreach_copy_"},
+    "trainer/optimizers/lion.py": {
+        "torch._foreach_add_",
+        "torch._foreach_copy_",
+        "torch._foreach_mul",
+        "torch._foreach_mul_",
+        "torch._foreach_sign_",
+    },
     "trainer/numerics.py": {"torch._inductor.config"},
     "trainer/planning/activation_table.py": {FAKE_TENSORS, DISPATCH, LEAVES, "*._cdata"},
     "trainer/planning/traffic.py": {

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from configs.secret import signed
 from trainer.guards.hang import late
 from trainer.guards.peers import Beat, Peers
 from trainer.guards.watchdog import Watchdog
@@ -35,7 +36,7 @@ def test_a_process_is_named_dead_or_stopped_but_not_one_that_has_ended_itself(tm
     there = Peers(store, 1, 2, crash_file)
     born = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
     beat = vars(there.own) | {"pid": process.pid, "born": born}
-    store.set("beat/1", json.dumps(beat))
+    store.set("beat/1", signed("beat/1", json.dumps(beat)))
     here.find_neighbors()
     assert here.lost_neighbors(5) == []
     process.send_signal(signal.SIGSTOP)
@@ -61,7 +62,7 @@ def test_another_process_of_the_same_id_is_not_taken_for_the_rank(tmp_path: Path
     here = Peers(store, 0, 2, tmp_path / "0")
     crash_file.touch()
     there = Peers(store, 1, 2, crash_file)
-    store.set("beat/1", json.dumps(vars(there.own) | {"born": "1"}))
+    store.set("beat/1", signed("beat/1", json.dumps(vars(there.own) | {"born": "1"})))
     here.find_neighbors()
     assert [loss.is_dead for loss in here.lost_neighbors(0)] == [True]
 
@@ -71,12 +72,12 @@ def test_a_rank_of_another_host_is_named_when_its_beat_stands_still(tmp_path: Pa
     here = Peers(store, 0, 3, tmp_path / "0")
     for rank in (1, 2):
         beat = Beat(rank, f"far-{rank}", 7, f"far-{rank} pid:[1]", "1", "", step=40)
-        store.set(f"beat/{rank}", json.dumps(vars(beat)))
+        store.set(f"beat/{rank}", signed(f"beat/{rank}", json.dumps(vars(beat))))
     here.find_neighbors()
     assert here.lost_neighbors(41) == []
     assert here.silent(0.05) == []
     time.sleep(0.1)
-    store.set("beat/2", json.dumps(vars(beat) | {"count": 1}))
+    store.set("beat/2", signed("beat/2", json.dumps(vars(beat) | {"count": 1})))
     [loss] = here.silent(0.05)
     assert str(loss).startswith("rank 1 on host far-1 (process 7) does not answer: no beat for ")
     assert loss.beat.step == 40

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from checkpoint.export.hf import TokenizerFiles
+from checkpoint.export.hf import TokenizerFiles, require_inside
 from configs.errors import KeelError, UserError
 from trainer.data.tokenizer import SPACE, JsonTokenizer, load_tokenizer
 
@@ -57,8 +57,12 @@ def find_tokenizer(folder: Path) -> Path | None:
 
     A SentencePiece model comes first: it is the original, and Keel's own if Keel made the folder. (Llama 3's
     `tokenizer.model` is of another kind.)
+
+    Raises:
+        UserError: it is a link that leads out of the folder.
     """
     for name in (SENTENCEPIECE_NAME, JSON_NAME):
+        require_inside(folder / name)
         try:
             load_tokenizer(folder / name)
         except KeelError:

@@ -25,6 +25,7 @@ import numpy as np
 import xxhash
 
 from configs.errors import UserError
+from configs.files import whole
 
 MAGIC = b"KEELTOKN"
 VERSION = 1
@@ -302,7 +303,7 @@ class TokenFolder:
         """
         self.path = Path(path)
         if not self.path.is_dir():
-            raise UserError(f"{path}: no such folder of token files; make it with scripts/prepare_data.py")
+            raise UserError(f"{whole(path)}: no such folder of token files; make it with scripts/prepare_data.py")
         self.files = [TokenFile(file, check_content) for file in _token_files(self.path)]
         for file in self.files:
             _check_tokenizer(file, vocab_size, tokenizer_hash or self.files[0].header.tokenizer_hash)
@@ -382,7 +383,7 @@ def folder_fingerprint(path: Path) -> str:
 
 
 def _token_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*" + SUFFIX))
+    return sorted(folder / name for name in os.listdir(folder) if name.endswith(SUFFIX))  # glob hides a refusal
 
 
 def _fingerprint(headers: Iterable[bytes]) -> str:

@@ -22,7 +22,9 @@ import numpy as np
 import sentencepiece
 import xxhash
 
+from checkpoint.find import MAX_TOKENIZER_BYTES
 from configs.errors import ConfigError, UserError
+from configs.files import whole
 from configs.untrusted import parse_json, read_file, shortened
 
 SPACE = "\u2581"
@@ -31,8 +33,6 @@ SPACE = "\u2581"
 RUN_CHARACTERS = 1 << 18
 """Length from which a document is encoded in several runs."""
 
-MAX_TOKENIZER_BYTES = 256 << 20
-"""Limit on the size of a tokenizer's file; the largest in use have 35 MB."""
 MAX_VOCABULARY = 1 << 24
 MAX_GROWTH = 100
 """The most that the replacements of a tokenizer.json, applied in sequence, may lengthen a text, as a factor."""
@@ -71,7 +71,7 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
     try:
         content = read_file(path, MAX_TOKENIZER_BYTES)
     except OSError as error:
-        raise UserError(f"{path}: cannot read the tokenizer ({error.strerror}); check tokenizer.path") from None
+        raise UserError(f"{whole(path)}: cannot read the tokenizer ({error.strerror}); check tokenizer.path") from None
     tokenizer = JsonTokenizer(path, content) if path.suffix == ".json" else SentencePieceTokenizer(path, content)
     if vocab_size is not None and vocab_size != tokenizer.vocab_size:
         raise ConfigError(

@@ -124,7 +124,7 @@ class Evaluations:
         self._output.parent.mkdir(exist_ok=True)
         with self._output.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "trainer.evaluation.program", str(self._folder), str(step)],
+                [sys.executable, "-P", "-m", "trainer.evaluation.program", str(self._folder), str(step)],
                 env={key: value for key, value in kept.items() if not key.startswith("TORCHELASTIC")}
                 | {"PYTHONPATH": path},
                 stdin=subprocess.PIPE,

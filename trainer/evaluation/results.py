@@ -67,15 +67,15 @@ def recorded(run_folder: Path) -> set[tuple[int, float]]:
     return found
 
 
-def described(result: EvaluationMetrics) -> str:
-    """A line for people."""
+def described(result: EvaluationMetrics, name: str | None = None) -> str:
+    """A line for people. `name`: what was done, if it was not the evaluation of a run's step."""
     scores = [
         f"{task} {name} {value:.4f}{_plus_minus(metrics, name)}"
         for task, metrics in result.evaluation.items()
         for name, value in metrics.items()
         if "_stderr" not in name
     ]
-    return f"evaluation of step {result.step}: {', '.join(scores)}"
+    return f"{name or f'evaluation of step {result.step}'}: {', '.join(scores)}"
 
 
 def _plus_minus(metrics: dict[str, float], name: str) -> str:

@@ -28,6 +28,7 @@ from configs.reading.keys import dotted
 from configs.reading.toml_text import value_text
 from configs.run_change import value_at
 from configs.schema import Config, Source
+from configs.secret import SECRET, keyed_hash
 from parallelisms.ranks import gather
 from trainer.data.text.documents import pieces
 from trainer.data.text.streaming import text_fingerprint
@@ -53,6 +54,7 @@ def compare_launches(job: LoadedConfig, device: torch.device) -> None:
     del machine[CODE]  # compared file by file instead
     code = {f"the code in {path}": digest for path, digest in code_hashes().items()}
     libraries = {"torch": torch.__version__, "python": platform.python_version()}
+    libraries[f"the hash of {SECRET}"] = keyed_hash("", "").decode()[:8]
     differing = _differences({**settings, **machine, **libraries, **code})
     if differing:
         kind = ConfigError if settings.keys() & differing.keys() else UserError
@@ -82,16 +84,16 @@ def compare_data(config: Config) -> None:
 
 
 def on_all_ranks(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> list[Result]:
-    """Run `action` on each rank of `group` (None: all ranks), and return all results on each.
+    """Run `action` on each rank of `group` (None: all ranks), and return all results, which are JSON, on each.
 
     Raises:
         UserError: `action` raised a KeelError somewhere. All ranks raise it, naming the first such rank.
     """
-    outcome: tuple[Any, str | None] = (None, None)
+    outcome: list[Any] = [None, None]
     try:
-        outcome = (action(), None)
+        outcome[0] = action()
     except KeelError as error:
-        outcome = (None, f"rank {dist.get_rank()} ({socket.gethostname()}): {error}")
+        outcome[1] = f"rank {dist.get_rank()} ({socket.gethostname()}): {error}"
     outcomes = gather(outcome, group)
     for _, problem in outcomes:
         if problem:

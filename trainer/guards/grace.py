@@ -12,7 +12,6 @@ to the same point: while all hold up the update after the same step, no rank is 
 """
 
 import math
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +25,8 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
+from configs.secret import Forged, signed, verified
+from parallelisms.ranks import on_rank_zero
 from parallelisms.torch_internals import store_of_all_ranks
 from trainer.lifecycle import StopRequest
 from trainer.report.console import Console
@@ -41,6 +42,8 @@ _PATIENCE = 0.25
 """Fraction of the grace time to wait for a step that may soon end."""
 _NOT_READY, _ENDED = -1, -2
 """Sent instead of a step: this rank is not in the middle of one; this rank's training has ended."""
+
+_STOP = "stop"
 
 Rescue = Callable[[str, dist.ProcessGroup], Callable[[], None]]
 """Saves the state after the last step, given a reason and a group for collectives; returns what remains to be done when
@@ -73,9 +76,7 @@ class Grace:
         self._stop, self._seconds, self._console, self._device = stop, seconds, console, device
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         # The key must be unique, since a store may be older than this launch (torchrun keeps it over restarts).
-        name = [uuid4().hex]
-        dist.broadcast_object_list(name, group_src=0, group=self._group)
-        self._key = f"keel/stop/{name[0]}"
+        self._key = f"keel/stop/{on_rank_zero(self._group, lambda: uuid4().hex)}"
         self._store: dist.Store | None = store_of_all_ranks()
         """None once it is gone, as after the death of torchrun."""
         self._held_up = threading.Lock()  # held by the thread that decides whether the update may run
@@ -184,17 +185,25 @@ class Grace:
         return None
 
     def _wait_for_stop(self) -> str:
-        """Wait for a signal to any rank, or the end of training; returns the signal's name."""
+        """Wait for a signal to any rank, or the end of training; returns why to stop, for people."""
         asked = time.monotonic()
         while not self._closing.wait(_TICK_SECONDS):
-            if (number := self._stop.arrived()) is not None:
-                self._ask_store("set", self._key, "")
-                return signal.Signals(number).name
+            if reason := self._stop.arrived():
+                self._ask_store("set", self._key, signed(self._key, _STOP))
+                return reason
             if time.monotonic() - asked >= _ASK_SECONDS:
                 asked = time.monotonic()
-                if self._ask_store("check", [self._key]):
+                if self._ask_store("check", [self._key]) and self._is_stop(self._ask_store("get", self._key)):
                     break
         return "a signal to another rank"
+
+    def _is_stop(self, content: bytes | None) -> bool:
+        """Whether a rank has written it; somebody else's stop is ignored."""
+        try:
+            return content is not None and verified(self._key, content) == _STOP
+        except Forged as error:
+            self._say_once("forged", str(error))
+            return False
 
     def _ask_store(self, name: str, *arguments: Any) -> Any:
         """The store's answer; None once the store is gone.

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch.distributed import Store
 
+from configs.secret import Forged, signed, verified
+
 PERIOD_SECONDS = 2.0
 SILENT_SECONDS = 3 * PERIOD_SECONDS
 """A rank whose beat has not changed for this long is not running, or its host is unreachable."""
@@ -86,6 +88,8 @@ class Peers:
         self._seen: dict[int, tuple[int, float]] = {}
         """For each rank, the last beat count read, and when it was first read."""
         self._news = 0
+        self.forged = ""
+        """The first value that was refused, since no rank of this launch has written it."""
         self._send()
 
     def beat(self, step: int, doing: str, since: float) -> None:
@@ -99,7 +103,7 @@ class Peers:
         self._send()
 
     def _send(self) -> None:
-        self._ask("set", f"beat/{self.own.rank}", json.dumps(asdict(self.own)))
+        self._set(f"beat/{self.own.rank}", asdict(self.own))
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         """Call the store, but never again once it has failed, since torch prints its own stack each time.
@@ -118,6 +122,19 @@ class Peers:
         finally:
             self._asked = None
 
+    def _set(self, key: str, value: dict[str, Any]) -> None:
+        self._ask("set", key, signed(key, json.dumps(value)))
+
+    def _get(self, key: str) -> Any:
+        """What a rank has written; None if none has, or somebody else."""
+        if not self._ask("check", [key]):
+            return None
+        try:
+            return json.loads(verified(key, self._ask("get", key)))
+        except Forged as error:
+            self.forged = self.forged or str(error)
+            return None
+
     @property
     def is_alone(self) -> bool:
         """Whether the store does not answer: its host is down, or its process is dead or stopped."""
@@ -128,7 +145,7 @@ class Peers:
     def beats(self, ranks: Iterable[int]) -> list[Beat]:
         """The last beats of `ranks`, except those that have not sent one yet."""
         keys = {rank: f"beat/{rank}" for rank in ranks if rank != self.own.rank}
-        found = [Beat(**json.loads(self._ask("get", key))) for key in keys.values() if self._ask("check", [key])]
+        found = [Beat(**told) for key in keys.values() if (told := self._get(key))]
         self._latest |= {beat.rank: beat for beat in found}
         return found
 
@@ -140,24 +157,24 @@ class Peers:
 
     def tell(self, news: dict[str, Any]) -> None:
         """Send news to all ranks, including this one."""
-        self._ask("set", f"news/{self._ask('add', 'news', 1)}", json.dumps(news))
+        self._set(f"news/{self._ask('add', 'news', 1)}", news)
 
     def hear(self) -> list[dict[str, Any]]:
         """The news since the last call."""
         news = []
         while self._ask("check", [f"news/{self._news + 1}"]):
             self._news += 1
-            news.append(json.loads(self._ask("get", f"news/{self._news}")))
-        return news
+            news.append(self._get(f"news/{self._news}"))
+        return [each for each in news if each is not None]
 
     def answer(self, question: str, counts: dict[str, int]) -> None:
         """Answer a question that one rank has asked all ranks."""
-        self._ask("set", f"{question}/{self.own.rank}", json.dumps(counts))
+        self._set(f"{question}/{self.own.rank}", counts)
 
     def answers(self, question: str) -> dict[int, dict[str, int]]:
         """The ranks' answers so far."""
         keys = {rank: f"{question}/{rank}" for rank in range(self.world_size)}
-        return {rank: json.loads(self._ask("get", key)) for rank, key in keys.items() if self._ask("check", [key])}
+        return {rank: told for rank, key in keys.items() if (told := self._get(key)) is not None}
 
     def is_first(self, to: str) -> bool:
         """Whether this rank is the first to call this with `to`; also True if the store is gone."""

@@ -29,51 +29,39 @@ class NotShared(ConfigError):
     """The ranks see different run folders; raised on all. Rank 0 reports it, since others may not see its report."""
 
 
-def who_lacks(folder: Path) -> tuple[list[str], bool]:
-    """Find out which ranks do not see rank 0's run folder, which is created; all ranks must call it.
+def require_shared(folder: Path) -> None:
+    """Check that all ranks see rank 0's run folder, which exists; all must call it.
 
-    Returns:
-        A line for each other folder, with its host and ranks; the same on all ranks. And whether this rank's is one.
+    Raises:
+        NotShared: some do not.
     """
     if dist.get_world_size() == 1:
-        return [], False
+        return
     name = on_rank_zero(None, lambda: _mark(folder))
     lacks = bool(name) and not _sees(folder, name)
     here = (socket.gethostname(), str(folder.absolute()), os.path.isdir(folder)) if lacks else None
     ranks: dict[tuple[str, str, bool], list[int]] = {}
     for rank, other in enumerate(gather(here)):
         if other:
-            ranks.setdefault(other, []).append(rank)
+            ranks.setdefault(tuple(other), []).append(rank)
     if name and dist.get_rank() == 0:
         with suppress(OSError):
             (folder / name).unlink()
-    return [_line(*other, those) for other, those in ranks.items()], lacks
-
-
-def require_shared(folder: Path, lacking: list[str]) -> None:
-    """Raise an error on all ranks unless all see rank 0's run folder.
-
-    Args:
-        folder: the run folder.
-        lacking: from `who_lacks`.
-
-    Raises:
-        NotShared: some do not.
-    """
-    if lacking:
-        place = on_rank_zero(None, lambda: f"{folder.absolute()} on host {socket.gethostname()}")
-        raise NotShared(
-            f"not all ranks see rank 0's run folder, {place}:\n  {listed(lacking)}\nSet job.output_dir to a path on a "
-            "disk that all hosts share, mounted at the same place in each container; a relative path begins at the "
-            "current folder of each rank. Hosts that share no disk need elastic.enable and checkpoint.memory_copies"
-        )
+    if not ranks:
+        return
+    place = on_rank_zero(None, lambda: f"{folder.absolute()} on host {socket.gethostname()}")
+    lacking = [_line(*other, those) for other, those in ranks.items()]
+    raise NotShared(
+        f"not all ranks see rank 0's run folder, {place}:\n  {listed(lacking)}\nSet job.output_dir to a path on a "
+        "disk that all hosts share, mounted at the same place in each container; a relative path begins at the "
+        "current folder of each rank"
+    )
 
 
 def _mark(folder: Path) -> str:
-    """Create the file that all are to see; "" if the disk refuses, which whoever opens the folder will say."""
+    """Create the file that all are to see; "" if the disk refuses, as later writes will say."""
     name = f"{MARK}{uuid4().hex}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     except OSError:
         return ""

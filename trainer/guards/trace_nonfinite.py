@@ -4,10 +4,11 @@ All ranks compute the step again, since its collectives need all of them; the re
 """
 
 import socket
+from dataclasses import astuple
 
 import torch
 
-from parallelisms.guards.nonfinite import Finding, NonfiniteTracer, weights_not_finite
+from parallelisms.guards.nonfinite import Finding, NonfiniteTracer, finding_of, weights_not_finite
 from parallelisms.ranks import gather
 from trainer.data.loader import MicroBatch
 from trainer.guards.verdict import name_ranks
@@ -37,7 +38,8 @@ def trace_nonfinite(learner: Learner, micro_batches: list[MicroBatch]) -> str:
 
 
 def _gather(finding: Finding | None, micro_batches: list[MicroBatch]) -> list[_Found]:
-    return gather((finding, _samples(finding, micro_batches), socket.gethostname()))
+    told = gather((astuple(finding) if finding else None, _samples(finding, micro_batches), socket.gethostname()))
+    return [(finding_of(it) if it else None, samples, host) for it, samples, host in told]
 
 
 def _samples(finding: Finding | None, micro_batches: list[MicroBatch]) -> list[int]:

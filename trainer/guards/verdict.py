@@ -61,7 +61,8 @@ class StepResult:
 
     def gather(self) -> list[Seen]:
         """Collect what each rank holds; all ranks must call it."""
-        return gather(Seen(dist.get_rank(), socket.gethostname(), self.own_loss, self.own_grad_norm))
+        own = (dist.get_rank(), socket.gethostname(), self.own_loss, self.own_grad_norm)
+        return [Seen(*seen) for seen in gather(own)]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ So no rank outlives another for longer than `job.timeout_seconds`, wherever it w
 
 import faulthandler
 import os
-import pickle
 import re
 import socket
 import sys
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from checkpoint.incarnation import Incarnation
 from configs.errors import KeelError, OutageError
 from configs.files import AppendedFile, open_plain
+from parallelisms.ranks import error_as_json, error_of
 from parallelisms.torch_internals import store_of_the_job
 from trainer.guards.hang import hang_folder, late, line_of_hang, write_report
 from trainer.guards.peers import PERIOD_SECONDS, SILENT_SECONDS, Loss, Peers
@@ -65,8 +65,8 @@ class Watchdog:
         self.rank = dist.get_rank()
         self._store = dist.PrefixStore("watchdog", store_of_the_job())
         self._waits = 0
-        self._done: dict[int, str] = {}
-        """How each piece of rank 0's work ended that the others wait for."""
+        self._done: dict[int, list[Any] | None] = {}
+        """The error with which each piece of rank 0's work ended that the others wait for."""
         self._crash_file = folder / "crashes" / f"rank-{self.rank:05d}-{socket.gethostname()}-{os.getpid()}.txt"
         self._had_handler = faulthandler.is_enabled()
         self._crash = self._open_crash_file()
@@ -77,6 +77,7 @@ class Watchdog:
         self._late: list[Loss] = []
         """Ranks that the others wait for, according to the last report of a hang."""
         self._reported: Any = None
+        self._has_warned = False
         self._collect: tuple[dict[str, Any], float] | None = None
         """The hang that this rank has announced, and when to evaluate the ranks' answers."""
         self._closed = threading.Event()
@@ -127,14 +128,14 @@ class Watchdog:
                 work()
             except Exception as error:
                 failure = error
-            self.peers.tell({"done": self._waits, "failure": pickle.dumps(failure).hex()})
-        else:
-            failure = pickle.loads(bytes.fromhex(self._wait_for_first(doing)))
+            self.peers.tell({"done": self._waits, "failure": failure and error_as_json(failure)})
+        elif told := self._wait_for_first(doing):
+            failure = error_of(told)
         self.step(self._mark[0], "start-up")
         if failure is not None:
             raise failure
 
-    def _wait_for_first(self, doing: str) -> str:
+    def _wait_for_first(self, doing: str) -> list[Any] | None:
         """Rank 0's message when it is done. The watchdog's thread receives it; this only polls for it."""
         self._last_heard = time.monotonic()
         while self._waits not in self._done:
@@ -159,13 +160,6 @@ class Watchdog:
             time.sleep(PERIOD_SECONDS / 10)
             found = self._find()
         return found or self._late
-
-    def first_has_failed(self) -> bool:
-        """Whether rank 0 has ended with an error, which it reports on its host."""
-        try:
-            return any(loss.beat.rank == 0 for loss in self.peers.failed())
-        except RuntimeError:  # the store is gone, perhaps with rank 0
-            return True
 
     def _find(self) -> list[Loss]:
         """Dead ranks if there are any, otherwise stopped or silent ones, otherwise failed ones."""
@@ -199,8 +193,16 @@ class Watchdog:
                 if may_last and self.rank > 0 and not self.peers.silent(2 * period, [0]):
                     self._last_heard = time.monotonic()
                 self._hear()
+                if self.peers.forged and not self._has_warned:
+                    self._has_warned = True
+                    self._warn(self.peers.forged)
                 if self._collect and time.monotonic() >= self._collect[1]:
                     self._judge(self._collect[0])
+
+    def _warn(self, line: str) -> None:
+        append_to_log(self._folder, f"warning: {line}")
+        with suppress(OSError, ValueError):  # its reader may have ended; a progress bar may have replaced sys.stderr
+            print(f"[rank {self.rank}] warning: {line}", file=sys.__stderr__, flush=True)
 
     def _refresh(self, reason: str | None = None) -> None:
         with suppress(OSError):
@@ -260,9 +262,7 @@ class Watchdog:
             losses = {rank: Loss(beats[rank], how) for rank, how in late(issued).items() if rank in beats}
         line = line_of_hang(told, said_of(list(losses.values())), hang_folder(self._folder, told["step"]))
         self.peers.tell({"late": [asdict(loss) for loss in losses.values()], "line": line})
-        append_to_log(self._folder, f"warning: {line}")
-        assert sys.__stderr__ is not None  # a progress bar may have replaced sys.stderr
-        print(f"[rank {self.rank}] warning: {line}", file=sys.__stderr__, flush=True)
+        self._warn(line)
 
     def _open_crash_file(self) -> TextIO | None:
         """The file to which Python writes its stacks if a signal such as SIGSEGV or SIGBUS ends this process."""

@@ -10,7 +10,6 @@ from configs.reading.toml_text import value_text
 from configs.schema import ActivationCheckpoint, Config
 from trainer.planning.least_recomputation import freeing_copies
 from trainer.planning.memory import estimate_memory
-from trainer.planning.memory_copies import host_copies
 from trainer.report.units import size
 
 CONTEXT_BYTES = 2**30
@@ -36,15 +35,12 @@ def does_not_fit(config: Config, ranks: int, device_bytes: int) -> str:
 def host_does_not_fit(config: Config, ranks: int, ranks_here: int, device_type: str, free_bytes: int) -> str:
     """The warning if the job's estimate exceeds the free memory of this host; "" if it fits.
 
-    On a CPU that is everything that the host's ranks allocate, on GPUs the states that `fsdp.cpu_offload` keeps there;
-    on both also copies of the state (`checkpoint.memory_copies`).
+    On a CPU that is everything that the host's ranks allocate, on GPUs the states that `fsdp.cpu_offload` keeps there.
     """
 
     def needed(changed: Config, n_ranks: int) -> int:
-        sizes = mesh_sizes(changed, n_ranks)
-        estimate, copies = estimate_memory(changed, sizes, device_type), host_copies(changed, sizes, ranks_here)
-        on_host = estimate.device if device_type == "cpu" else estimate.states * estimate.offloaded
-        return ranks_here * on_host + (copies.held + copies.staged if copies else 0)
+        estimate = estimate_memory(changed, mesh_sizes(changed, n_ranks), device_type)
+        return ranks_here * (estimate.device if device_type == "cpu" else estimate.states * estimate.offloaded)
 
     memory = f"this host's memory for its {ranks_here} rank{'s' * (ranks_here > 1)}"
     changes = [make for make in _CHANGES if make is not _offload]

@@ -112,7 +112,7 @@ def _train(learner: Learner) -> None:
     n_micro_batches = accumulation_steps(learner.config, learner.mesh.sizes)
     calls = [learner.call(batch[0], learner.loss) for _ in range(n_micro_batches)]
     learner.passes.train(calls, scale=torch.ones((), dtype=torch.float64))
-    learner.clip(learner.grad_norm())
+    learner.update.clip(learner.grad_norm())
     for group in learner.optimizer.param_groups:
         group |= {"fused": True} if "fused" in group else {}  # other kernels read a count, too
     learner.optimizer.step()

@@ -1,7 +1,7 @@
 """Records the fingerprint of every step of a run in `fingerprints.jsonl`, beside `metrics.jsonl`.
 
-All ranks know the chain's hash, since checkpoints keep it; rank 0 writes the lines. They are in memory until the next
-line of metrics or the next save, and are cut back with `metrics.jsonl` on a resume.
+Rank 0 writes the lines. They are in memory until the next line of metrics or the next save, and are cut back with
+`metrics.jsonl` on a resume.
 """
 
 import threading
@@ -47,7 +47,6 @@ class Fingerprints:
         surroundings = environment(device, job.config.fsdp.cpu_offload)
         self._mesh, self._environment = mesh, {"torch": torch.__version__, **surroundings}
         self._file = AppendedFile(job.config.job.folder / FILE_NAME)
-        self._launch = ""
         self._last_step = 0
         self._lock = threading.Lock()
 
@@ -60,10 +59,9 @@ class Fingerprints:
         line = ""
         if self._gradients:
             shapes = skeleton(self._job.config.model).shapes
-            line, self._launch = Launch(
+            line = Launch(
                 step=run.step,
                 next_sample=next_sample,
-                continues=run.chain,
                 mesh=self._mesh,
                 ranks=dist.get_world_size(),
                 environment=self._environment,
@@ -84,23 +82,19 @@ class Fingerprints:
         except OSError as error:
             raise UserError(f"{error.filename or self._file.path} can't be written: {error.strerror}") from None
 
-    def record(self, run: RunState, result: StepResult) -> str:
+    def record(self, run: RunState, result: StepResult) -> None:
         """Keep the line of the step after `run` for the next `flush`, unless it was kept before.
 
         Any thread may call it.
-
-        Returns:
-            The hash that the chain has then; the old one if nothing is recorded.
         """
-        if self._gradients is None or result.gradient_sums is None:
-            return run.chain
-        gradients, step = self._gradients.read(result.gradient_sums), run.step + 1
-        line, chain = Step(step, self._launch, result.loss, result.grad_norm, **vars(gradients)).line(run.chain)
+        if self._gradients is None or result.gradient_sums is None or dist.get_rank() > 0:
+            return
         with self._lock:
-            if step > self._last_step and dist.get_rank() == 0:
+            if (step := run.step + 1) > self._last_step:
+                gradients = self._gradients.read(result.gradient_sums)
+                line = Step(step, result.loss, result.grad_norm, **vars(gradients)).line()
                 self._file.write(f"{line}\n".encode())
                 self._last_step = step
-        return chain
 
     def flush(self) -> None:
         """Write all kept lines; any thread may call it."""

@@ -1,21 +1,25 @@
 """The lines of `fingerprints.jsonl`: one for each launch, with what decides the bits of its steps, and one per step.
 
-A step's line has its loss and gradient norm, exactly, and the numbers of `parallelisms/guards/fingerprint.py`, in
-base64: 12 bytes per parameter and 4 per rank.
+A step belongs to the launch whose line is the last before its own. Its line has its loss and gradient norm, exactly,
+and the numbers of `parallelisms/guards/fingerprint.py`, in base64: 12 bytes per parameter and 4 per rank.
 """
 
 import base64
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from configs.errors import UserError
 from configs.untrusted import parse_json
-from trainer.proof.chain import link, opened, sealed
+from trainer.report.metrics import read_lines
 
 FILE_NAME = "fingerprints.jsonl"
-STEP, LAUNCH = "chain", "launch"
-"""The keys of the hash in the lines of steps, which are chained, and of launches."""
+_TYPES = {"digests": "<u4", "norms": "<f4", "samples": "<f4", "ranks": "<u4"}
+"""The arrays of a step's line; samples may also be float64."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,6 @@ class Launch:
     """Steps before it."""
     next_sample: int
     """Number of its first sample."""
-    continues: str
-    """How the chain of steps stood at its start; "" before the first step."""
     mesh: dict[str, int]
     """Sizes of the mesh's axes."""
     ranks: int
@@ -38,9 +40,9 @@ class Launch:
     job: str
     """The resolved job file."""
 
-    def line(self) -> tuple[str, str]:
-        """The line and its hash, by which steps refer to it."""
-        return sealed(json.dumps(asdict(self)), LAUNCH)
+    def line(self) -> str:
+        """As it stands in the file."""
+        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,6 @@ class Step:
     """The fingerprint of a step."""
 
     step: int
-    launch: str
-    """The hash of the line of its launch."""
     loss: float
     grad_norm: float
     digests: np.ndarray
@@ -58,16 +58,15 @@ class Step:
     samples: np.ndarray
     ranks: np.ndarray
 
-    def line(self, previous: str) -> tuple[str, str]:
-        """The line and its hash; `previous` is the hash of the step before."""
+    def is_of(self, launch: Launch) -> bool:
+        """Whether it has a number for each of the launch's parameters, as an undamaged line has."""
+        return {len(self.digests), len(self.norms), len(self.samples)} == {len(launch.parameters)}
+
+    def line(self) -> str:
+        """As it stands in the file."""
         numbers = {"loss": self.loss.hex(), "grad_norm": self.grad_norm.hex()}
         arrays = {name: _text(getattr(self, name)) for name in _TYPES}
-        text = json.dumps({"step": self.step, LAUNCH: self.launch, **numbers, **arrays})
-        return sealed(text, STEP, previous)
-
-
-_TYPES = {"digests": "<u4", "norms": "<f4", "samples": "<f4", "ranks": "<u4"}
-"""The arrays of a step's line; samples may also be float64."""
+        return json.dumps({"step": self.step, **numbers, **arrays})
 
 
 def _text(array: np.ndarray) -> str:
@@ -78,27 +77,70 @@ def _array(text: str, kind: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text, validate=True), dtype=kind)
 
 
-def read_launch(line: str) -> tuple[Launch, str] | None:
-    """Read the line of a launch; returns it with its hash, or None if it is not one, or its hash does not match."""
-    found = opened(line, LAUNCH)
-    if found is None or link("", found[0]) != found[1]:
-        return None
+def _read_line(line: str) -> Launch | Step | None:
+    """Read one line; None if it is neither."""
     try:
-        values = parse_json(found[0])
-        values["parameters"] = [(str(name), int(size)) for name, size in values["parameters"]]
-        return Launch(**values), found[1]
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
-def read_step(text: str) -> Step | None:
-    """Read the text of a step's line, without its hash; None if it is not one."""
-    try:
-        values = parse_json(text)
-        arrays = {name: _array(values[name], kind) for name, kind in _TYPES.items()}
-        if len(arrays["norms"]) * 2 == len(arrays["samples"]):
-            arrays["samples"] = _array(values["samples"], "<f8")
-        loss, grad_norm = (float.fromhex(values[key]) for key in ("loss", "grad_norm"))
-        return Step(int(values["step"]), str(values[LAUNCH]), loss, grad_norm, *arrays.values())
+        values = parse_json(line)
+        return _launch(values) if "job" in values else _step(values)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+def _launch(values: dict[str, Any]) -> Launch:
+    parameters = [(str(name), int(size)) for name, size in values["parameters"]]
+    return Launch(**values | {"parameters": parameters})
+
+
+def _step(values: dict[str, Any]) -> Step:
+    arrays = {name: _array(values[name], kind) for name, kind in _TYPES.items()}
+    if len(arrays["norms"]) * 2 == len(arrays["samples"]):
+        arrays["samples"] = _array(values["samples"], "<f8")
+    loss, grad_norm = (float.fromhex(values[key]) for key in ("loss", "grad_norm"))
+    return Step(int(values["step"]), loss, grad_norm, *arrays.values())
+
+
+# --------------------------------------------------------------------------- reading the file
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive steps, each with the launch that computed it."""
+
+    steps: dict[int, Step] = field(default_factory=dict)
+    launches: dict[int, Launch] = field(default_factory=dict)
+
+
+def read_stretch(folder: Path, first: int, last: int) -> Stretch:
+    """Read the fingerprints of the steps from `first` to `last`, as far as they are recorded; other lines are skipped.
+
+    Raises:
+        UserError: the run has none.
+    """
+    stretch, launch = Stretch(), None
+    for found in _read(folder):
+        if isinstance(found, Launch):
+            launch = found
+        elif launch and first <= found.step <= last and found.is_of(launch):
+            stretch.steps[found.step] = found
+            stretch.launches[found.step] = launch
+    return stretch
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """The steps of which a run has a fingerprint, in order.
+
+    Raises:
+        UserError: it has none.
+    """
+    return sorted({found.step for found in _read(folder) if isinstance(found, Step)})
+
+
+def _read(folder: Path) -> Iterator[Launch | Step]:
+    path = folder / FILE_NAME
+    if not path.is_file():
+        raise UserError(
+            f"{folder} has no {FILE_NAME}: the run's fingerprints are recorded with metrics.fingerprint = true"
+        )
+    for line in read_lines(path):
+        if found := _read_line(line):
+            yield found

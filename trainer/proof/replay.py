@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.bits import changed_settings, changes
-from checkpoint.manifest import read_manifest, step_folder, steps_in
+from checkpoint.find import kept_tokenizer, tokenizer_of
+from checkpoint.manifest import step_folder, steps_in
 from configs.errors import UserError
 from configs.load import LoadedConfig, load
 from configs.run_change import run_key_diff
 from configs.schema import Evaluation
 from trainer.opening import Opened, Runtime, open_loader
 from trainer.proof.compare import MAX_STEPS_APART, Difference, Gap, bound_of, difference, gaps
-from trainer.proof.reading import Stretch, read_stretch
-from trainer.proof.record import FILE_NAME, Launch, Step
+from trainer.proof.record import FILE_NAME, Launch, Step, read_stretch
 from trainer.trainer import Trainer
 
 JOB_NAME = "job.toml"
@@ -60,6 +60,9 @@ class Plan:
             "metrics.fingerprint": "true",
             "profile.start_step": 0,
         }
+        tokenizer = tokenizer_of(self.checkpoint) if self.checkpoint else kept_tokenizer(self.run)
+        if tokenizer:
+            values["tokenizer.path"] = str(tokenizer.resolve())
         return [word for key, value in values.items() for word in (f"--{key}", str(value))]
 
 
@@ -80,23 +83,10 @@ def plan(run: Path, step: int, folder: Path) -> Plan:
     stretch = read_stretch(run, begin + 1, step)
     if step not in stretch.steps:
         raise UserError(f"{run / FILE_NAME} has no fingerprint of step {step}")
-    launches = [_launch_of(stretch.steps[number], stretch, run) for number in sorted(stretch.steps)]
+    launches = [stretch.launches[number] for number in sorted(stretch.steps)]
     _check_same_run(launches, folder, f"between step {begin} and step {step}, {run}")
-    if checkpoint:
-        chain, expected = read_manifest(checkpoint).chain, stretch.hashes.get(begin)
-        if expected is not None and chain != expected:
-            raise UserError(
-                f"{checkpoint} is not of the run whose fingerprints {run / FILE_NAME} has: the chain of their hashes "
-                f"is {chain or 'empty'} in its manifest, but {expected or 'empty'} after step {begin}"
-            )
     moved_to = launches[0].next_sample if launches[0].step == begin else None
     return Plan(run, checkpoint, moved_to, launches[-1], stretch.steps)
-
-
-def _launch_of(step: Step, stretch: Stretch, run: Path) -> Launch:
-    if step.launch not in stretch.launches:
-        raise UserError(f"{run / FILE_NAME} has no line of the launch that computed step {step.step}")
-    return stretch.launches[step.launch]
 
 
 def _check_same_run(launches: Sequence[Launch], folder: Path, where: str) -> None:
@@ -118,7 +108,7 @@ def _check_same_run(launches: Sequence[Launch], folder: Path, where: str) -> Non
 
 def reporting_to_nobody(job: LoadedConfig) -> LoadedConfig:
     """The job of a replay: no logger hears of it, no task is evaluated, and no code is run that the run names."""
-    metrics = job.config.metrics.model_copy(update={"wandb": False, "mlflow": False, "sink": None})
+    metrics = job.config.metrics.model_copy(update={"wandb": False, "sink": None})
     config = job.config.model_copy(update={"metrics": metrics, "evaluation": Evaluation()})
     return replace(job, config=config)
 
@@ -187,8 +177,7 @@ def judge(plan: Plan, folder: Path) -> Verdict:
     replayed = read_stretch(folder, plan.first, plan.last)
     if absent := sorted(plan.steps.keys() - replayed.steps.keys()):
         raise UserError(f"the replay has no fingerprint of step {absent[0]}")
-    [launch] = {step.launch for step in replayed.steps.values()}
-    changed = _changed(plan.launch, replayed.launches[launch], folder)
+    changed = _changed(plan.launch, replayed.launches[plan.last], folder)
     pairs = [(plan.steps[number], replayed.steps[number]) for number in sorted(plan.steps)]
     names = [name for name, _ in plan.launch.parameters]
     found = next(filter(None, (difference(*pair, names, plan.launch.ranks) for pair in pairs)), None)

@@ -7,11 +7,16 @@ import torch, and imports `rich` only on a terminal, because preparing data and 
 """
 
 import logging
+import re
+import shlex
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
@@ -22,7 +27,7 @@ from trainer.guards.outages import Outages
 from trainer.report.bars import Bar, Pace, PlainProgress, live_display
 from trainer.report.metrics import StepMetrics
 from trainer.report.step_table import STEP_WIDTH, StepTable
-from trainer.report.units import INDENT, duration, size
+from trainer.report.units import INDENT, WIDTH, duration, size
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -137,14 +142,31 @@ class Console:
     def table(self, title: str, rows: Sequence[Row]) -> None:
         """Print a heading, and below it labels with their texts in two columns."""
         width = max((len(label) for label, _ in rows), default=0)
+        self._title(title)
+        for label, text in rows:
+            beside = f"{INDENT}{label:<{width}}   "
+            for line in text.split("\n"):
+                for part in _wrapped(line, WIDTH - len(beside), between_parts=True):
+                    self.line(beside + part)
+                    beside = " " * len(beside)
+
+    def commands(self, title: str, rows: Sequence[Row]) -> None:
+        """Print a heading, and below it labels, each with a command line that can be pasted into a shell."""
+        self._title(title)
+        for label, command in rows:
+            self.line(f"{INDENT}{label}")
+            line = f"{INDENT} "
+            for part in _flags_with_values(command):
+                if len(f"{line} {part}") > WIDTH - len(" \\"):
+                    self.line(f"{line} \\")
+                    line = f"{2 * INDENT} "
+                line += f" {part}"
+            self.line(line)
+
+    def _title(self, title: str) -> None:
         self.line()
         self.line(title, "bold")
         self.line()
-        for label, text in rows:
-            first, *others = text.split("\n")
-            self.line(f"{INDENT}{label:<{width}}   {first}")
-            for other in others:
-                self.line(f"{INDENT}{'':<{width}}   {other}")
 
     # ----------------------------------------------------------------------- progress
 
@@ -279,6 +301,35 @@ def _losses(loss: float | None, perplexity: float | None, bits_per_byte: float |
     return f"loss {loss:.4f}{bits}" + ("" if perplexity is None else f", perplexity {perplexity:,.2f}")
 
 
+def _wrapped(line: str, width: int, between_parts: bool = False) -> list[str]:
+    """A line as lines of at most `width` characters; long paths stay in one piece, so they can be copied.
+
+    With `between_parts`, it is cut after commas and semicolons and before parentheses, so that "12.6 MiB" and "5 min
+    20 s" stay together, unless a part is longer than a line.
+    """
+    if len(line) <= width:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())]
+    width = max(width, len(indent) + 20)  # a stranger's tensor may have a name longer than any line
+    wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False, subsequent_indent=indent)
+    if not between_parts:
+        return wrap(line)
+    tied = wrap(re.sub(r"(?<=[^,;]) (?=[^(])", "\xa0", line))
+    return list(chain.from_iterable(_wrapped(each.replace("\xa0", " "), width) for each in tied))
+
+
+def _flags_with_values(command: str) -> list[str]:
+    """The words of a command line, quoted, each flag together with its value."""
+    parts: list[str] = []
+    for word in shlex.split(command):
+        is_value = bool(parts) and parts[-1].startswith("--") and " " not in parts[-1] and not word.startswith("--")
+        if is_value:
+            parts[-1] += f" {shlex.quote(word)}"
+        else:
+            parts.append(shlex.quote(word))
+    return parts
+
+
 # --------------------------------------------------------------------------- rich, on a terminal only
 
 
@@ -295,4 +346,6 @@ def _rich_console(out: _Stream) -> "RichConsole | None":
 def _print_styled(rich: "RichConsole", text: str, style: str) -> None:
     from rich.text import Text
 
-    rich.print(Text(text, style=style), soft_wrap=True)  # long paths stay in one piece, so they can be copied
+    width = max(WIDTH, rich.width)
+    lines = [part for line in text.split("\n") for part in _wrapped(line, width)]
+    rich.print(Text("\n".join(lines), style=style), soft_wrap=True)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from functools import partial
 from itertools import compress
@@ -31,7 +31,6 @@ from typing import Any
 from configs.files import AppendedFile, require_plain, write_atomically
 from configs.untrusted import parse_json
 from trainer.guards.outages import Outages
-from trainer.proof.metrics_chain import MetricsChain
 from trainer.report.sinks.sink import SinkRun
 from trainer.report.sinks.worker import Sinks
 
@@ -248,14 +247,10 @@ class StepMetrics:
     """Seconds of rank 0 since the previous line of this launch, or since its start, by `Kind.key`; the sum is all."""
     goodput: float | None = None
     """Seconds that trained the steps up to here over all seconds since the run's first launch began, 0 to 1."""
-    fingerprint: str | None = None
-    """With metrics.fingerprint: `RunState.chain`; in the file, a hash of it, of the line, and of those before it."""
 
     def to_json(self) -> str:
         """Format as one line of JSON; the keys of validation, experts and lag are left out if they have no value."""
-        values = asdict(self)
-        del values["fingerprint"]  # the file's is computed from this text
-        return _json({key: value for key, value in values.items() if value is not None or key not in _OPTIONAL})
+        return _json({key: value for key, value in asdict(self).items() if value is not None or key not in _OPTIONAL})
 
 
 @dataclass(frozen=True)
@@ -292,29 +287,7 @@ def _finite(value: Any, name: str, bad: list[str]) -> Any:
     return value
 
 
-_OPTIONAL = (
-    "validation_loss",
-    "validation_perplexity",
-    "validation_bits_per_byte",
-    "validation_by_source",
-    "samples",
-    "tokens_per_expert",
-    "load_imbalance",
-    "router_entropy",
-    "incidents",
-    "slowest_rank",
-    "lag_seconds",
-    "phase_seconds",
-    "layer_grad_norms",
-    "layer_activation_rms",
-    "grad_noise_scale",
-    "grad_noise_trace",
-    "grad_signal",
-    "launches",
-    "seconds_by_kind",
-    "goodput",
-    "fingerprint",
-)
+_OPTIONAL = {field.name for field in fields(StepMetrics) if field.default is None}
 
 
 METRICS_NAME = "metrics.jsonl"
@@ -352,7 +325,6 @@ class MetricsLog:
         self._file = AppendedFile(path)
         self._file.touch()  # a run that is stopped before its first step has an empty file, not none
         self._before_writing = before_writing or (lambda: None)
-        self._chain = MetricsChain(read_lines(path))
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="metrics")
         self._written: list[futures.Future[None]] = []
         self._sinks = sinks or Sinks({}, print)
@@ -365,8 +337,7 @@ class MetricsLog:
 
     def _write(self, metrics: StepMetrics | EvaluationMetrics, afterwards: Callable[[], None]) -> None:
         self._before_writing()
-        chain = metrics.fingerprint if isinstance(metrics, StepMetrics) else None
-        self._file.write(f"{self._chain.sealed(metrics.to_json(), chain)}\n".encode())
+        self._file.write(f"{metrics.to_json()}\n".encode())
         self._outages.flush(self._file)
         self._sinks.put({key: value for key, value in asdict(metrics).items() if value is not None})
         afterwards()

@@ -2,26 +2,38 @@
 
 Each rank writes to the run folder's `profile/` a Chrome trace (open it in https://ui.perfetto.dev) and, on CUDA and if
 requested, a snapshot of the allocator (open it in https://pytorch.org/memory_viz). Profiling slows its steps down, so
-their speed in the metrics is not the run's. The first steps compile and warm up; start a trace after them.
+their speed in the metrics is not the run's. The first steps compile and warm up; start a trace after them. The names of
+a step's parts are listed in docs/performance.md.
 """
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from configs.errors import ConfigError
 from configs.files import link_refused
 from configs.schema import Config
+from parallelisms.ranges import ForwardRanges
 
 _SNAPSHOT_EVENTS = 200_000  # allocations and frees kept, with stacks: about 100 MiB of host memory, several steps
 
 
 class StepProfiler:
-    """Profiles steps `start_step` to `start_step + steps - 1`, counted from 1; the loop calls it around each step."""
+    """Profiles from the beginning of step `start_step`, counted from 1, to that of step `start_step + steps`."""
 
-    def __init__(self, config: Config, run_folder: Path, rank: int, device_type: str, resumed_step: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_folder: Path,
+        rank: int,
+        device_type: str,
+        resumed_step: int = 0,
+        stages: Collection[nn.Module] = (),
+    ) -> None:
         """
         Args:
             config: with `profile.start_step = 0` nothing is ever profiled.
@@ -29,6 +41,7 @@ class StepProfiler:
             rank: part of the file names.
             device_type: "cpu" or "cuda".
             resumed_step: steps completed before this launch.
+            stages: the models whose blocks are named in the trace.
 
         Raises:
             ConfigError: the steps are after the end of the run, or a memory snapshot is impossible here.
@@ -36,7 +49,9 @@ class StepProfiler:
         self._config, self._rank = config.profile, rank
         self._folder = run_folder / "profile"
         self._cuda = device_type == "cuda"
+        self._stages = stages
         self._profiler: profile | None = None
+        self._ranges: ForwardRanges | None = None
         _check(config, device_type)
         if rank == 0 and 0 < self._config.start_step <= resumed_step:
             logging.getLogger(__name__).warning(
@@ -44,25 +59,33 @@ class StepProfiler:
                 f"{resumed_step}"
             )
 
-    def before_step(self, step: int) -> None:
-        """Start recording if `step` (counted from 1) is the first to be profiled."""
-        if step != self._config.start_step:
-            return
+    def before_step(self, step: int) -> Path | None:
+        """Start recording if `step` (counted from 1) is the first to be profiled, or write the trace of those before.
+
+        What is done between two steps, such as a save, is in the trace of the first.
+
+        Returns:
+            The path of a trace that was written.
+        """
+        if step == self._config.start_step + self._config.steps:
+            return self.finish()
+        if step == self._config.start_step:
+            self._start()
+        return None
+
+    def _start(self) -> None:
         if self._config.memory_snapshot:
             torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS)
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._cuda
         self._profiler = profile(activities=activities, record_shapes=True)
         self._profiler.start()
-
-    def after_step(self, step: int) -> Path | None:
-        """Write the trace if `step` was the last to be profiled; returns its path."""
-        is_last = step == self._config.start_step + self._config.steps - 1
-        return self.finish() if is_last else None
+        self._ranges = ForwardRanges(self._stages)
 
     def finish(self) -> Path | None:
         """Write what has been recorded, if anything; also called when a run ends before its last profiled step."""
-        if self._profiler is None:
+        if self._profiler is None or self._ranges is None:
             return None
+        self._ranges.remove()
         if self._cuda:
             torch.cuda.synchronize()
         self._profiler.stop()

@@ -123,7 +123,6 @@ class StepRecords:
             phase_seconds=lag.phase_seconds if lag else None,
             **(vars(details) if details else {}),
             **self._wall_clock.record(now),
-            fingerprint=run.chain if self._config.metrics.fingerprint else None,
         )
         self._console.step(metrics)
         if self._log:

@@ -1,20 +1,32 @@
 """The table of the logged steps, with the time left."""
 
+import time
+from collections import deque
+
 from trainer.report.metrics import StepMetrics
 from trainer.report.units import INDENT, duration
 
 _ROWS_PER_HEADER = 20  # so that a header stays in view on a terminal of usual height
 STEP_WIDTH = 9
 """Characters of the first column."""
+_RECENT_SECONDS = 1800.0
+"""The time left goes by the speed of at most this long."""
 
 
 class StepTable:
-    """Formats the logged steps in columns, and estimates the time left from the speed of the last one."""
+    """Formats the logged steps in columns, and estimates the time left.
+
+    The estimate goes by the clock over the later half of this launch's steps, or the last half hour of it, so that it
+    includes validations and saves, and does not jump after each of them.
+    """
 
     def __init__(self, last_step: int, show_mfu: bool, show_memory: bool) -> None:
         self.last_step, self._show_mfu, self._show_memory = last_step, show_mfu, show_memory
         self._rows = 0
-        self._step_seconds: float | None = None
+        self._seconds_per_step = 0.0
+        self._first_row = 0
+        self._recent: deque[tuple[int, float]] = deque()
+        """Steps, and when they were logged."""
 
     def header_if_due(self) -> str:
         """The header, before the first row and again after every _ROWS_PER_HEADER rows, otherwise ""."""
@@ -25,7 +37,7 @@ class StepTable:
         return ("\n" if self._rows == 1 else "") + f"{INDENT}{'step':>{STEP_WIDTH}}{cells}"
 
     def row(self, metrics: StepMetrics) -> str:
-        self._step_seconds = metrics.step_seconds or self._step_seconds
+        self._measure(metrics)
         speed, mfu, memory = metrics.tokens_per_second, metrics.mfu, metrics.memory_percent
         cells = self._cells(
             f"{metrics.loss:.4f}",
@@ -39,10 +51,26 @@ class StepTable:
         return f"{INDENT}{metrics.step:>{STEP_WIDTH},}{cells}"
 
     def time_left(self, step: int) -> str:
-        """The time left for training alone; "" before a speed is known, and at the end."""
-        seconds = (self.last_step - step) * (self._step_seconds or 0)
+        """The time left; "" before a speed is known, and at the end."""
+        seconds = (self.last_step - step) * self._seconds_per_step
         return duration(seconds) if seconds > 0 else ""
 
+    def _measure(self, metrics: StepMetrics) -> None:
+        now, recent = time.monotonic(), self._recent
+        if recent and metrics.step <= recent[-1][0]:  # the run has gone back
+            recent.clear()
+            self._first_row = 0
+        self._first_row = self._first_row or metrics.step
+        recent.append((metrics.step, now))
+        middle = (self._first_row + metrics.step) / 2
+        while len(recent) > 2 and (recent[1][0] <= middle or recent[1][1] < now - _RECENT_SECONDS):
+            recent.popleft()
+        step, then = recent[0]
+        if step < metrics.step:
+            self._seconds_per_step = (now - then) / (metrics.step - step)
+        else:  # the first row
+            self._seconds_per_step = metrics.step_seconds or 0.0
+
     def _cells(self, loss: str, norm: str, lr: str, speed: str, mfu: str, memory: str, left: str) -> str:
-        of_device = (f"{mfu:>8}" if self._show_mfu else "") + (f"{memory:>9}" if self._show_memory else "")
-        return f"{loss:>10}{norm:>12}{lr:>11}{speed:>13}{of_device}{left:>14}"
+        of_device = (f"{mfu:>7}" if self._show_mfu else "") + (f"{memory:>8}" if self._show_memory else "")
+        return f"{loss:>9}{norm:>11}{lr:>10}{speed:>11}{of_device}{left:>13}"

@@ -3,7 +3,6 @@
 import os
 import shlex
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -23,18 +22,17 @@ from configs.layout import (
 from configs.schema import Config, Model, Training
 from configs.stages import layers_of_stages
 from models.documents import has_kernel
-from trainer.kernels.row_adamw import kernel_of_adamw
 from trainer.lifecycle import LAUNCHER, State
+from trainer.optimizers.adamw import kernel_of_adamw
+from trainer.optimizers.build import rule_name
+from trainer.optimizers.rule import rule_of
 from trainer.planning.flops import flops_per_token
 from trainer.planning.memory import estimate_memory
-from trainer.planning.memory_copies import host_copies
 from trainer.planning.skeleton import skeleton
-from trainer.planning.states import always_frozen, moments_dtype
+from trainer.planning.states import always_frozen
 from trainer.report.console import Row
 from trainer.report.metrics import Kind, Memory
 from trainer.report.units import count, duration, size
-
-_WIDTH = 85  # of text that can be wrapped; with its label it fits a terminal of 100 columns
 
 # --------------------------------------------------------------------------- before
 
@@ -98,7 +96,7 @@ def _experts(model: Model) -> str:
     if model.n_experts is None:
         return ""
     shared = f" and {model.n_shared_experts} shared" if model.n_shared_experts else ""
-    dense = f", {model.n_dense_layers} layers dense" if model.n_dense_layers else ""
+    dense = f", the first {model.n_dense_layers} dense" if model.n_dense_layers else ""
     balance = model.router.load_balance.replace("_", " ")
     return (
         f"\n{model.experts_per_token} of {model.n_experts} experts{shared} of width {expert_dim(model)}{dense}; "
@@ -129,7 +127,7 @@ def float32_products(training: Training, device_type: str) -> str:
 
 def _types(config: Config) -> str:
     kept, compute, reduce = (getattr(config.training, key) for key in ("dtype", "compute_dtype", "reduce_dtype"))
-    moments = moments_dtype(config)
+    moments = config.optimizer.moments_dtype if config.optimizer.moments_dtype == "bfloat16" else kept
     if kept == compute == reduce == moments:
         return kept
     states = f"{kept} parameters and optimizer" if kept == moments else f"{kept} parameters, {moments} moments"
@@ -154,19 +152,25 @@ def _techniques(config: Config, device_type: str) -> str:
         else "",
         "states offloaded to the CPU" if config.fsdp.cpu_offload else "",
         _owners(config),
-        "Muon for the blocks' matrices" if config.optimizer.name == "muon" else "",
-        _kernel_of_adamw(config, device_type),
+        _optimizer(config, device_type),
     ]
     return ", ".join(filter(None, used))
 
 
-def _kernel_of_adamw(config: Config, device_type: str) -> str:
-    """What updates on a GPU; on a CPU there is no choice."""
-    if device_type == "cpu" or config.fsdp.cpu_offload:
-        return ""
+def _optimizer(config: Config, device_type: str) -> str:
+    """What updates the parameters; on a CPU, AdamW is not mentioned, since there is no choice of its kernel."""
+    name = config.optimizer.name
+    if rule_of(name).hidden_matrices_only:
+        used = f"{name.capitalize()} for the blocks' matrices"
+    else:
+        used = "" if name == "adamw" else name.capitalize()
+    has_adamw = rule_name(config.optimizer, is_hidden_matrix=False) == "adamw"
+    if not has_adamw or device_type == "cpu" or config.fsdp.cpu_offload:
+        return used
     dtype, is_exact = getattr(torch, config.training.dtype), config.training.reduction == "exact"
     said = {"keel": "Keel's kernel of AdamW", "torch": "torch's kernel of AdamW", "separate": "AdamW without a kernel"}
-    return said[kernel_of_adamw(config.optimizer, device_type, dtype, is_exact)]
+    kernel = said[kernel_of_adamw(config.optimizer, device_type, dtype, is_exact)]
+    return f"{used}, {kernel}" if used else kernel
 
 
 def _owners(config: Config) -> str:
@@ -235,8 +239,6 @@ def _memory(config: Config, sizes: MeshSizes, device_type: str) -> str:
     states = ("parameters", "gradients", "optimizer")
     lines += [", ".join(f"{name} {size(getattr(estimate, name))}" for name in states)]
     lines += [f"at the peak, in {peak.name}: " + ", ".join(f"{name} {size(n)}" for name, n in transient.items() if n)]
-    if copies := host_copies(config, sizes, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
-        lines += textwrap.wrap(f"copies: {copies}", _WIDTH)
     return "\n".join(lines)
 
 
@@ -294,14 +296,15 @@ def closing_rows(
         checkpoint: the newest; None if there is none.
     """
     spent = sorted(((value, kind) for kind, value in seconds.items() if value >= 0.05), reverse=True)
+    events = shlex.quote(str(run_folder / "tensorboard"))
     by_kind = ", ".join(f"{kind} {duration(value)}" for value, kind in spent)
     rows = [
         ("loss", f"{losses[0]:.4f} at first, {losses[1]:.4f} at last" if losses else ""),
-        ("time", "\n".join([duration(sum(seconds.values())), *textwrap.wrap(by_kind, _WIDTH)])),
+        ("time", f"{duration(sum(seconds.values()))}\n{by_kind}"),
         ("memory", _memory_held(memory)),
         ("checkpoint", str(checkpoint) if checkpoint else "none"),
         ("metrics", str(run_folder / "metrics.jsonl")),
-        ("curves", f"tensorboard --logdir {run_folder / 'tensorboard'}" if config.metrics.tensorboard else ""),
+        ("curves", f"tensorboard --logdir {events}" if config.metrics.tensorboard else ""),
         ("log", str(run_folder / "run.log")),
     ]
     return [row for row in rows if row[1]]
@@ -325,9 +328,13 @@ def next_rows(config: Config, state: State) -> list[Row]:
     go_on = {"checkpoint.load": "latest"} if config.checkpoint.load == "none" else {}
     if state != "done":
         return [("resume from the newest checkpoint", _with(_this_command(), go_on))]
-    longer = go_on | {"training.steps": str(2 * config.training.steps)}
+    steps, scheduled = config.training.steps, config.lr_schedule.total_steps
+    farther = min(2 * steps, scheduled) if steps < scheduled else 2 * steps
+    how = "continue to twice the steps" if farther == 2 * steps else "continue to the end of the schedule"
+    if farther > scheduled:
+        how += ", past lr_schedule.total_steps (minimum rate)"
     rows = [
-        ("continue to twice the steps", _with(_this_command(), longer)),
+        (how, _with(_this_command(), go_on | {"training.steps": str(farther)})),
         (
             "another seed, as a separate run",
             _with(_this_command(), _new_run(config, "seed-1") | {"training.seed": "1"}),
@@ -335,10 +342,8 @@ def next_rows(config: Config, state: State) -> list[Row]:
     ]
     if _would_run_on_two_ranks(config):
         rows.append(("the same curve from two ranks", _with(_this_command(ranks=2), _new_run(config, "2-ranks"))))
-    return [
-        *rows,
-        ("every key and its meaning", f"{'keel train' if LAUNCHER in os.environ else 'python train.py'} --help"),
-    ]
+    launcher = shlex.split(os.environ.get(LAUNCHER, "python train.py"))
+    return [*rows, ("every key and its meaning", shlex.join([*launcher, "--help"]))]
 
 
 def _this_command(ranks: int | None = None) -> list[str]:
@@ -346,7 +351,7 @@ def _this_command(ranks: int | None = None) -> list[str]:
     launched = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if LAUNCHER in os.environ:
         several = ["--ranks", str(ranks or launched)] if (ranks or launched) > 1 else []
-        return ["keel", "train", *(word for word in sys.argv[1:] if word != "--config"), *several]
+        return [*shlex.split(os.environ[LAUNCHER]), *(word for word in sys.argv[1:] if word != "--config"), *several]
     if ranks is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return ["python", *sys.argv]
     wanted = ranks or launched

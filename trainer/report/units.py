@@ -6,10 +6,27 @@ import re
 
 INDENT = "  "
 """Of rows under a title."""
+WIDTH = 80
+"""Characters of a line, so that it fits any terminal; only paths may be longer."""
+_LONGEST = 1e11
+"""Seconds that a duration can have; more, and numbers from `_MOST` on, are shown as such."""
+_MOST = 1e18
+
+
+def fixed(number: float) -> str:
+    """Format a loss or the like with four decimals: "3.8925"; what can't be one is shown as such: "1e+18"."""
+    return f"{number:.4f}" if abs(number) < 1e6 else f"{number:.4g}"
+
+
+def percent(share: float, decimals: int = 1) -> str:
+    """Format a share as percent: "12.5%"; what can't be one is shown as such: "1e+20%"."""
+    return f"{share:.{decimals}%}" if abs(share) < 1e4 else f"{100 * share:.3g}%"
 
 
 def duration(seconds: float) -> str:
     """Format seconds in the two units that matter: "4.1 s", "2 min 31 s", "5 h 04 min", "3 d 02 h"."""
+    if not seconds < _LONGEST:
+        return f"{seconds:g} s"
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 60:
@@ -24,6 +41,8 @@ def duration(seconds: float) -> str:
 
 def count(number: float) -> str:
     """Format a number to three digits with the field's suffix: 950, "3.34 M", "1.24 B", "15.6 T"."""
+    if not abs(number) < _MOST:
+        return f"{number:.3g}"
     for factor, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e4, " K")):
         if number >= factor:
             return _three_digits(number / (1e3 if suffix == " K" else factor)) + suffix
@@ -35,6 +54,8 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 def size(n_bytes: float) -> str:
     """Format bytes to three digits: "512 MiB", "25.6 GiB"."""
+    if not abs(n_bytes) < _MOST:
+        return f"{n_bytes:.3g} bytes"
     for factor, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
         if n_bytes >= factor:
             return f"{_three_digits(n_bytes / factor)} {suffix}"

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from checkpoint.compare import described, require_same
-from checkpoint.export.hf import CONFIG_NAME, ModelFiles, checkpoint_files, hf_files
-from checkpoint.manifest import MANIFEST_NAME, read_manifest, step_folder, steps_in
-from configs.errors import UserError, listed
+from checkpoint.export.hf import ModelFiles, checkpoint_files, hf_files
+from checkpoint.find import find_model, tokenizer_of
+from checkpoint.manifest import MANIFEST_NAME, read_manifest
+from configs.errors import UserError
+from configs.files import whole
 from models import build_model
 from parallelisms.ties import ties_kept
 from trainer.data.hf_tokenizer import find_tokenizer
@@ -52,11 +54,9 @@ def load_trained(
     Raises:
         UserError: there is no such checkpoint, or it or its tokenizer can't be read.
     """
-    folder = find(source, step)
+    folder = find_model(source, step)
     is_checkpoint = (folder / MANIFEST_NAME).exists()
-    tokenizer_file = tokenizer or (_tokenizer_of(folder) if is_checkpoint else find_tokenizer(folder))
-    if tokenizer_file is None:
-        raise UserError(f"{folder} has no tokenizer, which sampling needs; name one with --tokenizer FILE")
+    tokenizer_file = tokenizer or _tokenizer_in(folder)
     files = checkpoint_files(folder) if is_checkpoint else hf_files(folder)
     loaded = load_tokenizer(tokenizer_file, files.model.vocab_size)
     if is_checkpoint:
@@ -71,46 +71,28 @@ def load_trained(
     return Trained(_read_model(files, folder, place, target), loaded, files.seq_len, folder, place, target)
 
 
-def find(source: Path, step: int | None) -> Path:
-    """The checkpoint or Hugging Face folder that `source` means: of a run, that of `step`, or the newest.
+def _tokenizer_in(folder: Path) -> Path:
+    """The tokenizer of the checkpoint or Hugging Face folder that `find_model` has found.
 
     Raises:
         UserError: there is none.
     """
-    is_model = (source / MANIFEST_NAME).exists() or (source / CONFIG_NAME).exists()
-    if is_model and step is not None:
-        raise UserError(f"{source} is one checkpoint, so --step {step} has no meaning; leave it out, or name the run")
-    if is_model:
-        return source
-    if not source.is_dir():
-        raise UserError(f"{source}: no such folder; name a run (runs/debug), a checkpoint or a Hugging Face folder")
-    root = source if source.name == "checkpoints" else source / "checkpoints"
-    steps = steps_in(root)
-    if not steps and not root.is_dir() and not (source / "config.toml").exists():
-        raise UserError(f"{source} is neither a run, nor a checkpoint, nor a Hugging Face folder")
-    if not steps:
-        raise UserError(
-            f"{source} has no checkpoint yet; train the run until it saves one, every checkpoint.interval steps and "
-            "at its end"
-        )
-    if step is not None and step not in steps:
-        raise UserError(f"{source} has no checkpoint of step {step}; it has {listed([*map(str, steps)], ', ')}")
-    return step_folder(root, steps[-1] if step is None else step)
-
-
-def _tokenizer_of(checkpoint: Path) -> Path:
-    path = read_manifest(checkpoint).value("tokenizer", "path", str)
+    if not (folder / MANIFEST_NAME).exists():
+        if found := find_tokenizer(folder):
+            return found
+        raise UserError(f"{folder} has no tokenizer, which sampling needs; name one with --tokenizer FILE")
+    path = tokenizer_of(folder)
     if path is None:
         raise UserError(
-            f"the job of {checkpoint} has no tokenizer.path, so its tokens stand for no text; if there is a tokenizer "
+            f"the job of {folder} has no tokenizer.path, so its tokens stand for no text; if there is a tokenizer "
             "for them, name it with --tokenizer FILE"
         )
-    if not Path(path).is_file():
+    if not path.is_file():
         raise UserError(
-            f"{path}, the tokenizer of {checkpoint}, does not exist (paths are relative to the current folder); name "
+            f"the tokenizer of {folder} is neither in its run folder nor at {whole(path)}, where its job has it; name "
             "it with --tokenizer FILE"
         )
-    return Path(path)
+    return path
 
 
 def _device(wanted: str) -> torch.device:

@@ -9,7 +9,7 @@ _UNFINISHED = "\ufffd"
 """What a decoder returns for bytes that are not a character, or not yet."""
 
 
-def prompt_tokens(tokenizer: Tokenizer, prompt: str, most: int) -> list[int]:
+def prompt_tokens(tokenizer: Tokenizer, prompt: str, most: int | None = None) -> list[int]:
     """The tokens from which a model continues `prompt`: BOS, as before every document, and the text.
 
     Raises:
@@ -23,7 +23,7 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, most: int) -> list[int]:
     tokens = [*begin, *tokenizer.encode(prompt)]
     if not tokens:
         raise UserError("is empty, and the tokenizer has no BOS token to start from; give a text")
-    if len(tokens) > most:
+    if most is not None and len(tokens) > most:
         raise UserError(f"has {len(tokens)} tokens, and there is room for {most}")
     return tokens
 

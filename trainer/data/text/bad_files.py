@@ -79,7 +79,8 @@ class BadFiles:
         if len(self.messages) > _SHOWN:
             shown += f"\n  ... and {len(self.messages) - _SHOWN:,} more"
         allowed = "" if self.limit is None else f", {self.limit} allowed (max_bad_files)"
-        choice = "" if self.limit is None else ", or allow that many to be skipped (--max-bad-files)"
+        keys = "--max-bad-files, or data.prepare.max_bad_files in a job"
+        choice = "" if self.limit is None else f", or allow that many to be skipped ({keys})"
         raise UserError(
             f"{len(self.messages)} unreadable file(s) or line(s){allowed}:\n{shown}\nFix or remove them{choice}"
         )

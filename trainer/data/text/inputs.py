@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
+from configs.files import whole
 from trainer.data.text.bad_files import HIDDEN, LINKED, BadFiles
 
 STDLIB = "python_stdlib"
@@ -37,8 +38,9 @@ def files_of(input: str, bad: BadFiles) -> list[Path]:
     if has_magic(input):
         if found := sorted(glob(input, recursive=True)):
             return [file for name in found for file in _below(Path(name), bad)]
-        raise UserError(f"{input}: no file matches this pattern")
-    raise UserError(f"{input}: no such file or folder; inputs are files, folders, patterns, {HUB}NAME, or {STDLIB}")
+        raise UserError(f"{whole(input)}: no file matches this pattern")
+    what = f"inputs are files, folders, patterns, {HUB}NAME, or {STDLIB}"
+    raise UserError(f"{whole(input)}: no such file or folder; {what}")
 
 
 def is_saved_dataset(path: Path) -> bool:

@@ -41,6 +41,7 @@ from trainer.data.text.documents import Piece, pieces
 from trainer.data.text.hub import pin
 from trainer.data.text.listing import InputFile, examine, list_files, summary, write_list
 from trainer.data.text.prepared_folder import (
+    ADVICE,
     RECORD,
     Settings,
     Split,
@@ -81,6 +82,8 @@ def prepare(
     drop_duplicates: bool = False,
     pack: int | None = None,
     say: Callable[[str], None] = lambda message: None,
+    if_changed: Callable[[str], None] | None = None,
+    advice: str = ADVICE,
 ) -> dict[str, Any]:
     """Tokenize the documents of `inputs` into OUTPUT/train and, with a validation fraction, OUTPUT/validation.
 
@@ -92,6 +95,8 @@ def prepare(
         drop_duplicates: use only the first of documents with the same text.
         pack: pack whole documents into windows of this seq_len (see `packing`).
         say: called with remarks on an OUTPUT that exists.
+        if_changed: called with how the files have changed since OUTPUT was made, instead of raising an error.
+        advice: what to do about an OUTPUT that was made with other settings.
 
     Returns:
         The record kept as OUTPUT/prepare.json: settings, inputs (of the hub with the commit), documents, tokens and
@@ -110,8 +115,8 @@ def prepare(
     settings = Settings(list(inputs), text_key, tokenizer.hash, tokenizer.vocab_size, *choices)
     working = output.absolute().with_name(f".{output.name}.partial")
     try:
-        if is_finished(output, settings):
-            check_inputs(output, settings, say)
+        if is_finished(output, settings, advice):
+            check_inputs(output, settings, say, if_changed)
         else:
             job = _Job(settings, working, tokenizer_path, processes, BadFiles(max_bad_files), progress)
             with _lock(working, progress):

@@ -14,6 +14,11 @@ from trainer.data.text.listing import changes, examine, list_files, read_list, w
 
 RECORD = "prepare.json"
 TRAIN, VALIDATION = "train", "validation"
+ADVICE = (
+    "Choose another output folder (in a job: data.prepare.output, and path of the sources in it); or, if no run uses "
+    "this one, delete it to have it made again"
+)
+"""What to do about a folder that was prepared in another way."""
 
 
 @dataclass(frozen=True)
@@ -76,22 +81,34 @@ def described(record: dict[str, Any], output: Path) -> list[str]:
     return lines
 
 
-def is_finished(output: Path, settings: Settings) -> bool:
+def is_finished(output: Path, settings: Settings, advice: str = ADVICE) -> bool:
     """Whether OUTPUT was prepared with these settings.
+
+    Args:
+        advice: what to do if it was made with others.
 
     Raises:
         UserError: it contains anything else.
     """
     if (output / RECORD).is_file():
-        check_same(output, read_json(output / RECORD).get("settings"), settings)
+        check_same(output, read_json(output / RECORD).get("settings"), settings, advice)
         return True
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output}: exists but is not a folder of prepared text; choose another output folder")
     return False
 
 
-def check_inputs(output: Path, settings: Settings, say: Callable[[str], None]) -> None:
+def check_inputs(
+    output: Path,
+    settings: Settings,
+    say: Callable[[str], None],
+    if_changed: Callable[[str], None] | None = None,
+) -> None:
     """Compare the inputs with those of a finished folder, as far as they still exist.
+
+    Args:
+        say: called with remarks.
+        if_changed: called with what was added, removed or changed since, instead of raising an error.
 
     Raises:
         UserError: text was added, removed or changed since.
@@ -101,11 +118,10 @@ def check_inputs(output: Path, settings: Settings, say: Callable[[str], None]) -
         _adopt_inputs(output, settings, say)
         return
     changed, gone = changes(before, settings.inputs)
-    if changed:
-        raise UserError(
-            f"{output}: was made from other files:\n" + "\n".join(changed) + "\n"
-            "Choose another output folder, or delete this one to have it made again"
-        )
+    if changed and if_changed is None:
+        raise UserError("\n".join([f"{output}: was made from other files:", *changed, ADVICE]))
+    if changed and if_changed:
+        if_changed("\n".join(changed))
     if gone:
         say(f"{output}: the text that it was made from is gone ({', '.join(gone)}), so it was not compared")
 
@@ -120,12 +136,7 @@ def _adopt_inputs(output: Path, settings: Settings, say: Callable[[str], None]) 
     say(f"{output}: prepared by an earlier Keel, so whether its inputs have changed since is unknown; {further}")
 
 
-def check_same(
-    folder: Path,
-    before: Any,
-    settings: Settings,
-    advice: str = "Choose another output folder, or delete this one to have it made again",
-) -> None:
+def check_same(folder: Path, before: Any, settings: Settings, advice: str) -> None:
     now = asdict(settings)
     then = _DEFAULTS | (before if isinstance(before, dict) else {})
     values = {key: shortened(repr(then.get(key)), 400) for key in now}

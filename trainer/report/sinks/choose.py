@@ -10,7 +10,6 @@ from typing import Any
 from configs.errors import UserError
 from configs.files import link_refused
 from configs.schema import Metrics
-from trainer.report.sinks.mlflow import MLflow
 from trainer.report.sinks.tensorboard import TensorBoard
 from trainer.report.sinks.wandb import WandB
 from trainer.report.sinks.worker import MakeSink
@@ -38,9 +37,6 @@ def choose_sinks(settings: Metrics, folder: Path, with_own: bool = True) -> dict
         require_package("wandb", "metrics.wandb = true", "wandb")
         _require_login()
         sinks["W&B"] = WandB
-    if settings.mlflow:
-        require_package("mlflow", "metrics.mlflow = true", "mlflow-skinny")
-        sinks["MLflow"] = MLflow
     if settings.sink and with_own:
         sinks[f"metrics.sink {settings.sink}"] = _own_sink(settings.sink)
     return sinks
@@ -76,7 +72,8 @@ def _own_sink(name: str) -> Any:
     except Exception as error:
         raise UserError(
             f'metrics.sink is "{name}", and {module} can\'t be imported ({type(error).__name__}: {error}); Keel looks '
-            "for it in the current folder and among installed packages"
+            "for it on PYTHONPATH, in the current folder and among installed packages, and its own packages, such as "
+            "models, come first"
         ) from None
     if not callable(found):
         raise UserError(f'metrics.sink is "{name}", but {module} has no class {attribute}')

@@ -1,4 +1,4 @@
-"""What receives a run's records besides `metrics.jsonl`: TensorBoard, W&B, MLflow, or a class of your own.
+"""What receives a run's records besides `metrics.jsonl`: TensorBoard, W&B, or a class of your own.
 
 A sink is a class that is called with a `SinkRun` and has two methods, `write` and `close`. `metrics.sink =
 "my_module:MySink"` names one:
@@ -14,7 +14,7 @@ A sink is a class that is called with a `SinkRun` and has two methods, `write` a
         def close(self):                    # at the end of the launch, and before the run goes back
             self.file.close()
 
-All of it runs in a thread of its own (`worker.py`), so a sink may be slow, may hang and may raise: training goes on.
+All of it runs in a thread (`worker.py`), so a sink may be slow, may hang and may raise: training continues.
 
 After a resume, steps that were written may come again, as others. `SinkRun.first_step` says from which step on, and
 `SinkRun.history` repeats the records before it for a store that can't forget: it begins again (`line.py`).

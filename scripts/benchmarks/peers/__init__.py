@@ -1,1 +1,0 @@
-"""Programs that train one job with one framework each, step by step at the command of `contenders.py`."""

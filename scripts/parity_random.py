@@ -1,0 +1,393 @@
+"""Draws jobs and meshes at random for the parity table, and shrinks those that go wrong.
+
+A *draw* is a number of ranks and config overrides: run keys, which the reference has as well, and machine keys. On its
+way it may evaluate a batch between two steps, and move to another mesh by a checkpoint. Half of the draws compute in
+float64 and must agree with the plain reference (`parity_reference.py`) to 1e-10; the other half, with
+`training.reduction = "exact"`, must have the bits of the smallest mesh that these promise to equal.
+
+A draw is a function of its seed and number alone. What the config refuses is no fault; what it accepts must train, and
+to the right values. A fault is shrunk: its keys are left out one by one, as long as it remains.
+"""
+
+import random
+import re
+import shlex
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs.errors import ConfigError
+from configs.load import load
+from configs.schema import further_run_keys, is_run_key
+from scripts.parity_rows import BOUNDS, DECIDE_BITS, groups_of, words
+
+if TYPE_CHECKING:
+    from scripts.rank_pool import RankPool
+
+Keys = dict[str, object]
+"""Config overrides by key; the values are TOML."""
+
+FLOAT64: Keys = {f"training.{key}": "float64" for key in ("dtype", "compute_dtype", "reduce_dtype")}
+DECISIVE = (*DECIDE_BITS, "attention.backend")
+"""Machine keys that may change the bits of a draw with exact sums."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A job on a mesh."""
+
+    ranks: int
+    keys: Keys
+    """Overrides of the job file."""
+    evaluate_at: tuple[int, ...] = ()
+    """Numbers of steps after which a batch is evaluated."""
+    move_at: int = 0
+    """Number of steps after which the run moves; 0: never."""
+    moved: Keys = field(default_factory=dict)
+    """Machine keys after the move, in place of those in `keys`."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether bits are compared."""
+        return self.keys.get("training.reduction") == "exact"
+
+    @property
+    def run(self) -> Keys:
+        """The keys that decide what is learned."""
+        further = further_run_keys({"training": {"reduction": self.keys.get("training.reduction")}})
+        needs_owners = self.keys.get("optimizer.name") == "muon" or "fsdp.owner_broadcast_dtype" in self.keys
+        further += ("fsdp.partition",) * needs_owners
+        return {key: value for key, value in self.keys.items() if is_run_key(key, further) or key == "training.steps"}
+
+    def command(self, config_name: str) -> str:
+        """The command that runs this draw alone."""
+        options = ["--config", config_name, "--ranks", str(self.ranks)]
+        options += ["--evaluate-at", ",".join(map(str, self.evaluate_at))] if self.evaluate_at else []
+        options += ["--move-at", str(self.move_at)] if self.move_at else []
+        options += [f"--moved={shlex.join(words(self.moved))}"] if self.moved else []
+        return f"python scripts/parity.py {shlex.join((*options, *words(self.keys)))}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a draw."""
+
+    refused: str = ""
+    """The config's reason for refusing it, without its numbers and names."""
+    fault: str = ""
+    """What is wrong."""
+    trace: str = ""
+    """Where it came from, of a crash."""
+
+
+# --------------------------------------------------------------------------- drawing
+
+
+def draw(seed: int, number: int) -> Draw:
+    """The `number`-th draw of a seed."""
+    dice = random.Random(f"{seed}/{number}")
+    ranks = dice.choices((1, 2, 3, 4, 8), (2, 15, 2, 30, 1))[0]
+    is_exact = dice.random() < 0.5
+    run = _model(dice) | _data(dice) | _training(dice, is_exact)
+    owners = dice.random() < 0.35
+    run |= _optimizer(dice, is_exact, may_be_muon=owners and "model.n_experts" not in run)
+    owners = owners or "fsdp.owner_broadcast_dtype" in run
+    steps = int(str(run["training.steps"]))
+    evaluate_at = tuple(step for step in range(steps) if dice.random() < 0.15)
+    move_at = dice.randrange(1, steps) if dice.random() < 0.25 else 0
+    machine = _machine(dice, ranks, run, owners)
+    moved = _machine(dice, ranks, run, owners)
+    if is_exact and any(moved.get(key) != machine.get(key) for key in DECISIVE):
+        moved = machine
+    if "mesh.pp" not in machine | (moved if move_at else {}):  # only stages need many layers, which cost time
+        run["model.n_layers"] = min(int(str(run["model.n_layers"])), 3)
+    return Draw(ranks, run | machine, evaluate_at, move_at, moved if move_at else {})
+
+
+def _model(dice: random.Random) -> Keys:
+    kv_heads = dice.choice((1, 2, 2, 4, 4, 4, 4))
+    heads = kv_heads * dice.choice((1, 1, 2, 3))
+    head_dim = dice.choice((2, 4, 6, 8, 10))
+    keys: Keys = {
+        "model.dim": dice.choice((16, 20, 24, 32, 34, 48, 64)),
+        "model.n_layers": dice.choice((2, 2, 3, 4, 4, 4, 5)),
+        "model.n_heads": heads,
+        "model.n_kv_heads": kv_heads,
+        "model.head_dim": head_dim,
+        "model.ffn_dim": dice.choice((24, 32, 44, 48, 64)),
+        "model.vocab_size": dice.choice((64, 100, 128, 200)),
+    }
+    keys |= _some(dice, 0.15, {"model.tie_embeddings": "true"})
+    keys |= _some(dice, 0.2, {"model.rope_theta": dice.choice((500.0, 500000.0))})
+    keys |= _some(dice, 0.1, {"model.rope_scaling": "{factor = 8.0, original_seq_len = 16}"})
+    keys |= _some(dice, 0.1, {"model.norm_eps": 1e-3})
+    keys |= _some(dice, 0.2, {"model.init_std": dice.choice((0.05, 0.2))})
+    return keys | (_experts(dice, keys) if dice.random() < 0.3 else {})
+
+
+def _experts(dice: random.Random, model: Keys) -> Keys:
+    chosen = dice.choice((1, 2, 2, 3))
+    keys: Keys = {"model.n_experts": dice.choice((4, 6, 8, 16)), "model.experts_per_token": chosen}
+    keys |= {"model.router.scoring": dice.choice(("softmax", "sigmoid"))}
+    keys |= {"model.router.renormalize": "false"} if chosen == 1 or dice.random() < 0.3 else {}
+    keys |= _some(dice, 0.4, {"model.n_shared_experts": dice.choice((1, 2))})
+    if int(str(model["model.n_layers"])) > 1:
+        keys |= _some(dice, 0.5, {"model.n_dense_layers": 1, "model.expert_dim": dice.choice((8, 12, 16))})
+    balance = dice.choice(("auxiliary_loss", "bias", "none"))
+    keys |= {"model.router.load_balance": balance}
+    keys |= {"model.router.auxiliary_loss_weight": 0.1} if balance == "auxiliary_loss" else {}
+    return keys | ({"model.router.bias_update_rate": 0.01} if balance == "bias" else {})
+
+
+def _data(dice: random.Random) -> Keys:
+    if dice.random() < 0.6:
+        return {}
+    lengths = [dice.choice((2, 5, 8, 30, 100)) for _ in range(dice.choice((1, 2)))]
+    sources = [
+        f'{{name = "documents {i}", kind = "synthetic", document_length = {length}, weight = {i + 1}.0}}'
+        for i, length in enumerate(lengths)
+    ]
+    keys: Keys = {"data.sources": f"[{', '.join(sources)}]"}
+    return keys | _some(dice, 0.7, {"data.document_mask": "true"})
+
+
+def _training(dice: random.Random, is_exact: bool) -> Keys:
+    keys: Keys = {
+        "training.steps": dice.choice((3, 3, 3, 3, 4)),
+        "training.seq_len": dice.choice((16, 16, 16, 32, 32, 48)),
+        "training.global_batch_size": dice.choice((4, 4, 4, 4, 8, 12)),
+        "training.seed": dice.randrange(1000),
+        "training.max_norm": dice.choice((0.05, 0.3, 0.3, 1.0, "inf")),
+    }
+    keys |= _some(dice, 0.3, {"training.norm_type": dice.choice((1, 3, "inf"))})
+    keys |= _some(dice, 0.25, {"training.z_loss_weight": dice.choice((1e-4, 0.1))})
+    if not is_exact:
+        return keys | FLOAT64
+    dtypes = ("float32", "bfloat16")
+    kinds = (("float32",) * 3, ("float32", "bfloat16", "float32"), ("float32", "bfloat16", "bfloat16"))
+    chosen = dice.choice((*kinds, *kinds, (dice.choice(dtypes),) * 3))
+    keys |= {"training.reduction": "exact", "training.micro_batch_size": dice.choice((1, 1, 1, 2))}
+    return keys | dict(zip(FLOAT64, chosen, strict=True))
+
+
+def _optimizer(dice: random.Random, is_exact: bool, may_be_muon: bool) -> Keys:
+    keys: Keys = {"optimizer.lr": dice.choice((1e-3, 1e-2))}
+    if may_be_muon and dice.random() < 0.6:
+        keys |= {"optimizer.name": "muon"}
+        keys |= _some(dice, 0.3, {"optimizer.momentum": 0.8, "optimizer.muon_lr_adjustment": "original"})
+        keys |= _some(dice, 0.3, {"optimizer.newton_schulz_steps": 3})
+    elif dice.random() < 0.15:
+        keys |= {"optimizer.name": "lion"}
+    else:
+        keys |= _some(dice, 0.15, {"optimizer.moments_dtype": "bfloat16"})
+    keys |= _some(dice, 0.2, {"optimizer.betas": "[0.8, 0.99]", "optimizer.eps": 1e-6})
+    keys |= _some(dice, 0.3, {"optimizer.weight_decay": dice.choice((0.0, 0.5))})
+    if is_exact:  # the plain reference does not round
+        keys |= _some(dice, 0.05, {"fsdp.owner_broadcast_dtype": "bfloat16"})
+    patterns = {
+        "embed_tokens.*": ("freeze = true", "freeze_until_step = 1", "lr_scale = 0.5"),
+        "layers.0.*": ("freeze = true", "freeze_until_step = 2", "lr_scale = 0.1, weight_decay = 0.3"),
+        "layers.*.mlp.*": ("freeze_until_step = 1", "lr_scale = 2.0"),
+        "*norm.weight": ("freeze_until_step = 1", "weight_decay = 0.2"),
+        "norm.weight": ("freeze = true",),
+    }
+    groups = {pattern: dice.choice(settings) for pattern, settings in patterns.items() if dice.random() < 0.3}
+    keys |= _some(dice, 0.4, {"optimizer.groups": groups_of(groups)} if groups else {})
+    name = dice.choice(("cosine", "cosine", "linear", "warmup_stable_decay"))
+    keys |= {"lr_schedule.name": name, "lr_schedule.warmup_steps": dice.choice((0, 2)), "lr_schedule.total_steps": 8}
+    return keys
+
+
+def _machine(dice: random.Random, ranks: int, run: Keys, owners: bool) -> Keys:
+    axes = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1}
+    for factor in {1: (), 2: (2,), 3: (3,), 4: (2, 2), 8: (2, 2, 2)}[ranks]:
+        axes[dice.choices(list(axes), (2, 3, 3, 3, 4))[0]] *= factor
+    if owners:
+        axes |= {"dp_replicate": axes["dp_replicate"] * axes["dp_shard"], "dp_shard": 1}
+    keys: Keys = {f"mesh.{axis}": size for axis, size in axes.items() if size > 1 or axis == "dp_shard"}
+    keys |= {"fsdp.partition": "owner"} if owners else _fsdp(dice, exact=run.get("training.reduction") == "exact")
+    shards = axes["dp_shard"] * axes["cp"]
+    if "model.n_experts" in run and shards > 1 and not owners:
+        keys |= _some(dice, 0.6, {"mesh.ep": dice.choice([n for n in (2, 3, 4, 8) if shards % n == 0])})
+    if axes["cp"] > 1:
+        keys["context.method"] = dice.choice(("gather", "ring", "all_to_all"))
+    if axes["pp"] > 1:
+        keys |= _pipeline(dice)
+    keys |= _recomputation(dice, int(str(run["model.n_layers"])), keys.get("pipeline.schedule") == "zero_bubble_v")
+    if "training.micro_batch_size" not in run:
+        at_once = axes["dp_replicate"] * axes["dp_shard"]
+        most = int(str(run["training.global_batch_size"])) // at_once
+        fitting = [n for n in range(1, most + 1) if most % n == 0 and most // n >= axes["pp"]]
+        keys["training.micro_batch_size"] = dice.choice(fitting[-2:] or [1])  # the fewest micro-batches
+    keys |= _some(dice, 0.15, {"comm.streams": "per_group"})
+    keys |= _some(dice, 0.3, {f"comm.prefetch_{way}": dice.choice((0, 2, 4)) for way in ("forward", "backward")})
+    keys |= _some(dice, 0.1, {"metrics.fingerprint": "true"})
+    return keys | _some(dice, 0.1, {"attention.backend": "flash2"})
+
+
+def _fsdp(dice: random.Random, exact: bool) -> Keys:
+    keys: Keys = _some(dice, 0.4, {"fsdp.zero_stage": dice.choice((1, 2))})
+    if not keys:
+        keys = _some(dice, 0.4, {"fsdp.reshard_after_forward": dice.choice(("always", "never"))})
+        keys |= {} if exact else _some(dice, 0.4, {"fsdp.accumulate": "reduce_last"})
+    return keys
+
+
+def _pipeline(dice: random.Random) -> Keys:
+    schedule = dice.choice(("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_v"))
+    keys: Keys = {"pipeline.schedule": schedule}
+    if schedule == "interleaved_1f1b":
+        keys |= _some(dice, 0.2, {"pipeline.stages_per_rank": 3})
+    return keys
+
+
+def _recomputation(dice: random.Random, n_layers: int, once: bool) -> Keys:
+    mode = dice.choice(("none", "full", "full" if once else "selective"))
+    keys: Keys = {"activation_checkpoint.mode": mode}
+    if mode == "none":
+        return {}
+    keys |= _some(dice, 0.2, {"activation_checkpoint.every_nth_layer": 2} if n_layers > 1 else {})
+    keys |= _some(dice, 0.2, {"activation_checkpoint.layers": f'"0-{n_layers // 2}"'} if n_layers > 2 else {})
+    return keys | (_some(dice, 0.3, {"activation_checkpoint.save_every_nth_matmul": 2}) if mode == "selective" else {})
+
+
+def _some(dice: random.Random, probability: float, keys: Keys) -> Keys:
+    """The keys, with a probability."""
+    return keys if dice.random() < probability else {}
+
+
+# --------------------------------------------------------------------------- trying
+
+
+def attempt(pool: "RankPool", config_name: str, drawn: Draw) -> Outcome:
+    """Train a draw and its reference, and compare."""
+    try:
+        for keys in (drawn.keys, _after_move(drawn)):
+            load(config_name, words(keys), world_size=drawn.ranks)
+        with tempfile.TemporaryDirectory() as folder:
+            return Outcome(fault=_fault(pool, config_name, drawn, Path(folder)))
+    except ConfigError as error:
+        return Outcome(refused=_kind(str(error).splitlines()[0]))
+    except RuntimeError as error:  # of a rank, with its traceback
+        last = str(error).strip().splitlines()[-1]
+        if last.startswith("configs.errors."):
+            return Outcome(refused=_kind(last))
+        return Outcome(fault=f"crash: {last}", trace=str(error))
+
+
+def _after_move(drawn: Draw) -> Keys:
+    return drawn.run | drawn.moved if drawn.move_at else drawn.keys
+
+
+def _fault(pool: "RankPool", config_name: str, drawn: Draw, folder: Path) -> str:
+    """What differs from the reference; empty if nothing does."""
+    from scripts.parity_compare import Detour, bits, compare
+    from scripts.parity_reference import reference
+
+    detour = Detour(drawn.evaluate_at, drawn.move_at, words(_after_move(drawn)), str(folder / "checkpoints"))
+    if drawn.is_exact:
+        ranks, keys = _same_bits(drawn)
+        expected = pool.run(ranks, bits, config_name, words(keys))[0]
+        found = pool.run(drawn.ranks, bits, config_name, words(drawn.keys), detour)[0]
+        return "" if found == expected else f"other bits than on {ranks} rank{'s' * (ranks > 1)}"
+    path = str(folder / "reference.pt")
+    pool.run(1, reference, config_name, words(drawn.run), path)
+    difference = pool.run(drawn.ranks, compare, config_name, words(drawn.keys), path, detour)[0]
+    if difference.passes("float64"):
+        return ""
+    names = ("loss", "norm", "gradient", "weights")
+    figures = [f"{name} {value:.1e}" for name, value in zip(names, difference.values, strict=True)]
+    return f"more than {BOUNDS['float64'][0]:.0e} from the reference: {', '.join(figures)}"
+
+
+def _same_bits(drawn: Draw) -> tuple[int, Keys]:
+    """The smallest mesh that has the same bits: its ranks, and the overrides."""
+    keys = drawn.run | {key: value for key, value in drawn.keys.items() if key in DECISIVE}
+    cp, tp, ep = (int(str(keys.get(f"mesh.{axis}", 1))) for axis in ("cp", "tp", "ep"))
+    keys["mesh.dp_shard"] = max(1, ep // cp)
+    return cp * tp * max(1, ep // cp), keys
+
+
+def _kind(reason: str) -> str:
+    """A message without its numbers, so that those of one rule are equal."""
+    return re.sub(r"\d+(\.\d+)?", "N", reason.removeprefix("configs.errors.").split(";")[0])[:110]
+
+
+# --------------------------------------------------------------------------- shrinking
+
+
+def shrunk(pool: "RankPool", config_name: str, drawn: Draw) -> Draw:
+    """Leave out one thing after another, as long as the draw still goes wrong."""
+    before = None
+    while drawn != before:
+        before = drawn
+        for part in _parts(drawn):
+            smaller = _less(drawn, *part)
+            if smaller != drawn and attempt(pool, config_name, smaller).fault:
+                drawn = smaller
+    return drawn
+
+
+def _parts(drawn: Draw) -> list[tuple[str, str]]:
+    """What can be left out: a field, and a key of it."""
+    kept = {"training.reduction", *(() if drawn.is_exact else FLOAT64)}
+    keys = [("keys", key) for key in drawn.keys if key not in kept]
+    return [("move_at", ""), ("evaluate_at", ""), *keys, *(("moved", key) for key in drawn.moved)]
+
+
+def _less(drawn: Draw, where: str, key: str) -> Draw:
+    if where == "move_at":
+        return replace(drawn, move_at=0, moved={})
+    if where == "evaluate_at":
+        return replace(drawn, evaluate_at=())
+    return replace(drawn, **{where: _without(getattr(drawn, where), key)})  # type: ignore[arg-type]
+
+
+def _without(keys: Mapping[str, Any], left_out: str) -> Keys:
+    return {key: value for key, value in keys.items() if key != left_out}
+
+
+# --------------------------------------------------------------------------- many
+
+
+def run_random(config_name: str, jobs: int, seed: int) -> int:
+    """Try the draws of a seed, print what goes wrong and how to repeat it; returns 1 if anything did, otherwise 0."""
+    from scripts.rank_pool import RankPool
+
+    pool = RankPool(size=8)
+    started, reasons, wrong = time.perf_counter(), Counter[str](), 0
+    print(f"{jobs} jobs of seed {seed}")
+    try:
+        for number in range(jobs):
+            drawn = draw(seed, number)
+            outcome = attempt(pool, config_name, drawn)
+            if outcome.fault:
+                wrong += 1
+                print(f"job {number}: {outcome.fault}\n    {drawn.command(config_name)}\n{outcome.trace}", flush=True)
+                print(f"  shrunk:\n    {shrunk(pool, config_name, drawn).command(config_name)}", flush=True)
+            reasons.update([outcome.refused] if outcome.refused else [])
+            if (number + 1) % 10 == 0 or number + 1 == jobs:
+                seconds = (time.perf_counter() - started) / (number + 1)
+                print(f"{number + 1} jobs: {reasons.total()} refused, {wrong} wrong, {seconds:.1f} s each", flush=True)
+    finally:
+        pool.close()
+    for reason, count in reasons.most_common():
+        print(f"{count:5d} refused: {reason}")
+    return min(wrong, 1)
+
+
+def run_one(config_name: str, drawn: Draw) -> int:
+    """Try one draw and print its outcome; returns 1 if it is wrong, otherwise 0."""
+    from scripts.rank_pool import RankPool
+
+    pool = RankPool(size=drawn.ranks)
+    try:
+        outcome = attempt(pool, config_name, drawn)
+    finally:
+        pool.close()
+    print(outcome.fault or (f"refused: {outcome.refused}" if outcome.refused else "right"))
+    return 1 if outcome.fault else 0

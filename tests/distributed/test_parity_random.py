@@ -1,0 +1,111 @@
+"""Jobs drawn at random for the parity table: draws repeat, refusals are no faults, and faults are found."""
+
+import shlex
+
+import pytest
+
+from configs.load import load
+from parallelisms.torch_internals import has_zero_bubble
+from scripts import parity
+from scripts.parity_random import Draw, attempt, draw, shrunk
+from scripts.parity_rows import words
+from trainer import step
+
+CONFIG = "parity.toml"
+SCHEDULES = ("interleaved_1f1b", "zero_bubble_v") if has_zero_bubble() else ("interleaved_1f1b",)
+
+
+class Pool:
+    """Ranks that run everything within another function, if one is given."""
+
+    def __init__(self, ranks, within=None):
+        self.ranks, self.within = ranks, within
+
+    def run(self, n, function, *arguments):
+        if self.within:
+            return self.ranks(n, self.within, function, *arguments)
+        return self.ranks(n, function, *arguments)
+
+
+def without_the_wait(function, *arguments):
+    """On a rank: as if a schedule of several stages began without waiting for anything."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = step.Pipeline
+        patch.setattr(step, "Pipeline", lambda *given, before: made(*given))
+        return function(*arguments)
+
+
+def with_a_wait(seed, jobs):
+    """Those draws that wait for owners before a schedule, by number; all others compute the same without the wait."""
+    for number in range(jobs):
+        drawn = draw(seed, number)
+        for keys in (drawn.keys, drawn.run | drawn.moved):
+            if keys.get("fsdp.partition") == "owner" and keys.get("pipeline.schedule") in SCHEDULES:
+                yield number, drawn
+                break
+
+
+def test_a_draw_depends_on_seed_and_number_alone():
+    assert draw(7, 3) == draw(7, 3)
+    assert len({str(draw(seed, number)) for seed in range(3) for number in range(50)}) == 150
+    # These are the bytes of any Python on any machine.
+    assert draw(0, 0).keys["training.seed"] == 534
+
+
+def test_a_draw_is_repeated_by_its_command(monkeypatch):
+    tried = []
+    monkeypatch.setattr(parity, "run_one", lambda config, drawn: tried.append((config, drawn)) or 0)
+    drawn = next(d for d in (draw(1, number) for number in range(100)) if d.move_at and d.evaluate_at)
+    _python, _script, *arguments = shlex.split(drawn.command(CONFIG))
+    parity.main(arguments)
+    ((config, repeated),) = tried
+    assert config == CONFIG
+    assert words(repeated.keys) == words(drawn.keys)
+    assert words(repeated.moved) == words(drawn.moved)
+    assert (repeated.ranks, repeated.evaluate_at, repeated.move_at) == (drawn.ranks, drawn.evaluate_at, drawn.move_at)
+
+
+def test_every_axis_and_technique_is_drawn():
+    drawn = [draw(2, number) for number in range(400)]
+    keys = {(key, str(value)) for each in drawn for key, value in each.keys.items()}
+    expected = {
+        *((f"mesh.{axis}", "2") for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")),
+        *(("pipeline.schedule", name) for name in ("gpipe", "1f1b", *SCHEDULES)),
+        *(("context.method", name) for name in ("gather", "ring", "all_to_all")),
+        *(("activation_checkpoint.mode", name) for name in ("full", "selective")),
+        *(("model.router.load_balance", name) for name in ("auxiliary_loss", "bias", "none")),
+        ("optimizer.name", "muon"),
+        ("fsdp.partition", "owner"),
+        ("fsdp.zero_stage", "1"),
+        ("fsdp.accumulate", "reduce_last"),
+        ("data.document_mask", "true"),
+    }
+    assert expected <= keys
+    assert 120 < sum(each.is_exact for each in drawn) < 280
+
+
+def test_a_refusal_is_no_fault(ranks):
+    heads = {"model.n_heads": 3, "model.n_kv_heads": 3, "model.head_dim": 8}
+    outcome = attempt(Pool(ranks), CONFIG, Draw(2, {"mesh.tp": 2, **heads}))
+    assert "does not divide model.n_heads" in outcome.refused
+    assert not outcome.fault
+
+
+@pytest.mark.slow
+def test_some_draws_are_right(ranks):
+    outcomes = [attempt(Pool(ranks), CONFIG, draw(201, number)) for number in range(6)]
+    assert [outcome.fault for outcome in outcomes if outcome.fault] == []
+    assert not all(outcome.refused for outcome in outcomes)
+
+
+@pytest.mark.slow
+def test_a_missing_wait_is_found_and_shrunk(ranks):
+    mutated = Pool(ranks, without_the_wait)
+    number, found = next((n, d) for n, d in with_a_wait(0, 200) if attempt(mutated, CONFIG, d).fault)
+    print(f"found by job {number}")
+    assert not attempt(Pool(ranks), CONFIG, found).fault
+    smallest = shrunk(mutated, CONFIG, found)
+    assert set(smallest.keys) <= set(found.keys)
+    assert {"fsdp.partition", "pipeline.schedule", "mesh.pp"} <= {*smallest.keys, *smallest.moved}
+    assert len(smallest.keys) < 12
+    load(CONFIG, words(smallest.keys), world_size=smallest.ranks)

@@ -1,0 +1,160 @@
+"""The optimizer of a rank, over named parameters: its groups, its state by name, and what is frozen when."""
+
+import difflib
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer as TorchOptimizer
+
+from configs.errors import ConfigError
+from configs.schema import Optimizer, ParameterGroup
+from parallelisms.owner_partition import OwnerPartition
+from parallelisms.part import part_of
+from trainer.kernels.keyed import key_of
+from trainer.optimizers.rule import RowOptimizer, rule_of
+
+_REST = ParameterGroup(pattern="*")
+
+
+TrainingOptimizer = RowOptimizer | OwnerPartition
+
+Partition = Callable[[list[dict[str, Any]]], OwnerPartition]
+"""Distributes parameter groups over owners (see `OwnerPartition`)."""
+
+
+def build_optimizer(
+    config: Optimizer,
+    named_parameters: Sequence[tuple[str, Parameter]],
+    hidden_matrices: Collection[str] = (),
+    partition: Partition | None = None,
+    model_names: Sequence[str] = (),
+    exact: bool = False,
+    seed: int = 0,
+) -> TrainingOptimizer:
+    """Build the optimizer that the config names, with its state, all zero.
+
+    Weight decay applies to matrices but not to vectors (norms), unless a group in `config.groups` sets it. Parameters
+    with `freeze` are in groups without state.
+
+    Args:
+        hidden_matrices: names of the matrices inside the model's blocks, which some optimizers update alone.
+        partition: None updates this rank's part of every parameter; some optimizers need a partition.
+        model_names: names of the whole model's parameters, if these are only a pipeline stage's.
+        exact: update every element by the same instructions, wherever a shard begins.
+        seed: the run's, by which moments in bfloat16 are rounded.
+
+    Raises:
+        ConfigError: a group's pattern selects no parameter.
+    """
+    is_keyed = config.moments_dtype == "bfloat16"
+    keys = {name: key_of(seed, name, part_of(p)) for name, p in named_parameters} if is_keyed else {}
+    groups = _groups(config, named_parameters, hidden_matrices, model_names)
+    rules = {name: rule_of(name)(config, exact, keys) for name in groups}
+    optimizer: TrainingOptimizer
+    if partition is None:
+        (rule,) = rules.values()
+        assert not rule.hidden_matrices_only, f"{config.name} needs whole matrices, and so a partition by owner"
+        optimizer = rule.build(groups[config.name])
+    else:
+        settings = {name: {"optimizer": rule.build, "whole": rule.hidden_matrices_only} for name, rule in rules.items()}
+        optimizer = partition([group | settings[name] for name, members in groups.items() for group in members])
+    set_lr(optimizer, config.lr)
+    return optimizer
+
+
+def plain_optimizers(
+    config: Optimizer, named_parameters: Sequence[tuple[str, Parameter]], hidden_matrices: Collection[str]
+) -> dict[str, TorchOptimizer]:
+    """Build the plain torch optimizers, by name (with Muon, "muon" and "adamw"), that equal `build_optimizer`'s."""
+    groups = _groups(config, named_parameters, hidden_matrices, model_names=())
+    return {name: rule_of(name)(config).build(members) for name, members in groups.items()}
+
+
+def rule_name(config: Optimizer, is_hidden_matrix: bool) -> str:
+    """Name of the optimizer of a parameter."""
+    takes_it = is_hidden_matrix or not rule_of(config.name).hidden_matrices_only
+    return config.name if takes_it else "adamw"
+
+
+def _groups(
+    config: Optimizer,
+    named_parameters: Sequence[tuple[str, Parameter]],
+    hidden_matrices: Collection[str],
+    model_names: Sequence[str],
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the parameter groups of each optimizer, by its name."""
+    settings = _settings_of(config.groups, model_names or [name for name, _ in named_parameters])
+    members: dict[tuple[str, float, float, bool], list[tuple[str, Parameter]]] = {}
+    for name, parameter in named_parameters:
+        decay = settings[name].weight_decay
+        if decay is None:
+            decay = config.weight_decay if parameter.ndim >= 2 else 0.0
+        optimizer = rule_name(config, name in hidden_matrices)
+        members.setdefault((optimizer, settings[name].lr_scale, decay, settings[name].freeze), []).append(
+            (name, parameter)
+        )
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for (optimizer, scale, decay, frozen), named in members.items():
+        group = {"params": named, "weight_decay": decay, "lr_scale": scale, "freeze": frozen, "lr": config.lr}
+        groups.setdefault(optimizer, []).append(group)
+    return groups
+
+
+def set_lr(optimizer: TorchOptimizer, lr: float) -> None:
+    """Set the learning rate of the next update; each group's `lr_scale` multiplies it."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]
+
+
+def saved_weights(optimizer: TrainingOptimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
+    """The weights that this rank saves, by name: its shards of all parameters, or those that it owns."""
+    owned = optimizer.owned()
+    return {name: owned[parameter] for name, parameter in parameters.items() if parameter in owned}
+
+
+def optimizer_state(optimizer: TrainingOptimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
+    """The optimizer's tensors as "optimizer.<parameter>.<key>"; write into them in place to restore a state.
+
+    The keys are those of `Rule.state`. With a partition, only parameters that this rank owns are included. A parameter
+    with `freeze` has no state.
+    """
+    return {
+        f"optimizer.{name}.{key}": tensor
+        for name, parameter in parameters.items()
+        for key, tensor in optimizer.owned_state(parameter).items()
+    }
+
+
+def frozen_until(config: Optimizer, model_names: Sequence[str]) -> dict[str, float]:
+    """The parameters that `config.groups` freezes, by name, with the step after which they train; inf: never.
+
+    Args:
+        model_names: names of the whole model's parameters.
+
+    Raises:
+        ConfigError: all are frozen at first.
+    """
+    settings = _settings_of(config.groups, model_names)
+    until = {name: math.inf if group.freeze else group.freeze_until_step for name, group in settings.items()}
+    frozen = {name: step for name, step in until.items() if step > 0}
+    if len(frozen) == len(settings):
+        raise ConfigError("optimizer.groups: all parameters are frozen, so step 1 would train nothing; unfreeze some")
+    return frozen
+
+
+def _settings_of(groups: Sequence[ParameterGroup], names: Sequence[str]) -> dict[str, ParameterGroup]:
+    """Map each parameter to its group: the first whose pattern matches its name, or one without settings."""
+    chosen = {name: next((group for group in groups if fnmatchcase(name, group.pattern)), _REST) for name in names}
+    for index, group in enumerate(groups):
+        if any(setting is group for setting in chosen.values()):
+            continue
+        where = f'optimizer.groups[{index}]: pattern "{group.pattern}"'
+        if any(fnmatchcase(name, group.pattern) for name in names):
+            raise ConfigError(f"{where} selects no parameter, because earlier patterns match them all; move it up")
+        nearest = ", ".join(difflib.get_close_matches(group.pattern, names, n=3, cutoff=0))
+        raise ConfigError(f"{where} matches no parameter; the nearest names are {nearest}")
+    return chosen
