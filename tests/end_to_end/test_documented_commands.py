@@ -167,6 +167,7 @@ NOT_RUN = {  # beginning of a line: why not
     "(umask 077": "tests/end_to_end/test_elastic_script.py",
     "scripts/launch/elastic.sh": "tests/torture/test_torture.py",
     "torchrun --max-restarts": "an option, not a command; tests/end_to_end/test_restarts.py uses it",
+    "python -m tests.gpu": "needs a GPU; tests/gpu/test_first_half_hour.py",
     "python -m tests.null_gpu": "needs torch's CUDA build; tests/null_gpu",
     "python -m tests.peers": "needs other frameworks' environments; tests/unit/test_scripts.py",
     "sbatch": "tests/unit/test_launch_files.py",
