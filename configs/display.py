@@ -23,10 +23,14 @@ _MOST_COUNTS = 10
 _USAGE = """\
 Keel trains language models from one TOML file.
 
+  keel train JOB [--ranks N] [--table.key VALUE ...]
   torchrun [--nproc-per-node N] train.py --config JOB [--table.key VALUE ...]
   python train.py --config JOB [--table.key VALUE ...]       (one process)
 
   --config JOB        the job file; a bare name is also looked up in configs/
+  --ranks N           of keel train: start N ranks on this host
+  --nodes M           with --ranks N: print the command that starts N ranks on
+                      each of M hosts; 1:4 is one to four hosts
   --table.key VALUE   set a key for this launch; VALUE is TOML, and a bare
                       word is a string:
                         --training.steps 100 --job.name trial
