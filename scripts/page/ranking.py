@@ -31,7 +31,10 @@ def ranking(runs: Sequence[Recorded]) -> tuple[list[str], list[tuple[int, list[s
     keys = [[column.get(number, float("inf")) for column in columns] for number in range(len(runs))]
     order = sorted(range(len(runs)), key=keys.__getitem__)
     rows = [(number, _cells(runs[number], [column.get(number) for column in columns])) for number in order]
-    return ["state", "step", *heads, "tokens/s, median", "reason"], rows
+    names = ["state", "step", *heads, "tokens/s, median", "reason"]
+    if not any(cells[-1] for _, cells in rows):  # an empty column would take width from the others
+        return names[:-1], [(number, cells[:-1]) for number, cells in rows]
+    return names, rows
 
 
 def _cells(run: Recorded, losses: Sequence[float | None]) -> list[str]:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from scripts import report
 from scripts.page.figures import _NOT_DRAWN, MOST_NAMES, MOST_POINTS, NOTES, charts, marks, spans
 from scripts.page.html import page
+from scripts.page.ranking import ranking
 from scripts.page.recorded import read_run
 from tests.unit.test_flags import BEGAN, launch, noise, write_run
 from tests.unit.test_metrics_page import documented
@@ -423,3 +424,12 @@ def test_a_run_without_a_step_has_a_page(tmp_path):
     found = made(write_run(tmp_path / "run", []))
     assert found.data["charts"] == []
     assert "li" not in found.texts
+
+
+def test_the_table_has_a_column_for_reasons_where_there_is_one(tmp_path: Path):
+    good = write_run(tmp_path / "good", [], {"state": "done", "step": 3})
+    failed = write_run(tmp_path / "bad", [], {"state": "failed", "step": 0, "reason": "no such corpus"})
+    assert ranking([good])[0][-1] == "tokens/s, median"
+    heads, rows = ranking([good, failed])
+    assert heads[-1] == "reason"
+    assert {cells[-1] for _, cells in rows} == {"", "no such corpus"}
