@@ -415,11 +415,11 @@ class OwnerPartition(Optimizer):
         self._forget_consolidated()
         for group, inner, saved in zip(self.param_groups, self._inner, state_dict["param_groups"], strict=True):
             owned = [(i, p) for i, p in zip(saved["params"], group["params"], strict=True) if p in self._mine]
-            there = {
-                at: {key: self._mine[p].taken_from(value) for key, value in state_dict["state"][i].items()}
-                for at, (i, p) in enumerate(owned)
-                if i in state_dict["state"]
-            }
+            there = {}
+            for at, (i, p) in enumerate(owned):
+                state = state_dict["state"].get(i)
+                if state is not None:
+                    there[at] = {key: self._mine[p].taken_from(value) for key, value in state.items()}
             settings = {**settings_of(saved), "params": list(range(len(owned)))}
             inner.load_state_dict({"state": there, "param_groups": [settings]})
             group.update(settings_of(saved))

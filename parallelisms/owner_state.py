@@ -36,13 +36,13 @@ def gather_state(
     described: Json = [[i, [[key, *_described(value)] for key, value in state.items()]] for i, state in mine.items()]
     tables = [dict(table) for table in gather(described, ranks)]
     owners = {i: owner for owner, table in enumerate(tables) for i in table}
-    state = {
-        i: {
-            key: _delivered(mine.get(i, {}).get(key), description, ranks, device, owners[i], rank)
+    state: dict[int, dict[str, Any]] = {}
+    for i in sorted(owners):  # the same order on all ranks, which send and receive one after the other
+        own = mine.get(i, {})
+        state[i] = {
+            key: _delivered(own.get(key), description, ranks, device, owners[i], rank)
             for key, *description in tables[owners[i]][i]
         }
-        for i in sorted(owners)
-    }
     return state if rank in (None, dist.get_rank(ranks)) else {}
 
 

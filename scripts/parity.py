@@ -159,12 +159,17 @@ def _print_table(rows: list[Row], config_name: str, dtype: str, is_exact: bool) 
         return error.exit_code
     finally:
         pool.close()
-    bounds = ", ".join(f"{bound:.0e}" for bound in BOUNDS[dtype])
+    bounds = _powers(dtype)
     what = ", with the same bits where the mesh is data-parallel" if is_exact else ""
     wider = {row.bounds for row in rows if row.bounds}
-    what += "".join(f" ({name}: {', '.join(f'{bound:.0e}' for bound in BOUNDS[name])})" for name in sorted(wider))
+    for name in sorted(wider):
+        what += f" ({name}: {_powers(name)})"
     print(f"{len(rows) - failed} of {len(rows)} rows within {bounds}{what}; {time.perf_counter() - started:.0f} s")
     return min(failed, 1)
+
+
+def _powers(bounds: str) -> str:
+    return ", ".join(f"{bound:.0e}" for bound in BOUNDS[bounds])
 
 
 def _print_refusals(config_name: str, rows: Mapping[str, tuple[int, dict[str, object], str]]) -> int:

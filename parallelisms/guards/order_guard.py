@@ -18,7 +18,7 @@ has its own groups, and issues their collectives at any time.
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -100,7 +100,7 @@ class OrderGuard:
         checksums = _checksums(log)
         told = gather({_name(key): checksum for key, checksum in checksums.items()})
         if wrong := _first_of_all(_first_difference(checksums, told)):
-            logs = gather([_place(issued, wrong) for issued in log if issued.channel in wrong])
+            logs = gather(_lines(log, wrong))
             raise UserError(_message(wrong, logs, self._step))
         self._is_noting = True
 
@@ -152,12 +152,12 @@ def _checksums(log: list[Issued]) -> dict[Key, str]:
     groups = sorted({issued.channel for issued in log if not issued.is_message})
     keys: list[Key] = [(channel,) for channel in channels]
     keys += [pair for pair in combinations_with_replacement(groups, 2) if pair[0] != pair[1]]
-    return {key: _checksum([_place(issued, key) for issued in log if issued.channel in key]) for key in keys}
+    return {key: _checksum(_lines(log, key)) for key in keys}
 
 
-def _place(issued: Issued, key: Key) -> str:
-    """A collective as a line of the log over which a key's checksum is taken."""
-    return f"{key.index(issued.channel)} {issued.what}"
+def _lines(log: Sequence[Issued], key: Key) -> list[str]:
+    """The lines over which a key's checksum is taken: one for each collective of its channels."""
+    return [f"{key.index(issued.channel)} {issued.what}" for issued in log if issued.channel in key]
 
 
 def _checksum(lines: list[str]) -> str:

@@ -55,10 +55,11 @@ def _cases(words: Sequence[str], global_batch: int) -> dict[str, tuple[int, tupl
     changes: dict[str, tuple[int, dict[str, object]]] = {_ONE: (1, {"training.micro_batch_size": global_batch})}
     for ranks in _RANKS:
         changes |= {f"{axis} {ranks}": (ranks, keys) for axis, keys in _meshes(ranks, global_batch).items()}
-    return {
-        name: (ranks, (*words, *(word for key, value in keys.items() for word in (f"--{key}", str(value)))))
-        for name, (ranks, keys) in changes.items()
-    }
+    cases = {}
+    for name, (ranks, keys) in changes.items():
+        overrides = (word for key, value in keys.items() for word in (f"--{key}", str(value)))
+        cases[name] = (ranks, (*words, *overrides))
+    return cases
 
 
 def _meshes(ranks: int, global_batch: int) -> dict[str, dict[str, object]]:

@@ -80,11 +80,11 @@ def measure(
     before = {name: asdict(step.gathers) for name, step in built.items()}
     turns = {name: partial(seconds_a_step, step, 1, device) for name, step in built.items()}
     seconds = take_turns(turns, rounds)
-    return [
-        {"variant": name, "seconds": seconds[name]}
-        | {key: (value - before[name][key]) / rounds for key, value in asdict(step.gathers).items()}
-        for name, step in built.items()
-    ]
+    results = []
+    for name, step in built.items():
+        counted = {key: (value - before[name][key]) / rounds for key, value in asdict(step.gathers).items()}
+        results.append({"variant": name, "seconds": seconds[name]} | counted)
+    return results
 
 
 class _Step(KeelStep):

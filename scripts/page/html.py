@@ -211,8 +211,13 @@ the view.</p></section>
 def _table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
     """A table from cells of HTML, that scrolls if it is too wide."""
     top = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join(f"<tr><th>{row[0]}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows)
+    body = "".join(map(_row, rows))
     return f'<div class="scroll"><table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _row(cells: Sequence[str]) -> str:
+    rest = "".join(f"<td>{cell}</td>" for cell in cells[1:])
+    return f"<tr><th>{cells[0]}</th>{rest}</tr>"
 
 
 def _heads(runs: Sequence[Recorded]) -> list[str]:

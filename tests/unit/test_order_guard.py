@@ -6,11 +6,11 @@ from parallelisms.guards.order_guard import (
     Issued,
     _checksums,
     _first_difference,
+    _lines,
     _members,
     _message,
     _name,
     _order,
-    _place,
 )
 
 DENSE, EXPERTS = ("dense", (0, 1, 2, 3)), ("experts", (0, 1))
@@ -67,10 +67,10 @@ def test_ranks_that_differ(lines, key):
 def test_the_message_names_the_rank_and_the_first_that_differs():
     ranks = logs("d1 d2 e1", "d1 d2 e1", "d1 d3", "d1 d2")
     key = difference(ranks)
-    message = _message(key, [[_place(issued, key) for issued in log if issued.channel in key] for log in ranks], step=7)
+    message = _message(key, [_lines(log, key) for log in ranks], step=7)
     assert "in step 7 of this launch, rank 2 issued as number 2 gather 3 (among ranks 0, 1, 2, 3)" in message
     assert "where rank 0 issued gather 2 (among ranks 0, 1, 2, 3). The step was not applied." in message
     shorter = logs("d1 d2", "d1", "d1 d2", "d1 d2")
-    lines = [[_place(issued, (DENSE,)) for issued in log] for log in shorter]
+    lines = [_lines(log, (DENSE,)) for log in shorter]
     assert "rank 1 issued as number 2 nothing more, where rank 0" in _message((DENSE,), lines, 1)
     assert _members((DENSE, EXPERTS)) == [0, 1]

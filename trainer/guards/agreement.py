@@ -12,7 +12,7 @@ the config. The second, of the data, has to wait until rank 0 has prepared them.
 import json
 import platform
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -140,12 +140,16 @@ def _differences(facts: Facts) -> dict[str, list[tuple[str, list[str]]]]:
     hosts = [host for host, _ in told]
     by_rank: list[Facts] = [told[kinds.index(kind)][1] for kind in kinds]
     names = dict.fromkeys(name for facts in by_rank for name in facts)
-    found = {name: _ranks_by_value([facts.get(name, _ABSENT) for facts in by_rank]) for name in names}
-    return {
-        name: [(value, [f"rank {rank} ({hosts[rank]})" for rank in ranks]) for value, ranks in values]
-        for name, values in found.items()
-        if len(values) > 1
-    }
+    found = {}
+    for name in names:
+        values = _ranks_by_value([facts.get(name, _ABSENT) for facts in by_rank])
+        if len(values) > 1:
+            found[name] = [(value, _named(ranks, hosts)) for value, ranks in values]
+    return found
+
+
+def _named(ranks: Iterable[int], hosts: Sequence[str]) -> list[str]:
+    return [f"rank {rank} ({hosts[rank]})" for rank in ranks]
 
 
 def _ranks_by_value(values: list[str]) -> list[tuple[str, list[int]]]:
