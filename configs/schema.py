@@ -404,7 +404,7 @@ class Comm(Table):
 
 
 class Context(Table):
-    """Context parallelism: how attention reads the other ranks' parts of a sequence (docs/context_parallelism.md)."""
+    """Context parallelism: how attention reads the other ranks' parts of a sequence (docs/attention.md)."""
 
     method: Literal["gather", "ring", "all_to_all"] = "gather"
     """gather: all keys and values at once; ring: one rank's at a time; all_to_all: whole sequences, fewer heads."""
@@ -565,12 +565,12 @@ class Metrics(Table):
     wandb: bool = False
     """Log to Weights & Biases, whose own settings apply (needs the package wandb)."""
     sink: Annotated[str, Field(pattern=r"^[\w.]+:\w+$", examples=["package.module:Class"])] | None = None
-    """A class of your own that gets every record, as "my_module:MySink" (docs/loggers.md)."""
+    """A class of your own that gets every record, as "my_module:MySink" (docs/metrics.md)."""
     fingerprint: bool = False
     """Record a fingerprint of every step's gradients, with which `keel replay` compares steps computed again."""
     details_interval: NonNegativeInt = 0
     """Steps between measurements of each layer's gradients and activations, and of the gradient noise scale (up to an
-    eighth of a step longer, two steps with a pipeline; docs/details.md); 0: never."""
+    eighth of a step longer, two steps with a pipeline; docs/metrics.md); 0: never."""
 
 
 class Profile(Table):

@@ -104,7 +104,7 @@ def _train(words: list[str]) -> NoReturn:
         parser.error("--nodes N needs --ranks R, the number of ranks on each of the N hosts")
     if options.nodes and not is_question:
         print(torchrun_line(train.__file__, words, options.ranks, options.nodes))
-        elastic = "RENDEZVOUS_HOST runs scripts/launch/rendezvous.py (docs/elastic.md)."
+        elastic = "RENDEZVOUS_HOST runs scripts/launch/rendezvous.py (docs/stopping.md)."
         where = elastic if ":" in options.nodes else "FIRST_HOST is the name of one of them."
         print(f"# Start this on each host, with the same JOB_ID; {where}", file=sys.stderr)
         print(f"# Before it, on each host: export {SECRET}={token_hex(32)} (docs/security.md)", file=sys.stderr)

@@ -22,7 +22,7 @@ from configs.secret import SECRET
 from trainer.lifecycle import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, STOP_SIGNALS
 
 _ELASTIC = "is_host=false,last_call_timeout=10,join_timeout=86400,read_timeout=60,close_timeout=1"
-"""torchrun's settings for hosts that are lost and join (docs/elastic.md); scripts/launch/elastic.sh has the same."""
+"""torchrun's settings for hosts that are lost and join (docs/stopping.md); scripts/launch/elastic.sh has the same."""
 
 _RETRY_SECONDS = 0.1
 

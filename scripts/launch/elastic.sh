@@ -1,5 +1,5 @@
 #!/bin/bash
-# One host of a run that goes on when hosts are lost, and takes in those that join (docs/elastic.md). On every host:
+# One host of a run that goes on when hosts are lost, and takes in those that join (docs/stopping.md). On every host:
 #
 #   export KEEL_RENDEZVOUS=login1:29500 KEEL_JOB=my_run KEEL_RUN_FOLDER=/shared/runs/my_run
 #   export KEEL_SECRET_FILE=~/my_run.secret      # made once: (umask 077; openssl rand -hex 32 >~/my_run.secret)

@@ -2,7 +2,7 @@
 
 A corpus is a folder of `*.tokens` files, which in name order form one long sequence of tokens (`TokenFolder`). A file
 has a small header, the tokens as plain integers, a checksum for each block of them, and the offset of every document;
-docs/token_files.md describes it byte by byte.
+docs/data.md describes it byte by byte.
 
 Everything read has been checked. Opening a folder verifies each header, the file's length and the tables behind the
 tokens. The tokens themselves are verified at the same time if the folder is small (FULL_CHECK_BYTES), otherwise block

@@ -236,7 +236,7 @@ class StepMetrics:
     phase_seconds: dict[str, float] | None = None
     """By phase, per step: time outside of collectives on the rank that spent the most."""
     layer_grad_norms: dict[str, float | None] | None = None
-    """With metrics.details_interval, like the next four keys: see docs/details.md."""
+    """With metrics.details_interval, like the next four keys: see docs/metrics.md."""
     layer_activation_rms: dict[str, float | None] | None = None
     grad_noise_scale: float | None = None
     grad_noise_trace: float | None = None
