@@ -24,9 +24,9 @@ class Choice:
 
     converted: tuple[str, ...]
     skipped: tuple[str, ...]
-    """By float8.skip."""
+    """Matrices that match float8.skip."""
     odd: tuple[str, ...]
-    """Their dimensions are no multiples of 16."""
+    """Matrices with a dimension that is not a multiple of 16."""
 
     def __str__(self) -> str:
         total = sum(map(len, (self.converted, self.skipped, self.odd)))

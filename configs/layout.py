@@ -16,7 +16,7 @@ from configs.schema import Config, Fsdp, LrSchedule, Mesh, Model
 MOST_RANKS = 2**17
 """Ranks that are considered where their number is open."""
 _MOST_SEQUENCES = 2**16
-"""Of a micro-batch that a message may propose."""
+"""Largest micro-batch that a message may propose."""
 
 
 @dataclass(frozen=True)

@@ -206,11 +206,11 @@ class Training(Table):
         only_with("compute_dtype", "float32"),
         only_with("job.device", "auto", "cuda", reason="which has no TF32"),
     ] = False
-    """On CUDA: multiply float32 matrices in TF32 (10-bit mantissas), which is several times faster."""
+    """Multiply float32 matrices in TF32 (10-bit mantissas) on CUDA, which is several times faster."""
     deterministic: Annotated[bool, only_with("job.device", "auto", "cuda", reason="which is deterministic anyway")] = (
         False
     )
-    """On CUDA: use deterministic kernels only, so that resuming is bit-exact; slower (machine key)."""
+    """Use only deterministic kernels on CUDA, so that resuming is bit-exact; slower (machine key)."""
     max_norm: Annotated[float, Field(gt=0)] = 1.0
     """Clip gradients to this global norm; inf: no clipping."""
     norm_type: Annotated[float, Field(ge=1)] = 2.0
@@ -394,8 +394,8 @@ class Comm(Table):
     prefetch_backward: NonNegativeInt = 1
     """Number of FSDP groups gathered ahead of the one that computes, in the backward pass."""
     async_tp: Annotated[bool, only_with("compile.enable", reason="which makes the overlap")] = False
-    """Under tensor parallelism, cut matrix products into parts that overlap with their gathers and reductions; off, as
-    the start-up summary says, where a tensor-parallel group's GPUs do not reach each other's memory."""
+    """Cut tensor-parallel matrix products into parts that overlap with their all-gathers and reductions; off, as the
+    start-up summary says, where a tensor-parallel group's GPUs do not reach each other's memory."""
     fsdp_buffers: Literal["default", "registered", "symmetric", "copy_engine"] = "default"
     """Memory that FSDP's collectives use on GPUs. registered: NCCL's own; symmetric: NCCL's symmetric memory (torch
     2.13 or newer); copy_engine: as well, and gathers within a host by the GPUs' copy engines, not by their cores."""
@@ -585,7 +585,7 @@ class Profile(Table):
         only_with("start_step", reason="which traces no steps"),
         only_with("job.device", "auto", "cuda", reason="which has no CUDA memory"),
     ] = False
-    """On CUDA: also record memory allocations in these steps, for pytorch.org/memory_viz."""
+    """Also record CUDA's memory allocations in these steps, for pytorch.org/memory_viz."""
 
 
 class Spikes(Table):
