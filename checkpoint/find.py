@@ -16,11 +16,11 @@ from configs.files import replacing, whole
 from configs.untrusted import read_file
 
 HF_CONFIG_NAME = "config.json"
-"""What makes a folder a Hugging Face model."""
+"""The file that makes a folder a Hugging Face model."""
 MAX_TOKENIZER_BYTES = 256 << 20
 """Limit on the size of a tokenizer's file; the largest in use have 35 MB."""
 _SUFFIXES = (".model", ".json")
-"""Of a SentencePiece model, and of a tokenizer.json."""
+"""Suffixes of a SentencePiece model and of a tokenizer.json."""
 
 # --------------------------------------------------------------------------- the model
 

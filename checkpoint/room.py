@@ -20,7 +20,7 @@ MEMORY_SHARE = 0.95
 
 
 HostsRoom = Mapping[str, tuple[int, int]]
-"""For each host, the bytes that its ranks stage together, and its free memory."""
+"""The bytes that a host's ranks stage together, and its free memory, by host."""
 
 
 def crowded_hosts(room: HostsRoom) -> HostsRoom:

@@ -42,7 +42,7 @@ class Saved:
 
     manifest: Manifest
     seconds: float
-    """From the start of the save to its commit."""
+    """Time from the start of the save to its commit."""
     notes: list[str]
     """Lines for the log: an error that came too late to matter, and the checkpoints that the settings do not keep."""
 
@@ -52,11 +52,11 @@ class Save:
     """A save in progress."""
 
     started: float
-    """By time.perf_counter()."""
+    """Start of the save by time.perf_counter()."""
     unfinished: Path
     """The temporary folder, from `Writer.begin`."""
     draft: Manifest
-    """Without its files."""
+    """The manifest without its files."""
     trainer_text: str
     prune: bool
     newest: Path | None
@@ -135,7 +135,7 @@ class Writer:
         dist.destroy_process_group(self.group)
 
     def saved_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        """As the tensor's own, but for the moments of the optimizer (not its step count) if a smaller one is asked."""
+        """The tensor's own dtype; for the optimizer's moments (not its step count), a smaller one if asked for."""
         is_moment = name.startswith(OPTIMIZER) and tensor.dim() > 0
         return torch.bfloat16 if is_moment and self._settings.optimizer_dtype == "bfloat16" else tensor.dtype
 

@@ -20,7 +20,7 @@ from configs.plan import plan_of
 from configs.schema import Compile
 
 MOST_GRAPHS = 64
-"""Of the same code. More would mean that something is compiled again in each step, which must not go unnoticed."""
+"""Limit for the same code. More would mean that each step compiles something again, which must not go unnoticed."""
 
 
 def compiler_options(config: Compile) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Activations:
             if name == part
         }
         self._sums = torch.zeros(2, len(parts), dtype=torch.float64, device=mesh.device)
-        """Of squares, and of elements."""
+        """Sums of squares, and numbers of elements, by part."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:

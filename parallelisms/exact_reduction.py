@@ -67,7 +67,7 @@ class ExactReduction:
         self._parameters = list(model.parameters())
         self._groups = []
         self._sums: dict[Tensor, PartialSums] = defaultdict(PartialSums)
-        """Of the parameters that are in no FSDP group, in a step."""
+        """A step's sums for the parameters that are in no FSDP group."""
         for module in modules_with_groups(model):
             group = _GroupReduction()
             group.replicas = reduce_with(module, group, group.finish)
@@ -77,7 +77,7 @@ class ExactReduction:
 
     @contextmanager
     def of_micro_batch(self, is_last: bool) -> Iterator[None]:
-        """In this context, run a micro-batch's backward pass. The parameters have gradients after the step's last."""
+        """Run a micro-batch's backward pass in this context. The parameters have gradients after the step's last."""
         for group in self._groups:
             group.is_last = is_last
         yield

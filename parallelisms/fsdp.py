@@ -110,7 +110,7 @@ def is_needed(world_size: int, config: Config) -> bool:
 
 
 def apply_prefetch(model: nn.Module, comm: Comm) -> None:
-    """Before a group computes, issue the gathers of the groups that compute next, in forward and in backward.
+    """Issue the all-gathers of the next groups before a group computes, in forward and in backward.
 
     FSDP's default is one group ahead in backward; in forward it gathers ahead only as far as the CPU runs ahead of the
     device. Modules inside a group that are sharded separately, such as experts, are gathered with the group, after its

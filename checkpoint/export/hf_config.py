@@ -19,7 +19,7 @@ from configs.untrusted import shortened
 Shape = tuple[int, ...]
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
-"""By `model_type`; "mixtral" for models with experts."""
+"""Hugging Face's classes by `model_type`; "mixtral" for models with experts."""
 
 _NAMES = {
     "vocab_size": "vocab_size",

@@ -27,7 +27,7 @@ from parallelisms.mesh import Mesh
 from parallelisms.ranks import local_part
 
 MAX_RANK_DIGESTS = 128
-"""In a larger job, neighboring ranks share a digest."""
+"""Limit on the ranks' digests; in a larger job, neighboring ranks share one."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int32}
 _MODULUS, _FOLD = 1 << 32, 0x9E3779B1
 

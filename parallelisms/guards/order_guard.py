@@ -175,7 +175,7 @@ def _members(key: Key) -> list[int]:
 
 
 def _first_difference(mine: Collection[Key], told: list[dict[str, str]]) -> Key | None:
-    """Of this rank's keys, the first on which its members differ; a rank that has not used it differs, too."""
+    """The first of this rank's keys on which its members differ; a rank that has not used it differs, too."""
     for key in sorted(mine, key=_order):
         name = _name(key)
         if len({told[rank].get(name) for rank in _members(key)}) > 1:
