@@ -75,7 +75,7 @@ class _Launch:
     watchdog: Watchdog | None = None
     """None until the process group exists."""
     incarnation: Incarnation | None = None
-    """Of an elastic run, once it has the run folder."""
+    """The launch of an elastic run, once it has the run folder."""
     trains: threading.Event = field(default_factory=threading.Event)
     """Set when training begins: from then on a step's end tells all ranks to stop."""
 

@@ -1,4 +1,4 @@
-"""From the order of samples to a rank's micro-batches, prepared ahead by one background thread.
+"""Turns the order of samples into a rank's micro-batches, prepared ahead by one background thread.
 
 The run fixes the order (see `order`); a rank only picks its part. Step t of the run holds the samples [t G, (t + 1) G),
 where G is training.global_batch_size. They are split into micro-steps of dp x b samples, where b is
@@ -40,9 +40,9 @@ class MicroBatch:
     targets: torch.Tensor
     """The token after each token, or IGNORED."""
     positions: torch.Tensor | None
-    """With data.document_mask: position within the part of the document that is in the window, from 0."""
+    """Position within the part of the document that is in the window, from 0; only with data.document_mask."""
     document_ids: torch.Tensor | None
-    """With data.document_mask: the document's number within its window, from 0."""
+    """The document's number within its window, from 0; only with data.document_mask."""
     samples: list[int]
     """Indices of the samples in the run; further rows are padding, with all targets IGNORED."""
     source: str | None = None

@@ -106,7 +106,7 @@ class Grace:
     # ----------------------------------------------------------------------- the main thread
 
     def computing(self, step: int, rescue: Rescue) -> None:
-        """From now until `updating`, the tensors are those after `step`, and `rescue` saves them."""
+        """Announce that the tensors are those after `step` until `updating`, and that `rescue` saves them."""
         if self._updated is not None:
             self._updated.record()
         self._finished = _Finished(step, rescue, time.monotonic())
@@ -236,7 +236,7 @@ class Grace:
             return self._finished.rescue(reason, self._group)
 
     def _beside_training(self) -> AbstractContextManager:
-        """On a GPU, a stream that waits for the last update, but not for the step queued behind it."""
+        """Use a stream that waits for the last update, but not for the step queued behind it; on a CPU, do nothing."""
         if self._updated is None:
             return nullcontext()
         torch.cuda.set_device(self._device)  # a new thread defaults to GPU 0

@@ -86,7 +86,7 @@ class Peers:
         self._neighbors: dict[int, Beat] = {}
         self._latest: dict[int, Beat] = {}
         self._seen: dict[int, tuple[int, float]] = {}
-        """For each rank, the last beat count read, and when it was first read."""
+        """The last beat count read of each rank, and when it was first read."""
         self._news = 0
         self.forged = ""
         """The first value that was refused, since no rank of this launch has written it."""

@@ -29,7 +29,7 @@ _N_NUMBERS = 10
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank held of a step."""
+    """A step's numbers on one rank."""
 
     rank: int
     host: str
@@ -39,7 +39,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did; the same on all ranks, except for the fields that begin with `own_`."""
+    """A step's result; the same on all ranks, except for the fields that begin with `own_`."""
 
     loss: float
     """Mean over the global batch's valid target tokens, in nats; NaN or inf if it is on any rank."""
@@ -74,7 +74,7 @@ class Verdict:
     norm: Tensor
     """The norm by which all ranks clip, a scalar on the device; bitwise equal on all, so that copies stay copies."""
     _numbers: Tensor
-    """In the host's memory, valid once `_arrived` has happened."""
+    """The step's numbers in the host's memory, valid once `_arrived` has happened."""
     _arrived: torch.cuda.Event | None
 
     def read(self) -> StepResult:

@@ -21,8 +21,8 @@ from parallelisms.part import Part
 GOLDEN = 0x9E3779B9
 """2^32 over the golden ratio: multiples of it are spread evenly."""
 FACTORS = 0x7FEB352D, 0x846CA68B
-"""Of the integer mix "lowbias32" (C. Wellons, nullprogram.com/blog/2018/07/31): each bit of the input changes each
-bit of the output with a probability of one half, to 0.2%."""
+"""Factors of the integer mix "lowbias32" (C. Wellons, nullprogram.com/blog/2018/07/31): each bit of the input changes
+each bit of the output with a probability of one half, to 0.2%."""
 _LOW = 0xFFFFFFFF
 _INFINITE = 0x7F800000
 """Bits of the float32 infinity."""

@@ -37,9 +37,9 @@ class TokenFlops:
     """FLOPs of the forward and backward pass of one token."""
 
     causal: int
-    """With half of the attention scores, as counted by `mfu` and `tflops`."""
+    """FLOPs with half of the attention scores, as counted by `mfu` and `tflops`."""
     full: int
-    """With all attention scores, as counted by PaLM's formula."""
+    """FLOPs with all attention scores, as counted by PaLM's formula."""
 
 
 def flops_per_token(model: Model, seq_len: int, frozen: Collection[str] = ()) -> TokenFlops:

@@ -46,7 +46,7 @@ class Choice:
     """The way of checkpointing that was chosen."""
 
     table: ActivationCheckpoint
-    """As if the job had set it."""
+    """The table as if the job had set it."""
     frees_copies: bool
     """Whether a single rank is to free its copies in compute_dtype, by `fsdp.reshard_after_forward`."""
     asked: float | str
@@ -147,7 +147,7 @@ def choose(config: Config, sizes: MeshSizes, device_type: str, limit: float) -> 
 
 
 def _least(config: Config, sizes: MeshSizes, device_type: str, limit: float) -> Choice:
-    """As `choose`, with the copies that `config` asks for."""
+    """Do what `choose` does, with the copies that `config` asks for."""
 
     def needed(table: ActivationCheckpoint) -> int:
         changed = config.model_copy(update={"activation_checkpoint": table})
@@ -308,4 +308,4 @@ def _ways(config: Config) -> Iterator[_Way]:
 
 
 _PRODUCTS = ("aten.mm", "aten._scaled_mm", "keel.grouped_mm", "_c10d_functional.reduce_scatter_tensor")
-"""Of the ops that a plan names: matrix products, and the tensor-parallel sum of the terms that they compute."""
+"""The matrix products among the ops that a plan names, and the tensor-parallel sum of the terms that they compute."""

@@ -42,7 +42,7 @@ class Skeleton:
 
     @cached_property
     def _tp_dimensions(self) -> dict[str, int]:
-        """By module or parameter, for those that are sharded."""
+        """The dimension that is sharded, by module or parameter, for those that have one."""
         names = {*self.shapes, *(name.rpartition(".")[0] for name in self.shapes)}
         found: dict[str, int] = {}
         for pattern, role in self.plan.tensor_parallel.items():

@@ -15,7 +15,7 @@ from trainer.optimizers.rule import Rule, rule_of
 from trainer.planning.skeleton import Skeleton, skeleton
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-"""Of an element, by dtype."""
+"""Bytes of an element, by dtype."""
 
 
 def always_frozen(config: Config, model: Skeleton) -> set[str]:

@@ -28,7 +28,7 @@ class Difference:
         return self.loss or self.norm or bool(self.parameters)
 
     def __str__(self) -> str:
-        """In words; of several parameters the last in the model, since the backward pass begins there."""
+        """The difference in words; it names the last of several parameters, since the backward pass begins there."""
         numbers = [name for name, differs in ((LOSS, self.loss), (NORM, self.norm)) if differs]
         if self.parameters:
             last, n = self.parameters[-1], len(self.parameters)

@@ -117,7 +117,7 @@ class Replayer(Trainer):
     """Trains the steps of a replay, and leaves no checkpoint."""
 
     def __init__(self, first_sample: int | None, runtime: Runtime, before_build: Callable[[Opened], None]) -> None:
-        """As `Trainer`; `first_sample` is the plan's.
+        """Set up the trainer like `Trainer`; `first_sample` is the plan's.
 
         Raises:
             UserError: the data can't begin there.

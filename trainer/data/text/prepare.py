@@ -320,7 +320,7 @@ def _pool(processes: int, counter: "Synchronized[int]") -> Iterator[ProcessPoolE
 
 
 def _start_worker(counter: "Synchronized[int]") -> None:
-    """In a worker: count what it reads, leave Ctrl-C to the parent, and exit if the parent is killed."""
+    """Let a worker count what it reads, leave Ctrl-C to the parent, and exit if the parent is killed."""
     read_bytes.add_to(counter)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

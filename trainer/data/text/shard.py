@@ -137,7 +137,7 @@ class _ReadBytes:
         self.add: Callable[[int], None] = lambda n_bytes: None
 
     def add_to(self, counter: "Synchronized[int]") -> None:
-        """From now on, add to a counter that processes share."""
+        """Add to a counter that processes share from now on."""
 
         def add(n_bytes: int) -> None:
             with counter.get_lock():
