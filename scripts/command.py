@@ -13,7 +13,7 @@ from configs.process import cannot_print, prepare_streams, require_current_folde
 from trainer.report.console import Console
 
 EXIT_PIPE_CLOSED = 141
-"""As a shell reports a program that SIGPIPE ends."""
+"""The exit code by which a shell reports a program that SIGPIPE ends."""
 INPUT_HELP = "file, folder, glob pattern, hub:NAME[:CONFIG][@REVISION][#SPLIT], or python_stdlib"
 
 

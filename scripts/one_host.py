@@ -16,7 +16,7 @@ class OneHost(RendezvousHandler):
         self._name, self._store, self._is_closed = name, serve(HOST, 0), False
 
     def get_backend(self) -> str:
-        """For torch's logs."""
+        """The name of the rendezvous in torch's logs."""
         return "one host"
 
     def next_rendezvous(self) -> RendezvousInfo:

@@ -17,9 +17,9 @@ class Format(NamedTuple):
     """An 8-bit floating-point type (Micikevicius et al. 2022, table 1)."""
 
     mantissa: int
-    """Bits."""
+    """Bits of the mantissa."""
     lowest_exponent: int
-    """Of normal numbers."""
+    """Lowest exponent of normal numbers."""
     largest: float
 
 

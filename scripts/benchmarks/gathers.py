@@ -46,7 +46,7 @@ def at_once(_dimension: str) -> float:
 def count_gathers(
     stages: Iterable[nn.Module], streams: Literal["shared", "per_group"], seconds: Seconds = at_once
 ) -> GatherCounts:
-    """On a CPU, queue and delay the gathers of models whose parameters are in memory, and count them.
+    """Queue, delay and count the all-gathers on a CPU of models whose parameters are in memory.
 
     Args:
         stages: the models; each has queues of its own.
@@ -64,7 +64,7 @@ def count_gathers(
 
 
 def delay_gathers(stages: Iterable[nn.Module], seconds: Seconds) -> None:
-    """On a GPU, delay the gathers of models whose parameters are in memory, each in its stream."""
+    """Delay the all-gathers on a GPU, each in its stream, of models whose parameters are in memory."""
     for stage in stages:
         for module in fsdp_modules(stage):
             over = gathered_over(module)

@@ -121,7 +121,7 @@ class Pairing:
     same_weights: int
     """Parameters that start with the same bits in both."""
     parameters: int
-    """Of both models together, each name counted once."""
+    """Number of parameters of both models together, each name counted once."""
     same_samples: bool
     """Whether sample i is the same tokens in both."""
     same_batches: bool

@@ -33,7 +33,7 @@ class Needed:
     """What decides on a difference as large as the measured one, with a probability of 80%."""
 
     seeds: int
-    """Of each config."""
+    """Number of seeds of each config."""
     sequences: int
     tokens: int
     """Trained on with these seeds by both configs together, including those of the runs that exist."""
@@ -54,7 +54,7 @@ class Comparison:
     """The part that more sequences would reduce."""
     confidence: float
     noise_floor: tuple[float | None, float | None]
-    """Of each config: standard deviation over seeds of a training's loss on these sequences."""
+    """Each config's standard deviation over seeds of a training's loss on these sequences."""
     paired_noise: float | None
     """Standard deviation over seeds of the difference."""
     is_equal: bool

@@ -60,7 +60,7 @@ class Entry:
     parameter: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """As in the checkpoint."""
+    """The dtype in the checkpoint."""
     chunks: Sequence[ChunkStorageMetadata]
     stays: bool
     """Whether it stays sharded."""
