@@ -286,7 +286,7 @@ class LrSchedule(Table):
 
 
 class Float8(Table):
-    """Matrix products of the blocks in 8 bits, by the package torchao (docs/float8.md)."""
+    """Float8 matmuls in the blocks, by the package torchao (docs/float8.md)."""
 
     recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     """Scales: one for a tensor (the fastest), one for a row; rowwise_with_gw_hp: rows, and the weights' gradients in
@@ -297,7 +297,7 @@ class Float8(Table):
     fsdp_all_gather: Annotated[bool, only_with("recipe", "tensorwise", reason="which has no scale for a tensor")] = (
         False
     )
-    """Gather weights in 8 bits, rounded from training.dtype instead of from compute_dtype."""
+    """All-gather weights in float8, rounded from training.dtype instead of from compute_dtype."""
     emulate: Annotated[bool, only_with("recipe", *_FLOAT8)] = False
     """Compute with the rounded values in float32, slowly, on any device (machine key)."""
 
@@ -436,8 +436,8 @@ class ActivationCheckpoint(Table):
         NonNegativeFloat | Literal["device"],
         only_with("job.device", "auto", "cuda", reason="whose memory is no GPU's", of="device"),
     ] = 0.0
-    """Choose the least recomputation with which a rank's tensors take at most this by estimate; device: nine tenths of
-    the GPU's memory; 0: as the other keys say."""
+    """Recompute as little as fits a rank's tensors into this many GiB, by estimate; device: nine tenths of the GPU's
+    memory; 0: as the other keys say."""
     mode: Annotated[
         Literal["none", "full", "selective", "budget"], only_with("memory_limit_gib", 0, reason="which chooses it")
     ] = "none"
@@ -637,7 +637,7 @@ class Config(Table):
     lr_schedule: LrSchedule
     """Learning rate over the steps."""
     float8: Float8 = Float8()
-    """Matrix products in 8 bits."""
+    """Float8 matmuls."""
     mesh: Mesh = Mesh()
     """Arrangement of the ranks."""
     elastic: Elastic = Elastic()
@@ -684,9 +684,9 @@ RUN_KEYS_IN_MACHINE_TABLES = ("fsdp.owner_broadcast_dtype", "fault.spikes")
 
 
 RUN_KEYS_IF_EXACT = ("training.micro_batch_size",)
-"""Keys that are run keys with training.reduction = "exact", whose sums have micro-batches for terms."""
+"""Run keys only if training.reduction = "exact", whose sums are over micro-batches."""
 RUN_KEYS_IF_SCALED_TOGETHER = ("training.micro_batch_size", "mesh.cp")
-"""Keys that are run keys with a float8.recipe whose scales are of all tokens that a rank computes at once."""
+"""Run keys only with a float8.recipe whose scales are over all tokens that a rank computes at once."""
 
 
 def is_exact(config: Mapping[str, Any]) -> bool:

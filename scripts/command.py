@@ -152,7 +152,7 @@ def positive(text: str) -> int:
     """Parse an integer above 0, as an argument's type.
 
     Raises:
-        argparse.ArgumentTypeError: it is none, or beyond all use.
+        argparse.ArgumentTypeError: it is not an integer, or out of range.
     """
     return _whole_number(text, at_least=1)
 
@@ -161,7 +161,7 @@ def not_negative(text: str) -> int:
     """Parse an integer of at least 0, as an argument's type.
 
     Raises:
-        argparse.ArgumentTypeError: it is none, or beyond all use.
+        argparse.ArgumentTypeError: it is not an integer, or out of range.
     """
     return _whole_number(text, at_least=0)
 

@@ -29,7 +29,7 @@ BOUNDS = {
 """Largest relative difference of loss, norm, first-step gradients and weights. float32 weights are not compared:
 Adam amplifies round-off where a gradient is near zero (5e-4 after three steps). Norms differ by less than 1e-6 with
 Adam; Muon scales the smallest directions of a gradient up to the largest, and round-off with them (2e-5). bfloat16
-means the mixed precision of the job files for GPUs, against a reference in float32. The last are for 8-bit products
+means the mixed precision of the job files for GPUs, against a reference in float32. The last are for float8 matmuls
 whose sums, of float32, a mesh cuts or orders differently from the reference (docs/float8.md derives them)."""
 
 
@@ -193,9 +193,9 @@ def lion_rows() -> Iterator[Row]:
 
 
 def float8_rows() -> Iterator[Row]:
-    """Emulated 8-bit products on each axis, two micro-batches or more.
+    """Emulated float8 matmuls on each axis, two micro-batches or more.
 
-    Scales are of a micro-batch, so all rows have the reference's, but for the recipe whose scales are not.
+    Scales are over a micro-batch, so all rows have the reference's, but for the recipe whose scales are not.
     """
     tensorwise, rowwise, by_token = "tensorwise", "rowwise", "rowwise_with_gw_hp"
     gather: dict[str, object] = {"float8.fsdp_all_gather": "true"}

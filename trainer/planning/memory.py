@@ -211,7 +211,7 @@ class RankMemory:
 
     @cached_property
     def in_8_bits(self) -> set[str]:
-        """The parameters that FSDP gathers in 8 bits."""
+        """The parameters that FSDP all-gathers in float8."""
         if not self.config.float8.fsdp_all_gather:
             return set()
         return {f"{name}.weight" for name in choose(self.model.shapes, self.model.plan, self.config).converted}
