@@ -137,8 +137,8 @@ class CheckpointManager:
         """Load the checkpoint that `checkpoint.load` chooses into `state`, in place; changes nothing on disk.
 
         Returns:
-            The trainer state saved with it, which is not that of `find` if that checkpoint has turned out to be
-            damaged; None if the run starts from scratch, perhaps with the weights that `checkpoint.init_from` names.
+            The trainer state saved with it, another one than `find`'s if that checkpoint has turned out to be damaged;
+            None if the run starts from scratch, perhaps with the weights that `checkpoint.init_from` names.
 
         Raises:
             KeelError: as in `Reader.load`.
@@ -262,7 +262,7 @@ class CheckpointManager:
             prune: remove the checkpoints that the settings don't keep; False while this one may turn out bad.
 
         Returns:
-            Seconds for which training waited.
+            Seconds that training waited.
 
         Raises:
             NotFinite: a tensor has a non-finite value, regardless of max_save_failures; nothing is written or removed.

@@ -36,7 +36,7 @@ MODEL = "model."
 
 @dataclass(frozen=True)
 class Description:
-    """What a manifest says of the run that wrote the checkpoint; a run that resumes from it is compared with that."""
+    """A manifest's description of the run that wrote the checkpoint, compared with a run that resumes from it."""
 
     config: dict[str, Any]
     """Complete, as JSON-able tables."""
@@ -50,7 +50,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that has passed every check except that of its tensors."""
+    """A checkpoint that has passed every check except its tensors'."""
 
     folder: Path
     manifest: Manifest
@@ -122,8 +122,8 @@ class Reader:
         """Load the checkpoint that `checkpoint.load` chooses into `state`, in place.
 
         Returns:
-            The checkpoint, which is not that of `find` if that has turned out to be damaged; None if the run starts
-            from scratch, and then only the weights of `initial` are loaded into `state`.
+            The checkpoint, another one than `find`'s if that has turned out to be damaged; None if the run starts from
+            scratch, and then only the weights of `initial` are loaded into `state`.
 
         Raises:
             ConfigError: the checkpoint does not exist, or is of another model or tokenizer, or has other run keys.
@@ -293,7 +293,7 @@ def _read(folder: Path) -> Json:
 
 
 def _found(told: list[Any]) -> Found:
-    """What `_read` has told."""
+    """The result of `_read` as an object."""
     folder, manifest, index, trainer_state = told
     return Found(Path(folder), manifests.manifest_of(manifest), metadata_of(index), trainer_state)
 

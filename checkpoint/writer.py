@@ -62,7 +62,7 @@ class Save:
     newest: Path | None
     """The run's checkpoint before this one."""
     stall: float | None = None
-    """Seconds for which training waited; None if it waits until the end."""
+    """Seconds that training waited; None if it waits until the end."""
     result: "Future[Saved]" = field(default_factory=Future)
 
 
@@ -201,7 +201,7 @@ class Writer:
         """Raise on all ranks if staged memory has changed.
 
         The files' hashes are computed from the bytes as they are written, so they cannot reveal a bit that flipped in
-        memory before: it is in the file and in its hash alike.
+        memory before: it is in both the file and its hash.
         """
         now = store.hashes(shards)
         if places := self._places([name for name, value in hashes.items() if now[name] != value]):

@@ -255,8 +255,8 @@ class Optimizer(Table):
         only_with("name", "adamw", reason="whose momentum is not rounded"),
         only_with("training.dtype", "float32", "float64", reason="and so are the moments"),
     ] = "float32"
-    """Type of AdamW's moments; bfloat16 halves their memory, and rounds them stochastically, alike on any mesh; float32
-    stands for training.dtype if that is another type."""
+    """Type of AdamW's moments; bfloat16 halves their memory, and rounds them stochastically, equally on any mesh;
+    float32 stands for training.dtype if that is another type."""
     kernel: Literal["auto", "torch"] = "auto"
     """AdamW's kernel; auto: Keel's own on a GPU, for float32 parameters, where Triton and a C compiler are installed,
     otherwise torch's; torch: always torch's (machine key)."""
@@ -398,7 +398,7 @@ class Comm(Table):
     start-up summary says, where a tensor-parallel group's GPUs do not reach each other's memory."""
     fsdp_buffers: Literal["default", "registered", "symmetric", "copy_engine"] = "default"
     """Memory that FSDP's collectives use on GPUs. registered: NCCL's own; symmetric: NCCL's symmetric memory (torch
-    2.13 or newer); copy_engine: as well, and gathers within a host by the GPUs' copy engines, not by their cores."""
+    2.13 or newer); copy_engine: as well, and all-gathers within a host by the GPUs' copy engines, not their cores."""
     order_guard_interval: NonNegativeInt = 100
     """Compare the order of collectives across ranks on the first step and then every this many steps; 0: never."""
 
@@ -537,7 +537,7 @@ _NO_TASKS = "so there is nothing to run"
 
 
 class Evaluation(Table):
-    """Tasks of lm-eval, run on checkpoints in a process beside the run, or by `keel evaluate` (docs/evaluation.md)."""
+    """Tasks of lm-eval, run on checkpoints in a process alongside the run, or by `keel evaluate` (docs/evaluation.md)."""
 
     tasks: list[str] = []
     """Names of tasks or groups of tasks (needs the package lm-eval)."""
@@ -552,7 +552,7 @@ class Evaluation(Table):
     batch_size: Annotated[PositiveInt, only_with("tasks", reason=_NO_TASKS)] = 16
     """Sequences computed at once."""
     device: Annotated[Literal["auto", "cpu", "cuda"], only_with("tasks", reason=_NO_TASKS)] = "cpu"
-    """Device beside the run; cpu leaves the GPUs to the training."""
+    """Device of evaluations alongside the run; cpu leaves the GPUs to the training."""
 
 
 class Metrics(Table):
@@ -567,7 +567,7 @@ class Metrics(Table):
     sink: Annotated[str, Field(pattern=r"^[\w.]+:\w+$", examples=["package.module:Class"])] | None = None
     """A class of your own that gets every record, as "my_module:MySink" (docs/loggers.md)."""
     fingerprint: bool = False
-    """Record a fingerprint of every step's gradients, with which `keel replay` compares steps computed again."""
+    """Record a fingerprint of every step's gradients, which `keel replay` compares with that of the recomputed step."""
     details_interval: NonNegativeInt = 0
     """Steps between measurements of each layer's gradients and activations, and of the gradient noise scale (up to an
     eighth of a step longer, two steps with a pipeline; docs/details.md); 0: never."""

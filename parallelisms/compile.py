@@ -1,7 +1,7 @@
 """torch.compile, block by block.
 
 The blocks run the same code, so one compiled graph serves them all: compiling takes as long for 126 layers as for
-one. FSDP's work between blocks (gathers, reductions, prefetching) stays eager, outside the graphs. The loss, the
+one. FSDP's work between blocks (all-gathers, reductions, prefetching) stays eager, outside the graphs. The loss, the
 other expensive part, compiles its own kernels (`trainer/loss.py`).
 
 A block is compiled again where another set of its parameters is frozen, and without gradients for validation. All

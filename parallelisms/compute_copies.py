@@ -52,7 +52,7 @@ def keeps_copies(world_size: int, config: Config) -> bool:
 
 
 class ComputeCopies:
-    """The copies with which the modules of some models compute, each of a parameter that they held before."""
+    """The copies that the modules of some models compute with, each of a parameter that they held before."""
 
     def __init__(self, models: Iterable[nn.Module], dtype: torch.dtype, are_kept: bool = True) -> None:
         """Replace the modules' parameters by copies; tied ones stay tied.
@@ -82,7 +82,7 @@ class ComputeCopies:
             torch._foreach_copy_(list(self.kept.values()), list(self.kept))
 
     def _make_transient(self, model: nn.Module) -> None:
-        """Give the copies memory by the groups of the model's plan, and those of all other parameters by the root."""
+        """Give the copies memory by the groups of the model's plan, and all other parameters' copies by the root."""
         rest = {master: self.copies[master] for master in model.parameters()}
         after = None
         for names in reversed(plan_of(model).fsdp_groups):

@@ -1,8 +1,8 @@
 """What a step looks like inside: squared norms of gradients and of activations, part by part, equal on any mesh.
 
 A *part* is a module that the model's plan names: a block, the embedding, the head. Sums of squares add up over shards,
-slices and stages, so each rank sums what it holds, and one reduction per mesh makes the result that of the whole model.
-Gradients are copied where they are not sharded; activations never are: data-, context- and tensor-parallel ranks hold
+slices and stages, so each rank sums what it holds, and one reduction per mesh gives the whole model's sums. Gradients
+are replicated where they are not sharded; activations never are: data-, context- and tensor-parallel ranks hold
 different tokens of them, and a pipeline's ranks different parts.
 """
 

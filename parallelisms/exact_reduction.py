@@ -109,7 +109,7 @@ class ReducingStage(NamedStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Run a backward pass; every schedule runs those of one stage in the order of the micro-batches."""
+        """Run a backward pass; every schedule runs one stage's passes in the order of the micro-batches."""
         if backward_type == "input":  # a pass for the weights follows
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         with self._reduction.of_micro_batch(last_backward):

@@ -78,7 +78,7 @@ def axes(options: argparse.Namespace, overrides: list[str]) -> Figures:
 
 
 def overlap(options: argparse.Namespace, overrides: list[str]) -> Figures:
-    """How well FSDP's gathers overlap computation, with delays that stand in for a network."""
+    """How well FSDP's all-gathers overlap computation, with delays that stand in for a network."""
     from scripts.benchmarks.overlap import lines, measure_here, variants
 
     figures = measure_here(options.job, overrides, variants(options.milliseconds, options.depths), options.rounds)

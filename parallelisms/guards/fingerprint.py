@@ -1,4 +1,4 @@
-"""The fingerprint of a step's gradients: a few numbers per parameter, with which a replay of the step is compared.
+"""The fingerprint of a step's gradients: a few numbers per parameter, which a replay of the step is compared with.
 
 Each parameter has a *digest*, the sum of the bits of all its gradient's elements as integers: it is exact, any flipped
 bit changes it, and no order of adding up or cutting into shards does. Where another mesh rounds otherwise, all digests
@@ -71,7 +71,7 @@ class GradientFingerprint:
         for name, parameter in parameters.items():
             held[numbers[name]] = local_part(parameter).numel() / parameter.numel()
         self.copies = mesh.sum_over_all(held.to(mesh.device)).round().long().cpu().numpy()
-        """How many copies of each parameter the ranks hold."""
+        """How many replicas of each parameter the ranks hold."""
 
     @torch.no_grad()
     def sums(self, step: int) -> Tensor:
@@ -108,7 +108,7 @@ class GradientFingerprint:
         """Interpret `sums` in the host's memory."""
         numbers = sums.numpy()
         digests, squares, samples = numbers[: 3 * self._n].reshape(3, self._n)
-        whole, rest = np.divmod(digests.astype(np.int64), self.copies)  # a rest: the copies differ
+        whole, rest = np.divmod(digests.astype(np.int64), self.copies)  # a rest: the replicas differ
         is_double = next(iter(self._parameters.values())).dtype == torch.float64
         return Gradients(
             digests=((whole + rest * _FOLD) % _MODULUS).astype(np.uint32),

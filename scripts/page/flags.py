@@ -62,7 +62,7 @@ def _more(steps: Sequence[int]) -> str:
 
 
 def _incidents(run: Recorded) -> Iterator[Flag]:
-    names = {"skip": "spikes skipped", "rewind": "rewinds before a spike", "heal": "copies healed"}
+    names = {"skip": "spikes skipped", "rewind": "rewinds before a spike", "heal": "replicas healed"}
     counts = Counter(str(incident.get("what")) for incident in run.incidents)
     if counts:
         text = ", ".join(f"{names.get(what, what)}: {n}" for what, n in counts.items())

@@ -113,7 +113,7 @@ class Recorded:
 
     @cached_property
     def incidents(self) -> list[Mapping[str, Any]]:
-        """Spikes, rewinds and healed copies, each with `step` and `what`."""
+        """Spikes, rewinds and healed replicas, each with `step` and `what`."""
         return [each for each in self._listed("incidents") if is_step(each.get("step"))]
 
     @cached_property
