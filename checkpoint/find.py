@@ -46,7 +46,7 @@ def newest_of(folder: Path) -> Path:
 
 
 def find_model(source: Path, step: int | None = None, may_be_hf: bool = True) -> Path:
-    """The checkpoint or Hugging Face folder that `source` names: itself, or a run's checkpoint of `step`, or its newest.
+    """The checkpoint or Hugging Face folder that `source` names; of a run, the checkpoint of `step`, or the newest.
 
     Args:
         source: a folder.

@@ -397,4 +397,4 @@ class CheckpointManager:
             raise SaveFailed(f"{error}; failed saves in a row: {count} (checkpoint.max_save_failures is {limit})")
         newest = self.latest_step()
         kept = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is step {newest}"
-        self._warn(f"{error}; TRAINING GOES ON, {kept}; failed saves in a row: {count}, the run ends at {limit}")
+        self._warn(f"{error}; training continues, {kept}; failed saves in a row: {count}, the run ends at {limit}")

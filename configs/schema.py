@@ -255,7 +255,7 @@ class Optimizer(Table):
         only_with("name", "adamw", reason="whose momentum is not rounded"),
         only_with("training.dtype", "float32", "float64", reason="and so are the moments"),
     ] = "float32"
-    """Type of AdamW's moments; bfloat16 halves their memory, and rounds them stochastically, equally on any mesh;
+    """Type of AdamW's moments; bfloat16 halves their memory, and rounds them stochastically, the same on any mesh;
     float32 stands for training.dtype if that is another type."""
     kernel: Literal["auto", "torch"] = "auto"
     """AdamW's kernel; auto: Keel's own on a GPU, for float32 parameters, where Triton and a C compiler are installed,
@@ -537,7 +537,7 @@ _NO_TASKS = "so there is nothing to run"
 
 
 class Evaluation(Table):
-    """Tasks of lm-eval, run on checkpoints in a process alongside the run, or by `keel evaluate` (docs/evaluation.md)."""
+    """Tasks of lm-eval on checkpoints, in a process alongside the run, or by `keel evaluate` (docs/evaluation.md)."""
 
     tasks: list[str] = []
     """Names of tasks or groups of tasks (needs the package lm-eval)."""
@@ -567,7 +567,7 @@ class Metrics(Table):
     sink: Annotated[str, Field(pattern=r"^[\w.]+:\w+$", examples=["package.module:Class"])] | None = None
     """A class of your own that gets every record, as "my_module:MySink" (docs/loggers.md)."""
     fingerprint: bool = False
-    """Record a fingerprint of every step's gradients, which `keel replay` compares with that of the recomputed step."""
+    """Record a fingerprint of every step's gradients, for `keel replay` to compare with the recomputed step's."""
     details_interval: NonNegativeInt = 0
     """Steps between measurements of each layer's gradients and activations, and of the gradient noise scale (up to an
     eighth of a step longer, two steps with a pipeline; docs/details.md); 0: never."""

@@ -1,4 +1,4 @@
-"""What the scripts' command lines share: help from the module's docstring, and how a command ends."""
+"""The shared part of the scripts' command lines: help from the module's docstring, and how a command ends."""
 
 import argparse
 import sys

@@ -30,7 +30,7 @@ from trainer.lr_schedule import learning_rate
 
 @dataclass
 class Trajectory:
-    """What a run of a few steps computed."""
+    """The results of a run of a few steps."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

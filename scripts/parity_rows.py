@@ -297,7 +297,7 @@ def _document_rows() -> Iterator[Row]:
 
 
 def _context_rows() -> Iterator[Row]:
-    """Context parallelism by each method, alone and beside each other axis, accumulating two steps."""
+    """Context parallelism by each method, alone and with each other axis, accumulating two steps."""
     beside: dict[str, dict[str, int]] = {
         "CP 2": {"cp": 2},
         "CP 4": {"cp": 4},
@@ -374,7 +374,7 @@ def moe_rows() -> Iterator[Row]:
 
 
 def expert_rows() -> Iterator[Row]:
-    """Expert parallelism, alone and beside each other axis; selective checkpointing, accumulating two steps.
+    """Expert parallelism, alone and with each other axis; selective checkpointing, accumulating two steps.
 
     Of 8 ranks each has a sequence of its own, so that their global batch is twice as large.
     """
@@ -420,7 +420,7 @@ def words(overrides: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def owner_table() -> Iterator[Row]:
-    """The optimizer partitioned by owner: AdamW and Muon, alone on 1, 2 and 4 ranks and beside other axes."""
+    """The optimizer partitioned by owner: AdamW and Muon, alone on 1, 2 and 4 ranks and with other axes."""
     owner = ("--fsdp.partition", "owner")
     runs = {"AdamW": (), "Muon": ("--optimizer.name", "muon", *owner)}  # Muon is refused without an owner partition
 

@@ -113,7 +113,7 @@ class _Texts:
         self.n_new = 0
         self._streams = [TextStream(trained.tokenizer, each) for each in tokens]
         self._waiting = list(prompts)
-        """What was not printed yet of each text."""
+        """The part of each text that was not printed yet."""
         self._ended = [False] * len(prompts)
         self._current = 0
         self._eos_id = trained.tokenizer.eos_id

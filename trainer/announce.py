@@ -1,4 +1,4 @@
-"""What a launch tells people beside its progress: the job before it is built, and how the run went."""
+"""A launch's messages besides its progress: the job before it is built, and how the run went."""
 
 import os
 import shutil

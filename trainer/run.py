@@ -50,7 +50,7 @@ from trainer.report.summary import closing_title
 from trainer.report.wall_clock import end_of
 from trainer.trainer import Trainer
 
-# If all ranks fail alike, rank 0 reports the error. Another rank waits this long before it reports its own.
+# If all ranks fail in the same way, rank 0 reports the error. Another rank waits this long before it reports its own.
 _PATIENCE_SECONDS = 5.0
 _LAUNCHER_SECONDS = 1.0
 """How often a rank looks whether its launcher is there, until training begins."""

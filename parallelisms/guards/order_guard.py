@@ -68,7 +68,7 @@ class OrderGuard:
         self._step = 0
         self._is_noting = False
         self.log: list[Issued] = []
-        """The collectives that guarded steps issued since the last comparison."""
+        """Collectives and messages that guarded steps issued since the last comparison."""
         if interval > 0 and dist.get_world_size() > 1:
             prepare_listening()
 

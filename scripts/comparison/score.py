@@ -129,7 +129,7 @@ def sequence_sums(config: Config, learner: Learner) -> Tensor:
 
 
 class _Rows:
-    """Stands in for the loss: keeps that of each row."""
+    """Stands in for the loss: keeps each row's."""
 
     def __init__(self) -> None:
         self.sums: Tensor | None = None

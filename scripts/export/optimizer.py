@@ -45,7 +45,7 @@ from trainer.optimizers.build import plain_optimizers, set_lr
 from trainer.step import hidden_matrices
 
 StateDict = Mapping[str, Any]
-"""What an optimizer's `state_dict` returns."""
+"""The result of an optimizer's `state_dict`."""
 
 PREFIX = "optimizer."
 INDEX_NAME = "index.json"

@@ -44,7 +44,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a run has read of a source."""
+    """The part of a source that a run has read."""
 
     source: str
     samples: int

@@ -11,7 +11,7 @@ from scripts.page.recorded import Recorded, is_number, is_step, plain, was_not_f
 from trainer.report.units import duration, fixed, percent
 
 _WINDOW = 32
-"""Logged losses before a loss with which it is compared; with fewer, it is not judged."""
+"""Logged losses that a later loss is compared with; with fewer, it is not judged."""
 _SIGMAS = 6.0
 """Gaussian noise exceeds the mean of 32 losses by so many of their standard deviations about once in a million."""
 _LEAST_RISE = 1e-3

@@ -1,4 +1,4 @@
-"""8-bit products: what a job may ask for, and torchao's values beside a second implementation."""
+"""Float8 matmuls: what a job may ask for, and torchao's values beside a second implementation."""
 
 import sys
 

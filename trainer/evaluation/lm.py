@@ -53,7 +53,7 @@ class KeelLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is."""
+        """The token that stands for an empty context."""
         return self._first
 
     @property

@@ -2,7 +2,7 @@
 
 After a stop signal the launcher waits (torchrun 30 s, unless --shutdown-timeout says otherwise), and then kills. A step
 may take longer than that. But the tensors that a checkpoint holds change only in the update at the end of a step. Until
-then they are those of the last finished step, and can be saved while the next step is computed.
+then they are the last finished step's, and can be saved while the next step is computed.
 
 A thread on every rank waits for a signal to any rank. If the step does not end soon, the thread holds up the update,
 and agrees with the other ranks' threads, on a separate process group, that all ranks have finished the same step. Then

@@ -72,7 +72,7 @@ class MemoryEstimate:
     """All gradients that a step accumulates, at its end."""
     optimizer: int
     buffers: int
-    """What libraries keep: cuBLAS's workspace, a pipeline's receive buffers."""
+    """Memory that libraries keep: cuBLAS's workspace, a pipeline's receive buffers."""
     peak: Moment
     """The worst moment of a step."""
     offloaded: bool
@@ -80,7 +80,7 @@ class MemoryEstimate:
 
     @property
     def states(self) -> int:
-        """What persists from step to step, gradients included."""
+        """Memory that persists from step to step, gradients included."""
         return self.parameters + self.copies + self.gradients + self.optimizer
 
     @property

@@ -127,7 +127,7 @@ def read_stretch(folder: Path, first: int, last: int) -> Stretch:
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """The steps of which a run has a fingerprint, in order.
+    """The steps that a run has fingerprints of, in order.
 
     Raises:
         UserError: it has none.

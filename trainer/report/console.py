@@ -41,7 +41,7 @@ ReportProgress = Callable[..., None]
 
 
 class _Stream:
-    """A standard stream that may be closed while training goes on: a terminal, or a pipe whose reader has ended.
+    """A standard stream that may be closed while training continues: a terminal, or a pipe whose reader has ended.
 
     What is then written to it is dropped, since run.log has it, too.
     """

@@ -141,7 +141,7 @@ def _ranks(sizes: MeshSizes, device_name: str) -> str:
 
 
 def _techniques(config: Config, device_type: str) -> str:
-    """What differs from plain eager training."""
+    """The differences from plain eager training."""
     used = [
         f"ZeRO stage {config.fsdp.zero_stage}" if config.fsdp.zero_stage < 3 else "",
         _pipeline(config),

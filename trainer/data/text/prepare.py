@@ -8,7 +8,7 @@ the same text is never in both.
 Before that, all files are read once (`listing.examine`): what can't be read is named before hours go into tokenizing,
 and the sizes and hashes of the inputs are recorded, so that text that is added or changed later is noticed.
 
-All work is done in a hidden folder beside OUTPUT that is renamed when it is complete: OUTPUT is either finished or does
+All work is done in a hidden folder next to OUTPUT that is renamed when complete: OUTPUT is either finished or does
 not exist. A finished shard leaves a report in the hidden folder. After a kill, the next call does the shards that have
 none, and those whose input files have changed since. A lock separates concurrent launches: the first prepares, the
 others wait and find the work done. Worker processes write to a folder of their launch, and only the holder of the lock

@@ -28,7 +28,7 @@ class Shard:
     index: int
     pieces: list[Piece]
     working: Path
-    """The hidden folder beside OUTPUT."""
+    """The hidden folder next to OUTPUT."""
     launch: int
     """Process id of the launch, which names its folder for unfinished work."""
     tokenizer_path: Path

@@ -1,4 +1,4 @@
-"""What receives a run's records besides `metrics.jsonl`: TensorBoard, W&B, or a class of your own.
+"""Receivers of a run's records besides `metrics.jsonl`: TensorBoard, W&B, or a class of your own.
 
 A sink is a class that is called with a `SinkRun` and has two methods, `write` and `close`. `metrics.sink =
 "my_module:MySink"` names one:
