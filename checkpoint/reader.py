@@ -39,13 +39,13 @@ class Description:
     """A manifest's description of the run that wrote the checkpoint, compared with a run that resumes from it."""
 
     config: dict[str, Any]
-    """Complete, as JSON-able tables."""
+    """The complete config, as JSON-able tables."""
     mesh: dict[str, int]
-    """Sizes by name."""
+    """Sizes of the mesh's axes, by name."""
     tokenizer_hash: str | None
-    """None without a tokenizer."""
+    """Hash of the tokenizer's file; None without a tokenizer."""
     environment: dict[str, str]
-    """What else decides the bits of the run, besides config, mesh and torch, by name."""
+    """All else that decides the bits of the run, besides config, mesh and torch, by name."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Reader:
     log: Callable[[str], None]
     warn: Callable[[str], None]
     group: dist.ProcessGroup
-    """All ranks."""
+    """The group of all ranks."""
     initial: Found | None = None
     """The checkpoint that `checkpoint.init_from` names, if the run takes its weights from it."""
     _candidates: list[Path] | None = None

@@ -87,7 +87,7 @@ class Writer:
         self._incarnation = incarnation
         self._folder, self._settings, self._rewind_interval = folder, settings, rewind_interval
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
-        """All ranks."""
+        """The group of all ranks."""
         self.mode = settings.mode
         """ "async" writes in the background."""
         self._stager = store.Stager()

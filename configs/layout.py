@@ -201,7 +201,7 @@ def parameter_count(model: Model) -> int:
 
 
 def active_parameter_count(model: Model) -> int:
-    """Number of parameters that one token uses: all except those of experts that it is not routed to."""
+    """Number of parameters that one token uses: all except the parameters of experts that it is not routed to."""
     return _parameters(model, active_matrices)
 
 

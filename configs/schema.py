@@ -346,7 +346,7 @@ class Mesh(Table):
 
 
 class Elastic(Table):
-    """What a launch does with the ranks that it finds, whose number may change when hosts are lost or join."""
+    """How a launch uses the ranks that it finds, whose number may change when hosts are lost or join."""
 
     enable: bool = False
     """Train on the largest mesh that the ranks and the global batch allow; ranks beyond it wait idle."""
@@ -495,7 +495,7 @@ class Checkpoint(Table):
     """Another run, or one of its checkpoints, from which a new run takes its initial weights and nothing else; of a run
     folder, the newest checkpoint."""
     verify: Literal["size", "hash"] = "hash"
-    """What to verify before loading: the size of each file; hash: also its content, which reads each file twice."""
+    """Check before loading: the size of each file; hash: also its content, which reads each file twice."""
     on_damage: Literal["fall_back", "stop"] = "fall_back"
     """If the newest checkpoint is damaged: fall back to the one before it, or stop."""
     keep_last: NonNegativeInt = 0

@@ -155,7 +155,7 @@ def selected_layers(config: ActivationCheckpoint, n_layers: int) -> list[int]:
 
 
 def select(block: nn.Module, config: ActivationCheckpoint, default_ops: Sequence[str]) -> Selection:
-    """What `selective` keeps of a block.
+    """The selection that `selective` keeps of a block.
 
     Raises:
         ConfigError: a name in `save_ops` is not an op, or the block has no n-th matrix to keep.

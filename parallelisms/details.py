@@ -55,7 +55,7 @@ class Activations:
     """Sums of squares of the outputs of a model's modules, over all micro-batches of the passes that it watches."""
 
     def __init__(self, stages: Mapping[int, nn.Module], parts: Sequence[str], mesh: Mesh) -> None:
-        """Watch those of the modules `parts` that `stages`, this rank's, hold."""
+        """Watch the modules among `parts` that this rank's `stages` hold."""
         self._mesh = mesh
         self._modules = {
             number: module

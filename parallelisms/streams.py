@@ -39,7 +39,7 @@ def separate_streams(model: nn.Module) -> int:
         fully_shard(model, mesh=mesh)  # gathers over all of them
         separate_streams(model)
 
-    FSDP queues all all-gathers of a model in one stream, in which those over one process group wait for those over
+    FSDP queues every all-gather of a model in one stream, in which those over one process group wait for those over
     others. All ranks must call this, with modules sharded in the same order, between two steps. On a CPU, where FSDP
     waits for each all-gather, it has no effect.
 

@@ -74,7 +74,7 @@ def fsdp_buffers_are_off(config: Config, mesh: Mesh) -> str | None:
 
 
 def fast_paths(config: Config, mesh: Mesh) -> str:
-    """What the job asks for beyond torch's default communication, and whether it is on; empty if nothing.
+    """The job's requests beyond torch's default communication, and whether they are on; empty if there are none.
 
     All ranks must call it.
     """

@@ -73,7 +73,7 @@ checkpointed; without it, the same kernels run twice."""
 
 
 def same_bits(row: Row) -> tuple[str, ...]:
-    """What an exact row must have in common with another to share its bits."""
+    """The properties that an exact row must have in common with another to share its bits."""
     machine = dict(zip(row.overrides[::2], row.overrides[1::2], strict=True))
     decisive = (*DECIDE_BITS, *(("activation_checkpoint.mode",) if machine.get("--compile.enable") == "true" else ()))
     default = {"--compile.enable": "false"}

@@ -43,7 +43,7 @@ class Runtime:
     device: torch.device
     console: Console
     stop: StopRequest
-    """Told by signals."""
+    """Set by signals."""
     ledger: TimeLedger
     """How the time since the launch was spent."""
     watchdog: Watchdog
@@ -82,7 +82,7 @@ class Opened:
             self.checkpoints = open_checkpoints(config, self.mesh, console, watchdog.incarnation)
             shapes = skeleton(config.model).shapes
             self.found = self.checkpoints.find({f"model.{name}": shape for name, shape in shapes.items()})
-            """What the checkpoint says of the run; None if the run starts from scratch."""
+            """The checkpoint's record of the run; None if the run starts from scratch."""
             self.begin_at(self.found)
             self.validation = Validation(config, self.mesh, sampler)
 

@@ -64,7 +64,7 @@ class _NotWritable(ConfigError):
 
 @dataclass
 class _Launch:
-    """What ending the run needs to know about this process."""
+    """The facts of this process that ending the run needs."""
 
     rank: int
     folder: Path

@@ -121,7 +121,7 @@ class GradientFingerprint:
 def fingerprint_of(
     stages: Iterable[nn.Module], names: Sequence[str], mesh: Mesh, config: Config
 ) -> GradientFingerprint | None:
-    """What takes the fingerprints that `metrics.fingerprint` asks for, as `GradientFingerprint`; None if it is off."""
+    """The object that takes the fingerprints of `metrics.fingerprint`, as `GradientFingerprint`; None if it is off."""
     if not config.metrics.fingerprint:
         return None
     parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}

@@ -165,7 +165,7 @@ def _checksum(lines: list[str]) -> str:
 
 
 def _name(key: Key) -> str:
-    """What ranks send in place of a key, which lists ranks: 4,096 of them, for each group of 4,096 ranks."""
+    """The name that ranks send in place of a key, which lists ranks: 4,096 of them, for each group of 4,096 ranks."""
     return _checksum([repr(key)])
 
 

@@ -116,7 +116,7 @@ def require_same_scoring(first: Config, second: Config) -> None:
 
 @dataclass(frozen=True)
 class Pairing:
-    """What two runs share."""
+    """The part that two runs share."""
 
     same_weights: int
     """Parameters that start with the same bits in both."""
@@ -136,7 +136,7 @@ class Pairing:
 
 
 def pairing(first: Config, second: Config) -> Pairing:
-    """What two runs of these configs share."""
+    """The part that two runs of these configs share."""
     ours, theirs = _initial(first), _initial(second)
     same = sum(ours[name] == theirs[name] for name in ours.keys() & theirs.keys())
     samples = all(getattr(first, name) == getattr(second, name) for name in ("data", "tokenizer"))

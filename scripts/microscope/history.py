@@ -57,7 +57,7 @@ class History:
 
 
 def read_history(folder: Path, config: Config) -> History:
-    """Read the history of the run in `folder`; before its first checkpoint, that of its config.
+    """Read the history of the run in `folder`; before its first checkpoint, it follows from the config.
 
     Raises:
         UserError: the newest checkpoint can't be read, or its history is not complete.

@@ -126,7 +126,7 @@ class Peers:
         self._ask("set", key, signed(key, json.dumps(value)))
 
     def _get(self, key: str) -> Any:
-        """What a rank has written; None if none has, or somebody else."""
+        """The value that a rank has written; None if none has, or somebody else."""
         if not self._ask("check", [key]):
             return None
         try:

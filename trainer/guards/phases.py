@@ -32,7 +32,7 @@ _SHORT_STEP_SECONDS = 0.05  # a delay in a shorter step is the machine's schedul
 
 
 class Phase(IntEnum):
-    """What a rank spends the training loop's time on."""
+    """A kind of work that a rank spends the training loop's time on."""
 
     DATA = 0
     COMPUTE = 1

@@ -25,7 +25,7 @@ _CUT_DIMENSIONS = {"embedding": -2, "head": -2, "column": -2, "row": -1, "part_c
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What is known of a model before it has memory."""
+    """The facts of a model that are known before it has memory."""
 
     shapes: Mapping[str, Shape]
     """Shapes of the parameters, by name; a tied parameter has one name."""

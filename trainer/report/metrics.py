@@ -1,4 +1,4 @@
-"""What a run records: `metrics.jsonl`, and where the time went.
+"""The records of a run: `metrics.jsonl`, and where the time went.
 
 `metrics.jsonl` has one JSON object per logged step, in the file as soon as it is logged, with the keys of `StepMetrics`
 in their order. A validated step is always logged, with the keys of the validation added; so is a step with an incident,
@@ -38,7 +38,7 @@ from trainer.report.sinks.worker import Sinks
 
 
 class Kind(StrEnum):
-    """What a process spends its time on."""
+    """A kind of work that a process spends its time on."""
 
     STARTUP = "start-up"
     PREPARATION = "data preparation"

@@ -404,7 +404,7 @@ def _enter(working: Path, settings: Settings) -> None:
 
 
 def _remove_leftovers(working: Path, finished: set[str]) -> None:
-    """Remove what unfinished shards left behind: temporary files, and those of a different division of the inputs."""
+    """Remove what unfinished shards left behind: temporary files, and files of a different division of the inputs."""
     for path in [*working.glob("reports/*"), *working.glob("output/*/*"), *working.glob("output/.*.tmp")]:
         if path.stem not in finished:
             path.unlink()

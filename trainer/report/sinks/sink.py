@@ -67,7 +67,7 @@ TAGS = {
 
 @dataclass(frozen=True)
 class SinkRun:
-    """What a sink learns of the run when it is opened."""
+    """The facts of the run that a sink gets when it is opened."""
 
     name: str
     """job.name."""
