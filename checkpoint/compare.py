@@ -18,7 +18,7 @@ class TensorDifference:
 
     name: str
     what: str
-    """For people: only in one, another shape or dtype, or how many values differ and by how much."""
+    """The difference in words: only in one, another shape or dtype, or how many values differ and by how much."""
 
 
 def compare(a: Path, b: Path) -> Iterator[TensorDifference]:

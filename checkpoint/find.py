@@ -16,17 +16,17 @@ from configs.files import replacing, whole
 from configs.untrusted import read_file
 
 HF_CONFIG_NAME = "config.json"
-"""What makes a folder a Hugging Face model."""
+"""The file that makes a folder a Hugging Face model."""
 MAX_TOKENIZER_BYTES = 256 << 20
 """Limit on the size of a tokenizer's file; the largest in use have 35 MB."""
 _SUFFIXES = (".model", ".json")
-"""Of a SentencePiece model, and of a tokenizer.json."""
+"""Suffixes of a SentencePiece model and of a tokenizer.json."""
 
 # --------------------------------------------------------------------------- the model
 
 
 def find_checkpoint(source: Path, step: int | None = None) -> Path:
-    """The checkpoint that `source` names: itself, or of a run that of `step`, or the newest.
+    """The checkpoint that `source` names: itself, or a run's checkpoint of `step`, or its newest.
 
     Raises:
         UserError: there is none.
@@ -46,7 +46,7 @@ def newest_of(folder: Path) -> Path:
 
 
 def find_model(source: Path, step: int | None = None, may_be_hf: bool = True) -> Path:
-    """The checkpoint or Hugging Face folder that `source` names: of a run, that of `step`, or the newest.
+    """The checkpoint or Hugging Face folder that `source` names; of a run, the checkpoint of `step`, or the newest.
 
     Args:
         source: a folder.
@@ -98,7 +98,7 @@ def _runs_said(folder: Path) -> str:
 
 
 def tokenizer_of(checkpoint: Path) -> Path | None:
-    """The tokenizer with which a checkpoint was trained: beside it, or in its run folder, or else where its job says.
+    """The tokenizer that a checkpoint was trained with: next to it, or in its run folder, or else where its job says.
 
     None if the job names none. That the file of the job is the same one, or exists, is for the caller to check.
 
@@ -115,7 +115,7 @@ def tokenizer_of(checkpoint: Path) -> Path | None:
 
 
 def kept_tokenizer(run: Path) -> Path | None:
-    """The copy of the tokenizer with which a run was last launched; None if its folder has none."""
+    """The copy of the tokenizer that a run was last launched with; None if its folder has none."""
     return next((path for path in _current(run) if path.is_file()), None)
 
 

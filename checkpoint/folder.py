@@ -36,7 +36,7 @@ def choose(root: Path, load: str | int, go_back: int = 0) -> Choice:
         root: the run's `checkpoints/`.
         load: "latest" (start from scratch if there is none), "none", a step in `root`, or the path of a checkpoint, or
             of a run, for its newest one. A step or path is where the run begins; once `root` has a checkpoint of that
-            step or a later one (any, if `load` is a run, which may have gone on since), the run resumes from that.
+            step or a later one (any, if `load` is a run, which may have continued since), the run resumes from that.
         go_back: a number above `times_gone_back` of the run's newest checkpoint applies `load` nevertheless.
 
     Raises:

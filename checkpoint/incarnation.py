@@ -54,7 +54,7 @@ class Incarnation:
 
     @property
     def mark(self) -> str:
-        """What the names of its unfinished saves bear."""
+        """The mark in the names of its unfinished saves."""
         return f".of-{self.number}"
 
     def require_current(self) -> None:
@@ -77,7 +77,7 @@ class Incarnation:
         return newest_number(self.folder) == self.number
 
     def begin(self, step: int) -> None:
-        """Record, once and again after going back, that the run goes on from `step` completed steps.
+        """Record, once and again after going back, that the run continues from `step` completed steps.
 
         Raises:
             Superseded: a newer launch has taken the run over.
@@ -113,7 +113,7 @@ def claim(run_folder: Path, facts: Mapping[str, Any]) -> Incarnation:
 
     Args:
         run_folder: must exist.
-        facts: JSON-able; recorded beside host, process and time.
+        facts: JSON-able; recorded with host, process and time.
 
     Raises:
         OSError: the folder can't be written.
@@ -142,7 +142,7 @@ def newest_number(folder: Path) -> int:
 
 
 def facts_of(folder: Path, number: int) -> dict[str, Any]:
-    """What a launch has recorded; empty if its file is not in the form of `claim`."""
+    """A launch's record; empty if its file is not in the form of `claim`."""
     try:
         facts = parse_json(read_file(_file(folder, number), MAX_JSON_BYTES).decode())
     except (OSError, ValueError):

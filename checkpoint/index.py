@@ -1,7 +1,7 @@
 """The index of a checkpoint's tensors: shape and type of each, and where its parts are.
 
 torch.distributed.checkpoint (DCP) stores its index, `.metadata`, as a pickle, and reads it with `pickle.load`: the
-author of the file could run any command on the machine that loads it. So Keel writes the same as JSON beside it, and
+author of the file could run any command on the machine that loads it. So Keel writes the same as JSON next to it, and
 reads only that. `.metadata` is there for torch's own tools (`dcp.load`, `dcp_to_torch_save`).
 
 In the file, "tensors" maps each name to dtype, shape and parts; a part is [offsets, sizes, file, first byte, bytes].

@@ -61,5 +61,5 @@ def lock(folder: Path, warn: Callable[[str], None]) -> None:
 
 
 def holder_text(pid: object, host: object) -> str:
-    """What is in the file of the lock: who has it."""
+    """The content of the lock's file: who has it."""
     return f"process {pid} on {host}\n"

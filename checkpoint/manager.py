@@ -137,8 +137,8 @@ class CheckpointManager:
         """Load the checkpoint that `checkpoint.load` chooses into `state`, in place; changes nothing on disk.
 
         Returns:
-            The trainer state saved with it, which is not that of `find` if that checkpoint has turned out to be
-            damaged; None if the run starts from scratch, perhaps with the weights that `checkpoint.init_from` names.
+            The trainer state saved with it, another one than `find`'s if that checkpoint has turned out to be damaged;
+            None if the run starts from scratch, perhaps with the weights that `checkpoint.init_from` names.
 
         Raises:
             KeelError: as in `Reader.load`.
@@ -262,7 +262,7 @@ class CheckpointManager:
             prune: remove the checkpoints that the settings don't keep; False while this one may turn out bad.
 
         Returns:
-            Seconds for which training waited.
+            Seconds that training waited.
 
         Raises:
             NotFinite: a tensor has a non-finite value, regardless of max_save_failures; nothing is written or removed.
@@ -397,4 +397,4 @@ class CheckpointManager:
             raise SaveFailed(f"{error}; failed saves in a row: {count} (checkpoint.max_save_failures is {limit})")
         newest = self.latest_step()
         kept = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is step {newest}"
-        self._warn(f"{error}; TRAINING GOES ON, {kept}; failed saves in a row: {count}, the run ends at {limit}")
+        self._warn(f"{error}; training continues, {kept}; failed saves in a row: {count}, the run ends at {limit}")

@@ -1,4 +1,4 @@
-"""What makes a folder a checkpoint: MANIFEST.json, and the only way to create it.
+"""The file that makes a folder a checkpoint: MANIFEST.json, and the only way to create it.
 
 A checkpoint is written as `step-00000100.tmp/`. When all ranks are done, the manifest, which lists every file with its
 size and hash, is added; files and folder are synced to the disk, and the folder is renamed to `step-00000100/`. A
@@ -48,7 +48,7 @@ class FileEntry:
     """The record of one file of a checkpoint."""
 
     size: Count
-    """Bytes."""
+    """Size in bytes."""
     xxh3: str
     """xxh3_128 of the content as written, in hex."""
 
@@ -255,7 +255,7 @@ def _is_there(folder: Path, manifest: Manifest) -> bool:
 
 
 def describe(unfinished: Path, draft: Manifest, files: Mapping[str, FileEntry], trainer_state: str) -> Manifest:
-    """Write trainer.json and MANIFEST.json; the arguments, the result and the errors are those of `commit`."""
+    """Write trainer.json and MANIFEST.json; the arguments, the result and the errors are `commit`'s."""
     trainer = trainer_state.encode()
     with synced(unfinished / TRAINER_NAME) as file:
         file.write(trainer)

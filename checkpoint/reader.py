@@ -36,21 +36,21 @@ MODEL = "model."
 
 @dataclass(frozen=True)
 class Description:
-    """What a manifest says of the run that wrote the checkpoint; a run that resumes from it is compared with that."""
+    """A manifest's description of the run that wrote the checkpoint, compared with a run that resumes from it."""
 
     config: dict[str, Any]
-    """Complete, as JSON-able tables."""
+    """The complete config, as JSON-able tables."""
     mesh: dict[str, int]
-    """Sizes by name."""
+    """Sizes of the mesh's axes, by name."""
     tokenizer_hash: str | None
-    """None without a tokenizer."""
+    """Hash of the tokenizer's file; None without a tokenizer."""
     environment: dict[str, str]
-    """What else decides the bits of the run, besides config, mesh and torch, by name."""
+    """All else that decides the bits of the run, besides config, mesh and torch, by name."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that has passed every check except that of its tensors."""
+    """A checkpoint that has passed every check except its tensors'."""
 
     folder: Path
     manifest: Manifest
@@ -76,7 +76,7 @@ class Reader:
     log: Callable[[str], None]
     warn: Callable[[str], None]
     group: dist.ProcessGroup
-    """All ranks."""
+    """The group of all ranks."""
     initial: Found | None = None
     """The checkpoint that `checkpoint.init_from` names, if the run takes its weights from it."""
     _candidates: list[Path] | None = None
@@ -122,8 +122,8 @@ class Reader:
         """Load the checkpoint that `checkpoint.load` chooses into `state`, in place.
 
         Returns:
-            The checkpoint, which is not that of `find` if that has turned out to be damaged; None if the run starts
-            from scratch, and then only the weights of `initial` are loaded into `state`.
+            The checkpoint, another one than `find`'s if that has turned out to be damaged; None if the run starts from
+            scratch, and then only the weights of `initial` are loaded into `state`.
 
         Raises:
             ConfigError: the checkpoint does not exist, or is of another model or tokenizer, or has other run keys.
@@ -293,7 +293,7 @@ def _read(folder: Path) -> Json:
 
 
 def _found(told: list[Any]) -> Found:
-    """What `_read` has told."""
+    """The result of `_read` as an object."""
     folder, manifest, index, trainer_state = told
     return Found(Path(folder), manifests.manifest_of(manifest), metadata_of(index), trainer_state)
 

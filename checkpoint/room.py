@@ -20,7 +20,7 @@ MEMORY_SHARE = 0.95
 
 
 HostsRoom = Mapping[str, tuple[int, int]]
-"""For each host, the bytes that its ranks stage together, and its free memory."""
+"""The bytes that a host's ranks stage together, and its free memory, by host."""
 
 
 def crowded_hosts(room: HostsRoom) -> HostsRoom:
@@ -31,7 +31,7 @@ def crowded_hosts(room: HostsRoom) -> HostsRoom:
 def too_little_room(
     shards: Mapping[str, Shard], dtype: Callable[[str, Tensor], torch.dtype], group: dist.ProcessGroup
 ) -> str:
-    """What to tell the user if a host can't stage its ranks' state; "" if all can. The arguments: `measure_room`."""
+    """The message to the user if a host can't stage its ranks' state; "" if all can. The arguments: `measure_room`."""
     if not (crowded := crowded_hosts(measure_room(shards, dtype, group))):
         return ""
     hosts = ", ".join(f"{host} has {free:,} of {staged:,} bytes" for host, (staged, free) in crowded.items())

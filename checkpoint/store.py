@@ -232,7 +232,7 @@ def save_failed(folder: Path, reason: object, n_bytes: int | None = None) -> Sav
 
 
 def read(folder: Path, metadata: Metadata, shards: Mapping[str, Shard], group: dist.ProcessGroup) -> None:
-    """Fill `shards` in place from the checkpoint in `folder`, whatever the sharding with which it was written.
+    """Fill `shards` in place from the checkpoint in `folder`, whatever sharding it was written with.
 
     A tensor that was saved in another dtype is converted.
 

@@ -42,7 +42,7 @@ class Saved:
 
     manifest: Manifest
     seconds: float
-    """From the start of the save to its commit."""
+    """Time from the start of the save to its commit."""
     notes: list[str]
     """Lines for the log: an error that came too late to matter, and the checkpoints that the settings do not keep."""
 
@@ -52,17 +52,17 @@ class Save:
     """A save in progress."""
 
     started: float
-    """By time.perf_counter()."""
+    """Start of the save by time.perf_counter()."""
     unfinished: Path
     """The temporary folder, from `Writer.begin`."""
     draft: Manifest
-    """Without its files."""
+    """The manifest without its files."""
     trainer_text: str
     prune: bool
     newest: Path | None
     """The run's checkpoint before this one."""
     stall: float | None = None
-    """Seconds for which training waited; None if it waits until the end."""
+    """Seconds that training waited; None if it waits until the end."""
     result: "Future[Saved]" = field(default_factory=Future)
 
 
@@ -87,7 +87,7 @@ class Writer:
         self._incarnation = incarnation
         self._folder, self._settings, self._rewind_interval = folder, settings, rewind_interval
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
-        """All ranks."""
+        """The group of all ranks."""
         self.mode = settings.mode
         """ "async" writes in the background."""
         self._stager = store.Stager()
@@ -135,7 +135,7 @@ class Writer:
         dist.destroy_process_group(self.group)
 
     def saved_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        """As the tensor's own, but for the moments of the optimizer (not its step count) if a smaller one is asked."""
+        """The tensor's own dtype; for the optimizer's moments (not its step count), a smaller one if asked for."""
         is_moment = name.startswith(OPTIMIZER) and tensor.dim() > 0
         return torch.bfloat16 if is_moment and self._settings.optimizer_dtype == "bfloat16" else tensor.dtype
 
@@ -201,7 +201,7 @@ class Writer:
         """Raise on all ranks if staged memory has changed.
 
         The files' hashes are computed from the bytes as they are written, so they cannot reveal a bit that flipped in
-        memory before: it is in the file and in its hash alike.
+        memory before: it is in both the file and its hash.
         """
         now = store.hashes(shards)
         if places := self._places([name for name, value in hashes.items() if now[name] != value]):

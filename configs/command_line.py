@@ -37,7 +37,7 @@ _STARTS_RANKS = "keel train JOB --ranks N starts N ranks, and so does torchrun -
 _RESUMES = "the same command resumes from the newest checkpoint; checkpoint.load names another"
 _HINTS = {"gpus": _STARTS_RANKS, "num_gpus": _STARTS_RANKS, "devices": _STARTS_RANKS, "nproc": _STARTS_RANKS}
 _HINTS |= {"n_gpus": _STARTS_RANKS, "world_size": _STARTS_RANKS, "resume": _RESUMES, "resume_from_checkpoint": _RESUMES}
-"""What to do instead of giving another program's flag."""
+"""The advice on another program's flag, by its name."""
 _TORCHRUN_FLAGS = ("--nproc-per-node", "--nproc_per_node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--standalone")
 
 

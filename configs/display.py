@@ -1,4 +1,4 @@
-"""What `--help` and `--validate` print."""
+"""The output of `--help` and `--validate`."""
 
 import textwrap
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Which matrices are multiplied in 8 bits: those of the blocks, but for the experts' and what the job skips.
+"""Which matrices are multiplied in float8: the blocks', but for the experts' and those that the job skips.
 
 Embedding and head stay in compute_dtype: the embedding is no product, and the head's logits decide the loss directly,
 are a small part of the FLOPs of a large model, and lose most by rounding (torchao and torchtitan leave it out as well).
@@ -15,7 +15,7 @@ from configs.plan import Plan, TensorRole
 from configs.schema import Config
 
 MULTIPLE = 16
-"""Both dimensions of a matrix must be multiples of this for the 8-bit products of a GPU."""
+"""Both dimensions of a matrix must be multiples of this for a GPU's float8 matmuls."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Choice:
 
     converted: tuple[str, ...]
     skipped: tuple[str, ...]
-    """By float8.skip."""
+    """Matrices that match float8.skip."""
     odd: tuple[str, ...]
-    """Their dimensions are no multiples of 16."""
+    """Matrices with a dimension that is not a multiple of 16."""
 
     def __str__(self) -> str:
         total = sum(map(len, (self.converted, self.skipped, self.odd)))
@@ -45,7 +45,7 @@ def choose(shapes: Mapping[str, Sequence[int]], plan: Plan, config: Config) -> C
 
     Raises:
         ConfigError: float8.skip names no matrix, no matrix is left, or tensor parallelism cuts one into pieces that a
-            GPU cannot multiply in 8 bits.
+            GPU cannot multiply in float8.
     """
     matrices = _matrices(shapes, plan)
     for pattern in config.float8.skip:
@@ -67,7 +67,7 @@ def choose(shapes: Mapping[str, Sequence[int]], plan: Plan, config: Config) -> C
 
 
 def _matrices(shapes: Mapping[str, Sequence[int]], plan: Plan) -> dict[str, Sequence[int]]:
-    """The blocks' matrices (out, in) by module; neither experts nor what is beside them in a mixture."""
+    """The blocks' matrices (out, in) by module; neither experts nor anything else in a mixture."""
     blocks = tuple(f"{block}." for block in plan.blocks)
     mixtures = tuple(f"{experts.rpartition('.')[0]}." for experts in plan.experts)
     return {
@@ -84,5 +84,5 @@ def _check_piece(name: str, shape: Sequence[int], plan: Plan, tp: int) -> None:
         size = shape[cuts[roles[0]]]
         raise ConfigError(
             f"mesh.tp {tp} cuts {name} into pieces of {size} / {tp} = {size // tp}, no multiple of {MULTIPLE}, which "
-            f'8-bit products need; lower tp, or add "{name}" to float8.skip'
+            f'float8 matmuls need; lower tp, or add "{name}" to float8.skip'
         )

@@ -16,7 +16,7 @@ from configs.schema import Config, Fsdp, LrSchedule, Mesh, Model
 MOST_RANKS = 2**17
 """Ranks that are considered where their number is open."""
 _MOST_SEQUENCES = 2**16
-"""Of a micro-batch that a message may propose."""
+"""Largest micro-batch that a message may propose."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def parameter_count(model: Model) -> int:
 
 
 def active_parameter_count(model: Model) -> int:
-    """Number of parameters that one token uses: all except those of experts that it is not routed to."""
+    """Number of parameters that one token uses: all except the parameters of experts that it is not routed to."""
     return _parameters(model, active_matrices)
 
 

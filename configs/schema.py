@@ -206,11 +206,11 @@ class Training(Table):
         only_with("compute_dtype", "float32"),
         only_with("job.device", "auto", "cuda", reason="which has no TF32"),
     ] = False
-    """On CUDA: multiply float32 matrices in TF32 (10-bit mantissas), which is several times faster."""
+    """Multiply float32 matrices in TF32 (10-bit mantissas) on CUDA, which is several times faster."""
     deterministic: Annotated[bool, only_with("job.device", "auto", "cuda", reason="which is deterministic anyway")] = (
         False
     )
-    """On CUDA: use deterministic kernels only, so that resuming is bit-exact; slower (machine key)."""
+    """Use only deterministic kernels on CUDA, so that resuming is bit-exact; slower (machine key)."""
     max_norm: Annotated[float, Field(gt=0)] = 1.0
     """Clip gradients to this global norm; inf: no clipping."""
     norm_type: Annotated[float, Field(ge=1)] = 2.0
@@ -255,8 +255,8 @@ class Optimizer(Table):
         only_with("name", "adamw", reason="whose momentum is not rounded"),
         only_with("training.dtype", "float32", "float64", reason="and so are the moments"),
     ] = "float32"
-    """Type of AdamW's moments; bfloat16 halves their memory, and rounds them stochastically, alike on any mesh; float32
-    stands for training.dtype if that is another type."""
+    """Type of AdamW's moments; bfloat16 halves their memory, and rounds them stochastically, the same on any mesh;
+    float32 stands for training.dtype if that is another type."""
     kernel: Literal["auto", "torch"] = "auto"
     """AdamW's kernel; auto: Keel's own on a GPU, for float32 parameters, where Triton and a C compiler are installed,
     otherwise torch's; torch: always torch's (machine key)."""
@@ -286,7 +286,7 @@ class LrSchedule(Table):
 
 
 class Float8(Table):
-    """Matrix products of the blocks in 8 bits, by the package torchao (docs/float8.md)."""
+    """Float8 matmuls in the blocks, by the package torchao (docs/float8.md)."""
 
     recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     """Scales: one for a tensor (the fastest), one for a row; rowwise_with_gw_hp: rows, and the weights' gradients in
@@ -297,7 +297,7 @@ class Float8(Table):
     fsdp_all_gather: Annotated[bool, only_with("recipe", "tensorwise", reason="which has no scale for a tensor")] = (
         False
     )
-    """Gather weights in 8 bits, rounded from training.dtype instead of from compute_dtype."""
+    """All-gather weights in float8, rounded from training.dtype instead of from compute_dtype."""
     emulate: Annotated[bool, only_with("recipe", *_FLOAT8)] = False
     """Compute with the rounded values in float32, slowly, on any device (machine key)."""
 
@@ -346,7 +346,7 @@ class Mesh(Table):
 
 
 class Elastic(Table):
-    """What a launch does with the ranks that it finds, whose number may change when hosts are lost or join."""
+    """How a launch uses the ranks that it finds, whose number may change when hosts are lost or join."""
 
     enable: bool = False
     """Train on the largest mesh that the ranks and the global batch allow; ranks beyond it wait idle."""
@@ -394,11 +394,11 @@ class Comm(Table):
     prefetch_backward: NonNegativeInt = 1
     """Number of FSDP groups gathered ahead of the one that computes, in the backward pass."""
     async_tp: Annotated[bool, only_with("compile.enable", reason="which makes the overlap")] = False
-    """Under tensor parallelism, cut matrix products into parts that overlap with their gathers and reductions; off, as
-    the start-up summary says, where a tensor-parallel group's GPUs do not reach each other's memory."""
+    """Cut tensor-parallel matrix products into parts that overlap with their all-gathers and reductions; off, as the
+    start-up summary says, where a tensor-parallel group's GPUs do not reach each other's memory."""
     fsdp_buffers: Literal["default", "registered", "symmetric", "copy_engine"] = "default"
     """Memory that FSDP's collectives use on GPUs. registered: NCCL's own; symmetric: NCCL's symmetric memory (torch
-    2.13 or newer); copy_engine: as well, and gathers within a host by the GPUs' copy engines, not by their cores."""
+    2.13 or newer); copy_engine: as well, and all-gathers within a host by the GPUs' copy engines, not their cores."""
     order_guard_interval: NonNegativeInt = 100
     """Compare the order of collectives across ranks on the first step and then every this many steps; 0: never."""
 
@@ -436,8 +436,8 @@ class ActivationCheckpoint(Table):
         NonNegativeFloat | Literal["device"],
         only_with("job.device", "auto", "cuda", reason="whose memory is no GPU's", of="device"),
     ] = 0.0
-    """Choose the least recomputation with which a rank's tensors take at most this by estimate; device: nine tenths of
-    the GPU's memory; 0: as the other keys say."""
+    """Recompute as little as fits a rank's tensors into this many GiB, by estimate; device: nine tenths of the GPU's
+    memory; 0: as the other keys say."""
     mode: Annotated[
         Literal["none", "full", "selective", "budget"], only_with("memory_limit_gib", 0, reason="which chooses it")
     ] = "none"
@@ -495,7 +495,7 @@ class Checkpoint(Table):
     """Another run, or one of its checkpoints, from which a new run takes its initial weights and nothing else; of a run
     folder, the newest checkpoint."""
     verify: Literal["size", "hash"] = "hash"
-    """What to verify before loading: the size of each file; hash: also its content, which reads each file twice."""
+    """Check before loading: the size of each file; hash: also its content, which reads each file twice."""
     on_damage: Literal["fall_back", "stop"] = "fall_back"
     """If the newest checkpoint is damaged: fall back to the one before it, or stop."""
     keep_last: NonNegativeInt = 0
@@ -537,7 +537,7 @@ _NO_TASKS = "so there is nothing to run"
 
 
 class Evaluation(Table):
-    """Tasks of lm-eval, run on checkpoints in a process beside the run, or by `keel evaluate` (docs/evaluation.md)."""
+    """Tasks of lm-eval on checkpoints, in a process alongside the run, or by `keel evaluate` (docs/evaluation.md)."""
 
     tasks: list[str] = []
     """Names of tasks or groups of tasks (needs the package lm-eval)."""
@@ -552,7 +552,7 @@ class Evaluation(Table):
     batch_size: Annotated[PositiveInt, only_with("tasks", reason=_NO_TASKS)] = 16
     """Sequences computed at once."""
     device: Annotated[Literal["auto", "cpu", "cuda"], only_with("tasks", reason=_NO_TASKS)] = "cpu"
-    """Device beside the run; cpu leaves the GPUs to the training."""
+    """Device of evaluations alongside the run; cpu leaves the GPUs to the training."""
 
 
 class Metrics(Table):
@@ -567,7 +567,7 @@ class Metrics(Table):
     sink: Annotated[str, Field(pattern=r"^[\w.]+:\w+$", examples=["package.module:Class"])] | None = None
     """A class of your own that gets every record, as "my_module:MySink" (docs/metrics.md)."""
     fingerprint: bool = False
-    """Record a fingerprint of every step's gradients, with which `keel replay` compares steps computed again."""
+    """Record a fingerprint of every step's gradients, for `keel replay` to compare with the recomputed step's."""
     details_interval: NonNegativeInt = 0
     """Steps between measurements of each layer's gradients and activations, and of the gradient noise scale (up to an
     eighth of a step longer, two steps with a pipeline; docs/metrics.md); 0: never."""
@@ -585,7 +585,7 @@ class Profile(Table):
         only_with("start_step", reason="which traces no steps"),
         only_with("job.device", "auto", "cuda", reason="which has no CUDA memory"),
     ] = False
-    """On CUDA: also record memory allocations in these steps, for pytorch.org/memory_viz."""
+    """Also record CUDA's memory allocations in these steps, for pytorch.org/memory_viz."""
 
 
 class Spikes(Table):
@@ -637,7 +637,7 @@ class Config(Table):
     lr_schedule: LrSchedule
     """Learning rate over the steps."""
     float8: Float8 = Float8()
-    """Matrix products in 8 bits."""
+    """Float8 matmuls."""
     mesh: Mesh = Mesh()
     """Arrangement of the ranks."""
     elastic: Elastic = Elastic()
@@ -684,9 +684,9 @@ RUN_KEYS_IN_MACHINE_TABLES = ("fsdp.owner_broadcast_dtype", "fault.spikes")
 
 
 RUN_KEYS_IF_EXACT = ("training.micro_batch_size",)
-"""Keys that are run keys with training.reduction = "exact", whose sums have micro-batches for terms."""
+"""Run keys only if training.reduction = "exact", whose sums are over micro-batches."""
 RUN_KEYS_IF_SCALED_TOGETHER = ("training.micro_batch_size", "mesh.cp")
-"""Keys that are run keys with a float8.recipe whose scales are of all tokens that a rank computes at once."""
+"""Run keys only with a float8.recipe whose scales are over all tokens that a rank computes at once."""
 
 
 def is_exact(config: Mapping[str, Any]) -> bool:

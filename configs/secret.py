@@ -24,7 +24,7 @@ def keyed_hash(name: str, value: str) -> bytes:
 
 
 def signed(name: str, value: str) -> str:
-    """What to write under `name` into a store: the hash, then the value; the same text for the same value."""
+    """The text to write under `name` into a store: the hash, then the value; the same text for the same value."""
     return f"{keyed_hash(name, value).decode()} {value}"
 
 

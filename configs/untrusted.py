@@ -45,7 +45,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 
 
 def link_out_of(path: Path) -> str | None:
-    """What is wrong with a file that is a link out of its folder; None if it is none.
+    """What is wrong with a file that is a link out of its folder; None if it is no such link.
 
     A link within the folder is not, and neither is one of the Hugging Face Hub's cache, whose `models--NAME/snapshots/`
     link to `models--NAME/blobs/`.

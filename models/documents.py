@@ -26,9 +26,9 @@ class Documents(NamedTuple):
     ids: Tensor
     """(batch, seq), equal for the tokens of one document, which are contiguous."""
     slots: int
-    """At least the number of documents in the whole batch."""
+    """Upper bound on the number of documents in the whole batch."""
     longest: int
-    """At least the number of tokens in the longest document."""
+    """Upper bound on the tokens of the longest document."""
 
     @classmethod
     def find(cls, ids: Tensor) -> "Documents":
@@ -58,7 +58,7 @@ class NumberedDocuments(NamedTuple):
     """(slots + 1,), int32: 0, then the index at which each document ends, in the concatenated windows; empty slots
     repeat the last document's end."""
     longest: Tensor
-    """As in `Documents`; a scalar in CPU memory."""
+    """Upper bound as in `Documents`; a scalar in CPU memory."""
 
 
 def _numbers(ids: Tensor) -> Tensor:

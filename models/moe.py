@@ -78,7 +78,7 @@ class Router(nn.Module):
         """Sums counts over the ranks that hold parts of the same sequences."""
         self.balance_scale = 0.0
         """Factor on a sequence's auxiliary loss, set from outside. It must make the gradient, once reduced as the
-        parameters' gradients are, that of the mean over the global batch. 0: no auxiliary loss."""
+        parameters' gradients are, the gradient of the mean over the global batch. 0: no auxiliary loss."""
 
     def init_buffers(self) -> None:
         """Zero the bias and the counts; their dtypes do not depend on the parameters'."""

@@ -5,7 +5,7 @@ Each of the plan's blocks is a unit. `full` keeps a block's inputs and repeats i
 `budget` leaves the choice to torch.compile's partitioner. In eager mode, values and gradients stay bitwise the same,
 since the same kernels run on the same inputs, only twice.
 
-An annotation says which matrix a matmul belongs to, in eager and in compiled code alike: a matrix's forward pass runs
+An annotation says which matrix a matmul belongs to, in both eager and compiled code: a matrix's forward pass runs
 under `torch.fx.traceback.annotate`. In eager mode that is an entry in a plain dictionary, which the policy can read.
 Dynamo records the entry with the node it traces, and AOTAutograd restores it while it runs the policy over that node.
 Counting calls would not work (a recomputation that stops early counts differently), nor would the weight's address,
@@ -155,7 +155,7 @@ def selected_layers(config: ActivationCheckpoint, n_layers: int) -> list[int]:
 
 
 def select(block: nn.Module, config: ActivationCheckpoint, default_ops: Sequence[str]) -> Selection:
-    """What `selective` keeps of a block.
+    """The selection that `selective` keeps of a block.
 
     Raises:
         ConfigError: a name in `save_ops` is not an op, or the block has no n-th matrix to keep.

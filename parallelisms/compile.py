@@ -1,7 +1,7 @@
 """torch.compile, block by block.
 
 The blocks run the same code, so one compiled graph serves them all: compiling takes as long for 126 layers as for
-one. FSDP's work between blocks (gathers, reductions, prefetching) stays eager, outside the graphs. The loss, the
+one. FSDP's work between blocks (all-gathers, reductions, prefetching) stays eager, outside the graphs. The loss, the
 other expensive part, compiles its own kernels (`trainer/loss.py`).
 
 A block is compiled again where another set of its parameters is frozen, and without gradients for validation. All
@@ -20,7 +20,7 @@ from configs.plan import plan_of
 from configs.schema import Compile
 
 MOST_GRAPHS = 64
-"""Of the same code. More would mean that something is compiled again in each step, which must not go unnoticed."""
+"""Limit for the same code. More would mean that each step compiles something again, which must not go unnoticed."""
 
 
 def compiler_options(config: Compile) -> dict[str, Any]:

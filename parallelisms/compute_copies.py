@@ -29,11 +29,11 @@ from configs.schema import Config
 CAST_BYTES = 12
 """Bytes that transient copies move per parameter and micro-batch more than kept ones, of float32 parameters that
 compute in bfloat16: a cast, of 6, for each pass. (The gradient's sum takes both 10, 6 in a step's first micro-batch;
-kept copies are written once per step. FSDP moves 46, 20 of them on streams beside the computation's.)"""
+kept copies are written once per step. FSDP moves 46, 20 of them on other streams than the computation's.)"""
 
 
 def computes_with_copies(world_size: int, config: Config) -> bool:
-    """Whether a rank computes with copies; exact sums, rounded masters, gathers in 8 bits and states in CPU memory are
+    """Whether a rank computes with copies; exact sums, rounded masters, float8 all-gathers and states in CPU memory are
     FSDP's.
 
     Gradients are accumulated in the masters' type, which must be `reduce_dtype` and hold all values of `compute_dtype`.
@@ -52,7 +52,7 @@ def keeps_copies(world_size: int, config: Config) -> bool:
 
 
 class ComputeCopies:
-    """The copies with which the modules of some models compute, each of a parameter that they held before."""
+    """The copies that the modules of some models compute with, each of a parameter that they held before."""
 
     def __init__(self, models: Iterable[nn.Module], dtype: torch.dtype, are_kept: bool = True) -> None:
         """Replace the modules' parameters by copies; tied ones stay tied.
@@ -82,7 +82,7 @@ class ComputeCopies:
             torch._foreach_copy_(list(self.kept.values()), list(self.kept))
 
     def _make_transient(self, model: nn.Module) -> None:
-        """Give the copies memory by the groups of the model's plan, and those of all other parameters by the root."""
+        """Give the copies memory by the groups of the model's plan, and all other parameters' copies by the root."""
         rest = {master: self.copies[master] for master in model.parameters()}
         after = None
         for names in reversed(plan_of(model).fsdp_groups):

@@ -1,8 +1,8 @@
 """What a step looks like inside: squared norms of gradients and of activations, part by part, equal on any mesh.
 
 A *part* is a module that the model's plan names: a block, the embedding, the head. Sums of squares add up over shards,
-slices and stages, so each rank sums what it holds, and one reduction per mesh makes the result that of the whole model.
-Gradients are copied where they are not sharded; activations never are: data-, context- and tensor-parallel ranks hold
+slices and stages, so each rank sums what it holds, and one reduction per mesh gives the whole model's sums. Gradients
+are replicated where they are not sharded; activations never are: data-, context- and tensor-parallel ranks hold
 different tokens of them, and a pipeline's ranks different parts.
 """
 
@@ -55,7 +55,7 @@ class Activations:
     """Sums of squares of the outputs of a model's modules, over all micro-batches of the passes that it watches."""
 
     def __init__(self, stages: Mapping[int, nn.Module], parts: Sequence[str], mesh: Mesh) -> None:
-        """Watch those of the modules `parts` that `stages`, this rank's, hold."""
+        """Watch the modules among `parts` that this rank's `stages` hold."""
         self._mesh = mesh
         self._modules = {
             number: module
@@ -65,7 +65,7 @@ class Activations:
             if name == part
         }
         self._sums = torch.zeros(2, len(parts), dtype=torch.float64, device=mesh.device)
-        """Of squares, and of elements."""
+        """Sums of squares, and numbers of elements, by part."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:

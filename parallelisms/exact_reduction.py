@@ -67,7 +67,7 @@ class ExactReduction:
         self._parameters = list(model.parameters())
         self._groups = []
         self._sums: dict[Tensor, PartialSums] = defaultdict(PartialSums)
-        """Of the parameters that are in no FSDP group, in a step."""
+        """A step's sums for the parameters that are in no FSDP group."""
         for module in modules_with_groups(model):
             group = _GroupReduction()
             group.replicas = reduce_with(module, group, group.finish)
@@ -77,7 +77,7 @@ class ExactReduction:
 
     @contextmanager
     def of_micro_batch(self, is_last: bool) -> Iterator[None]:
-        """In this context, run a micro-batch's backward pass. The parameters have gradients after the step's last."""
+        """Run a micro-batch's backward pass in this context. The parameters have gradients after the step's last."""
         for group in self._groups:
             group.is_last = is_last
         yield
@@ -109,7 +109,7 @@ class ReducingStage(NamedStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Run a backward pass; every schedule runs those of one stage in the order of the micro-batches."""
+        """Run a backward pass; every schedule runs one stage's passes in the order of the micro-batches."""
         if backward_type == "input":  # a pass for the weights follows
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         with self._reduction.of_micro_batch(last_backward):

@@ -1,4 +1,4 @@
-"""Matrix products in 8 bits, by torchao (Micikevicius et al. 2022, FP8 Formats for Deep Learning).
+"""Float8 matmuls, by torchao (Micikevicius et al. 2022, FP8 Formats for Deep Learning).
 
 Each product's factors are scaled so that their largest absolute value is the largest that the 8-bit type has, and
 rounded to it: by `tensorwise` with one scale for a tensor, by `rowwise` with one for each row (the scale then being a
@@ -6,11 +6,11 @@ power of two). Activations and weights have 3 bits of mantissa (e4m3); by `tenso
 range (e5m2). Sums are in float32 or nearly so. Parameters, their gradients and the optimizer's state stay as they are,
 under the same names.
 
-Scales are of what a product sees. Under tensor parallelism torchao takes them over all shards, since the factors are
-DTensors. Those of activations and of their gradients are of the tokens that a rank computes at once, so that with these
-two recipes the micro-batch decides values; by `rowwise_with_gw_hp` only single tokens do.
+Scales are over what a product sees. Under tensor parallelism torchao takes them over all shards, since the factors are
+DTensors. The scales of activations and of their gradients are over the tokens that a rank computes at once, so that
+with these two recipes the micro-batch decides values; by `rowwise_with_gw_hp` only single tokens do.
 
-With `float8.fsdp_all_gather`, FSDP rounds each shard and gathers 8 bits. For that it asks a shard for two methods
+With `float8.fsdp_all_gather`, FSDP rounds each shard and all-gathers float8. For that it asks a shard for two methods
 (`fsdp_pre_all_gather`, `fsdp_post_all_gather`), which torchao has on a subclass of Tensor. A parameter of such a class
 would have to pass through initialization, optimizer and checkpoints. So the shards stay plain tensors and are only
 given the methods.
@@ -37,11 +37,11 @@ from parallelisms.mesh import Mesh
 
 _INSTALL = "pip install 'torchao>=0.18'"
 _CAPABILITIES = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
-"""The lowest compute capability of an NVIDIA GPU that has the products: Ada, Hopper."""
+"""The lowest compute capability of an NVIDIA GPU that has float8 matmuls: Ada, Hopper."""
 
 
 def check_float8(config: Float8, device: torch.device) -> None:
-    """Check that this machine can multiply in 8 bits as the job says.
+    """Check that this machine can multiply in float8 as the job says.
 
     Raises:
         ConfigError: torchao is not installed, or the device cannot.
@@ -54,7 +54,7 @@ def check_float8(config: Float8, device: torch.device) -> None:
     asked = f'float8.recipe is "{config.recipe}"'
     if device.type == "cpu":
         raise ConfigError(
-            f"{asked}, but this run is on a CPU, which has no 8-bit products: set float8.emulate = true, or "
+            f"{asked}, but this run is on a CPU, which has no float8 matmuls: set float8.emulate = true, or "
             'recipe = "none"'
         )
     capability, needed = torch.cuda.get_device_capability(device), _CAPABILITIES[config.recipe]
@@ -88,7 +88,7 @@ def _torchao(recipe: str) -> Any:
 
 
 def choice_of(model: nn.Module, config: Config) -> Choice | None:
-    """The matrices of a whole model that are multiplied in 8 bits; None: none.
+    """The matrices of a whole model that are multiplied in float8; None: none.
 
     Raises:
         ConfigError: as in `choose`.
@@ -100,7 +100,7 @@ def choice_of(model: nn.Module, config: Config) -> Choice | None:
 
 
 def apply_float8(model: nn.Module, choice: Choice | None, config: Float8) -> None:
-    """Let the chosen matrices of a model or stage multiply in 8 bits; call it before techniques that change them."""
+    """Let the chosen matrices of a model or stage multiply in float8; call it before techniques that change them."""
     if choice is None:
         return
     torchao, chosen = _torchao(config.recipe), set(choice.converted)
@@ -115,11 +115,11 @@ def apply_float8(model: nn.Module, choice: Choice | None, config: Float8) -> Non
         )
 
 
-# --------------------------------------------------------------------------- gathers
+# --------------------------------------------------------------------------- all-gathers
 
 
 def gather_in_8_bits(stages: Iterable[nn.Module], config: Config, mesh: Mesh) -> list[Callable[..., None]]:
-    """Let FSDP gather weights in 8 bits, with scales that are computed at each forward pass of a stage.
+    """Let FSDP all-gather weights in float8, with scales that are computed at each forward pass of a stage.
 
     The parameters must be in memory, and stay the same tensors from now on; FSDP must not have gathered them yet.
 

@@ -10,7 +10,7 @@ each parameter and gradient, which takes 3-5% of a step on a CPU.
 The ZeRO stages (Rajbhandari et al. 2020, section 5) differ in what is unsharded while a step computes; between steps
 a rank holds only its shards, at every stage. With P parameters over N ranks, in elements:
 
-    stage   parameters            gradients                      gathers and reductions per step of m micro-batches
+    stage   parameters            gradients                      all-gathers, reductions per step of m micro-batches
     3       P / N + some groups   P / N                          2 m, m
     2       P / N + P             P / N                          m, m
     1       P / N + P             P / N + P between micro-batches   1, 1
@@ -110,7 +110,7 @@ def is_needed(world_size: int, config: Config) -> bool:
 
 
 def apply_prefetch(model: nn.Module, comm: Comm) -> None:
-    """Before a group computes, issue the gathers of the groups that compute next, in forward and in backward.
+    """Issue the all-gathers of the next groups before a group computes, in forward and in backward.
 
     FSDP's default is one group ahead in backward; in forward it gathers ahead only as far as the CPU runs ahead of the
     device. Modules inside a group that are sharded separately, such as experts, are gathered with the group, after its

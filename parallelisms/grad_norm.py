@@ -2,7 +2,7 @@
 
 `torch.nn.utils.clip_grad_norm_` refuses gradients on different meshes, and plain tensors mixed with DTensors. Here each
 rank takes the norm of its local shards, grouping gradients that are sharded over the same process groups, and sums p-th
-powers over just those groups. Each element therefore counts once, however many ranks hold a copy of it.
+powers over just those groups. Each element therefore counts once, however many ranks hold a replica of it.
 """
 
 import math

@@ -92,7 +92,7 @@ def _initialize(parameter: Tensor, std: float | None, key: str, pool: ThreadPool
 
 
 def local_indices(parameter: Tensor) -> list[Tensor]:
-    """For each dimension, the global indices of the elements in this rank's shard, ascending.
+    """The global indices of the elements in this rank's shard, ascending, for each dimension.
 
     FSDP shards what tensor parallelism left of a dimension, so the mesh's axes apply from the innermost outward.
     """

@@ -1,6 +1,6 @@
 """The mesh: how the ranks are arranged, and the few collectives that the trainer runs on it.
 
-Axes, outermost first: `pp` (pipeline stages), `dp_replicate` (copies of the sharded model), `dp_shard` (FSDP), `cp`
+Axes, outermost first: `pp` (pipeline stages), `dp_replicate` (replicas of the sharded model), `dp_shard` (FSDP), `cp`
 (context parallel), `tp` (tensor parallel). The innermost axis communicates most, so its ranks are neighbors, on one
 machine where there are several. Every axis exists at every size, 1 included: one code path serves a laptop and a
 cluster. Context-parallel ranks hold different tokens, as data-parallel ones do, so FSDP shards over both at once.
@@ -159,7 +159,7 @@ def _attempt(store: dist.Store, rank: int, world_size: int, timeout_seconds: int
 
     Raises:
         DistStoreError, DistNetworkError: a rank did not ask, or the first did not answer, for `timeout_seconds`.
-        Forged: the answer is not that of a rank with the same secret.
+        Forged: the answer is not from a rank with the same secret.
     """
     if rank > 0:
         question = uuid4().hex

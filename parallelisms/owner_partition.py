@@ -72,7 +72,7 @@ class _Broadcast:
 
     work: dist.Work | None
     buffer: Tensor
-    """What is sent: a flat buffer, or the parameter itself if there is only one."""
+    """The tensor that is sent: a flat buffer, or the parameter itself if there is only one."""
     parameters: list[Parameter]
     unpacks: bool
     """Whether the parameters must be copied from the buffer."""

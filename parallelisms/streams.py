@@ -1,12 +1,12 @@
 """Queues of FSDP all-gathers: one per model, or one per process group.
 
-On a GPU a queue is a CUDA stream, in which gathers run one after another. FSDP uses one stream for all its groups. If
-groups gather over different process groups, such as experts on a separate mesh, a computation then waits for a gather
-that itself waited behind others, over links that were free (the subject of pytorch/pytorch#116611). With
-`comm.streams = "per_group"`, gathers queue only behind gathers of the same process group. Values are the same in either
-mode: only waiting differs, never what is gathered or the order of issue.
+On a GPU a queue is a CUDA stream, in which all-gathers run one after another. FSDP uses one stream for all its groups.
+If groups gather over different process groups, such as experts on a separate mesh, a computation then waits for an
+all-gather that itself waited behind others, over links that were free (the subject of pytorch/pytorch#116611). With
+`comm.streams = "per_group"`, all-gathers queue only behind those of the same process group. Values are the same in
+either mode: only waiting differs, never what is gathered or the order of issue.
 
-A CPU has no streams: FSDP's gathers are complete when they return, and the key changes nothing.
+A CPU has no streams: FSDP's all-gathers are complete when they return, and the key changes nothing.
 `scripts/benchmarks/gathers.py` measures there what either kind of queue costs.
 """
 
@@ -39,9 +39,9 @@ def separate_streams(model: nn.Module) -> int:
         fully_shard(model, mesh=mesh)  # gathers over all of them
         separate_streams(model)
 
-    FSDP queues all gathers of a model in one stream, in which a gather over one process group waits for those over
+    FSDP queues every all-gather of a model in one stream, in which those over one process group wait for those over
     others. All ranks must call this, with modules sharded in the same order, between two steps. On a CPU, where FSDP
-    waits for each gather, it has no effect.
+    waits for each all-gather, it has no effect.
 
     Args:
         model: the root to which `fully_shard` was applied last; its parameters must be in memory.

@@ -1,7 +1,7 @@
 """Communication through memory that the GPUs of a group can read directly, where torch and the machine have it.
 
 Asynchronous tensor parallelism (Wang et al. 2023, Overlap Communication with Dependent Computation): the compiler cuts
-a product that follows a gather, or precedes a reduce-scatter, into parts, and moves the next part while one is
+a matmul that follows an all-gather, or precedes a reduce-scatter, into parts, and moves the next part while one is
 computed. Each part is copied from a neighbor's memory, so all ranks of the group must be on one host, with GPUs that
 reach each other (NVLink).
 
@@ -74,7 +74,7 @@ def fsdp_buffers_are_off(config: Config, mesh: Mesh) -> str | None:
 
 
 def fast_paths(config: Config, mesh: Mesh) -> str:
-    """What the job asks for beyond torch's default communication, and whether it is on; empty if nothing.
+    """The job's requests beyond torch's default communication, and whether they are on; empty if there are none.
 
     All ranks must call it.
     """

@@ -131,9 +131,9 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _cut_parameter(model: nn.Module, name: str, mesh: DeviceMesh, dim: int | None) -> None:
-    """Replace a parameter by this rank's shard (dim None: a copy), and make its module compute with the plain tensor.
+    """Replace a parameter by this rank's shard (dim None: a replica), and let its module compute with the plain tensor.
 
-    A copy's gradient is a sum over ranks: each has the term that flows back through its shards of the other matrices.
+    A replica's gradient is a sum over ranks: each has the term that flows back through its shards of other matrices.
     """
     owner_name, _, attribute = name.rpartition(".")
     owner: Any = model.get_submodule(owner_name)

@@ -12,7 +12,7 @@ from torch import nn
 
 @contextmanager
 def ties_kept(model: nn.Module) -> Iterator[None]:
-    """On exit, tie every name that shared a parameter on entry to the first such name again."""
+    """Restore ties on exit: every name that shared a parameter on entry is tied to the first such name again."""
     first: dict[int, str] = {}
     ties = []
     for name, parameter in model.named_parameters(remove_duplicate=False):

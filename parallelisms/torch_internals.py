@@ -161,7 +161,7 @@ def reduce_gradients(model: nn.Module) -> None:
 
 
 def gather_asynchronously(root: FSDPModule) -> None:
-    """Make a model's gathers return handles that are waited for where the parameters are used."""
+    """Make a model's all-gathers return handles that are waited for where the parameters are used."""
     root._set_unshard_async_op(True)
 
 
@@ -204,12 +204,12 @@ class _GroupContext(FSDPCommContext):
         target[name] = value
 
     def wait_for(self, stream: torch.Stream) -> None:
-        """Make later gathers wait for the work now queued on `stream`."""
+        """Make later all-gathers wait for the work now queued on `stream`."""
         self.all_gather_copy_in_stream.wait_stream(stream)
         self.all_gather_stream.wait_stream(stream)
 
     def let_go(self) -> None:
-        """Free the last gather's buffer, which FSDP keeps until its parameters are copied out."""
+        """Free the last all-gather's buffer, which FSDP keeps until its parameters are copied out."""
         if self.all_gather_state is not None:
             self.all_gather_copy_in_stream.wait_event(self.all_gather_state.event)
             self.all_gather_stream.wait_event(self.all_gather_state.event)
@@ -220,7 +220,7 @@ def stream_for_each_group(root: FSDPModule) -> int:
     """Give the FSDP groups of each process group a separate all-gather stream; see `streams.separate_streams`.
 
     The first process group keeps the stream that FSDP made. At the ends of a forward pass, hooks on the root do for the
-    other streams what FSDP does for its own: gathers wait for the optimizer step, and the last buffer is freed.
+    other streams what FSDP does for its own: all-gathers wait for the optimizer step, and the last buffer is freed.
 
     Returns:
         The number of streams.

@@ -5,9 +5,9 @@
     python scripts/benchmark.py axes --rounds 3
     torchrun --nproc-per-node 4 scripts/benchmark.py overlap --milliseconds 20 --fsdp.reshard_after_forward always
 
-The cases of a benchmark take turns, a few steps each, so that drifts of the machine's speed affect all alike. Quote the
-median over the rounds; for a ratio, the median of the ratios within each round. Each file in scripts/benchmarks/ says
-what it measures. `benchmark.py COMMAND --help` lists the options of a command; further words override the config.
+The cases of a benchmark take turns, a few steps each, so that drifts of the machine's speed affect all equally. Quote
+the median over the rounds; for a ratio, the median of the ratios within each round. Each file in scripts/benchmarks/
+says what it measures. `benchmark.py COMMAND --help` lists the options of a command; further words override the config.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def axes(options: argparse.Namespace, overrides: list[str]) -> Figures:
 
 
 def overlap(options: argparse.Namespace, overrides: list[str]) -> Figures:
-    """How well FSDP's gathers overlap computation, with delays that stand in for a network."""
+    """How well FSDP's all-gathers overlap computation, with delays that stand in for a network."""
     from scripts.benchmarks.overlap import lines, measure_here, variants
 
     figures = measure_here(options.job, overrides, variants(options.milliseconds, options.depths), options.rounds)

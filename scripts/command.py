@@ -1,4 +1,4 @@
-"""What the scripts' command lines share: help from the module's docstring, and how a command ends."""
+"""The shared part of the scripts' command lines: help from the module's docstring, and how a command ends."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ from configs.process import cannot_print, prepare_streams, require_current_folde
 from trainer.report.console import Console
 
 EXIT_PIPE_CLOSED = 141
-"""As a shell reports a program that SIGPIPE ends."""
+"""The exit code by which a shell reports a program that SIGPIPE ends."""
 INPUT_HELP = "file, folder, glob pattern, hub:NAME[:CONFIG][@REVISION][#SPLIT], or python_stdlib"
 
 
@@ -152,7 +152,7 @@ def positive(text: str) -> int:
     """Parse an integer above 0, as an argument's type.
 
     Raises:
-        argparse.ArgumentTypeError: it is none, or beyond all use.
+        argparse.ArgumentTypeError: it is not an integer, or out of range.
     """
     return _whole_number(text, at_least=1)
 
@@ -161,7 +161,7 @@ def not_negative(text: str) -> int:
     """Parse an integer of at least 0, as an argument's type.
 
     Raises:
-        argparse.ArgumentTypeError: it is none, or beyond all use.
+        argparse.ArgumentTypeError: it is not an integer, or out of range.
     """
     return _whole_number(text, at_least=0)
 

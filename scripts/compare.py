@@ -199,7 +199,7 @@ def _run_process(command: Sequence[str]) -> int:
 
 
 def _report(sides: list[Side], confidence: float) -> dict[str, Any]:
-    """What is found, as JSON; each config is compared with the first."""
+    """The findings as JSON; each config is compared with the first."""
     import numpy as np
 
     from scripts.comparison.arms import differences, pairing

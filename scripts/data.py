@@ -153,7 +153,7 @@ def _parts(run: "RunData", reading: "Reading", excerpt: int | None) -> Iterator[
 
 
 def _places(run: "RunData", options: argparse.Namespace) -> Iterator[tuple[str, "Document", int, int]]:
-    """What is asked for: source, document, and tokens [start, stop)."""
+    """The request: source, document, and tokens [start, stop)."""
     from scripts.microscope.documents import Documents, occurrences
 
     names = [name for name, source in run.sources.items() if source.kind == "tokens"]

@@ -84,7 +84,7 @@ def _nodes(text: str) -> str:
     """A number of hosts, or the fewest and the most of an elastic job: "4", "1:4"."""
     numbers = [positive(part) for part in text.split(":")]
     if len(numbers) > 2 or numbers != sorted(numbers):
-        raise argparse.ArgumentTypeError(f"{text} is no number of hosts, nor the fewest and the most of them: 4 or 1:4")
+        raise argparse.ArgumentTypeError(f'expected a number of hosts (4) or a range (1:4), got "{text}"')
     return text
 
 

@@ -12,11 +12,11 @@ class OneHost(RendezvousHandler):
     use_agent_store = True
 
     def __init__(self, name: str) -> None:
-        """Start the store, which lasts as long as this object, and of which `name` is the run id."""
+        """Start the store, which lasts as long as this object; `name` is its run id."""
         self._name, self._store, self._is_closed = name, serve(HOST, 0), False
 
     def get_backend(self) -> str:
-        """For torch's logs."""
+        """The name of the rendezvous in torch's logs."""
         return "one host"
 
     def next_rendezvous(self) -> RendezvousInfo:

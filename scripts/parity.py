@@ -125,14 +125,14 @@ def _by_key(overrides: Sequence[str]) -> dict[str, object]:
 
 
 def _that_can_run(rows: list[Row], dtype: str) -> list[Row]:
-    """The rows without those of 8-bit products, if these cannot run; says so."""
+    """The rows, without those of float8 matmuls if these cannot run; says so."""
     in_8_bits = [row for row in rows if "--float8.recipe" in row.run_overrides]
     reason = "" if find_spec("torchao") else "they need the package torchao (pip install 'torchao>=0.18')"
     if dtype != "float64":  # rounding to 8 bits magnifies the last bit of a wider type
         reason = "the reference rounds the same values only in float64"
     if not (in_8_bits and reason):
         return rows
-    print(f"{len(in_8_bits)} rows of 8-bit products are left out: {reason}")
+    print(f"{len(in_8_bits)} rows of float8 matmuls are left out: {reason}")
     return [row for row in rows if row not in in_8_bits]
 
 

@@ -35,7 +35,7 @@ class Detour(NamedTuple):
     move_at: int = 0
     """Number of steps after which the state is saved, and loaded into a new learner; 0: never."""
     overrides: tuple[str, ...] = ()
-    """Of the new learner, in place of the run's."""
+    """The new learner's overrides, in place of the run's."""
     folder: str = ""
     """Where the state is saved: an empty folder."""
 

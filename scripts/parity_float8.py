@@ -1,4 +1,4 @@
-"""A second, plain implementation of 8-bit products, for the reference of the parity table.
+"""A second, plain implementation of float8 matmuls, for the reference of the parity table.
 
 It rounds by arithmetic instead of torch's 8-bit types, and knows nothing of torchao.
 """
@@ -17,9 +17,9 @@ class Format(NamedTuple):
     """An 8-bit floating-point type (Micikevicius et al. 2022, table 1)."""
 
     mantissa: int
-    """Bits."""
+    """Bits of the mantissa."""
     lowest_exponent: int
-    """Of normal numbers."""
+    """Lowest exponent of normal numbers."""
     largest: float
 
 
@@ -36,7 +36,7 @@ def to_format(x: Tensor, kind: Format) -> Tensor:
 
 
 def rounded(x: Tensor, kind: Format, dim: int | None) -> Tensor:
-    """What an 8-bit product computes with instead of `x`, float32.
+    """The values that a float8 matmul computes with instead of `x`, float32.
 
     Args:
         x: (rows, columns).
@@ -75,7 +75,7 @@ class _Product(torch.autograd.Function):
 
 
 def in_8_bits(model: nn.Module, config: Float8) -> None:
-    """Let the matrices of a model's layers multiply in 8 bits, but for those that the config skips."""
+    """Let the matrices of a model's layers multiply in float8, but for those that the config skips."""
     for name, module in model.named_modules():
         is_skipped = any(fnmatchcase(name, pattern) for pattern in config.skip)
         if isinstance(module, nn.Linear) and name.startswith("layers.") and not is_skipped:

@@ -74,12 +74,12 @@ class Draw:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a draw."""
+    """A draw's outcome."""
 
     refused: str = ""
     """The config's reason for refusing it, without its numbers and names."""
     fault: str = ""
-    """What is wrong."""
+    """The fault that was found; empty if there is none."""
     trace: str = ""
     """Where it came from, of a crash."""
 
@@ -284,7 +284,7 @@ def _after_move(drawn: Draw) -> Keys:
 
 
 def _fault(pool: "RankPool", config_name: str, drawn: Draw, folder: Path) -> str:
-    """What differs from the reference; empty if nothing does."""
+    """The difference from the reference; empty if there is none."""
     from scripts.parity_compare import Detour, bits, compare
     from scripts.parity_reference import reference
 
@@ -333,7 +333,7 @@ def shrunk(pool: "RankPool", config_name: str, drawn: Draw) -> Draw:
 
 
 def _parts(drawn: Draw) -> list[tuple[str, str]]:
-    """What can be left out: a field, and a key of it."""
+    """The parts that can be left out: a field, and a key of it."""
     kept = {"training.reduction", *(() if drawn.is_exact else FLOAT64)}
     keys = [("keys", key) for key in drawn.keys if key not in kept]
     return [("move_at", ""), ("evaluate_at", ""), *keys, *(("moved", key) for key in drawn.moved)]

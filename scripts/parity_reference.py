@@ -1,9 +1,9 @@
 """The reference of the parity table: the same training in plain PyTorch, written independently of the trainer.
 
 It uses one process in eager mode, whole batches and logits, each masked document separately, a second implementation of
-expert balancing and of 8-bit products, and torch's own clipping and AdamW. For moments in bfloat16, which torch's AdamW
-cannot round, it has a second implementation in numpy. Only 8-bit products see one micro-batch after the other, since
-their scales are of a micro-batch.
+expert balancing and of float8 matmuls, and torch's own clipping and AdamW. For moments in bfloat16, which torch's AdamW
+cannot round, it has a second implementation in numpy. Only float8 matmuls see one micro-batch after the other, since
+their scales are over a micro-batch.
 """
 
 import fnmatch
@@ -30,7 +30,7 @@ from trainer.lr_schedule import learning_rate
 
 @dataclass
 class Trajectory:
-    """What a run of a few steps computed."""
+    """The results of a run of a few steps."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

@@ -29,7 +29,7 @@ BOUNDS = {
 """Largest relative difference of loss, norm, first-step gradients and weights. float32 weights are not compared:
 Adam amplifies round-off where a gradient is near zero (5e-4 after three steps). Norms differ by less than 1e-6 with
 Adam; Muon scales the smallest directions of a gradient up to the largest, and round-off with them (2e-5). bfloat16
-means the mixed precision of the job files for GPUs, against a reference in float32. The last are for 8-bit products
+means the mixed precision of the job files for GPUs, against a reference in float32. The last are for float8 matmuls
 whose sums, of float32, a mesh cuts or orders differently from the reference (docs/float8.md derives them)."""
 
 
@@ -73,7 +73,7 @@ checkpointed; without it, the same kernels run twice."""
 
 
 def same_bits(row: Row) -> tuple[str, ...]:
-    """What an exact row must have in common with another to share its bits."""
+    """The properties that an exact row must have in common with another to share its bits."""
     machine = dict(zip(row.overrides[::2], row.overrides[1::2], strict=True))
     decisive = (*DECIDE_BITS, *(("activation_checkpoint.mode",) if machine.get("--compile.enable") == "true" else ()))
     default = {"--compile.enable": "false"}
@@ -193,9 +193,9 @@ def lion_rows() -> Iterator[Row]:
 
 
 def float8_rows() -> Iterator[Row]:
-    """Emulated 8-bit products on each axis, two micro-batches or more.
+    """Emulated float8 matmuls on each axis, two micro-batches or more.
 
-    Scales are of a micro-batch, so all rows have the reference's, but for the recipe whose scales are not.
+    Scales are over a micro-batch, so all rows have the reference's, but for the recipe whose scales are not.
     """
     tensorwise, rowwise, by_token = "tensorwise", "rowwise", "rowwise_with_gw_hp"
     gather: dict[str, object] = {"float8.fsdp_all_gather": "true"}
@@ -297,7 +297,7 @@ def _document_rows() -> Iterator[Row]:
 
 
 def _context_rows() -> Iterator[Row]:
-    """Context parallelism by each method, alone and beside each other axis, accumulating two steps."""
+    """Context parallelism by each method, alone and with each other axis, accumulating two steps."""
     beside: dict[str, dict[str, int]] = {
         "CP 2": {"cp": 2},
         "CP 4": {"cp": 4},
@@ -374,7 +374,7 @@ def moe_rows() -> Iterator[Row]:
 
 
 def expert_rows() -> Iterator[Row]:
-    """Expert parallelism, alone and beside each other axis; selective checkpointing, accumulating two steps.
+    """Expert parallelism, alone and with each other axis; selective checkpointing, accumulating two steps.
 
     Of 8 ranks each has a sequence of its own, so that their global batch is twice as large.
     """
@@ -420,7 +420,7 @@ def words(overrides: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def owner_table() -> Iterator[Row]:
-    """The optimizer partitioned by owner: AdamW and Muon, alone on 1, 2 and 4 ranks and beside other axes."""
+    """The optimizer partitioned by owner: AdamW and Muon, alone on 1, 2 and 4 ranks and with other axes."""
     owner = ("--fsdp.partition", "owner")
     runs = {"AdamW": (), "Muon": ("--optimizer.name", "muon", *owner)}  # Muon is refused without an owner partition
 

@@ -108,7 +108,7 @@ def traffic_rows(config: Config, ranks: int, rank: int) -> list[Row]:
 
 
 def _traced(config: Config, ranks: int) -> dict[str, list[Row]]:
-    """What a step of each kind of rank communicates; kinds that communicate the same are one."""
+    """The communication of a step on each kind of rank; kinds that communicate the same are one."""
     found: dict[tuple[Row, ...], tuple[list[str], Row]] = {}
     for rank, kind in kinds_of_ranks(config, ranks).items():
         *traffic, took = traffic_rows(config, ranks, rank)

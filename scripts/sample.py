@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainer.sampling.load import Trained
 
 SEPARATOR = "\n---\n"
-"""Between two texts."""
+"""Line between two texts."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,11 +109,11 @@ class _Texts:
         from trainer.sampling.text import TextStream
 
         self.tokens = [list(each) for each in tokens]
-        """Of each text, the prompt's included."""
+        """Tokens of each text, the prompt's included."""
         self.n_new = 0
         self._streams = [TextStream(trained.tokenizer, each) for each in tokens]
         self._waiting = list(prompts)
-        """What was not printed yet of each text."""
+        """The part of each text that was not printed yet."""
         self._ended = [False] * len(prompts)
         self._current = 0
         self._eos_id = trained.tokenizer.eos_id

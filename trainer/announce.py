@@ -1,4 +1,4 @@
-"""What a launch tells people beside its progress: the job before it is built, and how the run went."""
+"""A launch's messages besides its progress: the job before it is built, and how the run went."""
 
 import os
 import shutil
@@ -70,7 +70,7 @@ def say_hello(job: Opened, console: Console) -> None:
 
 
 def note_on_secret(environment: Mapping[str, str]) -> str:
-    """What to say of a run without a secret on several hosts, by torchrun's variables; "" if nothing."""
+    """The remark on a run without a secret on several hosts, by torchrun's variables; "" if there is none."""
     if int(environment.get("GROUP_WORLD_SIZE", "1")) == 1 or environment.get(SECRET):
         return ""
     return f"{SECRET} is not set: hosts believe whoever writes into their store (docs/security.md)"

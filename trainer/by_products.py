@@ -1,4 +1,4 @@
-"""What a run makes of its checkpoints while it trains: exports in Hugging Face's format, and evaluations."""
+"""The by-products of a run's checkpoints while it trains: exports in Hugging Face's format, and evaluations."""
 
 from collections.abc import Callable
 

@@ -32,7 +32,7 @@ SMALL_BATCH_SHARE = 8
 
 @dataclass(frozen=True)
 class StepDetails:
-    """What was measured in a step, the same on all ranks; the fields are keys of `StepMetrics`."""
+    """A step's measurements, the same on all ranks; the fields are keys of `StepMetrics`."""
 
     layer_grad_norms: dict[str, float | None]
     """2-norm of each layer's gradients before clipping; 0 if it is frozen."""
@@ -49,7 +49,7 @@ class StepDetails:
 
 @dataclass(frozen=True)
 class Measured:
-    """What is measured of a step, still on the device."""
+    """A step's measurements, still on the device."""
 
     _layers: tuple[str, ...]
     _streams: tuple[str, ...]
@@ -140,7 +140,7 @@ class Details:
         self._measured = Measured(self._layers, self._streams, (self._n_small, self._batch), numbers)
 
     def take(self) -> Measured | None:
-        """What was measured of the step that has just run; None if it was not due."""
+        """The measurements of the step that has just run; None if it was not due."""
         return self._measured
 
     def _square_of_small_batch(self, micro_batches: list[MicroBatch]) -> Tensor:

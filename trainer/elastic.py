@@ -53,7 +53,7 @@ def take_folder(job: LoadedConfig, warn: Callable[[str], None]) -> Incarnation |
 
 
 def wait_idle(store: Store, stop: StopRequest, timeout_seconds: float, warn: Callable[[str], None]) -> int:
-    """Wait on a rank that does not train; returns its exit code, which is that of the others where they tell it.
+    """Wait on a rank that does not train; returns its exit code, which is the others' where they tell it.
 
     If all ranks that train are gone, nobody else notices, so this ends with an error, after which torchrun forms the
     job again.
@@ -81,7 +81,7 @@ def wait_idle(store: Store, stop: StopRequest, timeout_seconds: float, warn: Cal
 
 
 def _told(store: Store, key: str, warn: Callable[[str], None]) -> str:
-    """What the first rank has written; "" if it has not, or somebody else has, which is ignored."""
+    """The text that the first rank has written; "" if it has not, or somebody else has, which is ignored."""
     try:
         return verified(key, store.get(key)) if store.check([key]) else ""
     except Forged as error:

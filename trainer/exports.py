@@ -1,4 +1,4 @@
-"""Hugging Face folders written during training: `exports/step-00000100/`, beside the checkpoints they come from.
+"""Hugging Face folders written during training: `exports/step-00000100/`, next to the checkpoints they come from.
 
 An export is made from a committed checkpoint, by a thread of the first rank, one tensor at a time: no rank waits for it
 or for its disk, and it can't contain what was never saved. If it fails, training continues; an export that a stop

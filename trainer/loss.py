@@ -53,9 +53,9 @@ class CrossEntropy:
     ) -> Tensor:
         """Sum over valid tokens of -log softmax(hidden @ weight.T)[target], in nats.
 
-        The softmax is in float32, or in float64 if the inputs are. This call also computes the gradients, those of this
-        sum and of z_loss_weight * logsumexp^2, which backward only scales (so it may run once); under
-        `torch.no_grad()` it does not compute them.
+        The softmax is in float32, or in float64 if the inputs are. This call also computes the gradients of this sum
+        and of z_loss_weight * logsumexp^2, which backward only scales (so it may run once); under `torch.no_grad()` it
+        does not compute them.
 
         Args:
             hidden: (batch, seq, dim).

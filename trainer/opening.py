@@ -43,9 +43,9 @@ class Runtime:
     device: torch.device
     console: Console
     stop: StopRequest
-    """Told by signals."""
+    """Set by signals."""
     ledger: TimeLedger
-    """What the time since the launch went into."""
+    """How the time since the launch was spent."""
     watchdog: Watchdog
 
 
@@ -56,7 +56,7 @@ class Opened:
         """Open it; all ranks must do so. The process group and the run folder must exist.
 
         Raises:
-            KeelError: the job, its data or its checkpoint is at fault; raised on all ranks alike.
+            KeelError: the job, its data or its checkpoint is at fault; raised on all ranks.
         """
         job, device, console, watchdog = runtime.job, runtime.device, runtime.console, runtime.watchdog
         config = job.config
@@ -68,7 +68,7 @@ class Opened:
         with mistakes_of_the_job():
             require_known_names(job)
             self.recomputation = least_recomputation(config, self.mesh)
-            """What blocks recompute to fit the memory; None: as the job says."""
+            """The recomputation that fits the memory; None: as the job says."""
             self.config = config = chosen(config, self.recomputation)
             # What the job leaves open, each as a launch prints it:
             self.attention = attention_kernel(config, device)
@@ -82,7 +82,7 @@ class Opened:
             self.checkpoints = open_checkpoints(config, self.mesh, console, watchdog.incarnation)
             shapes = skeleton(config.model).shapes
             self.found = self.checkpoints.find({f"model.{name}": shape for name, shape in shapes.items()})
-            """What the checkpoint says of the run; None if the run starts from scratch."""
+            """The checkpoint's record of the run; None if the run starts from scratch."""
             self.begin_at(self.found)
             self.validation = Validation(config, self.mesh, sampler)
 

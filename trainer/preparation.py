@@ -67,7 +67,7 @@ _ANOTHER_RUN = (
 def prepare_data(config: Config, console: Console, stop: StopRequest) -> None:
     """Create the tokenizer and the token files of `[tokenizer]` and `[data.prepare]` if missing.
 
-    A run that has checkpoints goes on with the token files that it has, whatever has become of their text.
+    A run that has checkpoints continues with the token files that it has, whatever has become of their text.
 
     Call it on one rank.
 
@@ -142,7 +142,7 @@ def _if_changed(config: Config, output: Path, console: Console) -> dict[str, Any
         return {}
 
     def warn(changes: str) -> None:
-        goes_on = "its text has changed since it was prepared; this run goes on with what it has"
+        goes_on = "its text has changed since it was prepared; this run continues with what it has"
         console.warning(f"{output}: {goes_on}:\n{changes}\n{_ANOTHER_RUN}")
 
     return {"if_changed": warn, "advice": f"Change them back, since this run has begun with it. {_ANOTHER_RUN}"}

@@ -50,7 +50,7 @@ from trainer.report.summary import closing_title
 from trainer.report.wall_clock import end_of
 from trainer.trainer import Trainer
 
-# If all ranks fail alike, rank 0 reports the error. Another rank waits this long before it reports its own.
+# If all ranks fail in the same way, rank 0 reports the error. Another rank waits this long before it reports its own.
 _PATIENCE_SECONDS = 5.0
 _LAUNCHER_SECONDS = 1.0
 """How often a rank looks whether its launcher is there, until training begins."""
@@ -64,7 +64,7 @@ class _NotWritable(ConfigError):
 
 @dataclass
 class _Launch:
-    """What ending the run needs to know about this process."""
+    """The facts of this process that ending the run needs."""
 
     rank: int
     folder: Path
@@ -75,7 +75,7 @@ class _Launch:
     watchdog: Watchdog | None = None
     """None until the process group exists."""
     incarnation: Incarnation | None = None
-    """Of an elastic run, once it has the run folder."""
+    """The launch of an elastic run, once it has the run folder."""
     trains: threading.Event = field(default_factory=threading.Event)
     """Set when training begins: from then on a step's end tells all ranks to stop."""
 

@@ -22,9 +22,9 @@ class RunState:
     skipped_in_a_row: int = 0
     """How many of the last steps changed nothing."""
     past_losses: list[float] = field(default_factory=list)
-    """The losses with which `fault.spikes` compares the next one; empty if it is not in use."""
+    """The losses that `fault.spikes` compares the next one with; empty if it is not in use."""
     incidents: list[dict[str, Any]] = field(default_factory=list)
-    """All spikes and repaired copies of the run so far: each with its `step`, `what` was done, and details."""
+    """All spikes and repaired replicas of the run so far: each with its `step`, `what` was done, and details."""
 
     def after(self, result: "StepResult", tokens: int, spikes: Spikes) -> "RunState":
         """The state after one more step, which trained on `tokens` tokens."""

@@ -56,7 +56,7 @@ class Finished:
 
     run: RunState
     verdict: Verdict | None
-    """Of one more step, whose result is not in `run` yet."""
+    """The verdict on one more step, whose result is not in `run` yet."""
     data: dict[str, Any]
     """State of this rank's loader."""
     check_data: Callable[[], None]

@@ -55,7 +55,7 @@ from trainer.update import Update, build_update
 
 
 class Terms(NamedTuple):
-    """What a step's verdict depends on besides its own numbers."""
+    """The conditions of a step's verdict besides its own numbers."""
 
     loss_limit: float = math.inf
     """A loss above it is a spike, which updates nothing."""
@@ -85,7 +85,7 @@ class Learner:
     frozen_until: dict[str, float]
     """Returned by `optimizer.frozen_until`."""
     fingerprint: GradientFingerprint | None
-    """What `metrics.fingerprint` records of each step; None: nothing."""
+    """Takes the fingerprints that `metrics.fingerprint` records; None: no fingerprints."""
     update: Update
 
     def freeze(self, step: int) -> None:
@@ -113,7 +113,7 @@ class Learner:
             micro_batches: this rank's share.
             lr: learning rate.
             terms: called when the forward and backward passes are queued, for what the verdict depends on.
-            before_update: called just before the update; until then, `state` is that of the last step.
+            before_update: called just before the update; until then, `state` is the last step's.
 
         Raises:
             UserError: the ranks issued different collectives, or in a different order; nothing was updated.
@@ -287,7 +287,7 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
 
 
 def _compute_copies(config: Config, mesh: Mesh, stages: Iterable[nn.Module]) -> ComputeCopies | None:
-    """The copies with which the modules compute from now on; None if FSDP converts, or nothing does."""
+    """The copies that the modules compute with from now on; None if FSDP converts, or nothing does."""
     world_size = mesh.sizes.world_size
     if not computes_with_copies(world_size, config):
         return None

@@ -69,7 +69,7 @@ class Trainer:
             before_build: called when everything is checked and no weight is drawn yet.
 
         Raises:
-            KeelError: the job, its data or its checkpoint is at fault; raised on all ranks alike.
+            KeelError: the job, its data or its checkpoint is at fault; raised on all ranks.
         """
         opened = Opened(runtime)
         before_build(opened)
@@ -110,7 +110,7 @@ class Trainer:
             opened.begin_at(saved)
 
     def _open_records(self, job: LoadedConfig) -> None:
-        """Open what this launch writes into the run folder beside its checkpoints."""
+        """Open what this launch writes into the run folder besides its checkpoints."""
         config, console, incarnation = self.config, self.console, self.watchdog.incarnation
         gradients, axes = self.learner.fingerprint, self.mesh.sizes.axes
         self.fingerprints = Fingerprints(job, gradients, axes, self.device, console.outages)
@@ -296,13 +296,13 @@ class Trainer:
         """
         if self.compared_step == self.run.step:
             return
-        self.watchdog.step(self.run.step, "comparing copies")
+        self.watchdog.step(self.run.step, "comparing replicas")
         on_difference, saved_step = self.config.fault.on_difference, self.checkpoints.latest_step()
         with self.ledger.measure(Kind.TRAINING), self.phases.measure(Phase.OTHER):
             healed = see_that_copies_are_equal(self.learner.copies(), on_difference, self.run.step, saved_step)
         self.compared_step = self.run.step
         if healed:
-            self.console.warning(f"replaced copies that differed from the majority after step {self.run.step}:{healed}")
+            self.console.warning(f"healed replicas that differed from the majority after step {self.run.step}:{healed}")
             self.progress.record("heal", tensors=[line.strip() for line in healed.strip().split("\n")])
 
     def _is_due(self, interval: int) -> bool:
@@ -321,7 +321,7 @@ class Trainer:
         return self._save_is_due and self.progress.last_was_finite
 
     def _save(self) -> None:
-        """Save the state of the run, unless copies of it differ between ranks."""
+        """Save the state of the run, unless replicas of it differ between ranks."""
         self._compare_copies()
         self.watchdog.step(self.run.step, "checkpoint")
         self.records.flush()

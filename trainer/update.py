@@ -30,7 +30,7 @@ class Update:
     clips_on_device: bool
     """Whether that kernel clips as well. (It divides by a float32 number, and so not where gradients are float64.)"""
     copies: ComputeCopies | None
-    """What the modules compute with instead of the parameters."""
+    """The copies that modules compute with instead of the parameters; None if there are none."""
 
     def __call__(self, verdict: Verdict) -> None:
         """Clip and update, unless the verdict is to skip the step; all ranks must call it."""
@@ -52,7 +52,7 @@ class Update:
             self.refresh_copies()
 
     def refresh_copies(self) -> None:
-        """Make the copies those of the parameters' present values."""
+        """Copy the parameters' present values to the copies, if there are any."""
         if self.copies:
             self.optimizer.wait()
             self.copies.refresh()

@@ -28,7 +28,7 @@ class ValidationResult:
     validation_bits_per_byte: float | None
     """Cross-entropy per byte of text, which is comparable across tokenizers; None without a tokenizer."""
     validation_by_source: dict[str, dict[str, float | None]]
-    """By name of the source: `loss`, `perplexity` and `bits_per_byte`."""
+    """Each source's `loss`, `perplexity` and `bits_per_byte`, by its name."""
     samples: list[dict[str, str]] | None = None
     """The texts that the model continued (see `StepMetrics`); None if there are none, or a signal came."""
 

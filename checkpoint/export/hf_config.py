@@ -19,7 +19,7 @@ from configs.untrusted import shortened
 Shape = tuple[int, ...]
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
-"""By `model_type`; "mixtral" for models with experts."""
+"""Hugging Face's classes by `model_type`; "mixtral" for models with experts."""
 
 _NAMES = {
     "vocab_size": "vocab_size",
@@ -176,7 +176,7 @@ def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 def longest_sequence(model: Model, seq_len: int) -> int:
-    """The sequence length for which a model is made: that of its training, or the one that its RoPE is scaled to."""
+    """The sequence length that a model is made for: its training's, or the one that its RoPE is scaled to."""
     scaling = model.rope_scaling
     return max(seq_len, int(scaling.factor * scaling.original_seq_len) if scaling else 0)
 
@@ -206,7 +206,7 @@ def to_keel(config: Mapping[str, Any], path: Path) -> Model:
 
 
 def seq_len_of(config: Mapping[str, Any]) -> int:
-    """The sequence length in tokens for which a config.json's model is made; by default LlamaConfig's."""
+    """The sequence length in tokens that a config.json's model is made for; by default LlamaConfig's."""
     value = config.get("max_position_embeddings", 2048)
     if type(value) is not int:
         raise UserError(f"max_position_embeddings = {shortened(repr(value), 200)} is not a length")

@@ -15,7 +15,7 @@ from configs.files import sync_folder
 
 @contextmanager
 def unfinished_folder(output: Path) -> Generator[Path, None, None]:
-    """Yield an empty folder beside `output`, to be filled and renamed; it is removed if the block fails.
+    """Yield an empty folder next to `output`, to be filled and renamed; it is removed if the block fails.
 
     Raises:
         UserError: `output` exists, or can't be written.

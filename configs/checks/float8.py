@@ -1,4 +1,4 @@
-"""Rules for 8-bit products; what the GPU, torchao and the model's matrices decide is checked when the run starts."""
+"""Rules for float8 matmuls; what the GPU, torchao and the model's matrices decide is checked when the run starts."""
 
 from collections.abc import Iterator
 
@@ -14,18 +14,18 @@ def _device(config: Config, _: int | None) -> Iterator[Problem]:
     if config.job.device == "cpu":
         yield (
             "float8.recipe",
-            'a CPU has no 8-bit products (job.device is "cpu"); set float8.emulate = true, or leave recipe out',
+            'a CPU has no float8 matmuls (job.device is "cpu"); set float8.emulate = true, or leave recipe out',
         )
     if training.compute_dtype == "float64":
         yield (
             "float8.recipe",
-            "8-bit products have no float64 sums; set float8.emulate = true, or another compute_dtype",
+            "float8 matmuls have no float64 sums; set float8.emulate = true, or another compute_dtype",
         )
     tokens = training.micro_batch_size * training.seq_len
     if float8.recipe != "rowwise_with_gw_hp" and tokens % config.mesh.cp == 0 and tokens // config.mesh.cp % MULTIPLE:
         yield (
             "training.micro_batch_size",
-            f"the gradients of weights are 8-bit products over the micro-batch's {training.micro_batch_size} x "
+            f"the gradients of weights are float8 matmuls over the micro-batch's {training.micro_batch_size} x "
             f"{training.seq_len} / cp {config.mesh.cp} = {tokens // config.mesh.cp} tokens, which must be a multiple "
             f"of {MULTIPLE}",
         )

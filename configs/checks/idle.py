@@ -22,7 +22,7 @@ class Idle:
     other_value: Any
 
     def message(self, where: str) -> str:
-        """What to warn of.
+        """The text of the warning.
 
         Args:
             where: where the other key was set.

@@ -7,7 +7,7 @@ from configs.layout import decay_steps
 from configs.schema import Config
 
 _MOST_TOKENS = 2**40
-"""In a step or a validation: thousands of times what the largest runs take, so more is a slip of the hand."""
+"""Limit for a step or a validation: thousands of times what the largest runs take, so more is a slip of the hand."""
 
 
 def _tokens(config: Config, _: int | None) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""The keys of a job with right values, so that what is wrong between them is reported beside the other mistakes."""
+"""The keys of a job with right values, so that what is wrong between them is reported with the other mistakes."""
 
 from collections.abc import Collection
 from typing import Any

@@ -47,7 +47,7 @@ _FLEX_BLOCK = 128
 
 
 def attention_kernel(config: Config, device: torch.device) -> str:
-    """What will compute attention on this device, for people.
+    """The kernel that will compute attention on this device, for people.
 
     Raises:
         ConfigError: the kernel that the job names can't run here; with torch's reason.

@@ -35,9 +35,9 @@ class DocumentPairs(NamedTuple):
     keys: Tensor
     """(batch, keys), int32: the document's number."""
     slots: int
-    """An upper bound of the numbers, exclusive."""
+    """Upper bound on the numbers, exclusive."""
     longest: int
-    """At least the number of tokens in the longest document."""
+    """Upper bound on the tokens of the longest document."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -121,7 +121,7 @@ class NumberedDocuments(Protocol):
 
     @property
     def longest(self) -> Tensor:
-        """At least the number of tokens in the longest document; a scalar in CPU memory."""
+        """Upper bound on the tokens of the longest document; a scalar in CPU memory."""
 
 
 def _numbered(documents: Any, _dtype: torch.dtype) -> NumberedDocuments:

@@ -1,4 +1,4 @@
-"""The fingerprint of a step's gradients: a few numbers per parameter, with which a replay of the step is compared.
+"""The fingerprint of a step's gradients: a few numbers per parameter, which a replay of the step is compared with.
 
 Each parameter has a *digest*, the sum of the bits of all its gradient's elements as integers: it is exact, any flipped
 bit changes it, and no order of adding up or cutting into shards does. Where another mesh rounds otherwise, all digests
@@ -27,7 +27,7 @@ from parallelisms.mesh import Mesh
 from parallelisms.ranks import local_part
 
 MAX_RANK_DIGESTS = 128
-"""In a larger job, neighboring ranks share a digest."""
+"""Limit on the ranks' digests; in a larger job, neighboring ranks share one."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int32}
 _MODULUS, _FOLD = 1 << 32, 0x9E3779B1
 
@@ -71,7 +71,7 @@ class GradientFingerprint:
         for name, parameter in parameters.items():
             held[numbers[name]] = local_part(parameter).numel() / parameter.numel()
         self.copies = mesh.sum_over_all(held.to(mesh.device)).round().long().cpu().numpy()
-        """How many copies of each parameter the ranks hold."""
+        """How many replicas of each parameter the ranks hold."""
 
     @torch.no_grad()
     def sums(self, step: int) -> Tensor:
@@ -108,7 +108,7 @@ class GradientFingerprint:
         """Interpret `sums` in the host's memory."""
         numbers = sums.numpy()
         digests, squares, samples = numbers[: 3 * self._n].reshape(3, self._n)
-        whole, rest = np.divmod(digests.astype(np.int64), self.copies)  # a rest: the copies differ
+        whole, rest = np.divmod(digests.astype(np.int64), self.copies)  # a rest: the replicas differ
         is_double = next(iter(self._parameters.values())).dtype == torch.float64
         return Gradients(
             digests=((whole + rest * _FOLD) % _MODULUS).astype(np.uint32),
@@ -121,7 +121,7 @@ class GradientFingerprint:
 def fingerprint_of(
     stages: Iterable[nn.Module], names: Sequence[str], mesh: Mesh, config: Config
 ) -> GradientFingerprint | None:
-    """What takes the fingerprints that `metrics.fingerprint` asks for, as `GradientFingerprint`; None if it is off."""
+    """The object that takes the fingerprints of `metrics.fingerprint`, as `GradientFingerprint`; None if it is off."""
     if not config.metrics.fingerprint:
         return None
     parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}

@@ -64,7 +64,7 @@ def weights_not_finite(parameters: Mapping[str, Tensor]) -> Finding | None:
 
 
 class NonfiniteTracer:
-    """Watches one step, which all ranks repeat alike, on this rank."""
+    """Watches, on this rank, one step that all ranks repeat in the same way."""
 
     def __init__(self, stages: Mapping[int, nn.Module], compiled: bool) -> None:
         """

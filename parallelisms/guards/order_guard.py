@@ -4,7 +4,7 @@ Collectives are matched by their order alone. If two ranks differ in it and the 
 a layer computes with another layer's parameters, and the values are wrong. If the sizes do not fit, or the ranks
 differ in which of two process groups comes first, a step may hang.
 
-On the steps that it guards, the guard records what each rank issues, from FSDP's gathers to the clipping's sums:
+On the steps that it guards, the guard records what each rank issues, from FSDP's all-gathers to the clipping's sums:
 operator, process group, shape, dtype, and the module or code line that issued it, which tells equal shapes apart.
 Before the optimizer changes anything, all ranks compare checksums. Given groups A and B, the ranks in both must agree
 on the order of A's collectives, of B's, and of A's relative to B's, so there is a checksum for every pair of groups.
@@ -68,7 +68,7 @@ class OrderGuard:
         self._step = 0
         self._is_noting = False
         self.log: list[Issued] = []
-        """What guarded steps issued since the last comparison."""
+        """Collectives and messages that guarded steps issued since the last comparison."""
         if interval > 0 and dist.get_world_size() > 1:
             prepare_listening()
 
@@ -165,7 +165,7 @@ def _checksum(lines: list[str]) -> str:
 
 
 def _name(key: Key) -> str:
-    """What ranks send in place of a key, which lists ranks: 4,096 of them, for each group of 4,096 ranks."""
+    """The name that ranks send in place of a key, which lists ranks: 4,096 of them, for each group of 4,096 ranks."""
     return _checksum([repr(key)])
 
 
@@ -175,7 +175,7 @@ def _members(key: Key) -> list[int]:
 
 
 def _first_difference(mine: Collection[Key], told: list[dict[str, str]]) -> Key | None:
-    """Of this rank's keys, the first on which its members differ; a rank that has not used it differs, too."""
+    """The first of this rank's keys on which its members differ; a rank that has not used it differs, too."""
     for key in sorted(mine, key=_order):
         name = _name(key)
         if len({told[rank].get(name) for rank in _members(key)}) > 1:

@@ -1,11 +1,12 @@
-"""Copies of one tensor on several ranks: detecting that they differ, and repairing them.
+"""Replicas of one tensor on several ranks: detecting that they differ, and repairing them.
 
-Replicas (`dp_replicate`, owner partition) hold the same parameters, tensor-parallel ranks the same norms, and all ranks
-of a stage the same load-balance biases and step counts. Equal inputs and equal operations keep copies bitwise equal,
-and training itself never compares them. So a bit that flips in one rank's memory persists: that rank computes with a
-different model from then on, its gradients spread to all ranks, and a checkpoint takes each tensor from any one copy.
+Data-parallel replicas (`dp_replicate`, owner partition) hold the same parameters, tensor-parallel ranks the same norms,
+and all ranks of a stage the same load-balance biases and step counts. Equal inputs and equal operations keep a tensor's
+replicas bitwise equal, and training itself never compares them. So a bit that flips in one rank's memory persists: that
+rank computes with a different model from then on, its gradients spread to all ranks, and a checkpoint takes each tensor
+from any one replica.
 
-Which ranks hold copies of a tensor follows from its placements. Each rank hashes its tensors where they are, on a GPU
+Which ranks hold replicas of a tensor follows from its placements. Each rank hashes its tensors where they are, on a GPU
 without a copy to the host, and along every axis that replicates something the ranks compare one number. Only if the
 numbers differ are the tensors' hashes exchanged, to name tensors, ranks and hosts.
 """
@@ -33,21 +34,21 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Copy:
-    """This rank's copy of a tensor that other ranks hold as well."""
+    """This rank's replica of a tensor that other ranks hold as well."""
 
     name: str
     part: str
     """The part of the whole tensor, by this rank's position on the axes that shard it: "shard 1"; "" for the whole."""
     local: Tensor
     axes: Mapping[str, dist.ProcessGroup]
-    """The mesh axes along which there are copies."""
+    """The mesh axes along which there are replicas."""
     device: torch.device
     """The device on which ranks along these axes exchange tensors."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Copies that are not equal; the same object on all ranks."""
+    """Replicas that are not equal; the same object on all ranks."""
 
     name: str
     part: str
@@ -71,12 +72,12 @@ class Difference:
 
 
 def copies_on(tensors: Mapping[str, Tensor], mesh: Mesh, owned: Collection[str] = ()) -> list[Copy]:
-    """This rank's copies of tensors that other ranks also hold, sorted by name.
+    """This rank's replicas of tensors that other ranks also hold, sorted by name.
 
     Args:
         tensors: plain tensors are whole, and the same on all ranks of a pipeline stage.
         mesh: this rank's mesh.
-        owned: names of tensors that, among the ranks with different tokens, only one rank holds; these have copies
+        owned: names of tensors that, among the ranks with different tokens, only one rank holds; these have replicas
             over `tp` alone.
     """
     copies = [_copy(name, tensor.detach(), mesh, name in owned) for name, tensor in sorted(tensors.items())]
@@ -104,10 +105,11 @@ def _of_several(axes: Mapping[str, dist.ProcessGroup]) -> dict[str, dist.Process
 
 @torch.no_grad()
 def differences(copies: Sequence[Copy]) -> tuple[list[Difference], list[str]]:
-    """Compare this rank's copies with those of the other ranks; all ranks must call it.
+    """Compare this rank's replicas with the other ranks'; all ranks must call it.
 
     Returns:
-        The differences, by name, and the host of each rank; both empty if all copies are equal. The same on all ranks.
+        The differences, by name, and the host of each rank; both empty if all replicas are equal. The same on all
+        ranks.
     """
     if dist.get_world_size() == 1:
         return [], []
@@ -125,10 +127,10 @@ def differences(copies: Sequence[Copy]) -> tuple[list[Difference], list[str]]:
 
 @torch.no_grad()
 def heal(copies: Iterable[Copy], found: Iterable[Difference]) -> None:
-    """Overwrite differing copies with the majority's; all ranks must call it.
+    """Overwrite differing replicas with the majority's; all ranks must call it.
 
     Args:
-        copies: this rank's copies, as compared.
+        copies: this rank's replicas, as compared.
         found: differences, each with a majority.
     """
     here, rank = {(copy.name, copy.part): copy.local for copy in copies}, dist.get_rank()
@@ -155,12 +157,12 @@ def described(found: Sequence[Difference], hosts: Sequence[str]) -> str:
 
 
 def _axes(copies: Iterable[Copy]) -> list[tuple[str, dist.ProcessGroup]]:
-    """Every axis along which there are copies, in the same order on all ranks."""
+    """Every axis along which there are replicas, in the same order on all ranks."""
     return sorted({axis: group for copy in copies for axis, group in copy.axes.items()}.items())
 
 
 def _differs(copies: Sequence[Copy], digests: Sequence[int], axis: str, group: dist.ProcessGroup) -> bool:
-    """Whether the ranks along an axis hold different copies of anything."""
+    """Whether the ranks along an axis hold different replicas of anything."""
     along = repr([digest for copy, digest in zip(copies, digests, strict=True) if axis in copy.axes])
     number = int.from_bytes(blake2b(along.encode(), digest_size=8).digest(), signed=True)
     # ~number falls as number rises, so one MAX reduction finds both extremes.
@@ -191,7 +193,7 @@ def _named(ranks: Iterable[int], hosts: Sequence[str]) -> str:
 
 
 def _digests(copies: Sequence[Copy]) -> list[int]:
-    """The hash of each copy; waits for each device once."""
+    """The hash of each replica; waits for each device once."""
     on_device: dict[torch.device, list[int]] = {}
     for i, copy in enumerate(copies):
         on_device.setdefault(copy.local.device, []).append(i)

@@ -1,7 +1,7 @@
 """FSDP all-gathers that take longer, as on a slow network, and on a CPU are counted.
 
-On a GPU a delay occupies the stream in which the gather is issued. On a CPU, where FSDP waits for each gather, gathers
-return at once instead, with a handle on which the computation waits when it needs the parameters. The handles form
+On a GPU a delay occupies the stream in which the all-gather is issued. On a CPU, where FSDP waits for each all-gather,
+they return at once instead, with a handle on which the computation waits when it needs the parameters. The handles form
 queues like a GPU's streams, so that overlap, and the cost of one queue or of one per process group, can be measured
 with gloo. Values stay the same: only waiting differs, never what is gathered or the order of issue.
 """
@@ -24,18 +24,18 @@ from parallelisms.torch_internals import (
 )
 
 Seconds = Callable[[str], float]
-"""Extra seconds of a gather, by the dimension of the mesh over which its group is sharded."""
+"""Extra seconds of an all-gather, by the dimension of the mesh over which its group is sharded."""
 
 
 @dataclass
 class GatherCounts:
-    """Statistics of a model's gathers on a CPU."""
+    """Statistics of a model's all-gathers on a CPU."""
 
     gathers: int = 0
     waits: int = 0
-    """Gathers for which the computation had to wait."""
+    """All-gathers that the computation had to wait for."""
     waits_behind_others: int = 0
-    """Waits for a gather that was queued behind another process group's gather."""
+    """Waits for an all-gather that was queued behind another process group's."""
 
 
 def at_once(_dimension: str) -> float:
@@ -46,7 +46,7 @@ def at_once(_dimension: str) -> float:
 def count_gathers(
     stages: Iterable[nn.Module], streams: Literal["shared", "per_group"], seconds: Seconds = at_once
 ) -> GatherCounts:
-    """On a CPU, queue and delay the gathers of models whose parameters are in memory, and count them.
+    """Queue, delay and count the all-gathers on a CPU of models whose parameters are in memory.
 
     Args:
         stages: the models; each has queues of its own.
@@ -64,7 +64,7 @@ def count_gathers(
 
 
 def delay_gathers(stages: Iterable[nn.Module], seconds: Seconds) -> None:
-    """On a GPU, delay the gathers of models whose parameters are in memory, each in its stream."""
+    """Delay the all-gathers on a GPU, each in its stream, of models whose parameters are in memory."""
     for stage in stages:
         for module in fsdp_modules(stage):
             over = gathered_over(module)
@@ -73,7 +73,7 @@ def delay_gathers(stages: Iterable[nn.Module], seconds: Seconds) -> None:
 
 
 class _Queue:
-    """The gathers issued into one queue; only the last one has to be known."""
+    """The all-gathers issued into one queue; only the last one has to be known."""
 
     def __init__(self, counts: GatherCounts) -> None:
         self.counts = counts
@@ -81,10 +81,10 @@ class _Queue:
 
 
 class _Gather(dist.Work):
-    """A gather in a queue. A subclass of `dist.Work`, since FSDP waits for nothing else."""
+    """An all-gather in a queue. A subclass of `dist.Work`, since FSDP waits for nothing else."""
 
     def __init__(self, work: dist.Work, over: dist.ProcessGroup, queue: _Queue, seconds: float) -> None:
-        """Enqueue a gather that was just issued over a process group, and that takes `seconds` longer than `work`."""
+        """Enqueue an all-gather that was just issued over a process group and takes `seconds` longer than `work`."""
         super().__init__()
         self._work: dist.Work | None = work  # dropped on completion, since it holds the gathered buffer
         self._over, self._counts = over, queue.counts
@@ -96,14 +96,14 @@ class _Gather(dist.Work):
         queue.last = self
 
     def is_over(self) -> bool:
-        """Whether its data, and that of all gathers before it in the queue, has arrived."""
+        """Whether its data and the data of all those before it in the queue have arrived."""
         if self._before is not None and self._before.is_over():
             self._before = None
         is_here = self._work is None or self._work.is_completed()
         return self._before is None and is_here and time.monotonic() >= self._ready_at
 
     def wait(self, *_: Any) -> bool:
-        """Wait for this gather, and so for all before it; called by the computation that needs it."""
+        """Wait for this all-gather, and so for all before it; called by the computation that needs it."""
         if not self.is_over():
             self._counts.waits += 1
             self._counts.waits_behind_others += self._was_behind_others

@@ -2,7 +2,7 @@
 
 All variants run the same job. Without a delay: with the order guard off and on at every step, and with exact
 reductions. With a delay of each FSDP all-gather: for `comm.streams` "shared" and "per_group", each prefetch depth (in
-both directions) and exact reductions. On a CPU the gathers are also counted: those that the computation waited
+both directions) and exact reductions. On a CPU the all-gathers are also counted: those that the computation waited
 for, and among them those that had waited in their queue behind another process group's.
 """
 
@@ -68,7 +68,7 @@ def measure_here(
 def measure(
     config_name: str, overrides: Sequence[str], chosen: Mapping[str, Variant], rounds: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Return a row per variant: the seconds of each step, and this rank's gathers per step."""
+    """Return a row per variant: the seconds of each step, and this rank's all-gathers per step."""
     n_ranks = dist.get_world_size()
     mesh = build_mesh(mesh_sizes(load(config_name, overrides, n_ranks).config, n_ranks), device)
     built = {
@@ -88,7 +88,7 @@ def measure(
 
 
 class _Step(KeelStep):
-    """A step with late gathers, after which all ranks are synchronized; on a CPU its gathers are counted."""
+    """A step with late all-gathers, after which all ranks are synchronized; on a CPU its all-gathers are counted."""
 
     def __init__(self, config: Config, mesh: Mesh, seconds: float) -> None:
         super().__init__(config, mesh)

@@ -58,7 +58,7 @@ def _now(device: torch.device) -> float:
 
 
 def take_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
-    """Measure seconds per step of each case in each round; in turns, so that drifts of speed affect all alike."""
+    """Measure seconds per step of each case in each round; in turns, so that drifts of speed affect all equally."""
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(rounds):
         for name, turn in turns.items():

@@ -116,12 +116,12 @@ def require_same_scoring(first: Config, second: Config) -> None:
 
 @dataclass(frozen=True)
 class Pairing:
-    """What two runs share."""
+    """The part that two runs share."""
 
     same_weights: int
     """Parameters that start with the same bits in both."""
     parameters: int
-    """Of both models together, each name counted once."""
+    """Number of parameters of both models together, each name counted once."""
     same_samples: bool
     """Whether sample i is the same tokens in both."""
     same_batches: bool
@@ -136,7 +136,7 @@ class Pairing:
 
 
 def pairing(first: Config, second: Config) -> Pairing:
-    """What two runs of these configs share."""
+    """The part that two runs of these configs share."""
     ours, theirs = _initial(first), _initial(second)
     same = sum(ours[name] == theirs[name] for name in ours.keys() & theirs.keys())
     samples = all(getattr(first, name) == getattr(second, name) for name in ("data", "tokenizer"))

@@ -34,11 +34,11 @@ class Scores:
     """The losses of a checkpoint on the sequences of `[validation]`."""
 
     step: int
-    """Of the checkpoint."""
+    """The checkpoint's step."""
     seal: str
-    """Of the checkpoint's manifest: a run that was trained once more has another one."""
+    """Seal of the checkpoint's manifest: a run that was trained once more has another one."""
     tokens: int
-    """Trained on until then."""
+    """Tokens trained on until then."""
     digest: str
     """A hash of the sequences: of two runs with the same one, each loss is of the same tokens."""
     losses: list[float]
@@ -129,7 +129,7 @@ def sequence_sums(config: Config, learner: Learner) -> Tensor:
 
 
 class _Rows:
-    """Stands in for the loss: keeps that of each row."""
+    """Stands in for the loss: keeps each row's."""
 
     def __init__(self) -> None:
         self.sums: Tensor | None = None

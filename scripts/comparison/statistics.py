@@ -23,17 +23,17 @@ import numpy as np
 CONFIDENCE = 0.98
 """Two equal configs are called different in one comparison of 50."""
 POWER = 0.8
-"""The probability with which the tokens that `Needed` names decide, if the difference is what it seems to be."""
+"""The probability that the tokens that `Needed` names decide, if the difference is what it seems to be."""
 _MOST_SEEDS = 10_000
 _MOST_FREEDOM = 200
 
 
 @dataclass(frozen=True)
 class Needed:
-    """What decides on a difference as large as the measured one, with a probability of 80%."""
+    """The training that decides on a difference as large as the measured one, with a probability of 80%."""
 
     seeds: int
-    """Of each config."""
+    """Number of seeds of each config."""
     sequences: int
     tokens: int
     """Trained on with these seeds by both configs together, including those of the runs that exist."""
@@ -54,7 +54,7 @@ class Comparison:
     """The part that more sequences would reduce."""
     confidence: float
     noise_floor: tuple[float | None, float | None]
-    """Of each config: standard deviation over seeds of a training's loss on these sequences."""
+    """Each config's standard deviation over seeds of a training's loss on these sequences."""
     paired_noise: float | None
     """Standard deviation over seeds of the difference."""
     is_equal: bool
@@ -147,7 +147,7 @@ def _needed(differences: np.ndarray, tokens_of_a_pair: int, confidence: float) -
 def student(confidence: float, freedom: int) -> float:
     """Half-width of the interval around 0 that holds `confidence` of Student's t with `freedom` degrees of freedom.
 
-    Above 200 degrees of freedom it is that of 200, which is at most 1% to 2% wider.
+    Above 200 degrees of freedom it is the one for 200, which is at most 1% to 2% wider.
     """
     freedom = min(freedom, _MOST_FREEDOM)
     low, high = 0.0, math.pi / 2

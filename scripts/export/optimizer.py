@@ -45,7 +45,7 @@ from trainer.optimizers.build import plain_optimizers, set_lr
 from trainer.step import hidden_matrices
 
 StateDict = Mapping[str, Any]
-"""What an optimizer's `state_dict` returns."""
+"""The result of an optimizer's `state_dict`."""
 
 PREFIX = "optimizer."
 INDEX_NAME = "index.json"
@@ -60,7 +60,7 @@ class Entry:
     parameter: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """As in the checkpoint."""
+    """The dtype in the checkpoint."""
     chunks: Sequence[ChunkStorageMetadata]
     stays: bool
     """Whether it stays sharded."""

@@ -30,10 +30,10 @@ class Stretch:
 
 
 class History:
-    """A run's steps and samples, as its newest checkpoint records them; steps after it go on in the same way."""
+    """A run's steps and samples, as its newest checkpoint records them; steps after it continue in the same way."""
 
     def __init__(self, stretches: Iterable[Stretch], last_step: int) -> None:
-        """Combine stretches, in order; the last one goes on without end. `last_step` is the newest checkpoint's."""
+        """Combine stretches, in order; the last one has no end. `last_step` is the newest checkpoint's."""
         self.stretches, self.last_step = list(stretches), last_step
 
     def samples(self, step: int) -> range:
@@ -57,7 +57,7 @@ class History:
 
 
 def read_history(folder: Path, config: Config) -> History:
-    """Read the history of the run in `folder`; before its first checkpoint, that of its config.
+    """Read the history of the run in `folder`; before its first checkpoint, it follows from the config.
 
     Raises:
         UserError: the newest checkpoint can't be read, or its history is not complete.

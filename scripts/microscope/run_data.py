@@ -44,7 +44,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a run has read of a source."""
+    """The part of a source that a run has read."""
 
     source: str
     samples: int
@@ -101,7 +101,7 @@ class RunData:
         return kind(name, folder, self.config.training.seq_len, self.config.training.seed)
 
     def readings(self, step: int) -> Iterator[Reading]:
-        """What each sample of a step reads, in order."""
+        """The data that each sample of a step reads, in order."""
         samples = np.array(self.history.samples(step))
         names = list(self.sources)
         for sample, index, ordinal in zip(samples.tolist(), *self.mixture.locate(samples), strict=True):
@@ -131,7 +131,7 @@ class RunData:
                 yield Use(epoch, sample, self.history.step_of(sample))
 
     def ledger(self, step: int) -> list[Ledger]:
-        """What the run has read of each source by the end of a step."""
+        """The part of each source that the run has read by the end of a step."""
         trained = self.history.trained(step)
         seq_len = self.config.training.seq_len
         rows = []

@@ -87,7 +87,7 @@ def remove_one(path: Path) -> None:
 
 
 def remove_emptied(run: Path) -> list[Path]:
-    """Remove what is left of a run of which everything was removed; returns the paths that stay.
+    """Remove what is left of a run after everything was removed; returns the paths that stay.
 
     Those are files that Keel has not written, and the folders with them.
     """

@@ -24,14 +24,14 @@ _MAP_POINTS = 400
 _LOG_FROM = 20.0
 """Largest value over the median from which a chart is logarithmic at first."""
 _DOTS_BELOW = 40
-"""Points of a curve of which each is shown."""
+"""Number of points below which a curve shows each."""
 MOST_NAMES = 64
 """Lines of one chart; of more names, evenly chosen ones are drawn, and the title says so."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """What one curve shows."""
+    """A curve's key and look."""
 
     key: str
     label: str = ""
@@ -143,7 +143,7 @@ class Chart:
     may_be_log: bool = False
     smooth: bool = False
     names: list[str] = field(default_factory=list)
-    """Names of which the reader chooses one: with several runs, colors mean runs."""
+    """Names that the reader chooses one of: with several runs, colors mean runs."""
     series: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -244,7 +244,7 @@ def _short(value: float) -> float:
 
 
 def marks(run: Recorded) -> list[dict[str, Any]]:
-    """What happened at which step: kind (resume, spike, incident, not finite), step, and words."""
+    """The events of a run: kind (resume, spike, incident, not finite), step, and words."""
     found: list[dict[str, Any]] = []
     for launch in run.launches[1:]:
         if is_date(launch.started) and run.began is not None:

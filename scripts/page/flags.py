@@ -11,7 +11,7 @@ from scripts.page.recorded import Recorded, is_number, is_step, plain, was_not_f
 from trainer.report.units import duration, fixed, percent
 
 _WINDOW = 32
-"""Logged losses before a loss with which it is compared; with fewer, it is not judged."""
+"""Logged losses that a later loss is compared with; with fewer, it is not judged."""
 _SIGMAS = 6.0
 """Gaussian noise exceeds the mean of 32 losses by so many of their standard deviations about once in a million."""
 _LEAST_RISE = 1e-3
@@ -62,7 +62,7 @@ def _more(steps: Sequence[int]) -> str:
 
 
 def _incidents(run: Recorded) -> Iterator[Flag]:
-    names = {"skip": "spikes skipped", "rewind": "rewinds before a spike", "heal": "copies healed"}
+    names = {"skip": "spikes skipped", "rewind": "rewinds before a spike", "heal": "replicas healed"}
     counts = Counter(str(incident.get("what")) for incident in run.incidents)
     if counts:
         text = ", ".join(f"{names.get(what, what)}: {n}" for what, n in counts.items())

@@ -27,12 +27,12 @@ from trainer.report.units import count, duration, fixed, percent, size
 _ASSETS = Path(__file__).parent
 _BINS = 120
 _MANY = 3
-"""Runs of which each has its cards above the curves and its parts unfolded; of more, curves come first."""
+"""Most runs with their cards above the curves and their parts unfolded; with more runs, curves come first."""
 _HUES = 12
 """Colors of runs in page.css; further runs repeat them with a dash."""
 _STATES = ("done", "running", "preempted", "failed", "silent")
 _ABSURD = 50
-"""Values that can't be meant, of which each is listed; the page says how many more there are."""
+"""Most values that can't be meant to be listed one by one; the page says how many more there are."""
 _NOT_RECORDED = "stopped, or not recorded"
 """The rest of the wall clock: no launch, steps that were lost, and a launch's work after its last record."""
 _SAMPLES = 12

@@ -113,12 +113,12 @@ class Recorded:
 
     @cached_property
     def incidents(self) -> list[Mapping[str, Any]]:
-        """Spikes, rewinds and healed copies, each with `step` and `what`."""
+        """Spikes, rewinds and healed replicas, each with `step` and `what`."""
         return [each for each in self._listed("incidents") if is_step(each.get("step"))]
 
     @cached_property
     def absurd(self) -> list[tuple[str, str, str]]:
-        """What is left out, lines that can't be read and numbers that can't be meant: where, what, the value."""
+        """The values left out, lines that can't be read and numbers that can't be meant: where, what, the value."""
         found: list[tuple[str, str, Any]] = []
         if self.unreadable_lines:
             found.append((METRICS_NAME, "lines that can't be read", self.unreadable_lines))
@@ -207,7 +207,7 @@ def _absurd(value: Any, path: str = "", is_sane: Callable[[Any], bool] = is_numb
 
 _EXPECTED = dict.fromkeys(("time", "started"), is_date) | {"step": is_step}
 _EXPECTED |= dict.fromkeys(("seconds_by_kind", "step_seconds", "data_seconds", "lag_seconds"), is_duration)
-"""What the numbers under a key should be."""
+"""Tests of the numbers under a key."""
 
 
 def was_not_finite(record: Record) -> bool:

@@ -1,4 +1,4 @@
-"""8-bit products on meshes: rows of the parity table, and weights that move between meshes in full precision."""
+"""Float8 matmuls on meshes: rows of the parity table, and weights that move between meshes in full precision."""
 
 from dataclasses import replace
 from importlib.util import find_spec

@@ -247,7 +247,7 @@ def test_an_interval_finds_it_at_once_and_healing_is_recorded(ranks, tmp_path):
 def test_of_two_copies_none_can_be_healed(ranks, tmp_path):
     words = ("--mesh.tp", "2", "--fault.compare_interval", "5", "--fault.on_difference", "heal")
     for message, incidents in ranks(2, run, str(tmp_path / "run"), words, 3, 1):
-        assert 'after step 5 (fault.on_difference = "heal" needs more than half of the copies to be equal)' in message
+        assert 'after step 5 (fault.on_difference = "heal" needs more than half of the replicas to be equal)' in message
         assert CANT_TELL in message
         assert "There is no checkpoint yet" in message
         assert not incidents

@@ -58,7 +58,7 @@ def test_a_job_packs_its_text_and_notices_more_of_it(tmp_path: Path, capsys: pyt
     assert launch_here(tmp_path, *words, "--training.steps", "6") == 0  # goes on, with the text that it has
     said = capsys.readouterr().err
     changes = f"  added: {text}/more.json\n  removed: {text}/a.json\n"
-    assert said.count(f"{tokens}: its text has changed since it was prepared; this run goes on with what it has") == 1
+    assert said.count(f"{tokens}: its text has changed since it was prepared; this run continues with what it has") == 1
     assert f"{changes}To train on other text, begin another run: set another job.name and data.prepare.output" in said
     assert [step for step, *_ in curve(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 

@@ -1,4 +1,4 @@
-"""A GPU's 8-bit products have the emulated values, which the parity table proves."""
+"""A GPU's float8 matmuls have the emulated values, which the parity table proves."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""8-bit products on CUDA: every recipe's step runs through its kernels and makes nothing wait."""
+"""Float8 matmuls on CUDA: every recipe's step runs through its kernels and makes nothing wait."""
 
 import os
 

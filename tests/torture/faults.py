@@ -207,7 +207,7 @@ FAULTS = (
     ),
     Fault(
         "flipped bit, staged checkpoint",
-        r"step-00000015 is not kept: .* of rank 1 on .*TRAINING GOES ON",
+        r"step-00000015 is not kept: .* of rank 1 on .*training continues",
         "done",
         plant="flipped_snapshot",
     ),
@@ -251,7 +251,7 @@ FAULTS = (
     Fault("token files overwritten", r"tokens.*(changed|vocabulary|checksum)", act=overwrite_tokens, text=True),
     Fault(
         "disk full",
-        r"TRAINING GOES ON",
+        r"training continues",
         "failed|running|done",
         fill_disk,
         prepare=_tmpfs,
@@ -259,7 +259,7 @@ FAULTS = (
     ),
     Fault(
         "disk full, 1000 failures allowed",
-        r"TRAINING GOES ON",
+        r"training continues",
         "failed|running|done",
         fill_disk,
         prepare=_tmpfs,
@@ -267,7 +267,7 @@ FAULTS = (
     ),
     Fault(
         "run folder read-only",
-        r"Read-only file system; TRAINING GOES ON",
+        r"Read-only file system; training continues",
         "failed|running|done",
         read_only,
         prepare=_tmpfs,

@@ -348,7 +348,7 @@ def test_a_save_ends_whatever_its_clean_up_raises(tmp_path, monkeypatch, mode):
     with monkeypatch.context() as patch:
         patch.setattr(store, "write", fail)
         save_and_wait(manager, 1, make_state(1), {"tokens": 1})
-    assert any("the disk refuses; TRAINING GOES ON" in line for line in log), log
+    assert any("the disk refuses; training continues" in line for line in log), log
 
 
 def test_a_save_that_cannot_begin_keeps_nobody_waiting(tmp_path, monkeypatch):
@@ -822,7 +822,7 @@ def test_training_goes_on_while_the_disk_is_full(tmp_path, monkeypatch, mode):
     first, second = [line for line in log if "could not be written" in line]
     assert f"the checkpoint takes {n_bytes:,} bytes, and " in first
     assert "bytes are free there" in first
-    assert "TRAINING GOES ON, the newest checkpoint is step 1; failed saves in a row: 2, the run ends at 3" in second
+    assert "training continues, the newest checkpoint is step 1; failed saves in a row: 2, the run ends at 3" in second
     monkeypatch.setattr(os, "fsync", fsync)
     save_and_wait(manager, 4, make_state(4), {"tokens": 4})
     monkeypatch.setattr(os, "fsync", full)

@@ -123,7 +123,7 @@ def test_records_wait_for_room_whole_and_in_order(disk):
         outages.flush(file)
     assert path.read_bytes() == b"".join(lines)
     begun, ended = said
-    assert f"{path} can't be written: No space left on device; TRAINING GOES ON" in begun
+    assert f"{path} can't be written: No space left on device; training continues" in begun
     assert "0 bytes are free there" in begun
     assert ended == f"{path} can be written again"
 

@@ -1,4 +1,4 @@
-"""8-bit products: what a job may ask for, and torchao's values beside a second implementation."""
+"""Float8 matmuls: what a job may ask for, and torchao's values beside a second implementation."""
 
 import sys
 
@@ -88,8 +88,8 @@ def test_a_mixture_keeps_its_experts_and_its_router():
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--float8.recipe", "tensorwise"), "a CPU has no 8-bit products"),
-        (("--float8.recipe", "tensorwise", "--job.device", "auto"), "8-bit products have no float64 sums"),
+        (("--float8.recipe", "tensorwise"), "a CPU has no float8 matmuls"),
+        (("--float8.recipe", "tensorwise", "--job.device", "auto"), "float8 matmuls have no float64 sums"),
         (("--float8.recipe", "rowwise", "--job.device", "auto", "--training.seq_len", "40"), "= 40 tokens, which must"),
         ((*EMULATED, "--float8.fsdp_all_gather", "true", "--fsdp.partition", "owner"), "gathers nothing"),
     ],
@@ -211,7 +211,7 @@ def test_a_cpu_without_emulation_ends_in_one_message(torchao, tmp_path, capsys):
     words = ("--job.device", "auto", "--float8.recipe", "tensorwise")
     assert launch_here(tmp_path, *words) == 78
     said = capsys.readouterr().err
-    assert "this run is on a CPU, which has no 8-bit products" in said
+    assert "this run is on a CPU, which has no float8 matmuls" in said
     assert "Traceback" not in said
 
 

@@ -111,7 +111,7 @@ def test_a_sink_that_raises_is_said_once_and_gets_every_record(tmp_path):
         log.write(metrics(step))
     log.close()
     assert [record["step"] for record in made[0].records] == [10, 20, 30]
-    assert said == ["the sink failed: ConnectionError: no route to host; TRAINING GOES ON, and tries it again"]
+    assert said == ["the sink failed: ConnectionError: no route to host; training continues and retries it"]
     assert [line["step"] for line in lines(tmp_path)] == [10, 20, 30]
 
 
@@ -123,7 +123,7 @@ def test_a_sink_that_cannot_be_opened_is_done_without(tmp_path):
     log = open_log(tmp_path, make, said=said)
     log.write(metrics(10))
     log.close()
-    assert said == ["the sink can't be opened: SystemExit: no server; TRAINING GOES ON without it"]
+    assert said == ["the sink can't be opened: SystemExit: no server; training continues without it"]
 
 
 def test_a_sink_that_hangs_holds_up_one_save_only_and_then_catches_up(tmp_path, monkeypatch):
@@ -140,7 +140,7 @@ def test_a_sink_that_hangs_holds_up_one_save_only_and_then_catches_up(tmp_path, 
     log = open_log(tmp_path, make, said=said)
     log.write(metrics(10))
     log.flush()
-    assert said == ["the sink: a logger is slow, and records wait for it; TRAINING GOES ON"]
+    assert said == ["the sink: a logger is slow, and records wait for it; training continues"]
     monkeypatch.setattr(worker, "PATIENCE_SECONDS", 1e6)  # the next save would wait for ever
     log.write(metrics(20))
     log.flush()

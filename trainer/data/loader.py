@@ -1,4 +1,4 @@
-"""From the order of samples to a rank's micro-batches, prepared ahead by one background thread.
+"""Turns the order of samples into a rank's micro-batches, prepared ahead by one background thread.
 
 The run fixes the order (see `order`); a rank only picks its part. Step t of the run holds the samples [t G, (t + 1) G),
 where G is training.global_batch_size. They are split into micro-steps of dp x b samples, where b is
@@ -34,15 +34,15 @@ _NO_SAMPLE = -1
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank computes at once; all tensors are int64 of shape (micro_batch, seq_len)."""
+    """The samples that a rank computes at once; all tensors are int64 of shape (micro_batch, seq_len)."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
     """The token after each token, or IGNORED."""
     positions: torch.Tensor | None
-    """With data.document_mask: position within the part of the document that is in the window, from 0."""
+    """Position within the part of the document that is in the window, from 0; only with data.document_mask."""
     document_ids: torch.Tensor | None
-    """With data.document_mask: the document's number within its window, from 0."""
+    """The document's number within its window, from 0; only with data.document_mask."""
     samples: list[int]
     """Indices of the samples in the run; further rows are padding, with all targets IGNORED."""
     source: str | None = None
@@ -212,7 +212,7 @@ def build_loader(
     Raises:
         ConfigError: the weights differ too much, the tokenizer's size is not the model's, the samples have another
             order than `order`, or a validation has no sample of one of its sources.
-        UserError: data is missing, damaged, too short, or (unless job.allow_run_change) differs from that of `states`.
+        UserError: data is missing, damaged, too short, or (unless job.allow_run_change) differs from `states`' data.
     """
     sources = _build_sources(config, validation, states or {})
     configs = config.validation.sources if validation else config.data.sources
@@ -224,7 +224,7 @@ def build_loader(
     pin_memory = config.job.device != "cpu" and torch.cuda.is_available()
     reader = BatchReader(mixture, sources, config.training.seq_len, config.data.document_mask, pin_memory)
     if validation:
-        # Makes the sources check now, and on all ranks alike, that they have enough samples.
+        # Makes the sources check now, and on all ranks, that they have enough samples.
         read_from, _ = reader.locate(np.arange(config.validation.sequences))
         _check_all_are_read(config, read_from)
         plan = partial(_validation_samples, config, dp_rank, dp_size, read_from)

@@ -113,7 +113,7 @@ class Mixture:
         self.keys = [np.uint64(derive_key("mixture", seed, name)) for name in names]
 
     def locate(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For samples of the run, the source's index and the ordinal within that source; int64 of the same shape."""
+        """The source's index and the ordinal within that source of samples of the run; int64 of the same shape."""
         block, position = np.divmod(sample, self.block_length)
         source = np.full(sample.shape, -1)
         ordinal = np.zeros_like(block)

@@ -346,7 +346,7 @@ class TokenFolder:
         return np.concatenate(found)
 
     def documents_by_file(self) -> Iterator[tuple[int, np.ndarray]]:
-        """For each file, its first token's index in the folder, and where its documents begin and the last one ends."""
+        """Yield each file's first token's index in the folder, and where its documents begin and the last one ends."""
         for start, file in zip(self._starts, self.files, strict=True):
             yield start, np.append(file.document_starts(0, file.n_tokens), file.n_tokens)
 

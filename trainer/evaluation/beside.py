@@ -1,4 +1,4 @@
-"""Evaluations during training: lm-eval's tasks on checkpoints, one at a time, in a process beside the run.
+"""Evaluations during training: lm-eval's tasks on checkpoints, one at a time, in a process alongside the run.
 
 No rank waits for it, but at the end of the run. If it fails, training continues; one that a stop interrupts is made by
 the next launch.
@@ -147,7 +147,7 @@ class Evaluations:
             self._warn(f"{name} failed, training continues: {last} (see {self._output})")
 
     def _collect(self) -> None:
-        """Record the results that metrics.jsonl lacks, also those of `keel evaluate`."""
+        """Record the results that metrics.jsonl lacks, also `keel evaluate`'s."""
         if self._recorded is None:
             self._recorded = recorded(self._folder)
         for result in unrecorded(self._folder, self._recorded):

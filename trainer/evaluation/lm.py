@@ -53,7 +53,7 @@ class KeelLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is."""
+        """The token that stands for an empty context."""
         return self._first
 
     @property
@@ -68,7 +68,7 @@ class KeelLM(TemplateLM):
         return [*begin, *self._trained.tokenizer.encode(string)]
 
     def _loglikelihood_tokens(self, requests: Sequence[_Request], **_: Any) -> list[tuple[float, bool]]:
-        """For each request, the log-likelihood of the continuation, and whether it is the most likely one."""
+        """The log-likelihood of each request's continuation, and whether it is the most likely one."""
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         results: dict[int, tuple[float, bool]] = {}
         for first in range(0, len(order), self._batch_size):

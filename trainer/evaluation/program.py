@@ -1,4 +1,4 @@
-"""The process that evaluates a checkpoint beside its run: python -m trainer.evaluation.program RUN STEP.
+"""The process that evaluates a checkpoint alongside its run: python -m trainer.evaluation.program RUN STEP.
 
 It is nicer than the run, takes its settings from the run's config.toml, and ends when the run's process does, however
 that dies: its standard input is a pipe from there.

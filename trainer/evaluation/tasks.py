@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainer.sampling.load import Trained
 
 Scores = dict[str, dict[str, float]]
-"""By task and group of tasks, its metrics, such as `acc` and `acc_stderr`."""
+"""Metrics, such as `acc` and `acc_stderr`, by task and group of tasks."""
 
 
 def evaluate(trained: "Trained", settings: Evaluation) -> Scores:

@@ -1,4 +1,4 @@
-"""The response to copies of a tensor that are not equal: the run ends, or the majority's content is restored."""
+"""The response to replicas of a tensor that are not equal: the run ends, or the majority's content is restored."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -10,7 +10,7 @@ from parallelisms.guards.replicas import Copy, described, differences, heal
 def see_that_copies_are_equal(
     copies: Sequence[Copy], on_difference: Literal["end", "heal"], step: int, saved_step: int | None
 ) -> str:
-    """Compare this rank's copies with the other ranks', and repair what is repairable; all ranks must call it.
+    """Compare this rank's replicas with the other ranks', and repair what is repairable; all ranks must call it.
 
     Args:
         copies: repaired in place.
@@ -19,10 +19,10 @@ def see_that_copies_are_equal(
         saved_step: step of the newest checkpoint; None if there is none.
 
     Returns:
-        What was repaired, one line per tensor; "" if all copies were equal.
+        What was repaired, one line per tensor; "" if all replicas were equal.
 
     Raises:
-        UserError: copies differ and were not repaired. All ranks raise it, with the same text.
+        UserError: replicas differ and were not repaired. All ranks raise it, with the same text.
     """
     found, hosts = differences(copies)
     if not found:
@@ -40,8 +40,8 @@ def see_that_copies_are_equal(
 def _message(lines: str, on_difference: str, step: int, saved_step: int | None) -> str:
     there_is = "There is no checkpoint yet, so the same command starts over"
     if saved_step is not None:
-        there_is = f"The same command resumes from the checkpoint of step {saved_step}, when all copies were equal"
-    healing = ' (fault.on_difference = "heal" needs more than half of the copies to be equal)'
+        there_is = f"The same command resumes from the checkpoint of step {saved_step}, when all replicas were equal"
+    healing = ' (fault.on_difference = "heal" needs more than half of the replicas to be equal)'
     return (
         f"tensors that must be equal on several ranks differ after step {step}{healing * (on_difference == 'heal')}:"
         f"{lines}\nA fault in a machine's memory or arithmetic causes this, or code that only some ranks run. Nothing "

@@ -1,4 +1,4 @@
-"""The setting with which CUDA's memory does not fragment; used before torch is imported, which reads it."""
+"""The setting that keeps CUDA's memory from fragmenting; used before torch is imported, which reads it."""
 
 from collections.abc import MutableMapping
 

@@ -2,7 +2,7 @@
 
 After a stop signal the launcher waits (torchrun 30 s, unless --shutdown-timeout says otherwise), and then kills. A step
 may take longer than that. But the tensors that a checkpoint holds change only in the update at the end of a step. Until
-then they are those of the last finished step, and can be saved while the next step is computed.
+then they are the last finished step's, and can be saved while the next step is computed.
 
 A thread on every rank waits for a signal to any rank. If the step does not end soon, the thread holds up the update,
 and agrees with the other ranks' threads, on a separate process group, that all ranks have finished the same step. Then
@@ -106,7 +106,7 @@ class Grace:
     # ----------------------------------------------------------------------- the main thread
 
     def computing(self, step: int, rescue: Rescue) -> None:
-        """From now until `updating`, the tensors are those after `step`, and `rescue` saves them."""
+        """Announce that the tensors are those after `step` until `updating`, and that `rescue` saves them."""
         if self._updated is not None:
             self._updated.record()
         self._finished = _Finished(step, rescue, time.monotonic())
@@ -236,7 +236,7 @@ class Grace:
             return self._finished.rescue(reason, self._group)
 
     def _beside_training(self) -> AbstractContextManager:
-        """On a GPU, a stream that waits for the last update, but not for the step queued behind it."""
+        """Use a stream that waits for the last update, but not for the step queued behind it; on a CPU, do nothing."""
         if self._updated is None:
             return nullcontext()
         torch.cuda.set_device(self._device)  # a new thread defaults to GPU 0

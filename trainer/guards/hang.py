@@ -1,4 +1,4 @@
-"""What a rank reports when a step does not end, and what follows from all reports.
+"""A rank's report when a step does not end, and what follows from all reports.
 
 `hangs/step-N/rank-R.txt` has a rank's Python stacks and its last collectives. Torch numbers the collectives of each
 process group, so the rank that the others wait for is the one with the lowest number.

@@ -38,7 +38,7 @@ class Outages:
             if path not in self._refused:
                 self._refused.add(path)  # before warning: the warning may go to this very file
                 reason = error.strerror or error
-                self._warn(f"{path} can't be written: {reason}; TRAINING GOES ON, and retries the file{_room(path)}")
+                self._warn(f"{path} can't be written: {reason}; training continues and retries the file{_room(path)}")
         else:
             if path in self._refused:
                 self._refused.remove(path)

@@ -86,7 +86,7 @@ class Peers:
         self._neighbors: dict[int, Beat] = {}
         self._latest: dict[int, Beat] = {}
         self._seen: dict[int, tuple[int, float]] = {}
-        """For each rank, the last beat count read, and when it was first read."""
+        """The last beat count read of each rank, and when it was first read."""
         self._news = 0
         self.forged = ""
         """The first value that was refused, since no rank of this launch has written it."""
@@ -126,7 +126,7 @@ class Peers:
         self._ask("set", key, signed(key, json.dumps(value)))
 
     def _get(self, key: str) -> Any:
-        """What a rank has written; None if none has, or somebody else."""
+        """The value that a rank has written; None if none has, or somebody else."""
         if not self._ask("check", [key]):
             return None
         try:

@@ -32,7 +32,7 @@ _SHORT_STEP_SECONDS = 0.05  # a delay in a shorter step is the machine's schedul
 
 
 class Phase(IntEnum):
-    """What a rank spends the training loop's time on."""
+    """A kind of work that a rank spends the training loop's time on."""
 
     DATA = 0
     COMPUTE = 1
@@ -66,10 +66,10 @@ class Lag:
     phase: Phase
     """The phase that contributed most."""
     seconds: float
-    """Per step: how much longer the slowest rank took than the others, outside of collectives."""
+    """How much longer per step the slowest rank took than the others, outside of collectives."""
     step_seconds: float
     phase_seconds: dict[str, float]
-    """Per step, outside of collectives, on the rank that spent the most."""
+    """Time per step outside of collectives, by phase, on the rank that spent the most."""
 
 
 class PhaseClock:
@@ -200,7 +200,7 @@ def stride(listening_seconds: float, step_seconds: float) -> int:
 
 
 def _of_others(ranks: Tensor) -> Tensor:
-    """For each rank, the median over the other ranks; input and output (ranks, phases)."""
+    """The median over the other ranks, for each rank; input and output (ranks, phases)."""
     n = len(ranks)
     ordered = ranks.sort(0).values
     place = ranks.argsort(0).argsort(0)  # position of each rank in that order

@@ -1,4 +1,4 @@
-"""What people are told of a step that changed nothing: the numbers of which rank were bad, and on which samples."""
+"""The message about a step that changed nothing: which rank's numbers were bad, and on which samples."""
 
 from collections.abc import Sequence
 

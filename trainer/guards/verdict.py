@@ -1,7 +1,7 @@
 """One verdict on a step for all ranks, and what each of them saw.
 
 Loss and gradient norm are sums over ranks, so all ranks should hold the same two numbers. A fault of one machine, such
-as a flipped bit in one of several copies of a gradient, makes one rank's numbers differ. If each rank decided by its
+as a flipped bit in one of several replicas of a gradient, makes one rank's numbers differ. If each rank decided by its
 own, some would update the model and some would not. So before the update, all ranks take the worst value that any of
 them holds, in one small reduction on the device. The optimizer reads the verdict there, so that the host need not wait
 for it: on a GPU it reads the numbers when it has queued the next step's work.
@@ -29,7 +29,7 @@ _N_NUMBERS = 10
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank held of a step."""
+    """A step's numbers on one rank."""
 
     rank: int
     host: str
@@ -39,7 +39,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did; the same on all ranks, except for the fields that begin with `own_`."""
+    """A step's result; the same on all ranks, except for the fields that begin with `own_`."""
 
     loss: float
     """Mean over the global batch's valid target tokens, in nats; NaN or inf if it is on any rank."""
@@ -72,9 +72,9 @@ class Verdict:
     skip: Tensor
     """1.0 if no parameter may change, otherwise 0.0; a float32 scalar on the device, as fused optimizers want it."""
     norm: Tensor
-    """The norm by which all ranks clip, a scalar on the device; bitwise equal on all, so that copies stay copies."""
+    """The norm by which all ranks clip, a scalar on the device; bitwise equal on all, so that replicas stay equal."""
     _numbers: Tensor
-    """In the host's memory, valid once `_arrived` has happened."""
+    """The step's numbers in the host's memory, valid once `_arrived` has happened."""
     _arrived: torch.cuda.Event | None
 
     def read(self) -> StepResult:

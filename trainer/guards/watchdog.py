@@ -66,7 +66,7 @@ class Watchdog:
         self._store = dist.PrefixStore("watchdog", store_of_the_job())
         self._waits = 0
         self._done: dict[int, list[Any] | None] = {}
-        """The error with which each piece of rank 0's work ended that the others wait for."""
+        """The error that ended each piece of rank 0's work that the others wait for."""
         self._crash_file = folder / "crashes" / f"rank-{self.rank:05d}-{socket.gethostname()}-{os.getpid()}.txt"
         self._had_handler = faulthandler.is_enabled()
         self._crash = self._open_crash_file()

@@ -21,8 +21,8 @@ from parallelisms.part import Part
 GOLDEN = 0x9E3779B9
 """2^32 over the golden ratio: multiples of it are spread evenly."""
 FACTORS = 0x7FEB352D, 0x846CA68B
-"""Of the integer mix "lowbias32" (C. Wellons, nullprogram.com/blog/2018/07/31): each bit of the input changes each
-bit of the output with a probability of one half, to 0.2%."""
+"""Factors of the integer mix "lowbias32" (C. Wellons, nullprogram.com/blog/2018/07/31): each bit of the input changes
+each bit of the output with a probability of one half, to 0.2%."""
 _LOW = 0xFFFFFFFF
 _INFINITE = 0x7F800000
 """Bits of the float32 infinity."""
@@ -30,12 +30,12 @@ _INFINITE = 0x7F800000
 
 @dataclass(frozen=True)
 class Key:
-    """What the random numbers for a parameter's elements depend on, besides the update."""
+    """The key of the random numbers for a parameter's elements; they depend on the update as well."""
 
     word: int
-    """64 bits."""
+    """The key's 64 bits."""
     part: Part
-    """Which elements this rank has."""
+    """The elements that this rank has."""
 
 
 def key_of(seed: int, name: str, part: Part) -> Key:
@@ -53,7 +53,7 @@ def mixed(word: int) -> int:
 
 
 def salts(word: int, update: int) -> tuple[int, int]:
-    """What an update's hashes of a parameter start from: two words of 32 bits."""
+    """The start of an update's hashes of a parameter: two words of 32 bits."""
     first = mixed((word & _LOW) ^ (update * GOLDEN & _LOW))
     return first, mixed(word >> 32 ^ first)
 

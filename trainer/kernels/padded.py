@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 UNIT_BYTES = 64
-"""What the kernel gives to a thread at least (FusedAdamKernel.cpp, `cache_line_aligned_task_unit`)."""
+"""Bytes that the kernel gives to a thread at least (FusedAdamKernel.cpp, `cache_line_aligned_task_unit`)."""
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def update(
 
 
 def _root(values: Tensor) -> Tensor:
-    """The square root, of float32 correctly rounded; that of the float64 is so near that rounding it is correct."""
+    """The square root, of float32 correctly rounded; the float64's is so near that rounding it is correct."""
     if values.device.type == "cpu" and values.dtype == torch.float32:
         return torch.from_numpy(np.sqrt(values.numpy()))
     return values.double().sqrt().to(values.dtype)

@@ -52,7 +52,7 @@ class RowAdamW(AdamW, rule.RowOptimizer):
         Args:
             groups: as for AdamW, with names if there are `keys`.
             kernel: what updates.
-            keys: for moments in bfloat16, how those of each parameter are rounded, by name; otherwise empty.
+            keys: for moments in bfloat16, how each parameter's moments are rounded, by name; otherwise empty.
             settings: AdamW's.
         """
         super().__init__(groups, fused=kernel in ("torch", "padded"), **settings)
@@ -181,7 +181,7 @@ class Rule(rule.Rule):
 
 
 def kernel_of_adamw(config: Optimizer, device_type: str, dtype: torch.dtype, exact: bool) -> Kernel:
-    """What updates parameters of this type on this kind of device."""
+    """The kernel that updates parameters of this type on this kind of device."""
     if config.kernel == "auto" and device_type == "cuda" and dtype == torch.float32 and _has_triton():
         return "keel"
     if device_type not in _FUSED_DEVICES or config.moments_dtype != "float32":

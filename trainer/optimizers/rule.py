@@ -1,4 +1,4 @@
-"""What an optimizer's file in this folder says about it.
+"""An optimizer's description, given by its file in this folder.
 
 `optimizer.name` is the name of the file; its class `Rule` implements the one below. The rest follows from it: which
 tensors a checkpoint has and under which names, their memory, row shards and owners, freezing, parameter groups.

@@ -1,4 +1,4 @@
-"""What a block keeps of its activations from the forward to the backward pass, by the way it is checkpointed."""
+"""The activations that a block keeps from the forward to the backward pass, by the way it is checkpointed."""
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet

@@ -1,4 +1,4 @@
-"""What the start-up summary says of 8-bit products, and whether this machine has them."""
+"""The start-up summary's text on float8 matmuls, and whether this machine has them."""
 
 import torch
 
@@ -15,7 +15,7 @@ _SCALES = {
 
 
 def float8_products(config: Config, device: torch.device) -> str:
-    """What is multiplied in 8 bits, for people; empty if nothing is.
+    """The matrices that are multiplied in float8, for people; empty if there are none.
 
     Raises:
         ConfigError: this machine or this model cannot.

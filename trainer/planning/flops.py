@@ -1,4 +1,4 @@
-"""What a token costs: parameters, FLOPs, and the share of the device's peak that they make (MFU).
+"""A token's cost: parameters, FLOPs, and the share of the device's peak that they make (MFU).
 
 For one token, the forward and backward pass cost, as in appendix B of PaLM (Chowdhery et al. 2022),
 
@@ -37,9 +37,9 @@ class TokenFlops:
     """FLOPs of the forward and backward pass of one token."""
 
     causal: int
-    """With half of the attention scores, as counted by `mfu` and `tflops`."""
+    """FLOPs with half of the attention scores, as counted by `mfu` and `tflops`."""
     full: int
-    """With all attention scores, as counted by PaLM's formula."""
+    """FLOPs with all attention scores, as counted by PaLM's formula."""
 
 
 def flops_per_token(model: Model, seq_len: int, frozen: Collection[str] = ()) -> TokenFlops:
@@ -59,10 +59,10 @@ def flops_per_token(model: Model, seq_len: int, frozen: Collection[str] = ()) ->
 
 
 def _left_out(model: Model, parts: Skeleton, frozen: Collection[str]) -> tuple[int, int]:
-    """What a backward pass skips: gradients, in elements of the matrices, and layers, for their attention.
+    """The parts that a backward pass skips: gradients, in elements of the matrices, and layers, for their attention.
 
     A frozen matrix has no gradient, and its input has none if nothing before it trains. Matrices with the same input
-    (q, k and v; gate and up) are neighbors in one module, and sharded alike by tensor parallelism.
+    (q, k and v; gate and up) are neighbors in one module, and sharded the same way by tensor parallelism.
     """
 
     def place(name: str) -> tuple[str, int | None]:

@@ -5,7 +5,7 @@ from configs.schema import Config
 
 
 def say_choice(config: Config, ranks: int) -> str:
-    """What `activation_checkpoint.memory_limit_gib` chooses for a job on so many ranks."""
+    """The choice of `activation_checkpoint.memory_limit_gib` for a job on so many ranks."""
     from trainer.planning.least_recomputation import planned_choice
 
     return str(planned_choice(config, ranks, card_bytes=None))

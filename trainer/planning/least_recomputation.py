@@ -46,7 +46,7 @@ class Choice:
     """The way of checkpointing that was chosen."""
 
     table: ActivationCheckpoint
-    """As if the job had set it."""
+    """The table as if the job had set it."""
     frees_copies: bool
     """Whether a single rank is to free its copies in compute_dtype, by `fsdp.reshard_after_forward`."""
     asked: float | str
@@ -56,7 +56,7 @@ class Choice:
     needed: int
     """Bytes that they take by estimate."""
     repeated: float
-    """What is computed twice, as a fraction of the forward pass of all blocks."""
+    """The recomputation as a fraction of all blocks' forward pass."""
 
     def __str__(self) -> str:
         changed = self.table.model_dump(exclude_defaults=True) or {"mode": "none"}
@@ -102,7 +102,7 @@ def planned_choice(config: Config, ranks: int, card_bytes: int | None) -> Choice
         card_bytes: a GPU's memory; None if unknown.
 
     Raises:
-        ConfigError: the job does not fit, or its limit is that of an unknown GPU.
+        ConfigError: the job does not fit, or its limit is an unknown GPU's.
     """
     asked = config.activation_checkpoint.memory_limit_gib
     if not asked:
@@ -147,7 +147,7 @@ def choose(config: Config, sizes: MeshSizes, device_type: str, limit: float) -> 
 
 
 def _least(config: Config, sizes: MeshSizes, device_type: str, limit: float) -> Choice:
-    """As `choose`, with the copies that `config` asks for."""
+    """Do what `choose` does, with the copies that `config` asks for."""
 
     def needed(table: ActivationCheckpoint) -> int:
         changed = config.model_copy(update={"activation_checkpoint": table})
@@ -201,7 +201,7 @@ def _without_copies(config: Config, sizes: MeshSizes, limit: float) -> Choice | 
 
 
 def _casts(config: Config) -> float:
-    """What transient copies cost a micro-batch more than kept ones, as a fraction of all blocks' forward pass."""
+    """A micro-batch's extra cost of transient copies over kept ones, as a fraction of all blocks' forward pass."""
     elements = sum(map(prod, skeleton(config.model).shapes.values()))
     tokens = config.training.micro_batch_size * config.training.seq_len
     return _FLOPS_PER_BYTE * CAST_BYTES * elements / tokens / _forward(config)
@@ -251,7 +251,7 @@ def _layers(config: Config, table: ActivationCheckpoint) -> list[int]:
 
 @dataclass(frozen=True)
 class _Cost:
-    """What a block's forward pass costs a token, in FLOPs."""
+    """The cost of a block's forward pass per token, in FLOPs."""
 
     elementwise: float
     """Norms, rotary positions, SwiGLU."""
@@ -308,4 +308,4 @@ def _ways(config: Config) -> Iterator[_Way]:
 
 
 _PRODUCTS = ("aten.mm", "aten._scaled_mm", "keel.grouped_mm", "_c10d_functional.reduce_scatter_tensor")
-"""Of the ops that a plan names: matrix products, and the tensor-parallel sum of the terms that they compute."""
+"""The matrix products among the ops that a plan names, and the tensor-parallel sum of the terms that they compute."""

@@ -72,7 +72,7 @@ class MemoryEstimate:
     """All gradients that a step accumulates, at its end."""
     optimizer: int
     buffers: int
-    """What libraries keep: cuBLAS's workspace, a pipeline's receive buffers."""
+    """Memory that libraries keep: cuBLAS's workspace, a pipeline's receive buffers."""
     peak: Moment
     """The worst moment of a step."""
     offloaded: bool
@@ -80,7 +80,7 @@ class MemoryEstimate:
 
     @property
     def states(self) -> int:
-        """What persists from step to step, gradients included."""
+        """Memory that persists from step to step, gradients included."""
         return self.parameters + self.copies + self.gradients + self.optimizer
 
     @property
@@ -211,7 +211,7 @@ class RankMemory:
 
     @cached_property
     def in_8_bits(self) -> set[str]:
-        """The parameters that FSDP gathers in 8 bits."""
+        """The parameters that FSDP all-gathers in float8."""
         if not self.config.float8.fsdp_all_gather:
             return set()
         return {f"{name}.weight" for name in choose(self.model.shapes, self.model.plan, self.config).converted}

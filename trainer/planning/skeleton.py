@@ -25,7 +25,7 @@ _CUT_DIMENSIONS = {"embedding": -2, "head": -2, "column": -2, "row": -1, "part_c
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What is known of a model before it has memory."""
+    """The facts of a model that are known before it has memory."""
 
     shapes: Mapping[str, Shape]
     """Shapes of the parameters, by name; a tied parameter has one name."""
@@ -42,7 +42,7 @@ class Skeleton:
 
     @cached_property
     def _tp_dimensions(self) -> dict[str, int]:
-        """By module or parameter, for those that are sharded."""
+        """The dimension that is sharded, by module or parameter, for those that have one."""
         names = {*self.shapes, *(name.rpartition(".")[0] for name in self.shapes)}
         found: dict[str, int] = {}
         for pattern, role in self.plan.tensor_parallel.items():

@@ -15,7 +15,7 @@ from trainer.optimizers.rule import Rule, rule_of
 from trainer.planning.skeleton import Skeleton, skeleton
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-"""Of an element, by dtype."""
+"""Bytes of an element, by dtype."""
 
 
 def always_frozen(config: Config, model: Skeleton) -> set[str]:
@@ -65,7 +65,7 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def _rule(config: Config, model: Skeleton, name: str) -> type[Rule]:
-    """What updates a parameter."""
+    """The rule that updates a parameter."""
     is_hidden = model.block_of(name) is not None and len(model.shapes[name]) == 2
     return rule_of(rule_name(config.optimizer, is_hidden))
 

@@ -64,7 +64,7 @@ class Traffic(NamedTuple):
 
 
 def trace_step(config: Config, world_size: int, rank: int) -> dict[Collective, Traffic]:
-    """What one of `world_size` ranks communicates in an optimizer step, largest first; nothing is compiled.
+    """The communication of one of `world_size` ranks in an optimizer step, largest first; nothing is compiled.
 
     Raises:
         ConfigError: the ranks cannot form the mesh.
@@ -88,7 +88,7 @@ def trace_step(config: Config, world_size: int, rank: int) -> dict[Collective, T
 
 
 def record_step(learner: Learner) -> dict[Collective, Traffic]:
-    """What a learner, real or fake, communicates in a step, without the scalars of its loss; largest first."""
+    """The communication of a learner, real or fake, in a step, without its loss's scalars; largest first."""
     with _Recorder(learner.mesh) as recorder:
         _train(learner)
     return dict(sorted(recorder.traffic.items(), key=lambda item: -item[1].n_bytes))

@@ -1,4 +1,4 @@
-"""Compares the fingerprints of steps with those of their replay: in bits, or within a bound."""
+"""Compares the fingerprints of steps with their replay's: in bits, or within a bound."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ LOSS, NORM = "the loss", "the gradient norm"
 
 @dataclass(frozen=True)
 class Difference:
-    """What a step and its replay differ in."""
+    """The difference between a step and its replay."""
 
     step: int
     loss: bool
@@ -28,7 +28,7 @@ class Difference:
         return self.loss or self.norm or bool(self.parameters)
 
     def __str__(self) -> str:
-        """In words; of several parameters the last in the model, since the backward pass begins there."""
+        """The difference in words; it names the last of several parameters, since the backward pass begins there."""
         numbers = [name for name, differs in ((LOSS, self.loss), (NORM, self.norm)) if differs]
         if self.parameters:
             last, n = self.parameters[-1], len(self.parameters)
@@ -39,7 +39,7 @@ class Difference:
 
 
 def difference(recorded: Step, replayed: Step, names: Sequence[str], n_ranks: int) -> Difference:
-    """What differs in bits between a step of a run on `n_ranks` ranks and its replay; `names` lists all parameters."""
+    """The difference in bits between a step of a run on `n_ranks` ranks and its replay; `names`: all parameters."""
     digests = _unequal(recorded.digests, replayed.digests) | _unequal(recorded.samples, replayed.samples)
     return Difference(
         recorded.step,

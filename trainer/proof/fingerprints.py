@@ -1,4 +1,4 @@
-"""Records the fingerprint of every step of a run in `fingerprints.jsonl`, beside `metrics.jsonl`.
+"""Records the fingerprint of every step of a run in `fingerprints.jsonl`, next to `metrics.jsonl`.
 
 Rank 0 writes the lines. They are in memory until the next line of metrics or the next save, and are cut back with
 `metrics.jsonl` on a resume.
@@ -25,7 +25,7 @@ from trainer.saved_state import RunState
 
 
 class Fingerprints:
-    """The fingerprints of a launch's steps; without `metrics.fingerprint` it only cuts back those of earlier ones."""
+    """The fingerprints of a launch's steps; without `metrics.fingerprint` it only cuts back earlier launches'."""
 
     def __init__(
         self,

@@ -34,14 +34,14 @@ class Launch:
     """Sizes of the mesh's axes."""
     ranks: int
     environment: dict[str, str]
-    """As in a checkpoint's manifest, and torch's version."""
+    """The environment in a checkpoint's manifest, and torch's version."""
     parameters: list[tuple[str, int]]
     """Name and number of elements of each of the model's parameters, in its order."""
     job: str
     """The resolved job file."""
 
     def line(self) -> str:
-        """As it stands in the file."""
+        """The line that stands in the file."""
         return json.dumps(asdict(self))
 
 
@@ -53,7 +53,7 @@ class Step:
     loss: float
     grad_norm: float
     digests: np.ndarray
-    """As in `Gradients`, like the other arrays."""
+    """The array of `Gradients`, like the others."""
     norms: np.ndarray
     samples: np.ndarray
     ranks: np.ndarray
@@ -63,7 +63,7 @@ class Step:
         return {len(self.digests), len(self.norms), len(self.samples)} == {len(launch.parameters)}
 
     def line(self) -> str:
-        """As it stands in the file."""
+        """The line that stands in the file."""
         numbers = {"loss": self.loss.hex(), "grad_norm": self.grad_norm.hex()}
         arrays = {name: _text(getattr(self, name)) for name in _TYPES}
         return json.dumps({"step": self.step, **numbers, **arrays})
@@ -127,7 +127,7 @@ def read_stretch(folder: Path, first: int, last: int) -> Stretch:
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """The steps of which a run has a fingerprint, in order.
+    """The steps that a run has fingerprints of, in order.
 
     Raises:
         UserError: it has none.

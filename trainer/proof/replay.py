@@ -117,7 +117,7 @@ class Replayer(Trainer):
     """Trains the steps of a replay, and leaves no checkpoint."""
 
     def __init__(self, first_sample: int | None, runtime: Runtime, before_build: Callable[[Opened], None]) -> None:
-        """As `Trainer`; `first_sample` is the plan's.
+        """Set up the trainer like `Trainer`; `first_sample` is the plan's.
 
         Raises:
             UserError: the data can't begin there.
@@ -143,7 +143,7 @@ class Replayer(Trainer):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a replay has shown."""
+    """A replay's result."""
 
     last: int
     """The step that was asked for."""
@@ -154,7 +154,7 @@ class Verdict:
     expects_bits: bool
     """Whether any difference in bits is a fault: nothing has changed, or what has left the first step's bits equal."""
     difference: Difference | None
-    """What differs in the first step that is not equal in bits; None if all are."""
+    """The difference in the first step that is not equal in bits; None if all are."""
     largest: Gap | None
     """The largest gap relative to its bound, if bits may differ."""
     first_outside: Gap | None

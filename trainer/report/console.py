@@ -41,7 +41,7 @@ ReportProgress = Callable[..., None]
 
 
 class _Stream:
-    """A standard stream that may be closed while training goes on: a terminal, or a pipe whose reader has ended.
+    """A standard stream that may be closed while training continues: a terminal, or a pipe whose reader has ended.
 
     What is then written to it is dropped, since run.log has it, too.
     """
@@ -65,7 +65,7 @@ class _Stream:
         self._attempt(lambda stream: stream.flush())
 
     def __getattr__(self, name: str) -> Any:
-        """For rich: `isatty`, `encoding` and the like."""
+        """Return the stream's `isatty`, `encoding` and the like, for rich."""
         return getattr(self._current(), name)
 
     def _attempt(self, action: Callable[[TextIO], object]) -> None:
@@ -116,7 +116,7 @@ class Console:
         self._live = self._log = None
 
     def log_to(self, path: Path) -> None:
-        """From now on, append everything to run.log as well; only on rank 0."""
+        """Append everything to run.log as well from now on; only on rank 0."""
         if self.rank == 0:
             self._log = AppendedFile(path)
 

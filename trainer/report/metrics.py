@@ -1,4 +1,4 @@
-"""What a run records: `metrics.jsonl`, and where the time went.
+"""The records of a run: `metrics.jsonl`, and where the time went.
 
 `metrics.jsonl` has one JSON object per logged step, in the file as soon as it is logged, with the keys of `StepMetrics`
 in their order. A validated step is always logged, with the keys of the validation added; so is a step with an incident,
@@ -38,7 +38,7 @@ from trainer.report.sinks.worker import Sinks
 
 
 class Kind(StrEnum):
-    """What a process spends its time on."""
+    """A kind of work that a process spends its time on."""
 
     STARTUP = "start-up"
     PREPARATION = "data preparation"
@@ -218,11 +218,11 @@ class StepMetrics:
     validation_bits_per_byte: float | None = None
     """Bits per byte of text of all sources together; null without a tokenizer."""
     validation_by_source: dict[str, dict[str, float | None]] | None = None
-    """By name of the source, its own `loss`, `perplexity` and `bits_per_byte`."""
+    """Each source's own `loss`, `perplexity` and `bits_per_byte`, by its name."""
     samples: list[dict[str, str]] | None = None
-    """Of each prompt of validation.samples, the `prompt` and the `text` that the model continued it with."""
+    """Each prompt of validation.samples: the `prompt`, and the `text` that the model continued it with."""
     tokens_per_expert: dict[int, list[int]] | None = None
-    """For a mixture of experts: tokens of the step's global batch sent to each expert, by layer number."""
+    """Tokens of the step's global batch sent to each expert of a mixture, by layer number."""
     load_imbalance: float | None = None
     """The busiest expert's tokens over the mean of its layer's experts, for the most uneven layer; 1 is even."""
     router_entropy: float | None = None
@@ -234,9 +234,9 @@ class StepMetrics:
     lag_seconds: float | None = None
     """How long it kept them waiting, per step."""
     phase_seconds: dict[str, float] | None = None
-    """By phase, per step: time outside of collectives on the rank that spent the most."""
+    """Time per step outside of collectives, by phase, on the rank that spent the most."""
     layer_grad_norms: dict[str, float | None] | None = None
-    """With metrics.details_interval, like the next four keys: see docs/metrics.md."""
+    """Measured with metrics.details_interval, like the next four keys: see docs/metrics.md."""
     layer_activation_rms: dict[str, float | None] | None = None
     grad_noise_scale: float | None = None
     grad_noise_trace: float | None = None
@@ -260,7 +260,7 @@ class EvaluationMetrics:
     step: int
     """The checkpoint's."""
     evaluation: dict[str, dict[str, float]]
-    """By task, its metrics, such as `acc` and `acc_stderr`."""
+    """Each task's metrics, such as `acc` and `acc_stderr`, by its name."""
     time: float
     """Seconds since the epoch, when it ended."""
 

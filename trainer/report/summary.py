@@ -141,7 +141,7 @@ def _ranks(sizes: MeshSizes, device_name: str) -> str:
 
 
 def _techniques(config: Config, device_type: str) -> str:
-    """What differs from plain eager training."""
+    """The differences from plain eager training."""
     used = [
         f"ZeRO stage {config.fsdp.zero_stage}" if config.fsdp.zero_stage < 3 else "",
         _pipeline(config),
@@ -158,7 +158,7 @@ def _techniques(config: Config, device_type: str) -> str:
 
 
 def _optimizer(config: Config, device_type: str) -> str:
-    """What updates the parameters; on a CPU, AdamW is not mentioned, since there is no choice of its kernel."""
+    """The optimizer; on a CPU, AdamW is not mentioned, since there is no choice of its kernel."""
     name = config.optimizer.name
     if rule_of(name).hidden_matrices_only:
         used = f"{name.capitalize()} for the blocks' matrices"
@@ -324,7 +324,7 @@ def _memory_held(memory: Memory) -> str:
 
 
 def next_rows(config: Config, state: State) -> list[Row]:
-    """What to try next: variations of the command that started this process, each also correct when repeated."""
+    """The next things to try: variations of the command that started this process, each also correct when repeated."""
     go_on = {"checkpoint.load": "latest"} if config.checkpoint.load == "none" else {}
     if state != "done":
         return [("resume from the newest checkpoint", _with(_this_command(), go_on))]

@@ -5,7 +5,7 @@ import math
 import re
 
 INDENT = "  "
-"""Of rows under a title."""
+"""Indentation of rows under a title."""
 WIDTH = 80
 """Characters of a line, so that it fits any terminal; only paths may be longer."""
 _LONGEST = 1e11

@@ -43,7 +43,7 @@ class CachedModel:
 
         Args:
             prompts: the tokens of each, at least one.
-            length: tokens for which each sequence has room, the longest prompt's included.
+            length: tokens that each sequence has room for, the longest prompt's included.
 
         Returns:
             The logits of the tokens after the prompts, (batch, vocab).

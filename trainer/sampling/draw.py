@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 NOT_FINITE = -1
-"""In the place of a token whose logits are not all finite."""
+"""Stands for a token whose logits are not all finite."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Distribution:
     temperature: float = 1.0
     """0: always the most likely token; 1: the model's own distribution; above: more even."""
     top_k: int | None = None
-    """At least 1; None: all tokens."""
+    """Number of the most likely tokens to choose from, at least 1; None: all tokens."""
     top_p: float = 1.0
-    """Above 0; 1: all tokens."""
+    """Share of the most likely tokens' probability to choose from, above 0; 1: all tokens."""
 
 
 def generators(seed: int, n: int, *key: int) -> list[np.random.Generator]:

@@ -6,7 +6,7 @@ from configs.errors import UserError
 from trainer.data.tokenizer import Tokenizer
 
 _UNFINISHED = "\ufffd"
-"""What a decoder returns for bytes that are not a character, or not yet."""
+"""A decoder's result for bytes that are not a character, or not yet."""
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str, most: int | None = None) -> list[int]:

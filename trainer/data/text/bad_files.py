@@ -28,7 +28,7 @@ class BadFiles:
         self.skipped: Counter[str] = Counter()
         """Number of files and folders that were skipped because they are not text, by reason."""
         self.examples: dict[str, list[str]] = {}
-        """Of each reason but HIDDEN, the first files."""
+        """The first files for each reason but HIDDEN."""
 
     def add(self, message: str) -> None:
         """Count one more.

@@ -144,7 +144,7 @@ def _is_compressed(path: str) -> bool:
 
 
 def _suffix(path: str) -> str:
-    """The suffix of the name, in lower case, without that of a compression."""
+    """The suffix of the name, in lower case, without a compression's."""
     return os.path.splitext(os.path.splitext(path)[0] if _is_compressed(path) else path)[1].lower()
 
 

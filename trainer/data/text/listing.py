@@ -1,4 +1,4 @@
-"""What the inputs of a preparation contained: each file's size and hash, so that a later change is noticed.
+"""The content of a preparation's inputs: each file's size and hash, so that a later change is noticed.
 
 The list is kept as OUTPUT/inputs.jsonl, one file per line. A file whose size and modification time are the
 recorded ones counts as unchanged; otherwise its content is compared. Datasets of the hub are not listed, since their

@@ -8,7 +8,7 @@ the same text is never in both.
 Before that, all files are read once (`listing.examine`): what can't be read is named before hours go into tokenizing,
 and the sizes and hashes of the inputs are recorded, so that text that is added or changed later is noticed.
 
-All work is done in a hidden folder beside OUTPUT that is renamed when it is complete: OUTPUT is either finished or does
+All work is done in a hidden folder next to OUTPUT that is renamed when complete: OUTPUT is either finished or does
 not exist. A finished shard leaves a report in the hidden folder. After a kill, the next call does the shards that have
 none, and those whose input files have changed since. A lock separates concurrent launches: the first prepares, the
 others wait and find the work done. Worker processes write to a folder of their launch, and only the holder of the lock
@@ -320,7 +320,7 @@ def _pool(processes: int, counter: "Synchronized[int]") -> Iterator[ProcessPoolE
 
 
 def _start_worker(counter: "Synchronized[int]") -> None:
-    """In a worker: count what it reads, leave Ctrl-C to the parent, and exit if the parent is killed."""
+    """Let a worker count what it reads, leave Ctrl-C to the parent, and exit if the parent is killed."""
     read_bytes.add_to(counter)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -404,7 +404,7 @@ def _enter(working: Path, settings: Settings) -> None:
 
 
 def _remove_leftovers(working: Path, finished: set[str]) -> None:
-    """Remove what unfinished shards left behind: temporary files, and those of a different division of the inputs."""
+    """Remove what unfinished shards left behind: temporary files, and files of a different division of the inputs."""
     for path in [*working.glob("reports/*"), *working.glob("output/*/*"), *working.glob("output/.*.tmp")]:
         if path.stem not in finished:
             path.unlink()

@@ -57,7 +57,7 @@ class Split:
 
 
 def described(record: dict[str, Any], output: Path) -> list[str]:
-    """What a record says, in lines for people."""
+    """A record in lines for people."""
     lines = []
     if "inputs" in record:
         lines.append(f"read {record['inputs']['files']:,} files of {record['inputs']['bytes']:,} bytes")
@@ -104,7 +104,7 @@ def check_inputs(
     say: Callable[[str], None],
     if_changed: Callable[[str], None] | None = None,
 ) -> None:
-    """Compare the inputs with those of a finished folder, as far as they still exist.
+    """Compare the inputs with a finished folder's, as far as they still exist.
 
     Args:
         say: called with remarks.
@@ -173,7 +173,7 @@ _FORM = {
     "duplicates?": int,
     "packed?": {"*": _PACKED},
 }
-"""What a record has: types, lists of them, and objects; "?" marks what may be missing, "*" stands for any key."""
+"""A record's form: types, lists of them, and objects; "?" marks what may be missing, "*" stands for any key."""
 
 
 def _fits(value: Any, form: Any) -> bool:

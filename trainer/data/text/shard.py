@@ -28,7 +28,7 @@ class Shard:
     index: int
     pieces: list[Piece]
     working: Path
-    """The hidden folder beside OUTPUT."""
+    """The hidden folder next to OUTPUT."""
     launch: int
     """Process id of the launch, which names its folder for unfinished work."""
     tokenizer_path: Path
@@ -137,7 +137,7 @@ class _ReadBytes:
         self.add: Callable[[int], None] = lambda n_bytes: None
 
     def add_to(self, counter: "Synchronized[int]") -> None:
-        """From now on, add to a counter that processes share."""
+        """Add to a counter that processes share from now on."""
 
         def add(n_bytes: int) -> None:
             with counter.get_lock():

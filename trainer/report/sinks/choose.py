@@ -18,7 +18,7 @@ _LOGIN_SECONDS = 60
 
 
 def choose_sinks(settings: Metrics, folder: Path, with_own: bool = True) -> dict[str, MakeSink]:
-    """What opens each sink, by its name for people.
+    """The function that opens each sink, by its name for people.
 
     Args:
         folder: the run folder.

@@ -1,6 +1,6 @@
 """Which run of a tracking service a launch writes to, where a written step can't be taken back.
 
-The file beside the sink's own names that run. A launch continues it only if the last launch closed it and the new one
+The file next to the sink's own names that run. A launch continues it only if the last launch closed it and the new one
 resumes after its last step. Otherwise (after a kill, or if the run goes back) the service may have steps of a future
 that is abandoned, or lack some that it was given: then a new run there gets the whole history.
 """

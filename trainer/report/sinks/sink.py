@@ -1,4 +1,4 @@
-"""What receives a run's records besides `metrics.jsonl`: TensorBoard, W&B, or a class of your own.
+"""Receivers of a run's records besides `metrics.jsonl`: TensorBoard, W&B, or a class of your own.
 
 A sink is a class that is called with a `SinkRun` and has two methods, `write` and `close`. `metrics.sink =
 "my_module:MySink"` names one:
@@ -67,7 +67,7 @@ TAGS = {
 
 @dataclass(frozen=True)
 class SinkRun:
-    """What a sink learns of the run when it is opened."""
+    """The facts of the run that a sink gets when it is opened."""
 
     name: str
     """job.name."""

@@ -48,7 +48,7 @@ class Sinks:
         self._reached = threading.Event()
         self._queue.put(self._reached)
         if not self._reached.wait(PATIENCE_SECONDS):
-            self._warn(f"{self._names}: a logger is slow, and records wait for it; TRAINING GOES ON")
+            self._warn(f"{self._names}: a logger is slow, and records wait for it; training continues")
 
     def close(self) -> None:
         """Close all of them once they have all records, or leave them when it takes too long."""
@@ -63,7 +63,7 @@ class Sinks:
             try:
                 sinks[name] = make(run)
             except BaseException as error:  # some packages raise SystemExit
-                self._warn(f"{name} can't be opened: {_reason(error)}; TRAINING GOES ON without it")
+                self._warn(f"{name} can't be opened: {_reason(error)}; training continues without it")
         while (item := self._queue.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
@@ -79,7 +79,7 @@ class Sinks:
         except BaseException as error:
             if name not in self._failed:
                 self._failed.add(name)
-                self._warn(f"{name} failed: {_reason(error)}; TRAINING GOES ON, and tries it again")
+                self._warn(f"{name} failed: {_reason(error)}; training continues and retries it")
 
 
 def _reason(error: BaseException) -> str:
