@@ -29,8 +29,10 @@ def compare(a: Path, b: Path) -> Iterator[TensorDifference]:
     Raises:
         Damaged: a file can't be read.
     """
-    metadata_a, metadata_b = read_metadata(a), read_metadata(b)
-    names_a, names_b = metadata_a.state_dict_metadata.keys(), metadata_b.state_dict_metadata.keys()
+    metadata_a = read_metadata(a)
+    metadata_b = read_metadata(b)
+    names_a = metadata_a.state_dict_metadata.keys()
+    names_b = metadata_b.state_dict_metadata.keys()
     for name in sorted(names_a | names_b):
         if name not in names_a or name not in names_b:
             yield TensorDifference(name, f"only in {a if name in names_a else b}")
@@ -47,7 +49,8 @@ def compare(a: Path, b: Path) -> Iterator[TensorDifference]:
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
     """How the values of two tensors of one shape and dtype differ; None if they are bitwise equal."""
-    a, b = a.contiguous().flatten(), b.contiguous().flatten()
+    a = a.contiguous().flatten()
+    b = b.contiguous().flatten()
     if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         return None
     unequal = (a.view(-1, 1).view(torch.uint8) != b.view(-1, 1).view(torch.uint8)).any(1)

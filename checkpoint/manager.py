@@ -79,8 +79,10 @@ class CheckpointManager:
             metrics: the run's metrics.jsonl; copied to where checkpoints are moved that the run does not continue.
             incarnation: of an elastic run; nothing is committed, moved or removed once there is a newer one.
         """
-        self._folder, self._settings = folder, settings
-        self._metrics, self._rewind_interval = metrics, rewind_interval
+        self._folder = folder
+        self._settings = settings
+        self._metrics = metrics
+        self._rewind_interval = rewind_interval
         # The config as a manifest returns it, so that both sides of a comparison have the same types.
         config = json.loads(json.dumps(resolved))
         self._run = Description(config, dict(mesh), tokenizer_hash, dict(environment or {}))
@@ -330,7 +332,9 @@ class CheckpointManager:
             return
         if self._vote is not None:
             self._vote.is_unanimous()
-        save, self._pending, self._vote = self._pending, None, None
+        save = self._pending
+        self._pending = None
+        self._vote = None
         try:
             # A little longer than its collectives wait for a rank.
             left = save.started + self._settings.timeout_seconds + GRACE_SECONDS - time.perf_counter()
@@ -392,7 +396,8 @@ class CheckpointManager:
     def _failed(self, error: SaveFailed) -> None:
         """Raise if too many saves in a row have failed, otherwise warn."""
         self._failures.append(error)
-        count, limit = len(self._failures), self._settings.max_save_failures
+        count = len(self._failures)
+        limit = self._settings.max_save_failures
         if count >= limit:
             raise SaveFailed(f"{error}; failed saves in a row: {count} (checkpoint.max_save_failures is {limit})")
         newest = self.latest_step()

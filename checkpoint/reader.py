@@ -99,7 +99,8 @@ class Reader:
         Raises:
             KeelError: as in `load`.
         """
-        load, go_back = self.settings.load, self.settings.go_back
+        load = self.settings.load
+        go_back = self.settings.go_back
 
         def choose() -> Json:
             choice = folders.choose(self.folder, load, go_back)
@@ -288,7 +289,8 @@ def _read(folder: Path) -> Json:
         Damaged: it is damaged.
         UserError: it has another format.
     """
-    manifest, index = manifests.read_manifest(folder), index_text(read_metadata(folder))
+    manifest = manifests.read_manifest(folder)
+    index = index_text(read_metadata(folder))
     return [str(folder), asdict(manifest), index.decode(), manifests.read_trainer_state(folder)]
 
 

@@ -69,7 +69,8 @@ def free_memory(root: Path = Path("/")) -> int:
     free = int(lines["MemAvailable"].split()[0]) * 1024
     groups = (root / "proc/self/cgroup").read_text().splitlines()
     group = root / "sys/fs/cgroup" / next((line[4:] for line in groups if line.startswith("0::/")), "")
-    limit, used = group / "memory.max", group / "memory.current"
+    limit = group / "memory.max"
+    used = group / "memory.current"
     if not limit.exists() or limit.read_text().strip() == "max":
         return free
     return min(free, int(limit.read_text()) - int(used.read_text()))

@@ -157,7 +157,8 @@ class Stager:
         Each tensor has its own storage of its own size, since torch.save writes a tensor's whole storage.
         """
         dtypes = {name: dtype(name, shard.local) for name, shard in shards.items()}
-        starts, end = {}, 0
+        starts = {}
+        end = 0
         for name, shard in shards.items():
             starts[name] = end
             end += -(-shard.local.numel() * dtypes[name].itemsize // ALIGNMENT) * ALIGNMENT
@@ -166,7 +167,8 @@ class Stager:
             weakref.finalize(self, _unpin, _pinned(memory))
         buffers = {}
         for name, shard in shards.items():
-            shape, kind = shard.local.shape, dtypes[name]
+            shape = shard.local.shape
+            kind = dtypes[name]
             n = shard.local.numel()
             empty = (
                 torch.frombuffer(memory, dtype=kind, count=n, offset=starts[name]) if n else torch.empty(0, dtype=kind)
@@ -316,7 +318,9 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 class _LoadPlanner(dcp.DefaultLoadPlanner):
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Use the shards as they are; DCP's default would look for nested dicts and meta tensors in them."""
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+        self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].local

@@ -21,7 +21,8 @@ def lock_or_take_over(folder: Path, warn: Callable[[str], None], seconds: float)
     Raises:
         FolderInUse, OSError: as in `lock`.
     """
-    claims, deadline = folder / FOLDER, time.monotonic() + seconds
+    claims = folder / FOLDER
+    deadline = time.monotonic() + seconds
     signs = {last_sign_of_life(claims)}
     while True:
         try:

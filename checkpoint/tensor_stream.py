@@ -149,7 +149,8 @@ def _write_file(path: Path, tensors: Iterable[tuple[str, Tensor]], index: Metada
     """Write one file, and record its content in `index`."""
     with synced_file(path) as file:
         for name, tensor in tensors:
-            start, origin = file.tell(), torch.Size([0] * tensor.dim())
+            start = file.tell()
+            origin = torch.Size([0] * tensor.dim())
             _save(tensor, file)
             chunk = ChunkStorageMetadata(offsets=origin, sizes=tensor.shape)
             properties = TensorProperties(dtype=tensor.dtype)
@@ -177,7 +178,9 @@ class Counter:
     """Passes tensors through and reports their bytes."""
 
     def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
+        self._progress = progress
+        self._total = total
+        self._done = 0
 
     def __call__(self, tensor: Tensor) -> Tensor:
         self._done += tensor.nbytes
@@ -189,7 +192,9 @@ class SyncedFile:
     """A file open for sequential writing that hashes what is written and remembers the first error of a write."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._hash, self._size = file, xxhash.xxh3_128(), 0
+        self._file = file
+        self._hash = xxhash.xxh3_128()
+        self._size = 0
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:

@@ -85,7 +85,9 @@ class Writer:
             incarnation: of this launch.
         """
         self._incarnation = incarnation
-        self._folder, self._settings, self._rewind_interval = folder, settings, rewind_interval
+        self._folder = folder
+        self._settings = settings
+        self._rewind_interval = rewind_interval
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
         """The group of all ranks."""
         self.mode = settings.mode

@@ -166,7 +166,8 @@ class AppendedFile:
         """Set the path; `touch` or the first record creates the file unless it exists."""
         self.path = path
         self._records: deque[bytes] = deque()
-        self._n_bytes, self._dropped = 0, 0
+        self._n_bytes = 0
+        self._dropped = 0
         self._doubtful_at: int | None = None
         """Where the first record is if it was written completely, and then closing the file failed."""
         self._lock = threading.Lock()
@@ -203,7 +204,8 @@ class AppendedFile:
             while self._records:
                 self._append(self._records[0])
                 self._n_bytes -= len(self._records.popleft())
-            dropped, self._dropped = self._dropped, 0
+            dropped = self._dropped
+            self._dropped = 0
             return dropped
 
     def _append(self, record: bytes) -> None:
@@ -212,7 +214,8 @@ class AppendedFile:
             return
         descriptor = self._open()
         try:
-            size, rest = os.fstat(descriptor).st_size, memoryview(record)
+            size = os.fstat(descriptor).st_size
+            rest = memoryview(record)
             try:
                 while rest:
                     rest = rest[os.write(descriptor, rest) :]

@@ -112,7 +112,8 @@ def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
     Raises:
         ConfigError: the sizes do not multiply to the world size.
     """
-    mesh, product = config.mesh, _product(config.mesh)
+    mesh = config.mesh
+    product = _product(config.mesh)
     left_open = mesh.dp_shard == -1
     if world_size % product or (not left_open and world_size != product):
         ranks = f"{world_size} rank{'s' * (world_size != 1)}"
@@ -134,7 +135,8 @@ def accumulation_steps(config: Config, sizes: MeshSizes) -> int:
     Raises:
         ConfigError: the division has a remainder; the global batch is never rounded.
     """
-    batch, micro = config.training.global_batch_size, config.training.micro_batch_size
+    batch = config.training.global_batch_size
+    micro = config.training.micro_batch_size
     at_once = sizes.dp * micro
     if batch % at_once == 0:
         return batch // at_once
@@ -244,7 +246,8 @@ def layer_numbers(ranges: str, n_layers: int) -> list[int]:
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part, re.ASCII)
         if match is None:
             raise ConfigError(f'{part.strip()!r} is no layer or range of layers; write for example "0-3,8-11"')
-        first, last = int(match[1]), int(match[2] or match[1])
+        first = int(match[1])
+        last = int(match[2] or match[1])
         if last < first or (layers and first <= layers[-1]):
             raise ConfigError(f'the layers in "{ranges}" must ascend, {part.strip()} does not')
         if last >= n_layers:

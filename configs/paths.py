@@ -34,7 +34,8 @@ def _looked_at(key: str, path: str, problems: Iterator[Missing]) -> Iterator[Mis
 
 
 def _tokenizer(config: Config) -> Iterator[Missing]:
-    path, train_on = config.tokenizer.path, config.tokenizer.train_on
+    path = config.tokenizer.path
+    train_on = config.tokenizer.train_on
     if path:
         yield from _looked_at("tokenizer.path", path, _tokenizer_file(path, train_on, config.job.folder))
 
@@ -56,7 +57,8 @@ def _tokenizer_file(path: str, train_on: list[str], run: Path) -> Iterator[Missi
 
 
 def _data(config: Config) -> Iterator[Missing]:
-    prepare, to_be_made = config.data.prepare, None
+    prepare = config.data.prepare
+    to_be_made = None
     if prepare and not _has_any(Path(prepare.output), "*"):
         to_be_made = Path(prepare.output)
         yield from _texts("data.prepare.input", prepare.input)
@@ -100,7 +102,8 @@ def _has_any(folder: Path, pattern: str) -> bool:
 
 
 def _checkpoint(config: Config) -> Iterator[Missing]:
-    load, init_from = config.checkpoint.load, config.checkpoint.init_from
+    load = config.checkpoint.load
+    init_from = config.checkpoint.init_from
     # A run with checkpoints no longer needs the one that it began from.
     has_own = _has_any(config.job.folder / "checkpoints", "step-*")
     if isinstance(load, str) and load not in ("latest", "none") and not has_own:

@@ -21,7 +21,8 @@ def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         One line per changed key, `"training.seed: 0 -> 1"`; empty if none changed.
     """
     further = set(further_run_keys(old)) & set(further_run_keys(new))
-    before, after = _run_values(old, further), _run_values(new, further)
+    before = _run_values(old, further)
+    after = _run_values(new, further)
     lines = []
     for path in sorted(before.keys() | after.keys(), key=lambda path: list(map(str, path))):
         was, now = (values.get(path, default_of(path)) for values in (before, after))

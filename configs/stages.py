@@ -43,7 +43,8 @@ def layers_of_stages(config: Config) -> list[range]:
     Raises:
         ConfigError: there are more stages than layers, or `pipeline.split` does not fit.
     """
-    stages, n_layers = n_stages(config), config.model.n_layers
+    stages = n_stages(config)
+    n_layers = config.model.n_layers
     shown = f"pp {config.mesh.pp}" + (f" x {stages_per_rank(config)} stages a rank" if stages > config.mesh.pp else "")
     if stages > n_layers:
         raise ConfigError(f"{shown} = {stages} stages are more than n_layers {n_layers}; each stage needs a layer")
@@ -66,12 +67,15 @@ def _even_split(config: Config) -> Sequence[int]:
     and half of the attention scores. The embedding takes memory but hardly any time, so its stage comes last among
     equals; earlier stages come later, too, since they keep the activations of more micro-batches.
     """
-    model, stages = config.model, n_stages(config)
+    model = config.model
+    stages = n_stages(config)
     layer = sum(layer_matrices(model, layer) for layer in range(model.n_layers)) // model.n_layers
     active = sum(active_matrices(model, layer) for layer in range(model.n_layers)) // model.n_layers
     vocabulary = model.vocab_size * model.dim
     layer_time = active + model.n_heads * head_dim(model) * config.training.seq_len
-    counts, time, memory = [1] * stages, [layer_time] * stages, [layer] * stages
+    counts = [1] * stages
+    time = [layer_time] * stages
+    memory = [layer] * stages
     memory[0] += vocabulary
     memory[-1] += vocabulary
     time[-1] += vocabulary

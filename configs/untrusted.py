@@ -50,7 +50,8 @@ def link_out_of(path: Path) -> str | None:
     A link within the folder is not, and neither is one of the Hugging Face Hub's cache, whose `models--NAME/snapshots/`
     link to `models--NAME/blobs/`.
     """
-    folder, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
+    folder = Path(os.path.realpath(path.parent))
+    target = Path(os.path.realpath(path))
     caches = [parent for parent in folder.parents if parent.name.startswith("models--")]
     is_cached = any(folder.is_relative_to(cache / "snapshots") and target.parent == cache / "blobs" for cache in caches)
     if is_cached or target.is_relative_to(folder):

@@ -169,7 +169,8 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, 
     for rows in _rows(ends):
         op = aten._scaled_dot_product_flash_attention_for_cpu
         document_out, document_logsumexp = op(*(_alone(each[rows]) for each in (q, k, v)), 0.0, True)
-        out[rows], logsumexp[:, rows] = document_out[0].transpose(0, 1), document_logsumexp[0]
+        out[rows] = document_out[0].transpose(0, 1)
+        logsumexp[:, rows] = document_logsumexp[0]
     return out, logsumexp
 
 

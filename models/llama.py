@@ -36,7 +36,9 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
         super().__init__()
-        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self.head_dim = head_dim
+        self.theta = theta
+        self.scaling = scaling
         self.register_buffer("inv_freq", self._inverse_frequencies(), persistent=False)
 
     def init_buffers(self) -> None:
@@ -63,7 +65,8 @@ def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     Hugging Face.
     """
     wavelengths = 2 * math.pi / frequencies
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     kept = ((scaling.original_seq_len / wavelengths - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
@@ -80,7 +83,8 @@ class Attention(nn.Module):
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.head_dim = head_dim(config)
-        query_dim, kv_dim = config.n_heads * self.head_dim, n_kv_heads(config) * self.head_dim
+        query_dim = config.n_heads * self.head_dim
+        kv_dim = n_kv_heads(config) * self.head_dim
         self.q_proj = nn.Linear(config.dim, query_dim, bias=False)
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)

@@ -66,7 +66,8 @@ class Router(nn.Module):
     def __init__(self, config: Model) -> None:
         super().__init__()
         assert config.n_experts is not None
-        self.config, self.settings = config, config.router
+        self.config = config
+        self.settings = config.router
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
         self.register_buffer("bias", torch.zeros(config.n_experts) if self.settings.load_balance == "bias" else None)
         counts = torch.zeros(config.n_experts, dtype=torch.int64)

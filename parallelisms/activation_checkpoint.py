@@ -160,7 +160,8 @@ def select(block: nn.Module, config: ActivationCheckpoint, default_ops: Sequence
     Raises:
         ConfigError: a name in `save_ops` is not an op, or the block has no n-th matrix to keep.
     """
-    names, nth = list(matrices(block)), config.save_every_nth_matmul
+    names = list(matrices(block))
+    nth = config.save_every_nth_matmul
     ops = resolve_ops(tuple(config.save_ops or default_ops))
     kept = names[nth - 1 :: nth]
     if nth > 1 and not (kept and _MATMULS.intersection(ops)):

@@ -38,7 +38,8 @@ def computes_with_copies(world_size: int, config: Config) -> bool:
 
     Gradients are accumulated in the masters' type, which must be `reduce_dtype` and hold all values of `compute_dtype`.
     """
-    fsdp, training = config.fsdp, config.training
+    fsdp = config.fsdp
+    training = config.training
     dtype, compute_dtype = (getattr(torch, name) for name in (training.dtype, training.compute_dtype))
     is_wider = torch.finfo(dtype).bits > torch.finfo(compute_dtype).bits
     is_for_fsdp = training.reduction == "exact" or fsdp.cpu_offload or fsdp.owner_broadcast_dtype is not None
@@ -108,7 +109,8 @@ class _Group:
                 pass directly follows its forward pass, and the root is used throughout.
             after: the group that computes next.
         """
-        self._waits, self._after = waits, after
+        self._waits = waits
+        self._after = after
         # As `data` they have versions of their own: what autograd has saved of a copy does not count as changed.
         self._values = [(copy.data, master) for master, copy in copies.items()]
         modules[0].register_forward_pre_hook(self._before_forward)
@@ -156,7 +158,8 @@ def _copy_of(master: Parameter, dtype: torch.dtype, is_kept: bool) -> Parameter:
 @torch.no_grad()
 def _hand_over(master: Parameter, is_kept: bool, copy: Tensor) -> None:
     """Add the gradient of a copy to its master's, and free it; all that reads the copy in backward has run."""
-    gradient, copy.grad = copy.grad, None
+    gradient = copy.grad
+    copy.grad = None
     assert gradient is not None
     if not is_kept:
         copy.untyped_storage().resize_(0)

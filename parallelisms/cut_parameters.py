@@ -43,7 +43,8 @@ def cut_of(parameter: Tensor) -> tuple[DeviceMesh, list[Placement]] | None:
     """The ranks over which a parameter is sharded, and how; None if they all hold the whole."""
     if not isinstance(parameter, DTensor):
         return None
-    mesh, placements = parameter.device_mesh, parameter.placements
+    mesh = parameter.device_mesh
+    placements = parameter.placements
     axes = [i for i, placement in enumerate(placements) if mesh.size(i) > 1 and not placement.is_replicate()]
     if not axes:
         return None

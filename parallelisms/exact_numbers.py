@@ -79,7 +79,8 @@ def _row_sums(gradient: Tensor, power: int) -> Tensor:
         for _ in range(power - 1):
             values = values * magnitudes
         while values.shape[1] > 1:
-            n_pairs, half = values.shape[1] // 2, (values.shape[1] + 1) // 2
+            n_pairs = values.shape[1] // 2
+            half = (values.shape[1] + 1) // 2
             values[:, :n_pairs].add_(values[:, half:])
             values = values[:, :half]
         sums.append(values[:, 0].double())

@@ -46,7 +46,8 @@ class PartialSums:
         """Add the next node; it may be a part of another tensor, but then that must not be written to meanwhile."""
         while self._pending and self._pending[-1][0] == level:
             _, left = self._pending.pop()
-            node, level = left.add_(node), level + 1
+            node = left.add_(node)
+            level = level + 1
         is_part = node.untyped_storage().nbytes() > node.nbytes  # keeping it would keep all of that memory
         self._pending.append((level, node.clone() if is_part else node))
 
@@ -89,7 +90,8 @@ class ExactReduction:
 
     def _take_gradient(self, parameter: Tensor) -> None:
         """Add a micro-batch's gradient, which autograd has just completed, to the parameter's sum."""
-        gradient, parameter.grad = parameter.grad, None
+        gradient = parameter.grad
+        parameter.grad = None
         if gradient is not None:
             self._sums[parameter].add(gradient)
 
@@ -125,7 +127,8 @@ class _GroupReduction(DefaultReduceScatter):
     """
 
     def __init__(self) -> None:
-        self.sums, self.is_last = PartialSums(), True
+        self.sums = PartialSums()
+        self.is_last = True
         self.replicas: dist.ProcessGroup | None = None
         """The ranks with the same shard; None: there are no others."""
         self._nodes: Tensor | None = None
@@ -170,13 +173,15 @@ def _add_pairs(nodes: Tensor, level: int) -> tuple[Tensor, int]:
     """
     while len(nodes) % 2 == 0:
         nodes[0::2].add_(nodes[1::2])
-        nodes, level = nodes[0::2], level + 1
+        nodes = nodes[0::2]
+        level = level + 1
     return nodes, level
 
 
 def _exchange(nodes: Tensor, ranks: dist.ProcessGroup) -> Tensor:
     """(nodes, n) on each rank -> (ranks * nodes, n / ranks, rounded up): the nodes of all ranks, and a part of each."""
-    n_ranks, n_nodes = ranks.size(), len(nodes)
+    n_ranks = ranks.size()
+    n_nodes = len(nodes)
     part = -(-nodes.shape[1] // n_ranks)
     padded = nn.functional.pad(nodes, (0, n_ranks * part - nodes.shape[1]))
     sent = padded.view(n_nodes, n_ranks, part).transpose(0, 1).contiguous()

@@ -137,7 +137,8 @@ def _(rows: Tensor, sizes: Tensor, by_expert: Tensor, as_arrived: Tensor, n: int
 def _keep_route(ctx: Any, inputs: tuple, output: Tensor) -> None:
     rows, *route = inputs[:4]
     ctx.save_for_backward(*route)
-    ctx.n, ctx.group = rows.shape[0], inputs[-1]
+    ctx.n = rows.shape[0]
+    ctx.group = inputs[-1]
 
 
 def _return_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -57,7 +57,8 @@ def check_float8(config: Float8, device: torch.device) -> None:
             f"{asked}, but this run is on a CPU, which has no float8 matmuls: set float8.emulate = true, or "
             'recipe = "none"'
         )
-    capability, needed = torch.cuda.get_device_capability(device), _CAPABILITIES[config.recipe]
+    capability = torch.cuda.get_device_capability(device)
+    needed = _CAPABILITIES[config.recipe]
     if torch.version.hip is None and capability < needed:
         has, needs = (".".join(map(str, version)) for version in (capability, needed))
         raise ConfigError(
@@ -103,7 +104,8 @@ def apply_float8(model: nn.Module, choice: Choice | None, config: Float8) -> Non
     """Let the chosen matrices of a model or stage multiply in float8; call it before techniques that change them."""
     if choice is None:
         return
-    torchao, chosen = _torchao(config.recipe), set(choice.converted)
+    torchao = _torchao(config.recipe)
+    chosen = set(choice.converted)
     recipe = replace(torchao.Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate)
 
     def is_chosen(block: str, _matrix: nn.Module, name: str) -> bool:

@@ -104,7 +104,8 @@ def is_needed(world_size: int, config: Config) -> bool:
     """Whether FSDP has anything to shard, reduce or convert."""
     if computes_with_copies(world_size, config):
         return False
-    training, fsdp = config.training, config.fsdp
+    training = config.training
+    fsdp = config.fsdp
     converts = len({training.dtype, training.compute_dtype, training.reduce_dtype}) > 1
     return world_size > 1 or converts or fsdp.cpu_offload or fsdp.partition == "owner"
 

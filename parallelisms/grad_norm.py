@@ -31,7 +31,8 @@ def grad_norm(
     Returns:
         A scalar, equal on all ranks up to rounding (groups may sum in different orders).
     """
-    parameters, unit = list(parameters), None
+    parameters = list(parameters)
+    unit = None
     if 2 < norm_type < math.inf:  # powers of small values would underflow, and those of large ones overflow
         largest = grad_norm(parameters, math.inf, pipeline)
         unit = torch.where(largest > 0, largest, torch.ones_like(largest))

@@ -63,7 +63,8 @@ class LoadBalance:
     """The routers on this rank, over all of its pipeline stages."""
 
     def __init__(self, stages: Mapping[int, nn.Module], config: Config, mesh: Mesh) -> None:
-        self._config, self._mesh = config.model, mesh
+        self._config = config.model
+        self._mesh = mesh
         self._routers: dict[str, Any] = {}
         self._layers: list[int] = []
         """The layer number of each router."""

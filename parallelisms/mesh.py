@@ -114,7 +114,8 @@ def start_process_group(device_type: str, timeout_seconds: int) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     store: dist.Store = dist.HashStore()
-    rank, world_size = 0, 1
+    rank = 0
+    world_size = 1
     if "RANK" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
@@ -130,7 +131,9 @@ def form_of_first(ranks: int, device: torch.device, timeout_seconds: int) -> dis
     Returns:
         A store that all of them still share; it ends when the first rank drops it.
     """
-    rank, timeout, store = dist.get_rank(), timedelta(seconds=timeout_seconds), store_itself()
+    rank = dist.get_rank()
+    timeout = timedelta(seconds=timeout_seconds)
+    store = store_itself()
     end_process_group()
     if rank < ranks:
         within = dist.PrefixStore("first ranks", store)
@@ -168,7 +171,8 @@ def _attempt(store: dist.Store, rank: int, world_size: int, timeout_seconds: int
         name = verified(key, store.get(key))
         store.set(f"{name}/{rank} knows", "")
         return name
-    name, unaware = f"attempt {store.add('attempts', 1)}", set(range(1, world_size))
+    name = f"attempt {store.add('attempts', 1)}"
+    unaware = set(range(1, world_size))
     deadline = time.monotonic() + timeout_seconds
     while unaware:
         for each in sorted(unaware):

@@ -24,7 +24,8 @@ class OwnedParameter:
             rounds_to: the dtype in which it is sent, with a master copy kept here; None: it is sent as it is.
             updated_whole: whether its update needs all parts.
         """
-        self._parameter, self._rounds_to = parameter, rounds_to
+        self._parameter = parameter
+        self._rounds_to = rounds_to
         self._is_put_together = updated_whole and cut_of(parameter) is not None
         self.plain = Parameter(self._seen(parameter).clone() if rounds_to else self._seen(parameter))
         """The tensor that the optimizer updates."""
@@ -68,7 +69,8 @@ class OwnedParameter:
         Where the parameter still equals the rounded master, the master stays. (A gathered parameter is taken over only
         by `load_master`: to compare it, all its ranks would have to gather it at every step.)
         """
-        held, master = local(self._parameter), self.plain.data
+        held = local(self._parameter)
+        master = self.plain.data
         if self._is_put_together or held._version == self._known_version:
             return
         master.copy_(torch.where(held == master.to(self._rounds_to).to(held.dtype), master, held))

@@ -45,7 +45,8 @@ from parallelisms.ranks import gather
 BUCKET_BYTES = 32 << 20
 """Large enough to hide a broadcast's latency, small enough that the first layers do not wait long."""
 
-_MASTER, _MASTERS = "master", "masters"
+_MASTER = "master"
+_MASTERS = "masters"
 
 
 def assign_owners(sizes: Mapping[str, int], loads: Sequence[int]) -> dict[str, int]:
@@ -134,7 +135,8 @@ class OwnerPartition(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters during training; the owners of earlier ones do not change."""
-        defaults, self.defaults = self.defaults, {}  # the group's own optimizer adds the defaults
+        defaults = self.defaults
+        self.defaults = {}  # the group's own optimizer adds the defaults
         try:
             super().add_param_group(param_group)
         finally:
@@ -266,12 +268,15 @@ class OwnerPartition(Optimizer):
 
     def _start(self, bucket: list[Parameter]) -> _Broadcast:
         owner = self._owner[bucket[0]]
-        is_mine, rounds = owner == self._rank, self._broadcast_dtype is not None
+        is_mine = owner == self._rank
+        rounds = self._broadcast_dtype is not None
         tensors = [local(p) for p in bucket]
         if len(bucket) == 1 and not rounds and tensors[0].is_contiguous():
-            buffer, unpacks = tensors[0], False
+            buffer = tensors[0]
+            unpacks = False
         else:
-            sizes, dtype = [t.numel() for t in tensors], self._broadcast_dtype or bucket[0].dtype
+            sizes = [t.numel() for t in tensors]
+            dtype = self._broadcast_dtype or bucket[0].dtype
             buffer = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
             unpacks = rounds or not is_mine
             if is_mine:
@@ -301,7 +306,8 @@ class OwnerPartition(Optimizer):
     @torch.no_grad()
     def _take_over(self, group: dict[str, Any]) -> None:
         """Create the inner optimizer of a group, over the parameters in it that this rank owns."""
-        make, needs_whole = group.pop("optimizer", self._optim), group.pop("whole", False)
+        make = group.pop("optimizer", self._optim)
+        needs_whole = group.pop("whole", False)
         owned = {
             p: OwnedParameter(p, self._broadcast_dtype, needs_whole)
             for p in group["params"]

@@ -78,7 +78,8 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def numbered(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return parameter groups as in a state dict, with numbers in place of parameters."""
-    numbered_groups, first = [], 0
+    numbered_groups = []
+    first = 0
     for group in groups:
         last = first + len(group["params"])
         numbered_groups.append({**settings_of(group), "params": list(range(first, last))})
@@ -93,7 +94,8 @@ def select_groups(state_dict: Mapping[str, Any], chosen: Sequence[int]) -> dict[
     `select_groups(partition.state_dict(), muon_groups)`.
     """
     state: dict[int, Any] = {}
-    groups, first = [], 0
+    groups = []
+    first = 0
     for number in chosen:
         group = state_dict["param_groups"][number]
         state |= {at: state_dict["state"].get(i, {}) for at, i in enumerate(group["params"], start=first)}

@@ -45,7 +45,8 @@ class Part:
 
 def part_of(parameter: Tensor) -> Part:
     """The part of a parameter, sharded or not, that this rank holds."""
-    indices, strides = local_indices(parameter), _strides(parameter.shape)
+    indices = local_indices(parameter)
+    strides = _strides(parameter.shape)
     if not all(map(len, indices)):
         return Part(0, rows=1, run=1, outer=0, inner=0)
     assert all(int(index[-1] - index[0]) == len(index) - 1 for index in indices), "a shard has gaps"

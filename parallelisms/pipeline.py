@@ -98,7 +98,8 @@ class Pipeline:
                 f'pipeline.schedule = "zero_bubble_v" needs torch 2.13 or later, and this is {torch.__version__}; '
                 'install that, or set pipeline.schedule = "interleaved_1f1b"'
             )
-        self._modules, self._mesh = stages, mesh
+        self._modules = stages
+        self._mesh = mesh
         self._before = before if len(stages) > 1 else ()
         self._n_stages = n_stages(config)
         self._owners = [rank_of_stage(config, stage) for stage in range(self._n_stages)]

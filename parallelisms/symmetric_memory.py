@@ -52,7 +52,8 @@ def async_tp_is_off(config: Config, mesh: Mesh) -> str | None:
 
 def _apart(places: Sequence[tuple[str, int]]) -> str | None:
     """Why this rank cannot read the memory of a group's GPUs, given by host and number."""
-    hosts, here = sorted({host for host, _ in places}), torch.cuda.current_device()
+    hosts = sorted({host for host, _ in places})
+    here = torch.cuda.current_device()
     if len(hosts) > 1:
         return f"a tensor-parallel group is on {len(hosts)} hosts ({', '.join(hosts[:3])})"
     apart = [gpu for _, gpu in places if gpu != here and not torch.cuda.can_device_access_peer(here, gpu)]

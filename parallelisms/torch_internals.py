@@ -62,7 +62,8 @@ def gathered_over(module: FSDPModule) -> Gathering | None:
     for group in _param_groups(module):
         info = group.mesh_info
         if isinstance(info, FSDPMeshInfo) and info.shard_process_group.size() > 1:
-            names, place = info.mesh.mesh_dim_names, info.shard_mesh_dim
+            names = info.mesh.mesh_dim_names
+            place = info.shard_mesh_dim
             return Gathering(info.shard_process_group, names[place] if names and place is not None else "")
     return None
 
@@ -274,7 +275,8 @@ def occupy_stream(seconds: float) -> None:
 def _cycles_a_second() -> float:
     """Cycles per second as `torch.cuda._sleep` counts them, measured once."""
     cycles = 20_000_000
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(cycles)  # the first launch takes longer
     start.record()
     torch.cuda._sleep(cycles)
@@ -480,7 +482,8 @@ def listening(before: Listener | None = None, after: Timer | None = None) -> Ite
 
 
 def _heard(name: str, operator: Any, place: int, keys: Any, *arguments: Any) -> Any:
-    before, after = _Ears.before, _Ears.after
+    before = _Ears.before
+    after = _Ears.after
     if not before and not after:
         return operator.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *arguments)
     group = dist.ProcessGroup.unbox(arguments[place])

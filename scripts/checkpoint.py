@@ -75,7 +75,8 @@ def show(options: argparse.Namespace, console: Console) -> int:
     from checkpoint.index import read_metadata
     from checkpoint.tensor_stream import entry_of
 
-    manifest, metadata = read_manifest(checkpoint), read_metadata(checkpoint)
+    manifest = read_manifest(checkpoint)
+    metadata = read_metadata(checkpoint)
     entries = {name: entry_of(metadata, name) for name in sorted(metadata.state_dict_metadata)}
     parameters = sum(prod(entry.size) for name, entry in entries.items() if name.startswith("model."))
     rows = [*_history(manifest), ("tensors", f"{len(entries)}, with {count(parameters)} parameters of the model")]
@@ -114,11 +115,14 @@ def verify(options: argparse.Namespace, console: Console) -> int:
 
 def diff(options: argparse.Namespace, console: Console) -> int:
     """Print what differs; exit code 1 if anything does. Of a run folder, the newest checkpoint is compared."""
-    first, second = checkpoint_in(options.a, console), checkpoint_in(options.b, console)
+    first = checkpoint_in(options.a, console)
+    second = checkpoint_in(options.b, console)
     from checkpoint.compare import compare
 
-    a, b = read_manifest(first), read_manifest(second)
-    facts_a, facts_b = _facts(a), _facts(b)
+    a = read_manifest(first)
+    b = read_manifest(second)
+    facts_a = _facts(a)
+    facts_b = _facts(b)
     rows = [
         (key, f"{facts_a.get(key)} -> {facts_b.get(key)}")
         for key in sorted(facts_a.keys() | facts_b.keys())

@@ -145,7 +145,8 @@ def _train(arm: "Arm", folder: Path, ranks: int, launch: Launch, console: Consol
 
 def _is_done(folder: Path, config: str, steps: int) -> bool:
     """Whether a run of just this config is finished."""
-    status, file = read_status(folder), folder / "config.toml"
+    status = read_status(folder)
+    file = folder / "config.toml"
     is_done = status.get("state") == "done" and status["step"] >= steps
     return is_done and file.is_file() and file.read_text() == config
 
@@ -154,7 +155,8 @@ def _score(folder: Path, words: Sequence[str], ranks: int, launch: Launch) -> "S
     """The scores of a run's newest checkpoint, computed unless they exist."""
     from scripts.comparison.score import are_current, read_scores
 
-    job, checkpoint = load_for_scoring(folder, words, ranks), find_checkpoint(folder)
+    job = load_for_scoring(folder, words, ranks)
+    checkpoint = find_checkpoint(folder)
     found = read_scores(folder)
     if found and are_current(found, with_tokenizer_of(checkpoint, job), checkpoint):
         return found
@@ -216,7 +218,8 @@ def _report(sides: list[Side], confidence: float) -> dict[str, Any]:
     for side, own in zip(sides[1:], losses[1:], strict=True):
         tokens = sides[0].scores[0].tokens + side.scores[0].tokens
         found = compare(losses[0], own, tokens, each)
-        first, second = sides[0].job.config, side.job.config
+        first = sides[0].job.config
+        second = side.job.config
         comparisons.append(
             {
                 "first": sides[0].label,

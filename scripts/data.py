@@ -123,7 +123,8 @@ def ledger(options: argparse.Namespace, console: Console) -> None:
 
 
 def _when(run: "RunData", step: int) -> str:
-    newest, last = run.history.last_step, run.config.training.steps
+    newest = run.history.last_step
+    last = run.config.training.steps
     if step > max(newest, last):
         return f" (never trained: the run ends at training.steps = {last})"
     return "" if step <= newest else f" (not yet trained; the newest checkpoint is of step {newest})"
@@ -137,7 +138,8 @@ def _parts(run: "RunData", reading: "Reading", excerpt: int | None) -> Iterator[
         return
     folder = run.tokens_of(reading.source).folder
     for document in Documents(folder).between(*reading.tokens):
-        start, stop = max(document.start, reading.tokens[0]), min(document.stop, reading.tokens[1])
+        start = max(document.start, reading.tokens[0])
+        stop = min(document.stop, reading.tokens[1])
         shown = stop if excerpt is None else min(stop, start + 4 * excerpt)  # tokens of no text may come first
         ids = folder.read(start, shown - start).tolist()
         text = run.tokenizer.decode(ids) if run.tokenizer else " ".join(map(str, ids))

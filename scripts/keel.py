@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     if name == "help" and words:
-        name, words = words[0], ["--help"]
+        name = words[0]
+        words = ["--help"]
     if name in ("-h", "--help", "help"):
         print(_help())
         return 0

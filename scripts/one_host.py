@@ -13,7 +13,9 @@ class OneHost(RendezvousHandler):
 
     def __init__(self, name: str) -> None:
         """Start the store, which lasts as long as this object; `name` is its run id."""
-        self._name, self._store, self._is_closed = name, serve(HOST, 0), False
+        self._name = name
+        self._store = serve(HOST, 0)
+        self._is_closed = False
 
     def get_backend(self) -> str:
         """The name of the rendezvous in torch's logs."""

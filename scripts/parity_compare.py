@@ -104,7 +104,8 @@ def _train(config: Config, detour: Detour, later: Config) -> Trajectory:
         _go_on(learner, end, config.training.steps, detour, found)
     learner.finish_update()
     found.weights = {name: whole(p) for name, p in learner.parameters.items()}
-    found.gradients, found.weights = _of_all_stages(found.gradients), _of_all_stages(found.weights)
+    found.gradients = _of_all_stages(found.gradients)
+    found.weights = _of_all_stages(found.weights)
     return found
 
 
@@ -125,7 +126,8 @@ def _keep_first_gradients(learner: Learner, found: Trajectory) -> None:
 
 def _go_on(learner: Learner, first: int, end: int, detour: Detour, found: Trajectory) -> None:
     """Take the steps after `first` steps, up to `end` steps."""
-    config, mesh = learner.config, learner.mesh
+    config = learner.config
+    mesh = learner.mesh
     steps = range(first, end)
     for step, micro_batches in zip(steps, batches(config, mesh.dp_rank, mesh.sizes.dp, first), strict=False):
         learner.freeze(step)

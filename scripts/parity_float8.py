@@ -62,7 +62,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (x, w), (grad,), recipe = ctx.saved_tensors, grads, ctx.recipe
+        (x, w) = ctx.saved_tensors
+        (grad,) = grads
+        recipe = ctx.recipe
         if recipe == "tensorwise":
             g = rounded(grad, E5M2, None)
             return (g @ rounded(w, E4M3, None)).to(x.dtype), (g.t() @ rounded(x, E4M3, None)).to(w.dtype), None

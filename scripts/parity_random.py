@@ -359,7 +359,9 @@ def run_random(config_name: str, jobs: int, seed: int) -> int:
     from scripts.rank_pool import RankPool
 
     pool = RankPool(size=8)
-    started, reasons, wrong = time.perf_counter(), Counter[str](), 0
+    started = time.perf_counter()
+    reasons = Counter[str]()
+    wrong = 0
     print(f"{jobs} jobs of seed {seed}")
     try:
         for number in range(jobs):

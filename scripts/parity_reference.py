@@ -89,7 +89,8 @@ class _Choices:
 
     def __init__(self, model: torch.nn.Module, config: Config) -> None:
         """Observe the routers; create it before the forward pass."""
-        self.settings, self.k = config.model.router, config.model.experts_per_token
+        self.settings = config.model.router
+        self.k = config.model.experts_per_token
         self.inputs: dict[Any, list[Tensor]] = {
             router: [] for router in map(model.get_submodule, plan_of(model).routers)
         }
@@ -121,7 +122,8 @@ class _Choices:
         """Raise the bias of experts with fewer tokens than the mean, lower the others; call after `auxiliary_loss`."""
         for router, tokens in self.tokens.items():
             if router.bias is not None:
-                fewer, more = tokens < tokens.mean(), tokens > tokens.mean()
+                fewer = tokens < tokens.mean()
+                more = tokens > tokens.mean()
                 router.bias[fewer] += self.settings.bias_update_rate
                 router.bias[more] -= self.settings.bias_update_rate
 
@@ -154,7 +156,8 @@ class _RoundingAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], names: dict[Tensor, str], seed: int, **settings: Any) -> None:
         super().__init__(groups, settings)
-        self.names, self.run_seed = names, seed
+        self.names = names
+        self.run_seed = seed
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -163,7 +166,9 @@ class _RoundingAdamW(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                weight, gradient, state = p.numpy(), p.grad.numpy(), self.state[p]
+                weight = p.numpy()
+                gradient = p.grad.numpy()
+                state = self.state[p]
                 state["t"] = t = state.get("t", 0) + 1
                 m = beta1 * state.get("m", 0.0) + (1 - beta1) * gradient
                 v = beta2 * state.get("v", 0.0) + (1 - beta2) * gradient**2
@@ -181,7 +186,8 @@ def _hashes(key: str, step: int, n: int) -> np.ndarray:
     golden = np.uint32(0x9E3779B9)
     salt = _mix(low ^ t * golden)
     numbers = np.arange(n, dtype=np.uint64)
-    within, beyond = numbers.astype(np.uint32), (numbers >> np.uint64(32)).astype(np.uint32)
+    within = numbers.astype(np.uint32)
+    beyond = (numbers >> np.uint64(32)).astype(np.uint32)
     return _mix(_mix(within ^ salt) ^ (beyond * golden + _mix(high ^ salt)))
 
 
@@ -207,7 +213,8 @@ def _plain_optimizers(job: Config, parameters: dict[str, torch.nn.Parameter]) ->
     optimizers: list[torch.optim.Optimizer] = []
     if config.name == "muon":
         muons = [{"params": [p], **_group_settings(config, n, p)} for n, p in parameters.items() if is_muons[n]]
-        steps, adjustment = config.newton_schulz_steps, config.muon_lr_adjustment
+        steps = config.newton_schulz_steps
+        adjustment = config.muon_lr_adjustment
         optimizers = [torch.optim.Muon(muons, momentum=config.momentum, ns_steps=steps, adjust_lr_fn=adjustment)]
     betas = (config.betas[0], config.betas[1])
     if config.moments_dtype == "bfloat16":

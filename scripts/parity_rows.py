@@ -197,7 +197,9 @@ def float8_rows() -> Iterator[Row]:
 
     Scales are over a micro-batch, so all rows have the reference's, but for the recipe whose scales are not.
     """
-    tensorwise, rowwise, by_token = "tensorwise", "rowwise", "rowwise_with_gw_hp"
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
+    by_token = "rowwise_with_gw_hp"
     gather: dict[str, object] = {"float8.fsdp_all_gather": "true"}
     selective: dict[str, object] = {
         "activation_checkpoint.mode": "selective",

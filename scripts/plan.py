@@ -133,7 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(own)
     try:
         device_bytes = int(options.memory_gib * 2**30) if options.memory_gib else None
-        config, console = load(job_of(options), overrides, options.ranks).config, Console()
+        config = load(job_of(options), overrides, options.ranks).config
+        console = Console()
         config = decided(config, options.ranks, device_bytes, console)
         console.table(f"{config.job.name} on {options.ranks} ranks", rows(config, options.ranks, device_bytes))
         for kinds, traffic in _traced(config, options.ranks).items() if options.trace else ():

@@ -51,7 +51,9 @@ class RankPool:
     """A pool of up to `size` worker processes; `close()` ends them."""
 
     def __init__(self, size: int, timeout_seconds: int = 120, backend: str = "gloo") -> None:
-        self.size, self.timeout_seconds, self.backend = size, timeout_seconds, backend
+        self.size = size
+        self.timeout_seconds = timeout_seconds
+        self.backend = backend
         self._workers: list[_Worker] = []
 
     def run(self, ranks: int, function: Callable, *arguments: Any) -> list[Any]:
@@ -84,7 +86,9 @@ class RankPool:
                 try:
                     is_error, results[rank], retires = connection.recv()
                 except EOFError:
-                    is_error, results[rank], retires = True, workers[rank].end(), True
+                    is_error = True
+                    results[rank] = workers[rank].end()
+                    retires = True
                 if retires:
                     retired.append(workers[rank])
                 if is_error:  # the others may be waiting for it in a collective

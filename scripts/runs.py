@@ -87,7 +87,8 @@ def _line(folder: Path, status: dict[str, Any], width: int) -> str:
     age = max(0.0, time.time() - status["time"])
     state = "silent" if status["state"] == "running" and age > SILENT_SECONDS else status["state"]
     last = _last_record(folder / METRICS_NAME)
-    loss, speed = last.get("loss"), last.get("tokens_per_second")
+    loss = last.get("loss")
+    speed = last.get("tokens_per_second")
     numbers = f"{status['step']:>10,}{_number(loss, '.4f'):>10}{_number(speed, ',.0f'):>13}"
     reason = "" if state in ("running", "done") or not status["reason"] else f"  {status['reason'].splitlines()[0]}"
     return f"{folder!s:<{width}}  {state:<10}{numbers}  {duration(age)}{reason}"
@@ -151,7 +152,8 @@ def _figures(run: Recorded) -> dict[str, str]:
 
 def _launches(run: Recorded) -> str:
     """The launches that have logged steps and, of an elastic run, how many there were in all."""
-    logged, n = str(len(run.launches) or "-"), newest_number(run.folder / FOLDER)
+    logged = str(len(run.launches) or "-")
+    n = newest_number(run.folder / FOLDER)
     return f"{logged} of {n} incarnations" if n else logged
 
 

@@ -67,7 +67,8 @@ def _sample(trained: "Trained", prompts: list[str], options: argparse.Namespace,
             encoded = prompt_tokens(trained.tokenizer, prompt)
         except UserError as error:
             raise UserError(f"prompt {number} {error}") from None
-        room, kept = trained.seq_len, encoded
+        room = trained.seq_len
+        kept = encoded
         if len(encoded) >= room:
             kept = encoded[-max(room - options.max_tokens, room // 2) :]
             console.warning(
@@ -76,7 +77,8 @@ def _sample(trained: "Trained", prompts: list[str], options: argparse.Namespace,
             )
         tokens.append(kept)
     distribution = Distribution(options.temperature, options.top_k, options.top_p)
-    randomness, model = generators(options.seed, len(prompts)), CachedModel(trained.model, trained.device)
+    randomness = generators(options.seed, len(prompts))
+    model = CachedModel(trained.model, trained.device)
     texts = _Texts(trained, prompts, tokens)
     started = time.perf_counter()
     for first in range(0, len(prompts), options.batch_size):
@@ -144,7 +146,8 @@ class _Texts:
 
     def _print(self) -> None:
         while self._current < len(self._waiting):
-            text, self._waiting[self._current] = self._waiting[self._current], ""
+            text = self._waiting[self._current]
+            self._waiting[self._current] = ""
             sys.stdout.write(printable(text) if self._is_terminal else text)
             if not self._ended[self._current]:
                 break

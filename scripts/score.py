@@ -82,7 +82,8 @@ def load_for_scoring(folder: Path, overrides: Sequence[str], ranks: int) -> Load
 
 def with_tokenizer_of(checkpoint: Path, job: LoadedConfig) -> Config:
     """The config of a run's job with the tokenizer of its checkpoint, unless the command line names one."""
-    config, tokenizer = job.config, tokenizer_of(checkpoint)
+    config = job.config
+    tokenizer = tokenizer_of(checkpoint)
     if tokenizer is None or job.origins["tokenizer.path"].startswith("--"):
         return config
     own = config.tokenizer.model_copy(update={"path": str(tokenizer)})

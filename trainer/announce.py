@@ -44,7 +44,8 @@ def silent_end(before: dict[str, Any], folder: Path) -> str:
 
 def say_hello(job: Opened, console: Console) -> None:
     """Print what will be trained, and warn of what will not fit; nothing is built yet."""
-    config, mesh = job.config, job.mesh
+    config = job.config
+    mesh = job.mesh
     data = [f"{source.name}: {source.kind} {source.path or ''}".rstrip() for source in config.data.sources]
     name = device_name(mesh.device)
     rows = startup_rows(config, mesh.sizes, name, job.peak, data, config.job.folder, job.progress.first_step)
@@ -97,13 +98,15 @@ def warn_if_too_large(config: Config, device: torch.device, console: Console) ->
         return
     checkpoints = config.job.folder / "checkpoints"
     where = checkpoints if checkpoints.is_dir() else config.job.folder  # it may be a link to another disk
-    needed, free = checkpoint_bytes(config), shutil.disk_usage(where).free
+    needed = checkpoint_bytes(config)
+    free = shutil.disk_usage(where).free
     if needed > free:
         console.warning(
             f"a checkpoint takes {needed:,} bytes, and {where} has {free:,} free: saves will fail "
             "(checkpoint.max_save_failures). Make room, or set job.output_dir to another disk"
         )
-    ranks, ranks_here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = dist.get_world_size()
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     problems = [host_does_not_fit(config, ranks, ranks_here, device.type, free_memory())]
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)  # without CUDA's own memory, which this process holds by now
@@ -127,7 +130,9 @@ def _activation_rows(config: Config, device: torch.device) -> list[Row]:
 
 def say_goodbye(trainer: Trainer, state: State) -> None:
     """Print how the run went and where its files are; all ranks must call it."""
-    config, console, step = trainer.config, trainer.console, trainer.run.step
+    config = trainer.config
+    console = trainer.console
+    step = trainer.run.step
     memory = trainer.memory()
     if trainer.rank > 0:
         return

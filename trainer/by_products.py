@@ -30,8 +30,12 @@ class ByProducts:
             committed: returns the step of the newest checkpoint.
             record: called on the first rank with each new result of an evaluation.
         """
-        self._config, self._console, self._stop, self._watchdog = config, console, stop, watchdog
-        self._committed, self._record = committed, record
+        self._config = config
+        self._console = console
+        self._stop = stop
+        self._watchdog = watchdog
+        self._committed = committed
+        self._record = record
 
     def open(self) -> None:
         """Begin after the newest checkpoint, or begin again after a rewind to it; all ranks call it.
@@ -39,7 +43,10 @@ class ByProducts:
         Raises:
             UserError: the tokenizer can't be exported, or a folder can't be written.
         """
-        config, step, log, warn = self._config, self._committed(), self._console.line, self._console.warning
+        config = self._config
+        step = self._committed()
+        log = self._console.line
+        warn = self._console.warning
         self._exports = Exports(config, config.job.folder, step, log, warn) if config.checkpoint.export_every else None
         self._evaluations = Evaluations(config, step, self._record, log, warn)
 
@@ -58,7 +65,8 @@ class ByProducts:
         """
         if is_done:
             self.poll()
-        exports, evaluations = self._exports, self._evaluations
+        exports = self._exports
+        evaluations = self._evaluations
         if exports:
             self._watchdog.on_first_rank("exports", lambda: exports.finish(lambda: not is_done or bool(self._stop)))
         if self._config.evaluation.interval:

@@ -61,7 +61,8 @@ class Measured:
     def read(self) -> StepDetails:
         """Wait for the device, and return the numbers."""
         *numbers, small = self._numbers.tolist()
-        squares, means = numbers[: len(self._layers)], numbers[len(self._layers) :]
+        squares = numbers[: len(self._layers)]
+        means = numbers[len(self._layers) :]
         noise = noise_scale(small, sum(squares), *self._sizes) if not math.isnan(small) else (None, None, None)
         return StepDetails(
             {layer: _finite(math.sqrt(square)) for layer, square in zip(self._layers, squares, strict=True)},
@@ -89,7 +90,8 @@ class Details:
     """Measures the steps that are due; all ranks have one, and make the same calls."""
 
     def __init__(self, config: Config, learner: Learner) -> None:
-        self._interval, self._learner = config.metrics.details_interval, learner
+        self._interval = config.metrics.details_interval
+        self._learner = learner
         self._batch = config.training.global_batch_size
         self._measured: Measured | None = None
         self._small: Tensor | None = None
@@ -148,7 +150,8 @@ class Details:
         learner = self._learner
         if not self._n_small:
             return torch.full((), math.nan, dtype=torch.float64, device=learner.mesh.device)
-        sizes, micro_batch = learner.mesh.sizes, len(micro_batches[0].tokens)
+        sizes = learner.mesh.sizes
+        micro_batch = len(micro_batches[0].tokens)
         n_passes = -(-self._n_small // (sizes.dp * micro_batch))
         small = [self._only_small(batch) for batch in micro_batches]
         _, norm = learner.gradients(small[:n_passes] if sizes.pp == 1 else small)

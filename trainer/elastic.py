@@ -21,7 +21,9 @@ _TAKE_OVER_SECONDS = 15.0
 """A launch that gives no sign of life for so long (seven of them are due) has lost an elastic run."""
 _POLL_SECONDS = 0.5
 _FAREWELL_SECONDS = 10.0
-_END, _HEARD, _ALIVE = "end", "heard", "alive"
+_END = "end"
+_HEARD = "heard"
+_ALIVE = "alive"
 
 
 @contextmanager
@@ -64,7 +66,8 @@ def wait_idle(store: Store, stop: StopRequest, timeout_seconds: float, warn: Cal
         timeout_seconds: without a sign of life for so long, the ranks that train are gone.
         warn: called with what a person should know.
     """
-    sign, heard = "", time.monotonic()
+    sign = ""
+    heard = time.monotonic()
     warn = cache(warn)  # once for each text
     while not stop.wait(_POLL_SECONDS):
         try:
@@ -74,7 +77,8 @@ def wait_idle(store: Store, stop: StopRequest, timeout_seconds: float, warn: Cal
         except RuntimeError:  # the store was in a rank, or on a host, that is gone
             return EXIT_FAILED
         if now != sign:
-            sign, heard = now, time.monotonic()
+            sign = now
+            heard = time.monotonic()
         elif time.monotonic() - heard > timeout_seconds:
             return EXIT_FAILED
     return EXIT_PREEMPTED

@@ -61,8 +61,10 @@ class Exports:
         """
         self._every = config.checkpoint.export_every
         self._tokenizer = tokenizer_files(config.tokenizer.path)
-        self._checkpoints, self._exports = folder / "checkpoints", folder / "exports"
-        self._log, self._warn = log, warn
+        self._checkpoints = folder / "checkpoints"
+        self._exports = folder / "exports"
+        self._log = log
+        self._warn = warn
         self._seen: int | None = None
         self._due: deque[_Export] = deque()
         self._running: _Export | None = None
@@ -111,7 +113,8 @@ class Exports:
 
     def _make(self, export: "_Export") -> None:
         try:
-            source, output = step_folder(self._checkpoints, export.step), step_folder(self._exports, export.step)
+            source = step_folder(self._checkpoints, export.step)
+            output = step_folder(self._exports, export.step)
             # Checking sizes is enough: the content was hashed when it was written, moments ago.
             export_hf(source, output, self._tokenizer, verify="size", progress=lambda done, total: self._check())
             export.result.set_result(None)

@@ -108,7 +108,8 @@ class StopRequest:
         """
         now = time.monotonic()
         if self.signal_number is None:
-            self.signal_number, self.received_at = signal_number, now
+            self.signal_number = signal_number
+            self.received_at = now
         elif signal_number == signal.SIGINT and now - self.received_at > _SECOND_INTERRUPT_SECONDS and _at_terminal():
             raise KeyboardInterrupt
 
@@ -175,7 +176,8 @@ def write_status(run_folder: Path, state: State, step: int, reason: str = "", **
 
 
 def _replace_status(run_folder: Path, said: dict[str, Any]) -> None:
-    host, pid = socket.gethostname(), os.getpid()
+    host = socket.gethostname()
+    pid = os.getpid()
     status = said | {"time": time.time(), "host": host, "pid": pid}  # seconds since the epoch, as in metrics.jsonl
     # A launch that was halted and has lost the run to another one may continue in the middle of this.
     write_even_if_full(run_folder / "status.json", json.dumps(status, indent=2) + "\n", writer=f"{host}-{pid}")

@@ -58,9 +58,13 @@ class Opened:
         Raises:
             KeelError: the job, its data or its checkpoint is at fault; raised on all ranks.
         """
-        job, device, console, watchdog = runtime.job, runtime.device, runtime.console, runtime.watchdog
+        job = runtime.job
+        device = runtime.device
+        console = runtime.console
+        watchdog = runtime.watchdog
         config = job.config
-        self.device, self.choice = device, job.choice
+        self.device = device
+        self.choice = job.choice
         self.warnings = job.warnings
         self.peak = peak_flops(device_name(device), config.training.compute_dtype)
         """The device's peak FLOP/s; None if it is unknown."""

@@ -82,7 +82,8 @@ def prepare_data(config: Config, console: Console, stop: StopRequest) -> None:
 
 
 def _train_tokenizer(config: Config, console: Console, stop: StopRequest) -> None:
-    tokenizer, wanted = config.tokenizer, config.data.prepare
+    tokenizer = config.tokenizer
+    wanted = config.data.prepare
     if not tokenizer.path or not tokenizer.train_on or Path(tokenizer.path).exists():
         return
     kept = kept_tokenizer(config.job.folder)

@@ -62,7 +62,8 @@ class Progress:
             loss: the spike.
             samples: the first and the last sample that are passed over.
         """
-        spike, limit = self.run.step + 1, self.loss_limit
+        spike = self.run.step + 1
+        limit = self.loss_limit
         self.run = replace(to, incidents=self.run.incidents)
         self.record("rewind", spike_step=spike, to_step=to.step, loss=loss, limit=limit, samples=samples)
         # metrics.jsonl is cut back as well, with the incidents on its lines.
@@ -75,5 +76,6 @@ class Progress:
 
     def take_incidents(self) -> list[dict[str, Any]]:
         """The incidents since the last call, for a line of metrics."""
-        incidents, self._unlogged = self._unlogged, []
+        incidents = self._unlogged
+        self._unlogged = []
         return incidents

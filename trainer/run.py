@@ -94,8 +94,11 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
         stop: told by signals.
         build: called with a Trainer's arguments.
     """
-    rank, folder, ledger = int(os.environ.get("RANK", "0")), job.config.job.folder, TimeLedger()
-    timeout, trainer = job.config.job.timeout_seconds, None
+    rank = int(os.environ.get("RANK", "0"))
+    folder = job.config.job.folder
+    ledger = TimeLedger()
+    timeout = job.config.job.timeout_seconds
+    trainer = None
     with Console(rank) as console:
         launch = _Launch(rank, folder, console, stop, started=time.time())
         if job.choice:  # the ranks of an elastic run train on until a new launcher joins
@@ -182,7 +185,8 @@ def _open_folder(job: LoadedConfig, console: Console) -> int | None:
 
 def _write_job(launch: _Launch, job: LoadedConfig) -> None:
     """Write what makes the run folder usable anywhere: the config, and a copy of the tokenizer."""
-    path, tokenizer = launch.folder / "config.toml", job.config.tokenizer.path
+    path = launch.folder / "config.toml"
+    tokenizer = job.config.tokenizer.path
     if launch.rank == 0:
         with launch.console.outages.tolerate(path):
             write_atomically(path, [job.to_toml()])

@@ -32,7 +32,9 @@ def open_checkpoints(
     config: Config, mesh: Mesh, console: Console, incarnation: Incarnation | None
 ) -> CheckpointManager:
     """The manager of a run's checkpoints; nothing is read or written yet but the tokenizer."""
-    folder, tokenizer, spikes = config.job.folder, config.tokenizer.path, config.fault.spikes
+    folder = config.job.folder
+    tokenizer = config.tokenizer.path
+    spikes = config.fault.spikes
     return CheckpointManager(
         folder=folder / "checkpoints",
         settings=config.checkpoint,
@@ -78,8 +80,12 @@ class Saver:
         console: Console,
     ) -> None:
         """`folder`: the run folder."""
-        self._folder, self._checkpoints, self._learner = folder, checkpoints, learner
-        self._progress, self._fingerprints, self._console = progress, fingerprints, console
+        self._folder = folder
+        self._checkpoints = checkpoints
+        self._learner = learner
+        self._progress = progress
+        self._fingerprints = fingerprints
+        self._console = console
 
     def save(self, finished: Finished, group: dist.ProcessGroup | None = None) -> None:
         """Save the state after a step, while tensors are unchanged since; `group` holds all ranks.
@@ -96,7 +102,8 @@ class Saver:
             finished.check_data()
             return finished.data
 
-        data, run = merge_state_dicts(on_all_ranks(own_data, group)), finished.run
+        data = merge_state_dicts(on_all_ranks(own_data, group))
+        run = finished.run
         self._checkpoints.save(
             run.step,
             self._learner.state(),
@@ -119,7 +126,8 @@ class Saver:
         """
         if finished.verdict:
             finished = self._with_result(finished, finished.verdict)
-        step, is_new = finished.run.step, finished.run.step > self._progress.first_step
+        step = finished.run.step
+        is_new = finished.run.step > self._progress.first_step
         if is_new:
             self._console.line(f"{reason}: saving the state of step {step} while step {step + 1} is computed")
             self.save(finished, group)

@@ -205,7 +205,8 @@ class Learner:
         return [shard_batch(batch, self.mesh.cp, self.config.context.method) for batch in micro_batches]
 
     def call(self, batch: MicroBatch, loss: Callable[..., Tensor]) -> Call:
-        document_ids, batch = batch.document_ids, batch.to(self.mesh.device)
+        document_ids = batch.document_ids
+        batch = batch.to(self.mesh.device)
         positions = batch.positions
         if positions is None:  # a later pipeline stage gets no tokens to count positions from
             positions = torch.arange(batch.tokens.shape[1], device=self.mesh.device)[None]
@@ -298,7 +299,8 @@ def _optimizer(
     config: Config, mesh: Mesh, stages: Sequence[nn.Module], model_names: Sequence[str]
 ) -> TrainingOptimizer:
     """Build the optimizer for the parameters in `stages`; `model_names` lists all of the model's."""
-    is_exact, seed = config.training.reduction == "exact", config.training.seed
+    is_exact = config.training.reduction == "exact"
+    seed = config.training.seed
     named_parameters = [named for stage in stages for named in stage.named_parameters()]
     if config.fsdp.partition == "rows":
         return build_optimizer(config.optimizer, named_parameters, model_names=model_names, exact=is_exact, seed=seed)

@@ -73,16 +73,28 @@ class Trainer:
         """
         opened = Opened(runtime)
         before_build(opened)
-        config, mesh = opened.config, opened.mesh
-        self.config, self.mesh, self.peak = config, mesh, opened.peak
-        device, console, stop = runtime.device, runtime.console, runtime.stop
-        self.console, self.stop, self.ledger, self.watchdog = console, stop, runtime.ledger, runtime.watchdog
-        self.folder, self.device, self.rank = config.job.folder, device, dist.get_rank()
-        self.checkpoints, self.validation = opened.checkpoints, opened.validation
+        config = opened.config
+        mesh = opened.mesh
+        self.config = config
+        self.mesh = mesh
+        self.peak = opened.peak
+        device = runtime.device
+        console = runtime.console
+        stop = runtime.stop
+        self.console = console
+        self.stop = stop
+        self.ledger = runtime.ledger
+        self.watchdog = runtime.watchdog
+        self.folder = config.job.folder
+        self.device = device
+        self.rank = dist.get_rank()
+        self.checkpoints = opened.checkpoints
+        self.validation = opened.validation
         self.learner = build_learner(config, mesh)
         with mistakes_of_the_job():
             self._load(opened)
-            self.progress, self.loader = opened.progress, opened.loader
+            self.progress = opened.progress
+            self.loader = opened.loader
             self.checkpoints.begin_line()
             self.checkpoints.check_room(self.learner.state())
             self._open_records(runtime.job)
@@ -111,12 +123,16 @@ class Trainer:
 
     def _open_records(self, job: LoadedConfig) -> None:
         """Open what this launch writes into the run folder besides its checkpoints."""
-        config, console, incarnation = self.config, self.console, self.watchdog.incarnation
-        gradients, axes = self.learner.fingerprint, self.mesh.sizes.axes
+        config = self.config
+        console = self.console
+        incarnation = self.watchdog.incarnation
+        gradients = self.learner.fingerprint
+        axes = self.mesh.sizes.axes
         self.fingerprints = Fingerprints(job, gradients, axes, self.device, console.outages)
         launch = describe_launch(config, self.mesh, self.run.step, self.ledger, job.choice, incarnation)
         self.records = StepRecords(config, console, self.ledger, self.peak, launch, self.fingerprints, incarnation)
-        committed, record = self.checkpoints.latest_step, self.records.write_evaluation
+        committed = self.checkpoints.latest_step
+        record = self.records.write_evaluation
         self.by_products = ByProducts(config, console, self.stop, self.watchdog, committed, record)
         self.by_products.open()
         stages = self.learner.stages.values()
@@ -131,7 +147,8 @@ class Trainer:
             self.records.flush()  # after an error, too
 
     def _train(self) -> State:
-        last_step, on_gpu = self.config.training.steps, self.device.type == "cuda"
+        last_step = self.config.training.steps
+        on_gpu = self.device.type == "cuda"
         garbage = Garbage(COMPILING_STEPS)
         with self.grace, garbage, self.console.training(self.run.step, last_step, self.peak is not None, on_gpu):
             self._vote_to_stop()
@@ -226,7 +243,9 @@ class Trainer:
         Returns:
             Whether that computed a step again, which overwrote the gradients.
         """
-        pending, self.pending, is_traced = self.pending, None, False
+        pending = self.pending
+        self.pending = None
+        is_traced = False
         if pending is None:
             return False
         result = pending.verdict.result()
@@ -297,7 +316,8 @@ class Trainer:
         if self.compared_step == self.run.step:
             return
         self.watchdog.step(self.run.step, "comparing replicas")
-        on_difference, saved_step = self.config.fault.on_difference, self.checkpoints.latest_step()
+        on_difference = self.config.fault.on_difference
+        saved_step = self.checkpoints.latest_step()
         with self.ledger.measure(Kind.TRAINING), self.phases.measure(Phase.OTHER):
             healed = see_that_copies_are_equal(self.learner.copies(), on_difference, self.run.step, saved_step)
         self.compared_step = self.run.step
@@ -334,13 +354,16 @@ class Trainer:
     def _finished(self) -> Finished:
         """Return the current state of the run, between two steps."""
         verdict = self.pending.verdict if self.pending else None
-        data, check_data = self.loader.state_dict(), self.loader.check_unchanged
+        data = self.loader.state_dict()
+        check_data = self.loader.check_unchanged
         return Finished(self.run, verdict, data, check_data, self.validation.loss_after(self.step))
 
     def _log(self, result: StepResult, pending: Pending, validation: ValidationResult | None) -> None:
         with self.phases.measure(Phase.OTHER):
-            balance, memory = self.learner.load_balance.measure(), self.memory()
-        frozen, incidents = self.learner.frozen(self.run.step - 1), self.progress.take_incidents()
+            balance = self.learner.load_balance.measure()
+            memory = self.memory()
+        frozen = self.learner.frozen(self.run.step - 1)
+        incidents = self.progress.take_incidents()
         details = pending.details.read() if pending.details else None
         measured = (memory, validation, balance, self.lag, details, incidents)
         self.records.write(self.run, result, pending.lr, frozen, *measured, writes_status=not self.grace.has_begun)

@@ -70,7 +70,8 @@ def build_update(
     copies: ComputeCopies | None,
 ) -> Update:
     """Decide once how the parameters are updated."""
-    training, dtype = config.training, getattr(torch, config.training.dtype)
+    training = config.training
+    dtype = getattr(torch, config.training.dtype)
     rule = rule_of(config.optimizer.name)(config.optimizer, exact=training.reduction == "exact")
     skips = rule.skips_on_device(device.type, dtype) and not config.fsdp.cpu_offload
     return Update(optimizer, parameters, training.max_norm, skips, dtype != torch.float64, copies)

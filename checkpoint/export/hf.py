@@ -99,7 +99,8 @@ def checkpoint_files(checkpoint: Path) -> ModelFiles:
     Raises:
         UserError: the checkpoint is damaged.
     """
-    manifest, metadata = read_manifest(checkpoint), read_metadata(checkpoint)
+    manifest = read_manifest(checkpoint)
+    metadata = read_metadata(checkpoint)
     model = _model_of(manifest, checkpoint)
     _check_count(checkpoint / manifests.MANIFEST_NAME, model, _n_tensors(metadata))
     seq_len = longest_sequence(model, manifest.value("training", "seq_len", int) or 0)
@@ -121,7 +122,8 @@ def hf_files(source: Path) -> ModelFiles:
         UserError: it can't be read, or is not a model of Keel's.
     """
     config, model, tensors = _open(source)
-    shapes, dtype = checkpoint_shapes(model), _common_dtype(tensors)
+    shapes = checkpoint_shapes(model)
+    dtype = _common_dtype(tensors)
     return ModelFiles(
         model,
         seq_len_of(config),
@@ -157,7 +159,8 @@ def export_hf(
     Raises:
         UserError: the checkpoint is damaged, or its model has no counterpart, or the output exists or can't be written.
     """
-    manifest, metadata = read_manifest(checkpoint), read_metadata(checkpoint)
+    manifest = read_manifest(checkpoint)
+    metadata = read_metadata(checkpoint)
     model = _model_of(manifest, checkpoint)
     if reason := not_exportable(model):
         raise UserError(f"{checkpoint}: this model can't be exported to Hugging Face format: {reason}")
@@ -188,13 +191,16 @@ class _Stacks:
     """Reads tensors by Hugging Face's names; a stack of experts is read once for all of them, which are consecutive."""
 
     def __init__(self, checkpoint: Path, metadata: Metadata) -> None:
-        self._checkpoint, self._metadata = checkpoint, metadata
-        self._name, self._stack = "", torch.empty(0)
+        self._checkpoint = checkpoint
+        self._metadata = metadata
+        self._name = ""
+        self._stack = torch.empty(0)
 
     def read(self, name: str) -> Tensor:
         place = place_of(name)
         if place.name != self._name:
-            self._name, self._stack = "", torch.empty(0)  # freed before the next one is read
+            self._name = ""
+            self._stack = torch.empty(0)  # freed before the next one is read
         if place.expert is None:
             return read_tensor(self._checkpoint, self._metadata, place.name)
         if not self._name:
@@ -450,7 +456,8 @@ def _opened(path: Path) -> Generator[Any, None, None]:
 
 def _check_tied_head(model: Model, tensors: dict[str, _SourceTensor]) -> None:
     """Drop the head of a tied model, if the folder has one; it must equal the embedding."""
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    head = "lm_head.weight"
+    embedding = "model.embed_tokens.weight"
     if not model.tie_embeddings or not {head, embedding} <= tensors.keys():
         return
     if not torch.equal(*(_read(name, tensors[name], tensors[name].dtype) for name in (head, embedding))):

@@ -71,7 +71,8 @@ _FIXED = {
 
 def tensor_shapes(model: Model) -> dict[str, Shape]:
     """Hugging Face's names and shapes of the model's tensors, from the input to the output."""
-    query, key_value = model.n_heads * head_dim(model), n_kv_heads(model) * head_dim(model)
+    query = model.n_heads * head_dim(model)
+    key_value = n_kv_heads(model) * head_dim(model)
     block = {
         "input_layernorm": (model.dim,),
         "self_attn.q_proj": (query, model.dim),
@@ -91,7 +92,8 @@ def tensor_shapes(model: Model) -> dict[str, Shape]:
 
 
 def _feed_forward_shapes(model: Model) -> dict[str, Shape]:
-    inner, outer = (model.ffn_dim, model.dim), (model.dim, model.ffn_dim)
+    inner = (model.ffn_dim, model.dim)
+    outer = (model.dim, model.ffn_dim)
     return {"mlp.gate_proj": inner, "mlp.up_proj": inner, "mlp.down_proj": outer}
 
 
@@ -149,7 +151,8 @@ def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: in
     """
     kind, names = ("mixtral", _NAMES | _EXPERT_NAMES) if model.n_experts else ("llama", _NAMES)
     values = model.model_dump()
-    theta, scaling = {"rope_theta": model.rope_theta}, _scaling_to_hf(model.rope_scaling)
+    theta = {"rope_theta": model.rope_theta}
+    scaling = _scaling_to_hf(model.rope_scaling)
     return {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
@@ -187,7 +190,8 @@ def to_keel(config: Mapping[str, Any], path: Path) -> Model:
     Raises:
         UserError: Keel can't train the model as it is; the message names the field.
     """
-    kind, architectures = str(config.get("model_type")), config.get("architectures") or []
+    kind = str(config.get("model_type"))
+    architectures = config.get("architectures") or []
     if kind not in ARCHITECTURES or architectures not in ([], [ARCHITECTURES[kind]]):
         what = shortened(f"model_type {config.get('model_type')!r}, architectures {architectures!r}", 400)
         supported = f"{ARCHITECTURES['llama']} (Llama 2 and 3.x) and {ARCHITECTURES['mixtral']}"

@@ -15,7 +15,8 @@ def _activation_checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
 
 
 def _checkpointed_layers(config: Config, _: int | None) -> Iterator[Problem]:
-    table, n_layers = config.activation_checkpoint, config.model.n_layers
+    table = config.activation_checkpoint
+    n_layers = config.model.n_layers
     if table.mode not in ("full", "selective"):
         return
     try:

@@ -6,7 +6,8 @@ from configs.checks.rule import Problem, Rule
 from configs.layout import smallest_world_size
 from configs.schema import Config
 
-_GRAPHS, _AUTOTUNE = "triton.cudagraphs", "max_autotune"
+_GRAPHS = "triton.cudagraphs"
+_AUTOTUNE = "max_autotune"
 
 
 def _settings(config: Config) -> tuple[str, bool, bool]:

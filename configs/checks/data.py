@@ -9,7 +9,8 @@ from configs.schema import Config, Source
 
 
 def _tokenizer(config: Config, _: int | None) -> Iterator[Problem]:
-    path, train_on = config.tokenizer.path, config.tokenizer.train_on
+    path = config.tokenizer.path
+    train_on = config.tokenizer.train_on
     if train_on and path is None:
         yield "tokenizer.train_on", "train_on needs path, the file for the trained tokenizer; set tokenizer.path"
     if train_on and path is not None and path.endswith(".json"):
@@ -69,7 +70,8 @@ def _validation(config: Config, _: int | None) -> Iterator[Problem]:
 
 
 def _samples(config: Config, _: int | None) -> Iterator[Problem]:
-    validation, seq_len = config.validation, config.training.seq_len
+    validation = config.validation
+    seq_len = config.training.seq_len
     if validation.samples and config.tokenizer.path is None:
         yield "validation.samples", "samples are texts, and the job has no tokenizer; set tokenizer.path"
     if validation.samples and validation.sample_tokens >= seq_len:

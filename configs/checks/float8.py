@@ -8,7 +8,8 @@ from configs.schema import Config
 
 
 def _device(config: Config, _: int | None) -> Iterator[Problem]:
-    float8, training = config.float8, config.training
+    float8 = config.float8
+    training = config.training
     if float8.recipe == "none" or float8.emulate:
         return
     if config.job.device == "cpu":

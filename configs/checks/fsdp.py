@@ -29,7 +29,8 @@ def _buffers(config: Config, _: int | None) -> Iterator[Problem]:
     buffers = config.comm.fsdp_buffers
     if buffers == "default":
         return
-    key, start = "comm.fsdp_buffers", f'fsdp_buffers "{buffers}" needs FSDP\'s own collectives, but '
+    key = "comm.fsdp_buffers"
+    start = f'fsdp_buffers "{buffers}" needs FSDP\'s own collectives, but '
     if config.training.reduction == "exact":
         yield key, f'{start}training.reduction "exact" replaces them; set fsdp_buffers = "default"'
     if config.comm.async_tp and buffers != "registered":

@@ -43,7 +43,9 @@ def idle_keys(config: Config) -> Iterator[Idle]:
 
 def without_effect(config: Config) -> Iterator[str]:
     """Say what a job sets to no effect in this launch; in another, on another mesh, it may have one."""
-    schedule, validation, steps = config.pipeline.schedule, config.validation.interval, config.training.steps
+    schedule = config.pipeline.schedule
+    validation = config.validation.interval
+    steps = config.training.steps
     meshes = [config.mesh, *config.elastic.meshes]
     if schedule != Pipeline().schedule and max(mesh.pp for mesh in meshes) == 1:
         yield f"pipeline.schedule = {value_text(schedule)} does nothing with mesh.pp = 1"

@@ -27,7 +27,9 @@ def _job(config: Config, _: int | None) -> Iterator[Problem]:
 
 
 def _checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
-    table, load, validated = config.checkpoint, config.checkpoint.load, config.validation.interval
+    table = config.checkpoint
+    load = config.checkpoint.load
+    validated = config.validation.interval
     if isinstance(load, int) and load < 0:
         yield "checkpoint.load", f"there is no step {load}; give a step of 0 or more"
     if table.go_back and load in ("latest", "none"):
@@ -58,7 +60,8 @@ def _export(config: Config, _: int | None) -> Iterator[Problem]:
 
 
 def _evaluation(config: Config, _: int | None) -> Iterator[Problem]:
-    table, interval = config.evaluation, config.checkpoint.interval
+    table = config.evaluation
+    interval = config.checkpoint.interval
     if table.interval and (not interval or table.interval % interval):
         yield (
             "evaluation.interval",
@@ -70,7 +73,8 @@ def _evaluation(config: Config, _: int | None) -> Iterator[Problem]:
 
 
 def _profile(config: Config, _: int | None) -> Iterator[Problem]:
-    profile, steps = config.profile, config.training.steps
+    profile = config.profile
+    steps = config.training.steps
     last = profile.start_step + profile.steps - 1
     if profile.start_step and last > steps:
         yield "profile.start_step", f"the trace would end at step {last}, after training.steps {steps}; start earlier"

@@ -31,7 +31,8 @@ def _mesh(config: Config, world_size: int | None) -> Iterator[Problem]:
         try:
             check_micro_batches(config, micro_batches)
         except ConfigError as error:
-            batch, micro = config.training.global_batch_size, config.training.micro_batch_size
+            batch = config.training.global_batch_size
+            micro = config.training.micro_batch_size
             yield (
                 "training.micro_batch_size",
                 f"global_batch_size {batch} / (dp {sizes.dp} x micro_batch_size {micro}) = {error}; change one of them",
@@ -48,7 +49,8 @@ def _tensor_parallel(config: Config, _: int | None) -> Iterator[Problem]:
 
 def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Each rank of `ep` must hold the same number of whole experts; `ep` must divide the ranks of dp_shard x cp."""
-    ep, n_experts = config.mesh.ep, config.model.n_experts
+    ep = config.mesh.ep
+    n_experts = config.model.n_experts
     if ep == 1:
         return
     if not n_experts:
@@ -83,7 +85,10 @@ def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem
 
 def _context_parallel(config: Config, _: int | None) -> Iterator[Problem]:
     """Each rank must have the same number of tokens, and with all_to_all the same number of heads."""
-    cp, tp, method, seq_len = config.mesh.cp, config.mesh.tp, config.context.method, config.training.seq_len
+    cp = config.mesh.cp
+    tp = config.mesh.tp
+    method = config.context.method
+    seq_len = config.training.seq_len
     if cp == 1:
         return
     chunks = 1 if method == "all_to_all" else 2  # an early and a late one: every rank then attends to as many keys

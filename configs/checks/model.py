@@ -59,7 +59,8 @@ def _experts(config: Config, _: int | None) -> Iterator[Problem]:
 
 
 def _router(config: Config, _: int | None) -> Iterator[Problem]:
-    model, router = config.model, config.model.router
+    model = config.model
+    router = config.model.router
     if model.n_experts is not None and model.experts_per_token == 1 and router.renormalize:
         yield (
             "model.router.renormalize",

@@ -11,7 +11,8 @@ _MOST_TOKENS = 2**40
 
 
 def _tokens(config: Config, _: int | None) -> Iterator[Problem]:
-    seq_len, validation = config.training.seq_len, config.validation
+    seq_len = config.training.seq_len
+    validation = config.validation
     if seq_len > _MOST_TOKENS:
         yield "training.seq_len", f"a sequence of {seq_len:,} tokens fits no machine; at most {_MOST_TOKENS:,}"
         return
@@ -64,7 +65,9 @@ def _muon(config: Config, _: int | None) -> Iterator[Problem]:
 
 def _lr_schedule(config: Config, _: int | None) -> Iterator[Problem]:
     schedule = config.lr_schedule
-    warmup, total, stable_decay = schedule.warmup_steps, schedule.total_steps, schedule.name == "warmup_stable_decay"
+    warmup = schedule.warmup_steps
+    total = schedule.total_steps
+    stable_decay = schedule.name == "warmup_stable_decay"
     if warmup > total:
         yield "lr_schedule.warmup_steps", f"warmup_steps {warmup} is above total_steps {total}; change one of them"
     elif stable_decay and warmup + decay_steps(schedule) > total:

@@ -98,8 +98,10 @@ def _missing(path: KeyPath, layers: Layers) -> Mistake:
 
 
 def _wrong(path: KeyPath, layers: Layers) -> Mistake:
-    known, where = _known(path), layers.where(path)
-    value, key = layers.value(known), find(known)
+    known = _known(path)
+    where = layers.where(path)
+    value = layers.value(known)
+    key = find(known)
     if key and key.type == "list of tables" and value == []:
         return Mistake(known, where, f"{dotted(known)} is empty; it needs at least one table [[{dotted(known)}]]")
     if key is None:  # an item of a list of tables

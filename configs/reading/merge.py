@@ -88,7 +88,8 @@ class Layers:
     def unset(self) -> None:
         """Remove the keys that are set to "none" and have no value by default, so that this applies."""
         for path in list(self.origins):
-            key, value = find(path), self.value(path)
+            key = find(path)
+            value = self.value(path)
             if value == "none" and key and key.default is None and not key.required:
                 self.remove(path)
 

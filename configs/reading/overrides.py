@@ -68,7 +68,8 @@ def _override(flag: str, text: str | None) -> Override:
     if text is None:
         raise ConfigError(f"{flag}: needs a value: {flag} VALUE")
     path = key_path(flag[2:])
-    value, key = _toml_value(flag, text), find(path)
+    value = _toml_value(flag, text)
+    key = find(path)
     if key and key.type == "string" and not isinstance(value, (str, list, dict)):
         value = text  # a name such as 2024, as it was typed
     return Override(flag, path, value)

@@ -19,7 +19,8 @@ def right_part(table: type[Table], values: dict[str, Any], wrong: Collection[Key
     given: dict[str, Any] = {}
     lacking = {str(path[-1]) for path in wrong if path[:-1] == at}
     for name, field in table.model_fields.items():
-        inner, value = table_in(field.annotation), values.get(name)
+        inner = table_in(field.annotation)
+        value = values.get(name)
         if inner and isinstance(value, dict):
             given[name] = right_part(inner, value, wrong, (*at, name))
         elif inner and isinstance(value, list):

@@ -25,7 +25,8 @@ def losses(run: str) -> dict[int, float]:
 
 def draw_curve(straight: str, moved: str) -> None:
     """The loss of a run on one process, and of one that changes its mesh."""
-    one, other = losses(straight), losses(moved)
+    one = losses(straight)
+    other = losses(moved)
     figure, axes = plt.subplots(figsize=(7.5, 3.2), layout="constrained")
     axes.plot(list(one), list(one.values()), color="0.75", linewidth=5, label="one process throughout")
     axes.plot(list(other), list(other.values()), color="tab:blue", linewidth=1.4, label="moved twice")

@@ -105,7 +105,8 @@ def _why_not(config: Config, device: torch.device, kernel: SDPBackend) -> str:
 
 def _example(config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
     """Queries and keys of one sequence of the job."""
-    dtype, width = getattr(torch, config.training.compute_dtype), head_dim(config.model)
+    dtype = getattr(torch, config.training.compute_dtype)
+    width = head_dim(config.model)
     q, k = (
         torch.empty(1, heads, config.training.seq_len, width, device=device, dtype=dtype, requires_grad=True)
         for heads in (config.model.n_heads, n_kv_heads(config.model))

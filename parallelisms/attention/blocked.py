@@ -184,7 +184,8 @@ def _tiles(
     q: Tensor, k: Tensor, documents: DocumentPairs | None, causal: bool
 ) -> Iterator[tuple[slice, Tensor | None]]:
     """Slices of the queries, each with its mask of allowed pairs, broadcastable to (batch, heads, rows, keys)."""
-    n_queries, n_keys = q.shape[2], k.shape[2]
+    n_queries = q.shape[2]
+    n_keys = k.shape[2]
     n_rows = max(1, _TILE_ELEMENTS // n_keys)
     keys = torch.arange(n_keys, device=q.device)
     for start in range(0, n_queries, n_rows):

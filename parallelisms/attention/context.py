@@ -251,9 +251,12 @@ class _Ranks:
             group: name of the process group.
         """
         self.group = group_named(group)
-        self.rank, self.n_ranks = self.group.rank(), self.group.size()
+        self.rank = self.group.rank()
+        self.n_ranks = self.group.size()
         self._chunk = q.shape[2] // 2
-        self._numbers, self._ends, self._longest = numbers, ends, longest
+        self._numbers = numbers
+        self._ends = ends
+        self._longest = longest
 
     def visible(self, source: int) -> tuple[slice, slice]:
         """The one block (queries here, keys there) in which every query sees every key: half of all pairs.
@@ -268,7 +271,8 @@ class _Ranks:
         """The documents of the given queries here and keys there; None without documents."""
         if self._numbers is None or self._ends is None or self._longest is None:
             return None
-        queries, their_keys = self._of(self._numbers, self.rank)[:, rows], self._of(self._numbers, source)[:, keys]
+        queries = self._of(self._numbers, self.rank)[:, rows]
+        their_keys = self._of(self._numbers, source)[:, keys]
         return DocumentPairs(queries, their_keys, self._ends.shape[0] - 1, int(self._longest))
 
     def _of(self, numbers: Tensor, rank: int) -> Tensor:
@@ -280,12 +284,14 @@ class _Gather:
 
     def __init__(self, own: Tensor, group: dist.ProcessGroup) -> None:
         """own: keys and values, (2, batch, kv_heads, seq / cp, head_dim)."""
-        self._own, self._group = own.contiguous(), group
+        self._own = own.contiguous()
+        self._group = group
         self._by_source: dict[int, Tensor] = {}
 
     def others(self) -> Iterator[tuple[int, Tensor]]:
         """Every other rank's number, with its keys and values."""
-        n_ranks, name = self._group.size(), self._group.group_name
+        n_ranks = self._group.size()
+        name = self._group.group_name
         gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(self._own, n_ranks, name))
         for source, there in enumerate(gathered.unflatten(0, (n_ranks, -1))):
             if source != self._group.rank():
@@ -297,7 +303,8 @@ class _Gather:
 
     def given_back(self) -> Tensor:
         """The sum of all ranks' contributions for this rank's keys and values."""
-        n_ranks, name = self._group.size(), self._group.group_name
+        n_ranks = self._group.size()
+        name = self._group.group_name
         gradients = torch.cat([self._by_source[source] for source in range(n_ranks)])
         return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(gradients, "sum", n_ranks, name))
 
@@ -309,11 +316,13 @@ class _Ring:
     """
 
     def __init__(self, own: Tensor, group: dist.ProcessGroup) -> None:
-        self._own, self._group = own.contiguous(), group
+        self._own = own.contiguous()
+        self._group = group
         self._sum: Callable[[], Tensor] | None = None
 
     def others(self) -> Iterator[tuple[int, Tensor]]:
-        rank, n_ranks = self._group.rank(), self._group.size()
+        rank = self._group.rank()
+        n_ranks = self._group.size()
         arriving = self._pass_on(self._own)
         for step in range(1, n_ranks):
             keys_values = arriving()
@@ -333,7 +342,8 @@ class _Ring:
 
     def _pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Send to the next rank; returns a function that waits for what the previous rank sent."""
-        rank, n_ranks = self._group.rank(), self._group.size()
+        rank = self._group.rank()
+        n_ranks = self._group.size()
         arriving = torch.empty_like(tensor)
         works = dist.batch_isend_irecv(
             [

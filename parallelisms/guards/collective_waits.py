@@ -34,7 +34,8 @@ class CollectiveWaits:
             device: the device on which the ranks compute.
         """
         self._watched = {str(group.group_name) for group in groups} | {world_name()}
-        self._seconds, self._began = 0.0, 0.0
+        self._seconds = 0.0
+        self._began = 0.0
         self._event: torch.cuda.Event | None = None
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.call_seconds = 2e-4 if device.type == "cpu" else 3e-5
@@ -54,8 +55,10 @@ class CollectiveWaits:
 
     def take(self) -> float:
         """Seconds in collectives measured since the last call; on a GPU, only those that have completed."""
-        seconds, self._seconds = self._seconds, 0.0
-        events, self._events = self._events, []
+        seconds = self._seconds
+        self._seconds = 0.0
+        events = self._events
+        self._events = []
         for begin, end in events:
             if end.query():
                 seconds += begin.elapsed_time(end) / 1000

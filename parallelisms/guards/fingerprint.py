@@ -29,7 +29,8 @@ from parallelisms.ranks import local_part
 MAX_RANK_DIGESTS = 128
 """Limit on the ranks' digests; in a larger job, neighboring ranks share one."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int32}
-_MODULUS, _FOLD = 1 << 32, 0x9E3779B1
+_MODULUS = 1 << 32
+_FOLD = 0x9E3779B1
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,12 @@ class GradientFingerprint:
             mesh: all its ranks take part.
             seed: the run's.
         """
-        self.names, self._parameters, self._mesh, self._seed = list(names), dict(parameters), mesh, seed
-        n_ranks, self._n = dist.get_world_size(), len(names)
+        self.names = list(names)
+        self._parameters = dict(parameters)
+        self._mesh = mesh
+        self._seed = seed
+        n_ranks = dist.get_world_size()
+        self._n = len(names)
         self._n_slots = min(n_ranks, MAX_RANK_DIGESTS)
         numbers = {name: number for number, name in enumerate(names)}
         own = [numbers[name] for name in parameters]

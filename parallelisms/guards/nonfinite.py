@@ -72,7 +72,8 @@ class NonfiniteTracer:
             stages: this rank's stages, by number.
             compiled: whether the plan's blocks are compiled.
         """
-        self._stages, self._compiled = stages, compiled
+        self._stages = stages
+        self._compiled = compiled
         self.first: Finding | None = None
         self._looks: Counter[_When] = Counter()
         self._last_finite: dict[_When, str] = {}

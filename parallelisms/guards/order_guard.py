@@ -96,7 +96,8 @@ class OrderGuard:
         if not self._is_noting:
             return
         self._is_noting = False  # exclude the comparison's own collectives
-        log, self.log = self.log, []
+        log = self.log
+        self.log = []
         checksums = _checksums(log)
         told = gather({_name(key): checksum for key, checksum in checksums.items()})
         if wrong := _first_of_all(_first_difference(checksums, told)):
@@ -105,11 +106,13 @@ class OrderGuard:
         self._is_noting = True
 
     def _note(self, operator: str, group: dist.ProcessGroup, arguments: tuple[Any, ...]) -> None:
-        ranks, name = tuple(dist.get_process_group_ranks(group)), str(group.group_name)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        name = str(group.group_name)
         if not self._is_noting or len(ranks) == 1 or name not in self._watched:
             return
         if operator in ("send", "recv_"):  # the sender's and the receiver's code lines differ
-            here, there = dist.get_rank(), ranks[arguments[2]]
+            here = dist.get_rank()
+            there = ranks[arguments[2]]
             pair = (here, there) if operator == "send" else (there, here)
             # By count: torch 2.11's pipelining opens a connection by sending a scalar, received with shape (1,).
             message = " and ".join(f"{t.numel()} elements {_dtype(t)}" for t in tensors_of(arguments))

@@ -25,10 +25,12 @@ from torch.distributed.tensor import DTensor
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import Json, gather
 
-CPU_PIECE, GPU_PIECE = 1 << 17, 1 << 22
+CPU_PIECE = 1 << 17
+GPU_PIECE = 1 << 22
 """Words of 8 bytes hashed at once. On a CPU, a piece, its factors and its products fit in the cache (4 GB/s per core);
 on a GPU, a few large pieces need fewer launches, at the cost of 64 MiB."""
-_FOLD, _HORNER = 0x9E3779B1, 0x9E3779B97F4A7C15 - (1 << 64)  # odd numbers with their bits well mixed
+_FOLD = 0x9E3779B1
+_HORNER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd numbers with their bits well mixed
 _SHOWN = 8
 
 
@@ -89,7 +91,8 @@ def _copy(name: str, tensor: Tensor, mesh: Mesh, is_owned: bool) -> Copy:
     if not isinstance(tensor, DTensor):
         axes |= {} if is_owned else {"tokens": mesh.tokens.get_group()}
         return Copy(name, "", tensor, _of_several(axes), mesh.device)
-    names, parts = tensor.device_mesh.mesh_dim_names or (), []
+    names = tensor.device_mesh.mesh_dim_names or ()
+    parts = []
     for i, (axis, placement) in enumerate(zip(names, tensor.placements, strict=True)):
         if placement.is_replicate():
             axes[axis] = tensor.device_mesh.get_group(i)
@@ -133,7 +136,8 @@ def heal(copies: Iterable[Copy], found: Iterable[Difference]) -> None:
         copies: this rank's replicas, as compared.
         found: differences, each with a majority.
     """
-    here, rank = {(copy.name, copy.part): copy.local for copy in copies}, dist.get_rank()
+    here = {(copy.name, copy.part): copy.local for copy in copies}
+    rank = dist.get_rank()
     for difference in found:
         source = difference.majority[0]
         for odd in (rank for ranks in difference.holders[1:] for rank in ranks):
@@ -235,5 +239,6 @@ def _words(tensor: Tensor) -> Tensor:
 def _factors(device: torch.device) -> Tensor:
     """An odd int64 for each word of a piece, equal in every process."""
     n = CPU_PIECE if device.type == "cpu" else GPU_PIECE
-    limits, generator = torch.iinfo(torch.int64), torch.Generator().manual_seed(0)
+    limits = torch.iinfo(torch.int64)
+    generator = torch.Generator().manual_seed(0)
     return (torch.randint(limits.min, limits.max, (n,), generator=generator) | 1).to(device)

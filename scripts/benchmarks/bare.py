@@ -149,7 +149,8 @@ def loader_speed(seconds: float = 3.0) -> float:
         loader = build_loader(config.model_copy(update={"data": files}), 0, 1, start_sample=0)
         for _ in islice(loader, 3):
             pass
-        started, steps = time.perf_counter(), 0
+        started = time.perf_counter()
+        steps = 0
         while time.perf_counter() - started < seconds:
             next(loader)
             steps += 1

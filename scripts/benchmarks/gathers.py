@@ -87,7 +87,8 @@ class _Gather(dist.Work):
         """Enqueue an all-gather that was just issued over a process group and takes `seconds` longer than `work`."""
         super().__init__()
         self._work: dist.Work | None = work  # dropped on completion, since it holds the gathered buffer
-        self._over, self._counts = over, queue.counts
+        self._over = over
+        self._counts = queue.counts
         self._before = queue.last if queue.last and not queue.last.is_over() else None
         self._was_behind_others = self._before is not None and self._before._over is not over
         start = time.monotonic()
@@ -124,7 +125,8 @@ class _QueuedAllGather(DefaultAllGather):
     """FSDP's all-gather, issued into a queue."""
 
     def __init__(self, queue: _Queue, seconds: float) -> None:
-        self._queue, self._seconds = queue, seconds
+        self._queue = queue
+        self._seconds = seconds
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False

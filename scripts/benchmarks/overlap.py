@@ -107,6 +107,7 @@ def lines(figures: list[dict[str, Any]]) -> Iterator[str]:
     """Format the figures for printing."""
     yield f"{'':22s} {'ms a step':>10s} {'lowest':>8s} {'gathers':>8s} {'waits':>6s} {'behind others':>14s}   (rank 0)"
     for row in figures:
-        median, lowest = statistics.median(row["seconds"]) * 1000, min(row["seconds"]) * 1000
+        median = statistics.median(row["seconds"]) * 1000
+        lowest = min(row["seconds"]) * 1000
         counts = f"{row['gathers']:8.1f} {row['waits']:6.1f} {row['waits_behind_others']:14.1f}"
         yield f"{row['variant']:22s} {median:10.1f} {lowest:8.1f} {counts}"

@@ -70,7 +70,9 @@ def arms_of(files: Sequence[str], words: Sequence[str], sweep: str | None) -> li
 
 def _values(text: str) -> Iterator[str]:
     """Split at the commas outside of brackets and quotes."""
-    depth, quote, value = 0, "", ""
+    depth = 0
+    quote = ""
+    value = ""
     for character in text:
         if quote:
             quote = "" if character == quote else quote
@@ -137,7 +139,8 @@ class Pairing:
 
 def pairing(first: Config, second: Config) -> Pairing:
     """The part that two runs of these configs share."""
-    ours, theirs = _initial(first), _initial(second)
+    ours = _initial(first)
+    theirs = _initial(second)
     same = sum(ours[name] == theirs[name] for name in ours.keys() & theirs.keys())
     samples = all(getattr(first, name) == getattr(second, name) for name in ("data", "tokenizer"))
     for table, key in (("training", "seed"), ("training", "seq_len"), ("model", "vocab_size")):

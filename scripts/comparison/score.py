@@ -116,7 +116,8 @@ def _load_weights(config: Config, learner: Learner, console: Console) -> None:
 @torch.no_grad()
 def sequence_sums(config: Config, learner: Learner) -> Tensor:
     """Cross-entropy and valid targets of each sequence, float64, (2, sequences); the same on all ranks."""
-    mesh, n = learner.mesh, config.validation.sequences
+    mesh = learner.mesh
+    n = config.validation.sequences
     sums = torch.zeros(2, n, dtype=torch.float64, device=mesh.device)
     with closing(build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0, validation=True)) as loader:
         for micro_batches in loader:

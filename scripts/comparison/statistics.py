@@ -133,7 +133,8 @@ def _needed(differences: np.ndarray, tokens_of_a_pair: int, confidence: float) -
         quantiles = student(confidence, sequences - 1) + student(2 * POWER - 1, sequences - 1)
         return quantiles * of_text / math.sqrt(sequences) > difference / math.sqrt(2)
 
-    texts, seeds = range(now, 10_000 * now), range(2, _MOST_SEEDS + 1)
+    texts = range(now, 10_000 * now)
+    seeds = range(2, _MOST_SEEDS + 1)
     sequences = bisect_left(texts, True, key=lambda n: not is_text_wide(n))
     if sequences == len(texts):
         return None
@@ -150,7 +151,8 @@ def student(confidence: float, freedom: int) -> float:
     Above 200 degrees of freedom it is the one for 200, which is at most 1% to 2% wider.
     """
     freedom = min(freedom, _MOST_FREEDOM)
-    low, high = 0.0, math.pi / 2
+    low = 0.0
+    high = math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
@@ -159,7 +161,8 @@ def student(confidence: float, freedom: int) -> float:
 
 def _within(angle: float, freedom: int) -> float:
     """P(|T| <= sqrt(freedom) tan(angle)), as a finite series (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4)."""
-    sine, cosine = math.sin(angle), math.cos(angle)
+    sine = math.sin(angle)
+    cosine = math.cos(angle)
     is_odd = freedom % 2
     term = cosine if is_odd else 1.0
     total = term if freedom > 1 else 0.0

@@ -47,7 +47,8 @@ def train(trial: optuna.Trial, job: str, words: list[str]) -> float:
     folder = FOLDER / str(trial.number)
     values = ["--optimizer.lr", repr(lr), "--optimizer.weight_decay", repr(decay), "--job.output_dir", str(folder)]
     command = [sys.executable, str(KEEL), "train", job, *words, *values]
-    loss, seen = None, 0
+    loss = None
+    seen = 0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
         while True:
             is_over = run.poll() is not None  # before reading, so that the last lines are read

@@ -30,7 +30,8 @@ if not __package__:  # run as a file, from any folder
 
 from configs.secret import Forged, signed, verified
 
-HOST, PORT = "127.0.0.1", 29500
+HOST = "127.0.0.1"
+PORT = 29500
 ENDED = "ended"
 _TIMEOUT = timedelta(seconds=20)
 

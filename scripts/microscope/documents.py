@@ -41,14 +41,16 @@ class Documents:
         if not 0 <= number < len(self):
             raise IndexError(number)
         place = bisect_right(self._first_documents, number) - 1
-        file, in_file = self.folder.files[place], number - self._first_documents[place]
+        file = self.folder.files[place]
+        in_file = number - self._first_documents[place]
         start, stop = (self._first_tokens[place] + file.document_offset(in_file + i) for i in (0, 1))
         return Document(number, start, stop, file.path)
 
     def at(self, token: int) -> Document:
         """The document that a token belongs to; tokens are numbered through all files."""
         place = bisect_right(self._first_tokens, token) - 1
-        file, in_file = self.folder.files[place], token - self._first_tokens[place]
+        file = self.folder.files[place]
+        in_file = token - self._first_tokens[place]
         after = bisect_right(range(file.header.n_documents), in_file, key=file.document_offset)
         return self[self._first_documents[place] + after - 1]
 
@@ -73,7 +75,8 @@ def occurrences(text: str, documents: Documents, tokenizer: Tokenizer) -> Iterat
         if text not in decoded:
             continue
         ends = np.cumsum(lengths[ids])
-        raw, sought = decoded.encode(), text.encode()
+        raw = decoded.encode()
+        sought = text.encode()
         at = raw.find(sought)
         while at >= 0:
             if ends[-1] == len(raw):

@@ -34,7 +34,8 @@ class History:
 
     def __init__(self, stretches: Iterable[Stretch], last_step: int) -> None:
         """Combine stretches, in order; the last one has no end. `last_step` is the newest checkpoint's."""
-        self.stretches, self.last_step = list(stretches), last_step
+        self.stretches = list(stretches)
+        self.last_step = last_step
 
     def samples(self, step: int) -> range:
         """The samples of a step, numbered from 1."""
@@ -70,7 +71,8 @@ def read_history(folder: Path, config: Config) -> History:
     manifest = read_manifest(checkpoint)
     saved = read_trainer_state(checkpoint)
     check_saved_state(saved)
-    run, next_sample = RunState(**saved["run"]), saved["data"]["next_sample"]
+    run = RunState(**saved["run"])
+    next_sample = saved["data"]["next_sample"]
     lines = [(change.step, line) for change in manifest.run_changes for line in change.changes]
     sizes = [(step, int(found[1]), int(found[2])) for step, line in lines if (found := _BATCH_CHANGE.fullmatch(line))]
     stretches = [Stretch(1, 0, sizes[0][1] if sizes else batch)]

@@ -31,7 +31,8 @@ def _unfeistel(value: np.ndarray, bits: int, key: int) -> np.ndarray:
     """Undo one pass of `order._feistel`: the same rounds in reverse."""
     low_bits = bits // 2
     high_bits = bits - low_bits
-    low, high = value & np.uint64((1 << low_bits) - 1), value >> np.uint64(low_bits)
+    low = value & np.uint64((1 << low_bits) - 1)
+    high = value >> np.uint64(low_bits)
     for number in range(ROUNDS, 0, -2):
         high = high ^ (mix(low ^ _round_key(key, number)) >> np.uint64(64 - high_bits))
         low = low ^ (mix(high ^ _round_key(key, number - 1)) >> np.uint64(64 - low_bits))

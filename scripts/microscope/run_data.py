@@ -137,7 +137,8 @@ class RunData:
         rows = []
         for index, (name, source) in enumerate(self.sources.items()):
             counts = [[count_before(self.mixture, index, n) for n in (each.start, each.stop)] for each in trained]
-            samples, furthest = sum(stop - start for start, stop in counts), counts[-1][1] if counts else 0
+            samples = sum(stop - start for start, stop in counts)
+            furthest = counts[-1][1] if counts else 0
             epochs = samples / self.tokens_of(name).n_windows if source.kind == "tokens" else None
             rows.append(Ledger(name, samples, samples * seq_len, furthest - samples, epochs))
         return rows

@@ -104,7 +104,8 @@ def _lag(run: Recorded) -> Iterator[Flag]:
     shares: dict[int, float] = {}
     ranks: dict[int, str] = {}
     for record in run.records:
-        waited, seconds = record.get("lag_seconds"), record.get("step_seconds")
+        waited = record.get("lag_seconds")
+        seconds = record.get("step_seconds")
         if is_number(waited) and is_number(seconds) and seconds > 0 and waited > _LAG_SHARE * seconds:
             shares[record["step"]] = waited / seconds
             ranks[record["step"]] = plain(record.get("slowest_rank"))

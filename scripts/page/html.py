@@ -327,7 +327,8 @@ def _results(run: Recorded) -> dict[str, str]:
 
 
 def _time(run: Recorded) -> str:
-    wall, spent = run.wall_seconds(), run.seconds()
+    wall = run.wall_seconds()
+    spent = run.seconds()
     if not wall or not spent:
         return ""
     spent = {kind: spent[kind] for kind in (*_KINDS, *(spent.keys() - set(_KINDS))) if spent.get(kind)}
@@ -335,7 +336,8 @@ def _time(run: Recorded) -> str:
     words = {kind.key: kind.value for kind in Kind}
     shares = [(_text(words.get(kind, kind)), _color(kind), value) for kind, value in spent.items()]
     shares.append((_NOT_RECORDED, "kind-none", rest))
-    parts, left = [], 0.0
+    parts = []
+    left = 0.0
     for name, color, value in shares:
         width = 100 * value / wall
         box = f'x="{left:.3f}" width="{width:.3f}" height="1"'

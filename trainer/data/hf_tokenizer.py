@@ -33,9 +33,12 @@ def tokenizer_files(path: str | Path | None) -> TokenizerFiles:
     if path is None:
         return TokenizerFiles()
     path = Path(path)
-    tokenizer, content = load_tokenizer(path), path.read_bytes()
+    tokenizer = load_tokenizer(path)
+    content = path.read_bytes()
     if isinstance(tokenizer, JsonTokenizer):
-        files, tokens, settings = {JSON_NAME: content}, tokenizer.pieces(), {}
+        files = {JSON_NAME: content}
+        tokens = tokenizer.pieces()
+        settings = {}
     else:
         model = _parse(path, content)
         tokens = {i: piece.piece for i, piece in enumerate(model.pieces)}

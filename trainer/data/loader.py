@@ -74,8 +74,11 @@ class BatchReader:
         pin_memory: bool = False,
     ) -> None:
         """Read windows of seq_len + 1 tokens; `sources`, by name, must be in the mixture's order."""
-        self._mixture, self._sources, self._seq_len = mixture, sources, seq_len
-        self._document_mask, self._pin_memory = document_mask, pin_memory
+        self._mixture = mixture
+        self._sources = sources
+        self._seq_len = seq_len
+        self._document_mask = document_mask
+        self._pin_memory = pin_memory
 
     def steps(self, samples: np.ndarray) -> Iterator[Step]:
         """Read `samples`, of shape (steps, micro-batches, micro_batch); _NO_SAMPLE becomes padding."""
@@ -120,7 +123,8 @@ class BatchReader:
         if starts is not None:
             targets[torch.from_numpy(starts[:, 1:])] = IGNORED
             positions, document_ids = map(self._tensor, _documents(starts[:, :-1]))
-        kept, names = samples[samples != _NO_SAMPLE].tolist(), list(self._sources)
+        kept = samples[samples != _NO_SAMPLE].tolist()
+        names = list(self._sources)
         read_from = np.unique(sources[sources >= 0]).tolist()
         source = names[read_from[0]] if len(read_from) == 1 else None
         return MicroBatch(self._tensor(windows[:, :-1]), targets, positions, document_ids, kept, source)
@@ -153,10 +157,13 @@ class DataLoader:
         order: dict[str, Any],
     ) -> None:
         """Iterate over `make_steps(start_sample)`, which uses `reader`; `order` is from `_order_of`."""
-        self._make_steps, self._reader, self._restarts = make_steps, reader, restarts
+        self._make_steps = make_steps
+        self._reader = reader
+        self._restarts = restarts
         self._order = order
         self._states = reader.states()
-        self._next_sample, self._samples_per_step = start_sample, samples_per_step
+        self._next_sample = start_sample
+        self._samples_per_step = samples_per_step
         self._prefetcher: Prefetcher[Step] | None = None
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
@@ -250,7 +257,8 @@ def merge_state_dicts(state_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _training_samples(config: Config, dp_rank: int, dp_size: int, start_sample: int) -> Iterator[np.ndarray]:
     """A rank's samples from `start_sample` on, endlessly: (steps, micro-batches, micro_batch) at a time."""
-    size, micro_batch = config.training.global_batch_size, config.training.micro_batch_size
+    size = config.training.global_batch_size
+    micro_batch = config.training.micro_batch_size
     slots = np.arange(size).reshape(-1, dp_size, micro_batch)[:, dp_rank]
     n_steps = max(1, _SAMPLES_PER_PLAN // slots.size)
     while True:
@@ -303,7 +311,9 @@ def _build_sources(config: Config, validation: bool, states: dict[str, dict[str,
 def _build_source(
     source: SourceConfig, config: Config, validation: bool, tokenizer: Tokenizer | None, state: dict[str, Any] | None
 ) -> SampleSource:
-    seq_len, vocab_size, seed = config.training.seq_len, config.model.vocab_size, _seed(config, validation)
+    seq_len = config.training.seq_len
+    vocab_size = config.model.vocab_size
+    seed = _seed(config, validation)
     if source.kind == "synthetic":
         return SyntheticSource(source.name, vocab_size, seed, source.document_length)
     assert source.path is not None  # configs.checks ensures it, and text's tokenizer

@@ -47,7 +47,8 @@ def permute(index: np.ndarray | int, n: int, key: np.ndarray | int) -> np.ndarra
     """
     value, keys = np.broadcast_arrays(np.asarray(index, dtype=np.uint64), np.asarray(key, dtype=np.uint64))
     shape = value.shape
-    value, keys = value.ravel(), keys.ravel()
+    value = value.ravel()
+    keys = keys.ravel()
     bits = max(2, (n - 1).bit_length())
     value = _feistel(value, bits, keys)
     outside = np.flatnonzero(value >= n)
@@ -61,7 +62,8 @@ def _feistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
     """One pass of the network over [0, 2**bits): each half in turn is XORed with a keyed hash of the other."""
     low_bits = bits // 2
     high_bits = bits - low_bits
-    low, high = value & np.uint64((1 << low_bits) - 1), value >> np.uint64(low_bits)
+    low = value & np.uint64((1 << low_bits) - 1)
+    high = value >> np.uint64(low_bits)
     for _ in range(ROUNDS // 2):
         key = key + GOLDEN
         low = low ^ (mix(high ^ key) >> np.uint64(64 - low_bits))
@@ -82,7 +84,9 @@ class Epochs:
 
     def __init__(self, name: str, n_windows: int, seed: int) -> None:
         """Order the `n_windows` windows of source `name` under the run's seed."""
-        self.name, self.n_windows, self.seed = name, n_windows, seed
+        self.name = name
+        self.n_windows = n_windows
+        self.seed = seed
 
     def window(self, ordinal: np.ndarray) -> np.ndarray:
         """The window read as the source's `ordinal`-th sample; int64 of the same shape."""

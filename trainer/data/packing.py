@@ -33,7 +33,8 @@ class PackingWriter:
 
     def __init__(self, writer: TokenFileWriter, seq_len: int) -> None:
         """Pack into windows of seq_len + 1 tokens."""
-        self._writer, self._room = writer, seq_len + 1
+        self._writer = writer
+        self._room = seq_len + 1
         self._parts: list[np.ndarray] = []
         self.n_windows = 0
         self.n_cut = 0
@@ -82,7 +83,8 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
                 del by_room[left]
                 sizes ^= 1 << left
         else:
-            left, window = room, len(windows)
+            left = room
+            window = len(windows)
             windows.append([])
         windows[window].append(index)
         if left > length:
@@ -103,7 +105,8 @@ def window_bounds(document_bounds: np.ndarray, room: int) -> np.ndarray:
     if (np.diff(document_bounds) > room).any():
         raise ValueError(f"a document has more than {room} tokens")
     following = (np.searchsorted(document_bounds, document_bounds + room, side="right") - 1).tolist()
-    document, found = 0, [0]
+    document = 0
+    found = [0]
     while document < len(document_bounds) - 1:
         document = following[document]
         found.append(document)
@@ -150,7 +153,8 @@ class PackedSource(TokenSource):
 
     def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
         """Fetch window number `address`; padding is marked as the start of a document."""
-        start, length = int(self._starts[address]), int(self._lengths[address])
+        start = int(self._starts[address])
+        length = int(self._lengths[address])
         tokens[:length] = self.folder.read(start, length)
         tokens[length:] = PADDING
         if starts is not None:
@@ -180,7 +184,8 @@ class PackedSource(TokenSource):
                 f"{folder.path}: packed for training.seq_len = {packed}, but the job has {seq_len}; its documents fit "
                 f"windows of that length only: set training.seq_len = {packed}, or prepare the text again"
             )
-        starts, lengths = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        starts = [np.empty(0, dtype=np.int64)]
+        lengths = [np.empty(0, dtype=np.int64)]
         for first, documents in folder.documents_by_file():
             try:
                 bounds = window_bounds(documents, seq_len + 1)
@@ -188,5 +193,6 @@ class PackedSource(TokenSource):
                 raise UserError(f"{folder.path}: not packed for {packed}: {error}; prepare the text again") from None
             starts.append(first + bounds[:-1])
             lengths.append(np.diff(bounds))
-        self._starts, self._lengths = np.concatenate(starts), np.concatenate(lengths)
+        self._starts = np.concatenate(starts)
+        self._lengths = np.concatenate(lengths)
         return len(self._starts)

@@ -66,8 +66,10 @@ class TokenSource:
                 f"{folder.path}: too short for one window: it has {folder.n_tokens} tokens, and training.seq_len = "
                 f"{seq_len} needs {seq_len} + 1 (the last target); prepare more text, or lower training.seq_len"
             )
-        self.folder, self._seq_len = folder, seq_len
-        self._once, self._epoch = once, 0
+        self.folder = folder
+        self._seq_len = seq_len
+        self._once = once
+        self._epoch = 0
         self.epochs = Epochs(name, self.n_windows, seed=0 if once else seed)
 
     @property
@@ -122,7 +124,8 @@ class SyntheticSource:
 
     def __init__(self, name: str, vocab_size: int, seed: int, document_length: int | None = None) -> None:
         """Draw ids below `vocab_size`, in documents of this mean length; None: each window is one document."""
-        self._vocab_size, self._document_length = vocab_size, document_length
+        self._vocab_size = vocab_size
+        self._document_length = document_length
         self._key = derive_key("synthetic", seed, name)
 
     @property

@@ -154,7 +154,8 @@ class TokenFile:
         """The first tokens of the documents that start in tokens [start, start + length): int64 indices, ascending."""
         window = np.array([start, start + length], dtype=np.uint64)  # any other dtype would convert the whole table
         low, high = np.searchsorted(self._marks, window).tolist()
-        begin, end = max(0, low - 1) * _MARK_STRIDE, min(high * _MARK_STRIDE, self.header.n_documents)
+        begin = max(0, low - 1) * _MARK_STRIDE
+        end = min(high * _MARK_STRIDE, self.header.n_documents)
         at = self._offsets_start + 8 * begin
         offsets = np.frombuffer(self._bytes(at, 8 * (end - begin)), "<u8")
         low, high = np.searchsorted(offsets, window).tolist()
@@ -204,7 +205,9 @@ class TokenFile:
 
     def _verify_tables(self) -> np.ndarray:
         """Compare the tables with their hash; returns every _MARK_STRIDE-th document offset."""
-        header, digest, marks = self.header, xxhash.xxh3_128(), [np.empty(0, dtype=np.uint64)]
+        header = self.header
+        digest = xxhash.xxh3_128()
+        marks = [np.empty(0, dtype=np.uint64)]
         for at, size in _chunks(header.tables_start, self._offsets_start):
             digest.update(self._bytes(at, size))
         for at, size in _chunks(self._offsets_start, header.file_bytes):
@@ -362,10 +365,13 @@ class TokenFolder:
         parts = []
         index = bisect_right(self._starts, start) - 1
         while length:
-            file, first = self.files[index], start - self._starts[index]
+            file = self.files[index]
+            first = start - self._starts[index]
             count = min(length, file.n_tokens - first)
             parts.append((file, first, count))
-            start, length, index = start + count, length - count, index + 1
+            start = start + count
+            length = length - count
+            index = index + 1
         return parts
 
 

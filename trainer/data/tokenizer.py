@@ -337,7 +337,8 @@ class _Reader:
     """Passes texts to SentencePiece and keeps their source's error, which SentencePiece would replace by its own."""
 
     def __init__(self, texts: Iterator[str], at_end: Callable[[], None]) -> None:
-        self._texts, self._at_end = texts, at_end
+        self._texts = texts
+        self._at_end = at_end
         self.error: Exception | None = None
         self.n_bytes = 0
 

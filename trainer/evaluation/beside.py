@@ -53,8 +53,11 @@ class Evaluations:
         Raises:
             UserError: the folder can't be written. All ranks raise it.
         """
-        self._every, self._folder = config.evaluation.interval, config.job.folder
-        self._record, self._log, self._warn = record, log, warn
+        self._every = config.evaluation.interval
+        self._folder = config.job.folder
+        self._record = record
+        self._log = log
+        self._warn = warn
         self._seen: int | None = None
         self._due: deque[_Due] = deque()
         self._running: tuple[_Due, subprocess.Popen[bytes]] | None = None
@@ -135,7 +138,8 @@ class Evaluations:
 
     def _end(self) -> None:
         assert self._running is not None
-        (due, process), self._running = self._running, None
+        (due, process) = self._running
+        self._running = None
         due.pin.release()
         assert process.stdin is not None
         process.stdin.close()

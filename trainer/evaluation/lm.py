@@ -40,11 +40,13 @@ class KeelLM(TemplateLM):
             UserError: the tokenizer has neither BOS nor EOS.
         """
         super().__init__()
-        self._trained, self._batch_size = trained, batch_size
+        self._trained = trained
+        self._batch_size = batch_size
         marks = [mark for mark in (trained.tokenizer.bos_id, trained.tokenizer.eos_id) if mark is not None]
         if not marks:
             raise UserError("the tokenizer has neither BOS nor EOS, so there is no token to begin a text with")
-        self._first, self._end = marks[0], marks[-1]
+        self._first = marks[0]
+        self._end = marks[-1]
 
     @property
     def eot_token_id(self) -> int:
@@ -124,14 +126,17 @@ class KeelLM(TemplateLM):
 
     def _continue(self, model: CachedModel, context: str, settings: dict[str, Any]) -> str:
         wanted: dict[str, Any] = dict(normalize_gen_kwargs(settings))
-        stops, most = handle_stop_sequences(wanted["until"], eos=None), wanted["max_gen_toks"]
+        stops = handle_stop_sequences(wanted["until"], eos=None)
+        most = wanted["max_gen_toks"]
         if most >= self.max_length:
             raise UserError(f"the task generates up to {most} tokens (max_gen_toks), and seq_len is {self.max_length}")
         prompt = self.tok_encode(context)[-(self.max_length - most) :]
         distribution = Distribution(
             wanted["temperature"] if wanted["do_sample"] else 0.0, wanted.get("top_k"), wanted.get("top_p", 1.0)
         )
-        tokenizer, tokens, text = self._trained.tokenizer, [], ""
+        tokenizer = self._trained.tokenizer
+        tokens = []
+        text = ""
         arguments = (most, self.max_length, distribution, generators(0, 1), tokenizer.eos_id)
         for (token,) in generate(model, [prompt], *arguments):
             tokens.append(token)

@@ -20,7 +20,8 @@ NICENESS = 10
 
 def main() -> int:
     """Evaluate; returns the exit code. The last line of the output says what went wrong."""
-    run, step = Path(sys.argv[1]), int(sys.argv[2])
+    run = Path(sys.argv[1])
+    step = int(sys.argv[2])
     os.nice(NICENESS)
     threading.Thread(target=_end_with_the_run, daemon=True).start()
     try:

@@ -72,7 +72,8 @@ def device_type(job: LoadedConfig) -> str:
     Raises:
         ConfigError: cuda is requested but unavailable, there are too few GPUs, or they lack what the job needs.
     """
-    wanted, available = job.config.job.device, torch.cuda.is_available()
+    wanted = job.config.job.device
+    available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise job.error("job.device", 'device is "cuda", but torch sees no CUDA device here; use "auto" or "cpu"')
     if wanted == "cpu" or not available:
@@ -82,7 +83,8 @@ def device_type(job: LoadedConfig) -> str:
 
 
 def _check_gpu(job: LoadedConfig, local_rank: int, local_ranks: int) -> None:
-    count, host = torch.cuda.device_count(), socket.gethostname()
+    count = torch.cuda.device_count()
+    host = socket.gethostname()
     if max(local_rank + 1, local_ranks) > count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise job.error(

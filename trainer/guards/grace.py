@@ -40,7 +40,8 @@ _HOLD_SECONDS = 0.5
 """How long a thread waits for a rank that is not in the middle of a step, before the others are released."""
 _PATIENCE = 0.25
 """Fraction of the grace time to wait for a step that may soon end."""
-_NOT_READY, _ENDED = -1, -2
+_NOT_READY = -1
+_ENDED = -2
 """Sent instead of a step: this rank is not in the middle of one; this rank's training has ended."""
 
 _STOP = "stop"
@@ -73,7 +74,10 @@ class Grace:
             seconds: `job.grace_seconds`.
             timeout_seconds: how long the threads of two ranks may wait for each other.
         """
-        self._stop, self._seconds, self._console, self._device = stop, seconds, console, device
+        self._stop = stop
+        self._seconds = seconds
+        self._console = console
+        self._device = device
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         # The key must be unique, since a store may be older than this launch (torchrun keeps it over restarts).
         self._key = f"keel/stop/{on_rank_zero(self._group, lambda: uuid4().hex)}"
@@ -83,7 +87,8 @@ class Grace:
         self._held_up.acquire()
         self._finished = _Finished(0, lambda reason, group: lambda: None, 0.0)
         self._updated = torch.cuda.Event() if device.type == "cuda" else None
-        self._closing, self._is_abandoned = threading.Event(), False
+        self._closing = threading.Event()
+        self._is_abandoned = False
         self._thread = threading.Thread(target=self._run, name="grace", daemon=True)
         self._step_seconds = 0.0
         self._save_seconds: float | None = None
@@ -125,7 +130,8 @@ class Grace:
             may_judge_step: whether the last step was typical of those to come.
         """
         self._save_seconds = save_seconds
-        save, step = save_seconds or 0.0, self._step_seconds if may_judge_step else 0.0
+        save = save_seconds or 0.0
+        step = self._step_seconds if may_judge_step else 0.0
         needed = f"{10 * math.ceil((step + 2 * save) / 8)}"
         killed = f"{self._seconds:g} s after a stop signal this run is killed (job.grace_seconds)"
         remedy = f"torchrun --shutdown-timeout {needed} ... --job.grace_seconds {needed}"

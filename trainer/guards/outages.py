@@ -22,7 +22,8 @@ class Outages:
 
     def __init__(self, warn: Callable[[str], None], say: Callable[[str], None]) -> None:
         """warn, say: called with one line for people at an outage's beginning and end."""
-        self._warn, self._say = warn, say
+        self._warn = warn
+        self._say = say
         self._refused: set[Path] = set()
 
     def __contains__(self, path: Path) -> bool:

@@ -77,11 +77,13 @@ class Peers:
 
     def __init__(self, store: Store, rank: int, world_size: int, crash_file: Path) -> None:
         """Also sends the first beat."""
-        self._store, self.world_size = store, world_size
+        self._store = store
+        self.world_size = world_size
         self._store_is_gone = self._store_has_no_host = False
         self._asked: float | None = None
         """When the pending request to the store was made; None if none is pending."""
-        born, space = _born(os.getpid()), _space()
+        born = _born(os.getpid())
+        space = _space()
         self.own = Beat(rank, socket.gethostname(), os.getpid(), space, born, str(crash_file), since=time.time())
         self._neighbors: dict[int, Beat] = {}
         self._latest: dict[int, Beat] = {}
@@ -187,9 +189,11 @@ class Peers:
 
     def find_neighbors(self) -> None:
         """Learn which ranks are on this host; call it repeatedly until all ranks have sent a beat."""
-        first, count = 0, self.world_size
+        first = 0
+        count = self.world_size
         if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun gives a host consecutive ranks
-            first, count = self.own.rank - int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+            first = self.own.rank - int(os.environ["LOCAL_RANK"])
+            count = int(os.environ["LOCAL_WORLD_SIZE"])
         unknown = [rank for rank in range(first, first + count) if rank not in self._neighbors]
         for beat in self.beats(unknown):
             if self.own.space and beat.space == self.own.space:
@@ -203,7 +207,8 @@ class Peers:
         """
         lost = []
         for known in self._neighbors.values():
-            state, beat = _state(known), replace(known, step=max(known.step, step))
+            state = _state(known)
+            beat = replace(known, step=max(known.step, step))
             if state in ("T", "t"):
                 lost.append(Loss(beat, "is stopped (SIGSTOP, or a debugger)"))
             elif state in ("", "Z", "X") and os.path.exists(known.crash_file):
@@ -214,7 +219,8 @@ class Peers:
 
     def silent(self, seconds: float, ranks: Iterable[int] | None = None) -> list[Loss]:
         """Ranks whose beat has not changed for `seconds`, by this rank's clock, since it was first read."""
-        now, lost = time.monotonic(), []
+        now = time.monotonic()
+        lost = []
         for beat in self.beats(range(self.world_size) if ranks is None else ranks):
             count, since = self._seen.get(beat.rank, (-1, now))
             if beat.count != count:

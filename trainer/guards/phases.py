@@ -27,7 +27,8 @@ _SAMPLES = 6  # per window
 _WINDOWS = 3  # consecutive windows with the same slow rank before it is reported: a busy machine has bad moments
 _REPEAT_WINDOWS = 30
 _COST = 1.5e-3  # largest fraction of a step spent listening
-_FIRST_STRIDE, _LAST_STRIDE = 5, 100
+_FIRST_STRIDE = 5
+_LAST_STRIDE = 100
 _SHORT_STEP_SECONDS = 0.05  # a delay in a shorter step is the machine's scheduling
 
 
@@ -83,13 +84,15 @@ class PhaseClock:
                 messages, so forward and backward are not compared.
             warm_up_steps: steps that are not counted.
         """
-        self._waits, self._ratio = waits, lag_ratio
+        self._waits = waits
+        self._ratio = lag_ratio
         self._is_on = lag_ratio > 0 and dist.get_world_size() > 1
         self._is_sampled = False
         if self._is_on:
             waits.prepare()
         self._compared = [phase for phase in _COMPARED if not (has_pipeline and phase is Phase.COMPUTE)]
-        self._stride, self._steps = _FIRST_STRIDE, -warm_up_steps
+        self._stride = _FIRST_STRIDE
+        self._steps = -warm_up_steps
         self._open = [Phase.HOST]
         self._last = self._update_began = time.perf_counter()
         self._clear()
@@ -99,8 +102,11 @@ class PhaseClock:
         """Windows during which no further report is made."""
 
     def _clear(self) -> None:
-        self._seconds, self._sampled = [0.0] * len(Phase), 0.0
-        self._samples, self._in_window, self._calls = 0, 0, self._waits.calls
+        self._seconds = [0.0] * len(Phase)
+        self._sampled = 0.0
+        self._samples = 0
+        self._in_window = 0
+        self._calls = self._waits.calls
         self._waits.take()
 
     @contextmanager
@@ -166,7 +172,8 @@ class PhaseClock:
         return everyone
 
     def _compare(self, ranks: Tensor) -> Lag:
-        step_seconds, calls = ranks[:, -2].max().item(), ranks[:, -1].max().item()
+        step_seconds = ranks[:, -2].max().item()
+        calls = ranks[:, -1].max().item()
         self._stride = stride(calls * self._waits.call_seconds, step_seconds)
         behind = ranks[:, self._compared] - _of_others(ranks[:, self._compared])
         slowest = int(behind.sum(1).argmax())

@@ -83,7 +83,9 @@ class Verdict:
             self._arrived.synchronize()
         *numbers, own_loss, own_norm, skip = self._numbers[:_N_NUMBERS].tolist()
         sums = self._numbers[_N_NUMBERS:] if len(self._numbers) > _N_NUMBERS else None
-        kinds, largest, stop = numbers[0:2], numbers[2:4], numbers[6]
+        kinds = numbers[0:2]
+        largest = numbers[2:4]
+        stop = numbers[6]
         loss, norm = ((x, math.inf, math.nan)[int(kind)] for kind, x in zip(kinds, largest, strict=True))
         differs = not any(kinds) and _differ(largest, [-x for x in numbers[4:6]])
         is_spike = bool(skip) and not any(kinds) and not differs
@@ -122,7 +124,9 @@ def judge(
     kinds = own.isnan() * 2.0 + own.isinf()
     finite = own.nan_to_num(0.0, 0.0, 0.0)
     agreed = mesh.max_over_all(torch.cat((kinds, finite, -finite, own.new_full((1,), is_stopping))))
-    kinds, largest, smallest = agreed[0:2], agreed[2:4], -agreed[4:6]
+    kinds = agreed[0:2]
+    largest = agreed[2:4]
+    smallest = -agreed[4:6]
     is_wrong = torch.cat((kinds > 0, largest - smallest > _ROUNDING * largest.abs(), largest[:1] > loss_limit))
     skip = is_wrong.any().float()
     numbers = torch.cat((agreed, own, skip.double()[None], *sums)).to("cpu", non_blocking=True)  # into pinned memory

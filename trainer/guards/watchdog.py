@@ -61,7 +61,10 @@ class Watchdog:
             show_life: called on rank 0 in every period; RuntimeError means that nobody can hear of it.
         """
         self.incarnation = incarnation
-        self._folder, self._timeout, self._end, self._show_life = folder, timeout_seconds, end, show_life
+        self._folder = folder
+        self._timeout = timeout_seconds
+        self._end = end
+        self._show_life = show_life
         self.rank = dist.get_rank()
         self._store = dist.PrefixStore("watchdog", store_of_the_job())
         self._waits = 0
@@ -171,7 +174,8 @@ class Watchdog:
     # ------------------------------------------------------------------ the thread
 
     def _watch(self) -> None:
-        refreshed, period = time.monotonic(), min(PERIOD_SECONDS, self._timeout / 16)
+        refreshed = time.monotonic()
+        period = min(PERIOD_SECONDS, self._timeout / 16)
         while not self._closed.wait(period):
             self._look_for_the_dead()
             step, doing, began, may_last = mark = self._mark

@@ -102,7 +102,8 @@ def _random(elements, salts, place, LEVELS: tl.constexpr):
             numbers += (runs // rows).to(tl.int64) * outer
             runs = runs % rows
         numbers += runs.to(tl.int64) * inner
-    low, high = numbers.to(tl.uint32), (numbers >> 32).to(tl.uint32)
+    low = numbers.to(tl.uint32)
+    high = (numbers >> 32).to(tl.uint32)
     return _mixed(_mixed(low ^ salts[0]) ^ (high * _GOLDEN + salts[1]))
 
 
@@ -114,7 +115,8 @@ def _place(row, start, LEVELS: tl.constexpr):
         zero = tl.full((), 0, tl.uint32)
         return first + start, zero, zero, zero, zero, first, first
     run = tl.load(row + _RUN)
-    outer, inner = tl.load(row + _OUTER), tl.load(row + _INNER)
+    outer = tl.load(row + _OUTER)
+    inner = tl.load(row + _INNER)
     rows = tl.load(row + _ROWS).to(tl.uint32)
     return first, (start % run).to(tl.uint32), run.to(tl.uint32), (start // run).to(tl.uint32), rows, outer, inner
 
@@ -146,10 +148,13 @@ def _update(
     """`separate.update`, of elements of a chunk; without a mask, of all of them."""
     p_at, g_at, m_at, v_at, copy_at = addresses
     inverse, step_size, scale, decay, eps = rates
-    p, g = tl.load(p_at + elements, mask=mask), tl.load(g_at + elements, mask=mask) * inverse
-    m, v = tl.load(m_at + elements, mask=mask), tl.load(v_at + elements, mask=mask)
+    p = tl.load(p_at + elements, mask=mask)
+    g = tl.load(g_at + elements, mask=mask) * inverse
+    m = tl.load(m_at + elements, mask=mask)
+    v = tl.load(v_at + elements, mask=mask)
     if KEYED:
-        m, v = _widened(m), _widened(v)
+        m = _widened(m)
+        v = _widened(v)
     m = m * BETA1 + g * (1.0 - BETA1)
     v = v * BETA2 + g * g * (1.0 - BETA2)
     p = p - p * decay - tl.div_rn(m * step_size, tl.sqrt_rn(v) * scale + eps)
@@ -226,11 +231,14 @@ def adamw(
     salt = _mixed(word.to(tl.uint32) ^ (step.to(tl.uint32) * _GOLDEN))
     salts = salt, _mixed((word >> 32).to(tl.uint32) ^ salt)
     place = _place(row, start, LEVELS)
-    p_at, g_at = _address(row, _P, _F32, start, ALIGNED), _address(row, _G, _F32, start, ALIGNED)
+    p_at = _address(row, _P, _F32, start, ALIGNED)
+    g_at = _address(row, _G, _F32, start, ALIGNED)
     if KEYED:
-        m_at, v_at = _address(row, _M, _U16, start, ALIGNED), _address(row, _V, _U16, start, ALIGNED)
+        m_at = _address(row, _M, _U16, start, ALIGNED)
+        v_at = _address(row, _V, _U16, start, ALIGNED)
     else:
-        m_at, v_at = _address(row, _M, _F32, start, ALIGNED), _address(row, _V, _F32, start, ALIGNED)
+        m_at = _address(row, _M, _F32, start, ALIGNED)
+        v_at = _address(row, _V, _F32, start, ALIGNED)
     has_copy = tl.load(row + _COPY) != 0
     addresses = p_at, g_at, m_at, v_at, _address(row, _COPY, _U16, start, ALIGNED)
     if count == CHUNK:  # without a mask, whose edge could be anywhere, a thread loads 16 bytes at once
@@ -306,7 +314,8 @@ class Group:
 
     def _find(self, tensors: Sequence[Updated]) -> None:
         """Bring the addresses of the tensors to the device, if they have changed."""
-        rows, chunks = [], 0
+        rows = []
+        chunks = 0
         for each in tensors:
             rows.append(_row(each, chunks))
             chunks += triton.cdiv(each.parameter.numel(), CHUNK)

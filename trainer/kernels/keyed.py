@@ -85,7 +85,8 @@ def rounded(values: Tensor, bits: Tensor) -> Tensor:
 
 def _halves(part: Part, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Low and high 32 bits of the numbers of a part's elements, int32; (stop - start,) and, if all are equal, ()."""
-    begin, end = part.first + start, part.first + stop
+    begin = part.first + start
+    end = part.first + stop
     if part.levels > 1 or begin >> 32 != (end - 1) >> 32:
         numbers = part.numbers(start, stop, device)
         return numbers.to(torch.int32), (numbers >> 32).to(torch.int32)

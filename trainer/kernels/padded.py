@@ -25,9 +25,12 @@ def whole_vectors(columns: Sequence[list[Tensor]]) -> Iterator[Sequence[list[Ten
         columns: parameters, gradients, first moments, second moments, and numbers of updates, in the same order; the
             tensors of a parameter have the same size and type, without gaps.
     """
-    rows, ends, vectors = [], [], []
+    rows = []
+    ends = []
+    vectors = []
     for *tensors, step in zip(*columns, strict=True):
-        size, unit = tensors[0].numel(), UNIT_BYTES // tensors[0].element_size()
+        size = tensors[0].numel()
+        unit = UNIT_BYTES // tensors[0].element_size()
         rest = size % unit
         if rest == 0:
             rows.append((*tensors, step))

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from trainer.kernels.keyed import Key, random_bits, rounded
 
-_BLOCK_ON_CPU, _BLOCK = 1 << 18, 1 << 24
+_BLOCK_ON_CPU = 1 << 18
+_BLOCK = 1 << 24
 STEP_BITS = 24
 """Updates are counted in float32, which counts to 2^24."""
 

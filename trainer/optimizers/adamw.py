@@ -56,7 +56,8 @@ class RowAdamW(AdamW, rule.RowOptimizer):
             settings: AdamW's.
         """
         super().__init__(groups, fused=kernel in ("torch", "padded"), **settings)
-        self.kernel, self._keys = kernel, keys
+        self.kernel = kernel
+        self._keys = keys
         self._tables: dict[int, Group] = {}
         """Keel's kernel for each parameter group, by number."""
 
@@ -139,7 +140,8 @@ class RowAdamW(AdamW, rule.RowOptimizer):
         tensors = []
         for name, parameter in trained:
             assert parameter.grad is not None
-            state, copy = self.state[parameter], copies.get(parameter)
+            state = self.state[parameter]
+            copy = copies.get(parameter)
             updated = Updated(
                 local_part(parameter.detach()),
                 local_part(parameter.grad).contiguous(),

@@ -31,7 +31,9 @@ class Rule(ABC):
             exact: update every element by the same instructions, wherever a shard begins.
             keys: how moments in bfloat16 are rounded, by the parameter's name; otherwise None or empty.
         """
-        self.config, self.exact, self.keys = config, exact, keys or {}
+        self.config = config
+        self.exact = exact
+        self.keys = keys or {}
 
     @abstractmethod
     def state(self, parameter: Tensor) -> dict[str, Tensor]:

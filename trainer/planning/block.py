@@ -44,7 +44,8 @@ class Block:
 
     def kept(self, config: Config, checkpointed: bool) -> float:
         """Kept from the forward to the backward pass, counting its output instead of its input."""
-        checkpointing, everything = config.activation_checkpoint, self.everything(config.compile.enable)
+        checkpointing = config.activation_checkpoint
+        everything = self.everything(config.compile.enable)
         if not checkpointed:
             return everything
         if checkpointing.mode == "budget":

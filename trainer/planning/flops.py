@@ -54,7 +54,8 @@ def flops_per_token(model: Model, seq_len: int, frozen: Collection[str] = ()) ->
     matrices = sum(active_matrices(model, layer) for layer in range(model.n_layers)) + head
     idle, idle_layers = _left_out(model, skeleton(model), frozen) if frozen else (0, 0)
     a_layer = model.n_heads * head_dim(model) * seq_len
-    computed, passes = 6 * matrices - 2 * idle, 3 * model.n_layers - 2 * idle_layers  # backward takes two
+    computed = 6 * matrices - 2 * idle
+    passes = 3 * model.n_layers - 2 * idle_layers  # backward takes two
     return TokenFlops(causal=computed + 2 * passes * a_layer, full=computed + 4 * passes * a_layer)
 
 
@@ -69,7 +70,8 @@ def _left_out(model: Model, parts: Skeleton, frozen: Collection[str]) -> tuple[i
         module = name.removesuffix(".weight").rpartition(".")[0]
         return module, parts.tp_dimension(name)
 
-    elements, is_reached = 0, False
+    elements = 0
+    is_reached = False
     through_attention: dict[str, bool] = {}
     for (module, _), names in groupby(parts.shapes, place):
         members = list(names)

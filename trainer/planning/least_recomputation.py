@@ -77,7 +77,8 @@ def least_recomputation(config: Config, mesh: Mesh) -> Choice | None:
     Raises:
         ConfigError: the job does not fit, or asks for a GPU's memory on a CPU.
     """
-    asked, device = config.activation_checkpoint.memory_limit_gib, mesh.device
+    asked = config.activation_checkpoint.memory_limit_gib
+    device = mesh.device
     if not asked:
         return _without_copies(config, mesh.sizes, _share_of(device)) if device.type == "cuda" else None
     if asked != "device":

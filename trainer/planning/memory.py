@@ -127,7 +127,8 @@ class RankMemory:
 
     def estimate(self) -> MemoryEstimate:
         """The state that persists from step to step, and the worst moment."""
-        config, shards = self.config, {name: self._sharded(name) for name in self.shapes}
+        config = self.config
+        shards = {name: self._sharded(name) for name in self.shapes}
         return MemoryEstimate(
             parameters=sum(shards.values()) * self.state_bytes,
             copies=sum(shards.values()) * self.compute_bytes * self.keeps_copies,
@@ -176,7 +177,8 @@ class RankMemory:
 
     def _own_shape(self, name: str) -> Shape:
         """The part that FSDP gathers: a tensor-parallel rank's, and of experts an expert-parallel rank's."""
-        shape, cut = list(self.model.shapes[name]), self.model.tp_dimension(name)
+        shape = list(self.model.shapes[name])
+        cut = self.model.tp_dimension(name)
         if cut is not None:
             shape[cut] = ceil(shape[cut] / self.sizes.tp)
         if self.model.is_of_experts(name):
@@ -197,7 +199,9 @@ class RankMemory:
         for name, shape in self.shapes.items():
             key = self.model.fsdp_group_of(name)
             group = groups.get(key, _Group(key, 0, 0, 0, 0, 0, 0, self.model.block_of(name)))
-            elements, shard, trains = prod(shape), self._sharded(name), name not in self.frozen
+            elements = prod(shape)
+            shard = self._sharded(name)
+            trains = name not in self.frozen
             groups[key] = replace(
                 group,
                 elements=group.elements + elements,
@@ -286,7 +290,8 @@ class RankMemory:
         """Two moments: while the group computes, and while its gradients are reduced."""
         group = self.groups[place]
         name = f"the backward pass of {group.name}"
-        before, after = self.groups[: place + 1], self.groups[place + 1 :]
+        before = self.groups[: place + 1]
+        after = self.groups[place + 1 :]
         gradients = sum(map(self._held, before)) if accumulated else 0
         if accumulated and not ((self.reduces_once or self.is_exact) and is_last):
             gradients += sum(map(self._held, after))
@@ -391,7 +396,8 @@ class RankMemory:
             for layer, block in self.blocks.items()
         ]
         stream = config.model.dim / self.sizes.tp
-        whole, part = sum(kept) + stream, sum(kept[:n_layers]) + stream  # with the first block's input
+        whole = sum(kept) + stream
+        part = sum(kept[:n_layers]) + stream  # with the first block's input
         elements = part + (self._in_flight - 1) * whole
         if self.has_head and n_layers == len(kept):
             elements += stream + (config.model.dim if self.sizes.tp > 1 else 0)  # the final norm's output, gathered
@@ -410,7 +416,8 @@ class RankMemory:
         gather: all of them, with their gradients once as computed and once as sent; ring: the current and the next
         ones, with the current, the arriving and the leaving gradients.
         """
-        config, sizes = self.config, self.sizes
+        config = self.config
+        sizes = self.sizes
         if sizes.cp == 1 or config.context.method == "all_to_all":
             return 0
         shares, of_gradients = (sizes.cp, 2 * sizes.cp) if config.context.method == "gather" else (2, 3)
@@ -433,8 +440,11 @@ class RankMemory:
         loss's chunks of logits."""
         if not self.has_head:
             return 0
-        model, tokens, compute = self.config.model, self._tokens, self.compute_bytes
-        vocabulary, softmax = ceil(model.vocab_size / self.sizes.tp), max(compute, 4)
+        model = self.config.model
+        tokens = self._tokens
+        compute = self.compute_bytes
+        vocabulary = ceil(model.vocab_size / self.sizes.tp)
+        softmax = max(compute, 4)
         by_weight = 0 if self._head in self.frozen else vocabulary * model.dim * softmax
         ahead = by_weight + tokens * model.dim * compute
         waiting = self.micro_batches if self.config.pipeline.schedule == "gpipe" and self.config.mesh.pp > 1 else 1
@@ -443,7 +453,8 @@ class RankMemory:
         rows = chunk_rows(tokens, vocabulary * softmax, self.device_type)
         chunk = rows * vocabulary
         product = vocabulary * model.dim * compute if self.device_type == "cpu" else 0  # a GPU adds it up in its kernel
-        logits, in_place = chunk * compute, softmax == compute
+        logits = chunk * compute
+        in_place = softmax == compute
         # The previous chunk's last operand is still alive.
         before = logits if rows < tokens and not in_place else 0
         if self.config.compile.enable:
@@ -456,7 +467,8 @@ class RankMemory:
 
 def _stages_in_flight(config: Config, rank: int, micro_batches: int) -> int:
     """How many stage passes' activations a pipeline rank keeps at the worst moment."""
-    ranks, stages = config.mesh.pp, stages_per_rank(config)
+    ranks = config.mesh.pp
+    stages = stages_per_rank(config)
     most = {
         "gpipe": micro_batches,
         "1f1b": ranks - rank,

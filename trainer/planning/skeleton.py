@@ -89,7 +89,8 @@ def _skeleton(model: str) -> Skeleton:
     with torch.device("meta"):
         built = build_model(config)
     shapes = {name: tuple(p.shape) for name, p in built.named_parameters()}
-    counted, has = parameter_count(config), sum(map(prod, shapes.values()))
+    counted = parameter_count(config)
+    has = sum(map(prod, shapes.values()))
     if counted != has:  # FLOPs and the balance of pipeline stages depend on this arithmetic
         raise NotImplementedError(
             f"configs/layout.py counts {counted:,} parameters of this {config.architecture}, which has {has:,}: teach "

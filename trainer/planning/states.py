@@ -54,7 +54,8 @@ def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int
 def checkpoint_bytes(config: Config) -> int:
     """Bytes of the tensors in a checkpoint, except the few of a mixture's balancing biases."""
     model = skeleton(config.model)
-    frozen, total = always_frozen(config, model), 0
+    frozen = always_frozen(config, model)
+    total = 0
     most = BYTES["bfloat16"] if config.checkpoint.optimizer_dtype == "bfloat16" else math.inf
     for name, shape in model.shapes.items():
         total += prod(shape) * BYTES[config.training.dtype]

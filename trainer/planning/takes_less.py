@@ -164,9 +164,11 @@ def _changes(before: Config, after: Config) -> str:
     """The keys that differ: "training.micro_batch_size = 1 (now 8), ..."."""
     differing = []
     for table in Config.model_fields:
-        old, new = getattr(before, table), getattr(after, table)
+        old = getattr(before, table)
+        new = getattr(after, table)
         for key in type(old).model_fields if old != new else ():
-            was, becomes = getattr(old, key), getattr(new, key)
+            was = getattr(old, key)
+            becomes = getattr(new, key)
             if was != becomes:
                 differing.append(f"{table}.{key} = {value_text(becomes)} (now {value_text(was)})")
     return ", ".join(differing)

@@ -8,7 +8,8 @@ import numpy as np
 
 from trainer.proof.record import Step
 
-LOSS, NORM = "the loss", "the gradient norm"
+LOSS = "the loss"
+NORM = "the gradient norm"
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Difference:
         """The difference in words; it names the last of several parameters, since the backward pass begins there."""
         numbers = [name for name, differs in ((LOSS, self.loss), (NORM, self.norm)) if differs]
         if self.parameters:
-            last, n = self.parameters[-1], len(self.parameters)
+            last = self.parameters[-1]
+            n = len(self.parameters)
             which = f"gradients of {n} of {self.n_parameters} parameters, first that of {last}"
             held = f", on {', '.join(self.ranks)}" if self.ranks else ""
             numbers.append(f"the {f'gradient of {last}' if n == 1 else which}{held}")

@@ -43,9 +43,12 @@ class Fingerprints:
             device: where it computes.
             outages: told if a line can't be written.
         """
-        self._job, self._gradients, self._outages = job, gradients, outages
+        self._job = job
+        self._gradients = gradients
+        self._outages = outages
         surroundings = environment(device, job.config.fsdp.cpu_offload)
-        self._mesh, self._environment = mesh, {"torch": torch.__version__, **surroundings}
+        self._mesh = mesh
+        self._environment = {"torch": torch.__version__, **surroundings}
         self._file = AppendedFile(job.config.job.folder / FILE_NAME)
         self._last_step = 0
         self._lock = threading.Lock()

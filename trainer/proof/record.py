@@ -116,7 +116,8 @@ def read_stretch(folder: Path, first: int, last: int) -> Stretch:
     Raises:
         UserError: the run has none.
     """
-    stretch, launch = Stretch(), None
+    stretch = Stretch()
+    launch = None
     for found in _read(folder):
         if isinstance(found, Launch):
             launch = found

@@ -184,7 +184,8 @@ def judge(plan: Plan, folder: Path) -> Verdict:
     expects_bits = not changed or not difference(*pairs[0], names, plan.launch.ranks)
     if found is None or expects_bits:
         return Verdict(plan.last, plan.last, changed, expects_bits, found, None, None)
-    largest, outside = None, None
+    largest = None
+    outside = None
     pairs = pairs[:MAX_STEPS_APART]
     dtype = load(str(folder / "config.toml")).config.training.compute_dtype
     for recorded, again in pairs:

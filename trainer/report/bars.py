@@ -20,12 +20,15 @@ class Pace:
 
     def __init__(self) -> None:
         self._total: int | None = None
-        self._begun, self._done_before = time.monotonic(), 0
+        self._begun = time.monotonic()
+        self._done_before = 0
 
     def start(self, done: int, total: int | None) -> None:
         """Begin at the first report of some work; what was done before does not count for the speed."""
         if total != self._total:
-            self._total, self._begun, self._done_before = total, time.monotonic(), done
+            self._total = total
+            self._begun = time.monotonic()
+            self._done_before = done
 
     def at(self, done: int, total: int, separator: str) -> str:
         """Speed and time left, each after the separator; "" in the first second."""
@@ -40,7 +43,10 @@ class PlainProgress:
     """Prints a line at the start, and further lines only if the work takes long."""
 
     def __init__(self, say: Callable[[str], None], title: str, number: Callable[[int], str], pace: Pace | None) -> None:
-        self._say, self._title, self._number, self._pace = say, title, number, pace
+        self._say = say
+        self._title = title
+        self._number = number
+        self._pace = pace
         self._said_at = time.monotonic()
         say(f"{title} ...")
 
@@ -78,7 +84,9 @@ class Bar:
     """One bar of the live display."""
 
     def __init__(self, live: "Progress", title: str, number: Callable[[int], str], pace: Pace | None) -> None:
-        self._live, self._number, self._pace = live, number, pace
+        self._live = live
+        self._number = number
+        self._pace = pace
         self._task: Any = live.add_task(printable(title), total=None, numbers="", message="")
 
     def report(self, done: int, total: int | None = None, message: str = "") -> None:

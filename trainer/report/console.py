@@ -52,7 +52,8 @@ class _Stream:
             current: returns the stream at the time of writing.
             warn: called once if the stream can't be written.
         """
-        self._current, self._warn = current, warn
+        self._current = current
+        self._warn = warn
         self._is_lost = False
 
     def write(self, text: str) -> int:
@@ -102,7 +103,8 @@ class Console:
     def __enter__(self) -> Self:
         """Redirect the warnings of Python and of libraries to the console."""
         logging.getLogger().addHandler(self._handler)
-        self._showwarning, warnings.showwarning = warnings.showwarning, self._show_python_warning
+        self._showwarning = warnings.showwarning
+        warnings.showwarning = self._show_python_warning
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -46,7 +46,8 @@ class StepProfiler:
         Raises:
             ConfigError: the steps are after the end of the run, or a memory snapshot is impossible here.
         """
-        self._config, self._rank = config.profile, rank
+        self._config = config.profile
+        self._rank = rank
         self._folder = run_folder / "profile"
         self._cuda = device_type == "cuda"
         self._stages = stages
@@ -89,7 +90,8 @@ class StepProfiler:
         if self._cuda:
             torch.cuda.synchronize()
         self._profiler.stop()
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         try:
             return self._write(profiler)
         except OSError as error:

@@ -48,7 +48,10 @@ class StepRecords:
             incarnation: of an elastic run; nothing is written once there is a newer one.
         """
         self._incarnation = incarnation
-        self._config, self._console, self._ledger, self._peak = config, console, ledger, peak
+        self._config = config
+        self._console = console
+        self._ledger = ledger
+        self._peak = peak
         self._fingerprints = fingerprints
         self._log: MetricsLog | None = None
         self._wall_clock = WallClock(ledger, launch)
@@ -65,7 +68,8 @@ class StepRecords:
     def _open(self, step: int) -> None:
         if self._log:
             self._log.close()
-        config, folder = self._config, self._config.job.folder
+        config = self._config
+        folder = self._config.job.folder
         try:
             self._wall_clock.open(folder / METRICS_NAME, step, goes_on=config.checkpoint.load != "none")
             sinks = Sinks(choose_sinks(config.metrics, folder), self._console.warning)
@@ -100,7 +104,8 @@ class StepRecords:
             incidents: those since the last record.
             writes_status: whether status.json shall show the step as well.
         """
-        training, speed = self._config.training, self._ledger.throughput(tokens_per_step(self._config))
+        training = self._config.training
+        speed = self._ledger.throughput(tokens_per_step(self._config))
         flops = flops_per_token(self._config.model, training.seq_len, frozen).causal
         tflops = tflops_per_device(speed.tokens_per_second, flops, dist.get_world_size())
         now = time.time()

@@ -21,7 +21,9 @@ class StepTable:
     """
 
     def __init__(self, last_step: int, show_mfu: bool, show_memory: bool) -> None:
-        self.last_step, self._show_mfu, self._show_memory = last_step, show_mfu, show_memory
+        self.last_step = last_step
+        self._show_mfu = show_mfu
+        self._show_memory = show_memory
         self._rows = 0
         self._seconds_per_step = 0.0
         self._first_row = 0
@@ -38,7 +40,9 @@ class StepTable:
 
     def row(self, metrics: StepMetrics) -> str:
         self._measure(metrics)
-        speed, mfu, memory = metrics.tokens_per_second, metrics.mfu, metrics.memory_percent
+        speed = metrics.tokens_per_second
+        mfu = metrics.mfu
+        memory = metrics.memory_percent
         cells = self._cells(
             f"{metrics.loss:.4f}",
             f"{metrics.grad_norm:.4f}" if metrics.grad_norm < 1e5 else f"{metrics.grad_norm:.3e}",
@@ -56,7 +60,8 @@ class StepTable:
         return duration(seconds) if seconds > 0 else ""
 
     def _measure(self, metrics: StepMetrics) -> None:
-        now, recent = time.monotonic(), self._recent
+        now = time.monotonic()
+        recent = self._recent
         if recent and metrics.step <= recent[-1][0]:  # the run has gone back
             recent.clear()
             self._first_row = 0

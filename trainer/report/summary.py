@@ -81,7 +81,8 @@ def _model(config: Config) -> str:
         heads += f", {n_kv_heads(model)} of keys and values"
     tied = ", tied" if model.tie_embeddings else ""
     active = "" if model.n_experts is None else f", {count(active_parameter_count(model))} active"
-    shapes, frozen = skeleton(model).shapes, always_frozen(config, skeleton(model))
+    shapes = skeleton(model).shapes
+    frozen = always_frozen(config, skeleton(model))
     trained = f", {count(sum(prod(shapes[name]) for name in shapes.keys() - frozen))} trained" if frozen else ""
     n_parameters = parameter_count(model)
     return (
@@ -167,7 +168,8 @@ def _optimizer(config: Config, device_type: str) -> str:
     has_adamw = rule_name(config.optimizer, is_hidden_matrix=False) == "adamw"
     if not has_adamw or device_type == "cpu" or config.fsdp.cpu_offload:
         return used
-    dtype, is_exact = getattr(torch, config.training.dtype), config.training.reduction == "exact"
+    dtype = getattr(torch, config.training.dtype)
+    is_exact = config.training.reduction == "exact"
     said = {"keel": "Keel's kernel of AdamW", "torch": "torch's kernel of AdamW", "separate": "AdamW without a kernel"}
     kernel = said[kernel_of_adamw(config.optimizer, device_type, dtype, is_exact)]
     return f"{used}, {kernel}" if used else kernel
@@ -208,7 +210,8 @@ def _steps(config: Config, resumed_step: int) -> str:
 
 
 def _validation(config: Config) -> str:
-    interval, steps = config.validation.interval, config.training.steps
+    interval = config.validation.interval
+    steps = config.training.steps
     if not interval:
         return ""
     if interval > steps:
@@ -244,7 +247,8 @@ def _memory(config: Config, sizes: MeshSizes, device_type: str) -> str:
 
 def slow_attention(config: Config, device_type: str) -> Iterator[str]:
     """Warn if attention has no fused kernel for the documents of this job."""
-    dtype, width = config.training.compute_dtype, head_dim(config.model)
+    dtype = config.training.compute_dtype
+    width = head_dim(config.model)
     if not config.data.document_mask or has_kernel(device_type, getattr(torch, dtype), width):
         return
     in_tiles = config.mesh.cp > 1 and config.context.method != "all_to_all"
@@ -328,7 +332,8 @@ def next_rows(config: Config, state: State) -> list[Row]:
     go_on = {"checkpoint.load": "latest"} if config.checkpoint.load == "none" else {}
     if state != "done":
         return [("resume from the newest checkpoint", _with(_this_command(), go_on))]
-    steps, scheduled = config.training.steps, config.lr_schedule.total_steps
+    steps = config.training.steps
+    scheduled = config.lr_schedule.total_steps
     farther = min(2 * steps, scheduled) if steps < scheduled else 2 * steps
     how = "continue to twice the steps" if farther == 2 * steps else "continue to the end of the schedule"
     if farther > scheduled:
@@ -367,7 +372,8 @@ def _would_run_on_two_ranks(config: Config) -> bool:
 
 def _new_run(config: Config, suffix: str) -> dict[str, str]:
     """The keys that give a run its own folder and make it start from the beginning."""
-    load, go_back = config.checkpoint.load, config.checkpoint.go_back
+    load = config.checkpoint.load
+    go_back = config.checkpoint.go_back
     from_start = {} if load == "latest" else {"checkpoint.load": "latest"}
     from_start |= {"checkpoint.go_back": "0"} if go_back else {}
     if config.job.output_dir:

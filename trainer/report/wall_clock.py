@@ -32,8 +32,10 @@ class WallClock:
 
     def __init__(self, ledger: TimeLedger, launch: dict[str, Any]) -> None:
         """`launch`: from `describe_launch`."""
-        self._ledger, self._seconds = ledger, dict.fromkeys(Kind, 0.0)
-        self._trained, self._started = 0.0, launch["started"]
+        self._ledger = ledger
+        self._seconds = dict.fromkeys(Kind, 0.0)
+        self._trained = 0.0
+        self._started = launch["started"]
         self._unwritten = [launch]
 
     def open(self, metrics: Path, step: int, goes_on: bool) -> None:
@@ -42,23 +44,28 @@ class WallClock:
         Args:
             goes_on: whether these steps, or lost ones, belong to the same run; otherwise its clock starts now.
         """
-        self._trained, lost = 0.0, []
+        self._trained = 0.0
+        lost = []
         starts = [launch["started"] for launch in self._unwritten]
         for record in _records(metrics) if goes_on else ():
-            launches, spent = record.get("launches"), record.get("seconds_by_kind")
+            launches = record.get("launches")
+            spent = record.get("seconds_by_kind")
             launches = [each for each in launches if _seconds(each, "started")] if isinstance(launches, list) else []
             starts += [launch["started"] for launch in launches]
             if record["step"] <= step:
                 self._trained += _seconds(spent, Kind.TRAINING.key)
             else:
                 lost += launches
-        self._unwritten, self._started = lost + self._unwritten, min(starts)
+        self._unwritten = lost + self._unwritten
+        self._started = min(starts)
 
     def record(self, now: float) -> dict[str, Any]:
         """The keys of `StepMetrics` that account for the time since the last call; `now`: seconds since the epoch."""
         seconds = self._ledger.seconds()
         spent = {kind.key: round(seconds[kind] - self._seconds[kind], 6) for kind in Kind}
-        self._seconds, launches, self._unwritten = seconds, self._unwritten, []
+        self._seconds = seconds
+        launches = self._unwritten
+        self._unwritten = []
         self._trained += spent[Kind.TRAINING.key]
         wall = now - self._started  # not positive if the host's clock was set back
         goodput = min(1.0, self._trained / wall) if wall > 0 else None

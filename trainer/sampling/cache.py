@@ -22,7 +22,8 @@ class CachedModel:
     """A whole model in one process, which continues a batch of sequences token by token."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._device = model, device
+        self._model = model
+        self._device = device
         self._layers: list[list[Tensor]] = []
         """Keys and values of each attention module, (batch, heads, length, head_dim); empty before `start`."""
         for name in plan_of(model).attention:
@@ -53,7 +54,8 @@ class CachedModel:
         lengths = [len(prompt) for prompt in prompts]
         self._is_even = len(set(lengths)) == 1
         tokens = torch.tensor([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts])
-        self._length, self._end = length, max(lengths)
+        self._length = length
+        self._end = max(lengths)
         self._places = torch.tensor(lengths, device=self._device) - 1
         return self._logits(tokens.to(self._device), None, self._places)
 

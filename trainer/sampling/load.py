@@ -67,7 +67,8 @@ def load_trained(
                 "one with --tokenizer FILE"
             )
         dtype = dtype or manifest.value("training", "compute_dtype", str)
-    target, place = getattr(torch, dtype) if dtype in DTYPES else files.dtype, _device(device)
+    target = getattr(torch, dtype) if dtype in DTYPES else files.dtype
+    place = _device(device)
     return Trained(_read_model(files, folder, place, target), loaded, files.seq_len, folder, place, target)
 
 

@@ -37,7 +37,8 @@ class Sampler:
         Raises:
             KeelError: a text has too many tokens, or the tokenizer can't be read.
         """
-        self._config, settings = job.config, job.config.validation
+        self._config = job.config
+        settings = job.config.validation
         self._prompts: list[list[int]] = []
         if not settings.samples:
             return
@@ -103,7 +104,8 @@ class Sampler:
 
         The target of a text's last token is the text's number; all other targets are IGNORED.
         """
-        training, dp = self._config.training, learner.mesh.sizes.dp
+        training = self._config.training
+        dp = learner.mesh.sizes.dp
         shape = (training.micro_batch_size, training.seq_len)
         n_batches = -(-len(texts) // (dp * training.micro_batch_size))
         tokens = torch.zeros(n_batches, *shape, dtype=torch.int64)
@@ -115,7 +117,8 @@ class Sampler:
                 targets.flatten(0, 1)[row, len(text) - 1] = number
         positions = documents = None
         if self._config.data.document_mask:
-            positions, documents = torch.arange(shape[1]).repeat(shape[0], 1), torch.zeros(shape, dtype=torch.int64)
+            positions = torch.arange(shape[1]).repeat(shape[0], 1)
+            documents = torch.zeros(shape, dtype=torch.int64)
         return [MicroBatch(*each, positions, documents, []) for each in zip(tokens, targets, strict=True)]
 
 

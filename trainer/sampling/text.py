@@ -48,7 +48,8 @@ class TextStream:
         own = self._tokenizer.decode([token])
         # From a token with whole characters, the next ones are decoded as from the beginning. Not so from a byte.
         if certain == text and own and _UNFINISHED not in own:
-            self._tokens, self._shown = [token], len(own)
+            self._tokens = [token]
+            self._shown = len(own)
         return new
 
     def end(self) -> str:

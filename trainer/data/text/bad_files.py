@@ -23,7 +23,8 @@ class BadFiles:
         Args:
             patience: number of further ones that `add` still collects; then call `check` at the end.
         """
-        self.limit, self._patience = limit, patience
+        self.limit = limit
+        self._patience = patience
         self.messages: list[str] = []
         self.skipped: Counter[str] = Counter()
         """Number of files and folders that were skipped because they are not text, by reason."""

@@ -246,14 +246,16 @@ def _without_mark(raw: bytes) -> bytes:
 def _read_jsonl(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
     if not _is_regular(piece.path, bad):
         return
-    at, stop = piece.start, sys.maxsize if _is_compressed(piece.path) else piece.stop
+    at = piece.start
+    stop = sys.maxsize if _is_compressed(piece.path) else piece.stop
     try:
         with _open(piece.path) as file:
             if piece.start:
                 file.seek(piece.start - 1)
                 at += _pass_line(file, piece.stop - piece.start + 1) - 1
             while at < stop and (line := file.readline(MAX_LINE_BYTES + 1)):
-                begin, at = at, at + len(line)
+                begin = at
+                at = at + len(line)
                 if not line.strip():
                     continue
                 try:

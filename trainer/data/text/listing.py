@@ -75,7 +75,8 @@ def examine(
         report: called now and then with the bytes read so far.
     """
     found: list[InputFile] = []
-    done, told_at = 0, time.monotonic()
+    done = 0
+    told_at = time.monotonic()
     with ThreadPoolExecutor(threads) as pool:  # reading and hashing do not hold Python's lock
         for entries, own in pool.map(partial(_examine, text_key), files):
             found += entries

@@ -108,7 +108,8 @@ def prepare(
             lies in an input folder, was made with other settings or from other files, or cannot be written, or a split
             would have no tokens.
     """
-    output, tokenizer_path = Path(output), Path(tokenizer_path)
+    output = Path(output)
+    tokenizer_path = Path(tokenizer_path)
     _require_apart(inputs, output)
     tokenizer = load_tokenizer(tokenizer_path)
     choices = (validation_fraction, separator, drop_duplicates, pack)
@@ -187,7 +188,8 @@ class _Job:
         Raises:
             UserError: more of them than allowed are unreadable.
         """
-        inputs, text_key = self.settings.inputs, self.settings.text_key
+        inputs = self.settings.inputs
+        text_key = self.settings.text_key
         self.progress(0, None, f"listing the files of {', '.join(inputs)}")
         listed = list_files(inputs, self.bad)
         looked_at = BadFiles(self.bad.limit)
@@ -217,7 +219,8 @@ class _Job:
         ]
 
     def _write(self, files: list[InputFile], shards: list[Shard]) -> None:
-        settings, working = self.settings, self.working
+        settings = self.settings
+        working = self.working
         _enter(working, settings)
         reports = {shard.index: report for shard in shards if (report := shard.report())}
         _remove_leftovers(working, {shard.name for shard in shards if shard.index in reports})

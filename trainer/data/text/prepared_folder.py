@@ -13,7 +13,8 @@ from trainer.data.text.bad_files import BadFiles
 from trainer.data.text.listing import changes, examine, list_files, read_list, write_list
 
 RECORD = "prepare.json"
-TRAIN, VALIDATION = "train", "validation"
+TRAIN = "train"
+VALIDATION = "validation"
 ADVICE = (
     "Choose another output folder (in a job: data.prepare.output, and path of the sources in it); or, if no run uses "
     "this one, delete it to have it made again"

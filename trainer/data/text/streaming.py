@@ -50,8 +50,12 @@ class Rows:
         self, path: str, text_key: str, layout: list[Piece], sizes: list[int], min_rows: int, repeat: bool
     ) -> None:
         """Read the pieces of `layout`; `sizes` has the numbers of rows of its first pieces, as far as known."""
-        self.path, self.text_key, self.pieces, self.sizes = path, text_key, layout, sizes
-        self.min_rows, self.repeat = min_rows, repeat
+        self.path = path
+        self.text_key = text_key
+        self.pieces = layout
+        self.sizes = sizes
+        self.min_rows = min_rows
+        self.repeat = repeat
 
     def from_row(self, row: int) -> Iterator[tuple[int, str]]:
         """Yield rows `row`, `row` + 1, ... with their numbers, endlessly.
@@ -130,13 +134,15 @@ class Shard:
 
     def copy_to(self, tokens: np.ndarray, starts: np.ndarray | None) -> None:
         """Fill `tokens` from the beginning of the current window, and mark in `starts` where documents begin."""
-        filled, offset = 0, self.offset
+        filled = 0
+        offset = self.offset
         for _, document in self.documents:
             part = document[offset : offset + len(tokens) - filled]
             if starts is not None and offset == 0 and len(part):
                 starts[filled] = True
             tokens[filled : filled + len(part)] = part
-            filled, offset = filled + len(part), 0
+            filled = filled + len(part)
+            offset = 0
 
 
 class TextSource:
@@ -157,7 +163,9 @@ class TextSource:
         Raises:
             UserError: there is no such text, or no file in its folder.
         """
-        self._tokenizer, self._seq_len, self._n_shards = tokenizer, seq_len, virtual_shards
+        self._tokenizer = tokenizer
+        self._seq_len = seq_len
+        self._n_shards = virtual_shards
         self._path = path = pin(path, state.get("path") if state else None)
         layout = pieces(path)
         if not layout:

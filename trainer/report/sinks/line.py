@@ -23,7 +23,8 @@ class Line:
             self.before: str | None = str(said["run"])
             self.continues = said["is_closed"] is True and int(said["last_step"]) < first_step
         except (OSError, ValueError, KeyError, TypeError):
-            self.before, self.continues = None, False
+            self.before = None
+            self.continues = False
         self.last_step = first_step - 1
 
     def begin(self, run: str) -> None:

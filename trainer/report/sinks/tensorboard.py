@@ -25,7 +25,8 @@ class TensorBoard:
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event_type, self._summary_type = event_pb2.Event, summary_pb2.Summary
+        self._event_type = event_pb2.Event
+        self._summary_type = summary_pb2.Summary
         self._histogram_type = summary_pb2.HistogramProto
         self._text_type = tensor_pb2.TensorProto
         folder = run.folder / "tensorboard"
