@@ -2,9 +2,10 @@
 
 Torch 2.13 gives all FSDP groups of a model one all-gather stream, has no public way to tell which group a module is
 in, and no way to listen to the collectives of a step, some of which C++ or compiled code issues. The private parts used
-for that are wrapped here, each with the behavior that Keel relies on; `tests/unit/test_torch_internals.py` tests that
-behavior on every torch that Keel supports (2.11 on). The few private names that other files use are listed, by file, in
-`tests/unit/test_torch_private_names.py`, which fails if a name is added, or has disappeared from torch.
+for that are wrapped here, each with the behavior that Keel relies on, which
+`tests/unit/parallelisms/test_torch_internals.py` tests on every torch that Keel supports (2.11 on). The few private
+names that other files use are listed, by file, in `tests/unit/house/test_torch_private_names.py`, which fails if a name
+is added, or has disappeared from torch.
 """
 
 import pickle

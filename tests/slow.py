@@ -268,45 +268,45 @@ SLOW = {
         "test_torchrun_ends_in_our_sentence[[]--checkpoint.load*",
     ),
     "torture/test_torture.py": ("*",),
-    "unit/test_activation_checkpoint.py": ("test_works_with_the_default_backend",),
-    "unit/test_agreement.py": ("test_ranks_that_agree_need_one_gather*",),
-    "unit/test_attention_backend.py": (
+    "unit/parallelisms/test_activation_checkpoint.py": ("test_works_with_the_default_backend",),
+    "unit/trainer/test_agreement.py": ("test_ranks_that_agree_need_one_gather*",),
+    "unit/parallelisms/test_attention_backend.py": (
         "test_one_graph_serves*",
         "test_a_run_says_its_kernel*",
     ),
-    "unit/test_checkpoint_manager.py": (
+    "unit/checkpoint/test_checkpoint_manager.py": (
         "test_kill_in_a_save*[[]manifest]",
         "test_kill_in_a_save*[[]rename]",
     ),
-    "unit/test_compute_copies.py": ("test_a_limit_weighs*",),
-    "unit/test_console.py": ("test_a_terminal_shows*",),
-    "unit/test_exact_sums.py": ("*_vectors_of_any_size_*",),
-    "unit/test_garbage.py": ("*",),
-    "unit/test_numerics.py": ("test_what_the_keys_set*",),
-    "unit/test_page.py": ("test_a_long_run*",),
-    "unit/test_hf_export.py": ("test_memory_is_that_of_a_shard",),
-    "unit/test_least_recomputation.py": (
+    "unit/parallelisms/test_compute_copies.py": ("test_a_limit_weighs*",),
+    "unit/trainer/test_console.py": ("test_a_terminal_shows*",),
+    "unit/parallelisms/test_exact_sums.py": ("*_vectors_of_any_size_*",),
+    "unit/trainer/test_garbage.py": ("*",),
+    "unit/trainer/test_numerics.py": ("test_what_the_keys_set*",),
+    "unit/scripts/test_page.py": ("test_a_long_run*",),
+    "unit/checkpoint/test_hf_export.py": ("test_memory_is_that_of_a_shard",),
+    "unit/planning/test_least_recomputation.py": (
         "test_train_py_says_it*",
         "test_a_run_says_its_choice*",
     ),
-    "unit/test_proof.py": (
+    "unit/scripts/test_proof.py": (
         "test_a_flipped_bit_is_named*[[]0]",
         "test_a_flipped_bit_is_named*[[]29]",
         "test_random_steps_find_it",
         "test_an_exchanged_checkpoint_is_found",
         "test_a_run_that_computes_with_copies*[[]freed]",
     ),
-    "unit/test_scripts.py": (
+    "unit/scripts/test_scripts.py": (
         "test_the_benchmark_measures_what_it_says",
         "test_keel_and_the_bare_loop_take_turns*",
         "test_what_cannot_be_compared*",
         "test_a_plan_of_7b*",
         "test_a_mesh_that_the_job*",
     ),
-    "unit/test_sinks.py": ("test_a_service_*", "test_a_run_writes*"),
-    "unit/test_slow.py": ("*",),
-    "unit/test_text.py": ("test_the_standard_library_is_over_10_mb*",),
-    "unit/test_torch_internals.py": ("test_listening_begins_and_ends*",),
+    "unit/trainer/test_sinks.py": ("test_a_service_*", "test_a_run_writes*"),
+    "unit/house/test_slow.py": ("*",),
+    "unit/data/test_text.py": ("test_the_standard_library_is_over_10_mb*",),
+    "unit/parallelisms/test_torch_internals.py": ("test_listening_begins_and_ends*",),
 }
 """By file, patterns of its cases (fnmatch: `[[]` is a bracket)."""
 
@@ -385,14 +385,14 @@ LONG = {
     # .ci/run makes its environment with the real pip.
     "end_to_end/test_two_commands.py": ("test_with_the_real_pip",),
     # What gloo does, whatever Keel does.
-    "unit/test_connections.py": ("test_gloo_connects_*",),
+    "unit/parallelisms/test_connections.py": ("test_gloo_connects_*",),
     "torture/test_torture.py": (
         # .ci/run soaks for minutes, and a third of the launches of a soak go through torchrun.
         "test_soak",
         "test_kill[[]*",
         # test_a_resume_that_forgets_something_is_seen
         "test_a_soak_sees_*",
-        # unit/test_proof.py flips bits and replays, in one process.
+        # unit/scripts/test_proof.py flips bits and replays, in one process.
         "test_flips",
         # Launches on these meshes go on in distributed/test_moving_run.py and test_owner_training.py, and in a soak.
         "test_resume[[]CP 2, selective, eager]",

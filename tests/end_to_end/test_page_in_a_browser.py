@@ -13,8 +13,8 @@ from html import unescape
 import pytest
 
 from scripts.page.html import page
-from tests.unit.test_flags import BEGAN, launch, noise, write_run
-from tests.unit.test_page import EVIL, evil_run
+from tests.unit.scripts.test_flags import BEGAN, launch, noise, write_run
+from tests.unit.scripts.test_page import EVIL, evil_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 TIMEOUT_SECONDS = 300

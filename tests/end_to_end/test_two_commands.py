@@ -285,5 +285,5 @@ def test_with_the_real_pip(tmp_path):
     told = command(start, "--config", str(TINY), "--training.steps", "3", cwd=tmp_path)
     assert "Successfully installed" not in told
     assert status(tmp_path / "run")["step"] == 3
-    told = command("scripts/test.sh", "-n", "0", "tests/unit/test_digest.py", cwd=clone)
+    told = command("scripts/test.sh", "-n", "0", "tests/unit/parallelisms/test_digest.py", cwd=clone)
     assert re.search(r"\d+ passed", told)

@@ -388,7 +388,7 @@ def test_kill_in_a_save_leaves_the_checkpoint_before(tmp_path, moment):
         from pathlib import Path
         import torch.distributed as dist
         from checkpoint import manifest
-        from tests.unit.test_checkpoint_manager import begun, make_state
+        from tests.unit.checkpoint.test_checkpoint_manager import begun, make_state
         def kill(*_):
             os.kill(os.getpid(), signal.SIGKILL)
         folder, moment = Path(sys.argv[1]), sys.argv[2]

@@ -23,8 +23,8 @@ from scripts.page.figures import _NOT_DRAWN, MOST_NAMES, MOST_POINTS, NOTES, cha
 from scripts.page.html import page
 from scripts.page.ranking import ranking
 from scripts.page.recorded import read_run
-from tests.unit.test_flags import BEGAN, launch, noise, write_run
-from tests.unit.test_metrics_page import documented
+from tests.unit.scripts.test_flags import BEGAN, launch, noise, write_run
+from tests.unit.trainer.test_metrics_page import documented
 
 
 class Page(HTMLParser):

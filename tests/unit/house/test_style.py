@@ -1,4 +1,8 @@
-"""A docstring names its subject: a reader who meets it in an editor or in a help text may not see the line above."""
+"""Style that ruff has no rules for.
+
+A docstring names its subject, since a reader who meets it in an editor or in a help text may not see the line above. A
+line assigns one value, since a row of names beside a row of values takes two readings.
+"""
 
 import ast
 import re
@@ -22,12 +26,37 @@ def first_lines(text):
     }
 
 
-def test_no_docstring_begins_with_a_preposition():
+def product():
     files = [ROOT / "train.py", *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]
     assert len(files) > 200
+    return files
+
+
+def rows(text):
+    """The lines with `a, b = x, y`, but not `a, b = b, a`, which needs a row."""
+    for node in ast.walk(ast.parse(text)):
+        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
+            continue
+        if isinstance(node.targets[0], ast.Tuple):
+            parts = (part for part in ast.walk(node.value) if isinstance(part, ast.expr))
+            used = {ast.unparse(part) for part in parts}
+            if not any(ast.unparse(target) in used for target in node.targets[0].elts):
+                yield node.lineno
+
+
+def test_each_line_assigns_one_value():
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in product() for line in rows(path.read_text())]
+    assert not found, "\n".join(["one assignment a line:", *found])
+
+
+def test_rows_are_found_and_exchanges_are_not():
+    assert list(rows("a, b = f(), 2\na, b = b, a\na, b = f()\nself.a, b = 1, self.c\nx, y = y, x + 1\n")) == [1, 4]
+
+
+def test_no_docstring_begins_with_a_preposition():
     found = [
         f"{path.relative_to(ROOT)}:{line}: {first}"
-        for path in files
+        for path in product()
         for line, first in first_lines(path.read_text()).items()
     ]
     assert not found, "\n".join(["begin with the docstring's subject:", *found])

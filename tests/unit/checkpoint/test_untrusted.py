@@ -23,8 +23,8 @@ from configs.untrusted import MAX_MESSAGE_CHARACTERS, parse_json, printable, rea
 from scripts import checkpoint as checkpoint_script
 from scripts.export_hf import _tokenizer
 from tests.held import held
+from tests.unit.checkpoint.test_checkpoint_exploits import reseal
 from tests.unit.hf_support import TINY, make_model, save
-from tests.unit.test_checkpoint_exploits import reseal
 from trainer.data.text import documents as text
 from trainer.data.text.documents import BadFiles, documents
 from trainer.data.text.prepared_folder import Settings, is_finished

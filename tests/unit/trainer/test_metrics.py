@@ -207,7 +207,7 @@ def test_metrics_need_neither_torch_nor_tensorboard_unless_asked(tmp_path):
         "m.MetricsLog(pathlib.Path(sys.argv[1]), Outages(print, print), name='test', config={});"
         "m.memory_peak_bytes('cpu'); sys.exit('torch' in sys.modules or 'tensorboard' in sys.modules)"
     )
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     assert subprocess.run([sys.executable, "-c", program, tmp_path], cwd=root).returncode == 0
 
 

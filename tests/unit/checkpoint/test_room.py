@@ -7,7 +7,7 @@ from checkpoint import store
 from checkpoint.manifest import steps_in
 from checkpoint.room import free_memory
 from checkpoint.store import Stager, shards_of
-from tests.unit.test_checkpoint_manager import assert_equal, begun, make_state, process_group, resumed
+from tests.unit.checkpoint.test_checkpoint_manager import assert_equal, begun, make_state, process_group, resumed
 
 __all__ = ["process_group"]
 NEEDED = 8 * 4 * 4 + 3 * 2 + 4 * 8 * 8 + 4  # of make_state

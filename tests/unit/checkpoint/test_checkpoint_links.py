@@ -7,7 +7,7 @@ import pytest
 
 from checkpoint.folder import is_own, prepare
 from checkpoint.manifest import begin, read_manifest, step_folder, steps_in
-from tests.unit.test_checkpoint_manager import (  # noqa: F401
+from tests.unit.checkpoint.test_checkpoint_manager import (  # noqa: F401
     begun,
     make_manager,
     make_state,

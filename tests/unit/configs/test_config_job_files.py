@@ -13,7 +13,7 @@ from scripts import config_schema
 from scripts.config_schema import KEYS_FILE, SCHEMA_FILE, keys_text, schema_text
 from trainer.planning.skeleton import skeleton
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 # Sizes of the published checkpoints, as their safetensors indices count them.
 PUBLISHED = {

@@ -25,7 +25,7 @@ from trainer.lifecycle import (
     write_status,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

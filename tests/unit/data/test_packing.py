@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from configs.errors import UserError
 from scripts.prepare_data import main as prepare_data
-from tests.unit.test_loader import SEED, VOCAB_SIZE, config
+from tests.unit.data.test_loader import SEED, VOCAB_SIZE, config
 from trainer.data.loader import IGNORED, build_loader, merge_state_dicts
 from trainer.data.packing import PackedSource, PackingWriter, best_fit, window_bounds
 from trainer.data.sources import PADDING

@@ -16,7 +16,7 @@ from scripts import runs
 from scripts.page.cleaning import removable
 from tests.conftest import ROOT
 from tests.end_to_end.launch import launch_here, snapshot
-from tests.unit.test_flags import write_run
+from tests.unit.scripts.test_flags import write_run
 
 
 def keel_runs(*words) -> int:

@@ -16,7 +16,7 @@ import pytest
 from configs.errors import UserError
 from configs.schema import Metrics
 from tests.conftest import ROOT
-from tests.unit.test_metrics import metrics
+from tests.unit.trainer.test_metrics import metrics
 from trainer.evaluation.results import recorded, unrecorded, write_result
 from trainer.guards.outages import Outages
 from trainer.report.metrics import EvaluationMetrics, MetricsLog
@@ -252,7 +252,7 @@ def test_wandb_without_a_login_is_one_message(tmp_path, monkeypatch):
 LAUNCHES = """
     import os, pathlib, sys, threading
     from configs.schema import Metrics
-    from tests.unit.test_metrics import metrics
+    from tests.unit.trainer.test_metrics import metrics
     from trainer.guards.outages import Outages
     from trainer.report.metrics import EvaluationMetrics, MetricsLog
     from trainer.report.sinks.choose import choose_sinks

@@ -12,7 +12,7 @@ from configs.command_line import CommandLine, answer, load_for_run, parse_comman
 from configs.errors import ConfigError
 from configs.reading.keys import schema_keys
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_run():

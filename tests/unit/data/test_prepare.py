@@ -25,7 +25,7 @@ from trainer.data.text.shard import is_validation
 from trainer.data.token_file import TokenFolder
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 VOCAB = 300
 N_FILES = 40
 

@@ -64,7 +64,7 @@ def test_without_a_start_nothing_is_written(tmp_path):
 
 
 def test_what_cannot_be_done_is_a_config_error(tmp_path):
-    """All that needs no device to be known is tests/unit/test_config_checks.py's."""
+    """All that needs no device to be known is tests/unit/configs/test_config_checks.py's."""
     with pytest.raises(ConfigError, match="needs a CUDA device"):
         StepProfiler(config(start_step=1, memory_snapshot=True), tmp_path, rank=0, device_type="cpu")
 

@@ -144,7 +144,7 @@ def test_an_exact_adamw_has_the_same_bits_wherever_a_shard_begins(dtype, n, cuts
 
 ON_THIS_PROCESSOR = """
 import random, sys, torch
-from tests.unit.test_exact_sums import TYPES, assert_no_cut_changes_a_bit
+from tests.unit.parallelisms.test_exact_sums import TYPES, assert_no_cut_changes_a_bit
 assert torch.backends.cpu.get_cpu_capability() == sys.argv[1], torch.backends.cpu.get_cpu_capability()
 dice = random.Random(0)
 for case in range(36):

@@ -253,7 +253,7 @@ def test_files_that_cannot_be_looked_at(tmp_path):
     ],
 )
 def test_inputs_that_cannot_be_looked_at_are_named(words, key):
-    tiny = Path(__file__).parents[1] / "end_to_end" / "tiny.toml"
+    tiny = Path(__file__).parents[2] / "end_to_end" / "tiny.toml"
     [*_, problem] = missing_paths(load(str(tiny), ["--tokenizer.path", "a.model", *words]))
     assert problem.partition(": ")[2] == f'{key} is "{TOO_LONG}", which can\'t be looked at: File name too long'
 
@@ -292,7 +292,7 @@ def test_overrides(words, message):
 NONSENSE = st.sampled_from(
     [0, -1, 3, 1.5, float("nan"), True, "", "x", [], {}, [3], [[]], [{}], {"x": 1}, [{"x": 1}, {"name": "a"}], "0-2"]
 )
-JOB_FILES = [tomli.loads(JOB), tomli.loads((Path(__file__).parents[2] / "configs" / "debug.toml").read_text())]
+JOB_FILES = [tomli.loads(JOB), tomli.loads((Path(__file__).parents[3] / "configs" / "debug.toml").read_text())]
 
 
 def _tables(value):

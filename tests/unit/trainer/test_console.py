@@ -27,7 +27,7 @@ from trainer.report.metrics import Kind, Memory, StepMetrics, memory_of
 from trainer.report.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
 from trainer.report.units import count, duration, size
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def metrics(step, **changes):
@@ -263,7 +263,7 @@ def test_failed_work_is_not_said_to_be_done(streams):
 
 def test_a_terminal_shows_a_bar_and_ends_with_the_plain_rows():
     program = (
-        "from tests.unit.test_console import metrics\n"
+        "from tests.unit.trainer.test_console import metrics\n"
         "from trainer.report.console import Console\n"
         "with Console() as console:\n"
         "    with console.training(0, 20, show_mfu=False):\n"

@@ -24,8 +24,8 @@ from configs.errors import ConfigError
 from configs.load import load
 from configs.secret import signed
 from tests.conftest import ROOT
-from tests.unit.test_checkpoint_manager import make_manager, make_state, process_group  # noqa: F401
-from tests.unit.test_metrics import metrics
+from tests.unit.checkpoint.test_checkpoint_manager import make_manager, make_state, process_group  # noqa: F401
+from tests.unit.trainer.test_metrics import metrics
 from trainer.elastic import release, wait_idle
 from trainer.guards.outages import Outages
 from trainer.lifecycle import StopRequest
