@@ -98,7 +98,7 @@ def test_some_draws_are_right(ranks):
     assert not all(outcome.refused for outcome in outcomes)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_missing_wait_is_found_and_shrunk(ranks):
     mutated = Pool(ranks, without_the_wait)
     number, found = next((n, d) for n, d in with_a_wait(0, 200) if attempt(mutated, CONFIG, d).fault)

@@ -10,8 +10,6 @@ import pytest
 from checkpoint.manifest import steps_in
 from tests.end_to_end.launch import curve, launch, status
 
-pytestmark = pytest.mark.slow
-
 LIBRARY = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -75,9 +73,16 @@ def environment(library: Path, fault: str) -> dict[str, str]:
     return {"LD_PRELOAD": str(library), "FAULT": fault}
 
 
-@pytest.mark.parametrize("fault", ["rename", "fsync"])
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_checkpoint_that_is_there_counts(tmp_path: Path, library: Path, fault: str, mode: str):
+@pytest.mark.parametrize(
+    ("mode", "fault"),
+    [
+        pytest.param("sync", "rename", marks=pytest.mark.slow),
+        pytest.param("async", "fsync", marks=pytest.mark.slow),
+        pytest.param("sync", "fsync", marks=pytest.mark.long),
+        pytest.param("async", "rename", marks=pytest.mark.long),
+    ],
+)
+def test_a_checkpoint_that_is_there_counts(tmp_path: Path, library: Path, mode: str, fault: str):
     """The last step's is saved twice: at the interval, and at the end."""
     words = f"--training.steps 20 --checkpoint.interval 10 --checkpoint.mode {mode}"
     out = launch(tmp_path, words, env=environment(library, fault), preloaded=False).out
@@ -88,6 +93,7 @@ def test_a_checkpoint_that_is_there_counts(tmp_path: Path, library: Path, fault:
     assert [step for step, *_ in curve(tmp_path / "run")] == list(range(1, 23))
 
 
+@pytest.mark.slow
 def test_a_save_whose_clean_up_fails_ends_the_run_at_once(tmp_path: Path, library: Path):
     words = "--training.steps 100000 --checkpoint.interval 5 --checkpoint.max_save_failures 2"
     outcome = launch(tmp_path, words, env=environment(library, "close"), preloaded=False, expect=1)

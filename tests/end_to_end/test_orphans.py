@@ -40,8 +40,14 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path: Path):
     assert [step for step, *_ in curve(run)] == list(range(1, step + 3))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", ["it has begun", "libtorch is loaded", "the folder is taken"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("it has begun", marks=pytest.mark.slow),
+        pytest.param("libtorch is loaded", marks=pytest.mark.long),
+        pytest.param("the folder is taken", marks=pytest.mark.long),
+    ],
+)
 def test_ranks_whose_torchrun_is_killed_before_training_end(tmp_path: Path, moment: str):
     launcher = start(tmp_path, LONG, ranks=2)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")

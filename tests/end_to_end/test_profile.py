@@ -70,7 +70,7 @@ def test_gathers_and_reductions_of_fsdp(tmp_path):
         assert not any(gather in forward for forward in found[f"forward {block}"] for gather in gathers)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_compiled_run_is_not_compiled_again(tmp_path):
     outcome = launch(
         tmp_path, f"{TRACED} --compile.enable true", ranks=2, env={"TORCH_LOGS": "recompiles"}, preloaded=False

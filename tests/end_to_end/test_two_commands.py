@@ -261,7 +261,7 @@ def test_one_version_of_torch_everywhere():
     assert f"ARG TORCH_VERSION={pinned}\n" in (ROOT / "Dockerfile").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long  # .ci/run makes its environment with the real pip
 def test_with_the_real_pip(tmp_path):
     """In an environment that finds all packages where the tests have them; pip's own variables prevent downloads."""
     clone = make_clone(tmp_path / "clone")
