@@ -76,20 +76,17 @@ class Trainer:
         config = opened.config
         mesh = opened.mesh
         self.config = config
+        self.folder = config.job.folder
         self.mesh = mesh
         self.peak = opened.peak
-        device = runtime.device
-        console = runtime.console
-        stop = runtime.stop
-        self.console = console
-        self.stop = stop
-        self.ledger = runtime.ledger
-        self.watchdog = runtime.watchdog
-        self.folder = config.job.folder
-        self.device = device
-        self.rank = dist.get_rank()
         self.checkpoints = opened.checkpoints
         self.validation = opened.validation
+        self.device = runtime.device
+        self.console = runtime.console
+        self.stop = runtime.stop
+        self.ledger = runtime.ledger
+        self.watchdog = runtime.watchdog
+        self.rank = dist.get_rank()
         self.learner = build_learner(config, mesh)
         with mistakes_of_the_job():
             self._load(opened)
@@ -98,12 +95,12 @@ class Trainer:
             self.checkpoints.begin_line()
             self.checkpoints.check_room(self.learner.state())
             self._open_records(runtime.job)
-        self.saver = Saver(self.folder, self.checkpoints, self.learner, self.progress, self.fingerprints, console)
-        waits = CollectiveWaits(groups_of_axes(mesh).values(), device)
+        self.saver = Saver(self.folder, self.checkpoints, self.learner, self.progress, self.fingerprints, self.console)
+        waits = CollectiveWaits(groups_of_axes(mesh).values(), self.device)
         self.phases = PhaseClock(waits, config.fault.lag_ratio, mesh.sizes.pp > 1, COMPILING_STEPS)
         self.details = Details(config, self.learner)
-        self.grace = Grace(stop, config.job.grace_seconds, console, device, config.job.timeout_seconds)
-        self.reads_late = device.type == "cuda" and config.fault.spikes.action != "rewind"
+        self.grace = Grace(self.stop, config.job.grace_seconds, self.console, self.device, config.job.timeout_seconds)
+        self.reads_late = self.device.type == "cuda" and config.fault.spikes.action != "rewind"
         """Whether a step's result is read only when the next step's work is queued, so that the device never idles."""
         self.pending: Pending | None = None
         self.lag: Lag | None = None
