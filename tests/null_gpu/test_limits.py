@@ -7,6 +7,8 @@ import pytest
 from tests.null_gpu.limits import FIGURES, FILE, JOBS, measured
 
 RECORDED = json.loads(FILE.read_text())
+BYTES_ON_A_BUSY_MACHINE = 1.005
+"""When buffers of another stream are freed depends on the host's speed: beside other work a peak was 0.26% higher."""
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +23,11 @@ def figures(null_gpus):
 def grown(name: str, measured_now: dict[str, int]) -> list[str]:
     """What is above its limit, in words."""
     limits = RECORDED["jobs"][name]
+    slack = {"peak_allocated_bytes": BYTES_ON_A_BUSY_MACHINE}
     return [
         f"{figure}: {measured_now[figure]:,}, at most {limits[figure]:,} is recorded"
         for figure in FIGURES
-        if measured_now[figure] > limits[figure]
+        if measured_now[figure] > limits[figure] * slack.get(figure, 1)
     ]
 
 

@@ -31,6 +31,7 @@ class Sinks:
         """Records; an event to set when it is reached; None at the end."""
         self._reached = threading.Event()
         self._reached.set()
+        self._is_closed = False
 
     def open(self, run: SinkRun) -> None:
         """Open all of them."""
@@ -42,9 +43,10 @@ class Sinks:
         self._queue.put(record)
 
     def flush(self) -> None:
-        """Wait, within limits, until all records are written."""
-        if not self._reached.is_set():
-            return  # they are late already
+        """Wait, within limits, until all records are written; does nothing once they are closed."""
+        is_late = not self._reached.is_set()
+        if self._is_closed or is_late:
+            return
         self._reached = threading.Event()
         self._queue.put(self._reached)
         if not self._reached.wait(PATIENCE_SECONDS):
@@ -52,6 +54,7 @@ class Sinks:
 
     def close(self) -> None:
         """Close all of them once they have all records, or leave them when it takes too long."""
+        self._is_closed = True
         self._queue.put(None)
         self._thread.join(CLOSING_SECONDS)
         if self._thread.is_alive():
