@@ -1,8 +1,9 @@
 """Keyed hashes for the values that decide something and reach ranks and hosts through a store on the network.
 
-A store of torch accepts values from whoever reaches its port. So Keel gives its own values there a hash whose key is
-KEEL_SECRET, which the launch files make or ask for, and which all hosts have (docs/security.md, "The network"). Without
-KEEL_SECRET the key is empty: a host that has one and a host that has none do not accept each other's values.
+torch's store accepts values from anyone who reaches its port. Each value that Keel writes there therefore has a hash
+whose key is KEEL_SECRET. The launch files make or ask for the secret, and all hosts have it (docs/security.md, "The
+network"). Without KEEL_SECRET the key is empty: a host that has one and a host that has none do not accept each other's
+values.
 """
 
 import hmac

@@ -98,7 +98,7 @@ def test_each_checkpoint_finds_its_own_tokenizer_after_a_change():
 
 
 def test_a_tokenizer_of_other_content_is_passed_over():
-    """As where a run was started anew by an earlier Keel, which kept no copy."""
+    """An earlier Keel kept no copy, so a run that it started again left the other tokenizer there."""
     checkpoint = commit(step_folder(Path("run/checkpoints"), 1), "data/t.model", digest(b"pieces"))
     Path("run/tokenizer.model").write_bytes(b"other pieces")
     assert tokenizer_of(checkpoint) == Path("data/t.model")

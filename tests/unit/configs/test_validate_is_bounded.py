@@ -87,8 +87,10 @@ def test_any_number_of_ranks():
 
 
 def test_layers_on_many_stages():
-    pipeline = "--mesh.pp 2048 --model.n_layers 4096 --training.global_batch_size 4096"
-    validate("--config", "debug.toml", *pipeline.split())
+    pipeline = "--mesh.pp 2048 --training.global_batch_size 4096 --training.micro_batch_size 1 --model.n_layers"
+    words = ("--config", "debug.toml", *pipeline.split())
+    assert not validate(*words, "4096", ranks=2048)
+    assert "2048 stages are more than n_layers 2047" in validate(*words, "2047", ranks=2048)
 
 
 @pytest.mark.parametrize("repeated", ["*a", "*", "*?", "*[a-z]", "a*"])
