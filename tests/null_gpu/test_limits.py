@@ -7,8 +7,6 @@ import pytest
 from tests.null_gpu.limits import FIGURES, FILE, JOBS, measured
 
 RECORDED = json.loads(FILE.read_text())
-BYTES_ON_A_BUSY_MACHINE = 1.005
-"""When buffers of another stream are freed depends on the host's speed: beside other work a peak was 0.26% higher."""
 
 
 @pytest.fixture(scope="module")
@@ -17,17 +15,21 @@ def figures(null_gpus):
 
     if torch.__version__ != RECORDED["torch"]:
         pytest.skip(f"limits.json was recorded with torch {RECORDED['torch']}, and this is {torch.__version__}")
-    return measured(null_gpus)["jobs"]
+    found = measured(null_gpus)["jobs"]
+    if any(grown(name, found[name]) for name in JOBS):
+        # Once in some ten runs, on a busy machine, a peak was 0.26% higher; a change that needs more always does.
+        again = measured(null_gpus)["jobs"]
+        found = {name: {figure: min(found[name][figure], again[name][figure]) for figure in FIGURES} for name in JOBS}
+    return found
 
 
 def grown(name: str, measured_now: dict[str, int]) -> list[str]:
     """What is above its limit, in words."""
     limits = RECORDED["jobs"][name]
-    slack = {"peak_allocated_bytes": BYTES_ON_A_BUSY_MACHINE}
     return [
         f"{figure}: {measured_now[figure]:,}, at most {limits[figure]:,} is recorded"
         for figure in FIGURES
-        if measured_now[figure] > limits[figure] * slack.get(figure, 1)
+        if measured_now[figure] > limits[figure]
     ]
 
 
