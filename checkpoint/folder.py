@@ -1,8 +1,8 @@
 """The folder `checkpoints/` of a run: its content, which checkpoint a run resumes from, and which are kept.
 
-Only the checkpoints of one line have their final names; each of them continues the one before. When a run goes back to
-an earlier step, or starts from scratch, the later steps belong to an abandoned line: they are moved to `abandoned-001/`
-and so on, where nothing loads, counts or removes them.
+Only the checkpoints of one lineage have their final names; each continues the one before. When a run goes back to an
+earlier step, or starts from scratch, the later steps belong to an abandoned lineage: they are moved to
+`abandoned-001/` and so on, where nothing loads, counts or removes them.
 """
 
 import re
@@ -14,6 +14,7 @@ from pathlib import Path
 from checkpoint import manifest as manifests
 from checkpoint.find import newest_of
 from checkpoint.manifest import step_folder, steps_in
+from checkpoint.storage import remove_unfinished
 from configs.errors import ConfigError, UserError
 from configs.files import synced, whole
 from configs.schema import Checkpoint
@@ -113,7 +114,7 @@ def prepare(root: Path, log: Callable[[str], None], warn: Callable[[str], None])
         probe.unlink()
     except OSError as error:
         raise UserError(f"the folder for checkpoints, {root}, can't be written: {error} (see job.output_dir)") from None
-    manifests.remove_unfinished(root, log, warn)
+    remove_unfinished(root, log, warn)
 
 
 def is_own(root: Path, found: Path, step: int) -> bool:
@@ -138,7 +139,7 @@ def set_aside(root: Path, newest_kept: int | None, metrics: Path | None = None) 
         aside.mkdir()
         if metrics and metrics.exists():
             shutil.copyfile(metrics, aside / metrics.name)
-        for step in reversed(steps):  # newest first: after a crash, the older part of the line remains
+        for step in reversed(steps):  # newest first: after a crash, the older part of the lineage remains
             folder = step_folder(root, step)
             folder.rename(aside / folder.name)
     except OSError as error:

@@ -8,14 +8,17 @@ In the file, "tensors" maps each name to dtype, shape and parts; a part is [offs
 """
 
 import json
+import pickle
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -26,7 +29,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from checkpoint.manifest import damaged, is_plain_name
+from checkpoint.manifest import FileEntry, is_plain_name, readable
+from checkpoint.storage import HashedFile
 from configs.untrusted import read_file
 
 INDEX_NAME = "index.json"
@@ -69,24 +73,29 @@ def index_text(metadata: Metadata) -> bytes:
     return json.dumps({"tensors": tensors}, separators=(",", ":")).encode()
 
 
+def put_index(put: Callable[[str], AbstractContextManager[HashedFile]], metadata: Metadata) -> dict[str, FileEntry]:
+    """Put the index of a checkpoint, as Keel and as torch's own tools read it, and return the files.
+
+    `put` opens a file of the checkpoint by its name, for writing.
+    """
+    files = {}
+    for name, content in ((INDEX_NAME, index_text(metadata)), (METADATA_NAME, pickle.dumps(metadata))):
+        with put(name) as file:
+            file.write(content)
+        files[name] = file.entry()
+    return files
+
+
 def read_metadata(folder: Path) -> Metadata:
     """Read the index of the checkpoint in `folder`, as DCP's own class.
 
     Raises:
         UserError: the index can't be read, or has anything but whole tensors in files of this folder.
     """
-    try:
+    with readable(folder, INDEX_NAME):
         metadata = metadata_of(read_file(folder / INDEX_NAME, MAX_INDEX_BYTES))
         _check_sizes(metadata, folder)
         return metadata
-    except OSError as error:
-        raise damaged(folder, f"{INDEX_NAME} can't be read: {error.strerror}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise damaged(folder, f"{INDEX_NAME} can't be read: {place}: {first['msg']}") from None
-    except ValueError as error:
-        raise damaged(folder, f"{INDEX_NAME} can't be read: {error}") from None
 
 
 def metadata_of(text: str | bytes) -> Metadata:

@@ -1,20 +1,23 @@
-"""Decides when a checkpoint is written, and which one it continues.
+"""Decides when a checkpoint is written, which one the run continues, and how long each is kept.
 
 The manager owns a run's folder `checkpoints/`. A save takes a snapshot of the state (in CPU memory if asynchronous, so
-that training continues), which the writer (`writer.py`) turns into a checkpoint. The reader (`reader.py`) chooses the
-checkpoint that the run begins from, checks it and loads it; the manager then moves aside what the run does not
-continue. All methods are collective: every rank calls them at the same step, and if one rank fails, all raise the same
-error, so that none is left waiting.
+that training continues), writes it through the storage (`storage.py`, `store.py`) under a temporary name, commits it,
+and removes older checkpoints. The reader (`reader.py`) chooses the checkpoint that the run begins from, checks it and
+loads it; the manager then moves aside what the run does not continue. All methods are collective: every rank calls them
+at the same step, and if one rank fails, all raise the same error, so that none is left waiting.
 """
 
 import json
 import math
+import os
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import torch
@@ -23,80 +26,93 @@ import torch.distributed as dist
 from checkpoint import folder as folders
 from checkpoint import manifest as manifests
 from checkpoint import store
-from checkpoint.incarnation import Alone, Incarnation
-from checkpoint.manifest import Manifest, Origin, RunChange
-from checkpoint.reader import Description, Found, Reader, TrainerState
-from checkpoint.room import too_little_room
-from checkpoint.store import SaveFailed, State
-from checkpoint.votes import SaveClock, Vote
-from checkpoint.writer import Save, Saved, Writer
+from checkpoint.consensus import Vote
+from checkpoint.incarnation import Alone, Incarnation, Superseded
+from checkpoint.lock import BeingRead
+from checkpoint.manifest import MANIFEST_NAME, Damaged, FileEntry, Manifest, Origin, RunChange, manifest_of
+from checkpoint.reader import Description, Found, Log, Reader, TrainerState
+from checkpoint.staging import Stager, hashes, require_unchanged, too_little_memory
+from checkpoint.storage import FolderStorage, Storage, commit
+from checkpoint.store import SaveFailed, Shard, State, save_failed
+from checkpoint.verify import content_damages
 from configs.errors import UserError
 from configs.schema import Checkpoint
-from parallelisms.ranks import on_rank_zero
+from parallelisms.ranks import Json, on_rank_zero
 
 GRACE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that was committed."""
+
+    manifest: Manifest
+    seconds: float
+    """Time from the start of the save to its commit."""
+    notes: list[str]
+    """Lines for the log: an error that came too late to matter, and the checkpoints that the settings do not keep."""
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A save in progress."""
+
+    started: float
+    """Start of the save by time.perf_counter()."""
+    checkpoint: Path
+    unfinished: Path
+    """The path of its files until it is committed."""
+    draft: Manifest
+    """The manifest without its files."""
+    trainer_text: str
+    prune: bool
+    stall: float | None = None
+    """Seconds that training waited; None if it waits until the end."""
+    result: "Future[Saved]" = field(default_factory=Future)
 
 
 class CheckpointManager:
     """Saves, loads and prunes the checkpoints of one run.
 
-    Call `find` (if mistakes are to show before the state exists), `resume`, `begin_line` and `check_room`, then `poll`
-    and perhaps `save` for each step, and `close` at the end.
+    Call `find` (if mistakes are to show before the state exists), `resume`, `begin_lineage` and `check_memory`, then
+    `poll` and perhaps `save` for each step, and `close` at the end.
     """
+
+    max_save_failures = 3
+    """Failed saves in a row that end the run. Until then it trains on: a full disk may have room again."""
 
     def __init__(
         self,
         folder: Path,
         settings: Checkpoint,
-        resolved: Mapping[str, Any],
-        mesh: Mapping[str, int],
-        run_key_diff: Callable[[dict[str, Any], dict[str, Any]], list[str]],
-        allow_run_change: bool,
-        log: Callable[[str], None],
-        warn: Callable[[str], None],
-        tokenizer_hash: str | None = None,
-        rewind_interval: int = 0,
-        environment: Mapping[str, str] | None = None,
-        metrics: Path | None = None,
+        run: Description,
+        log: Log,
         incarnation: Incarnation | None = None,
     ) -> None:
         """Set up the manager; nothing is read or written yet.
 
         Args:
-            folder: the run's `checkpoints/`; created if missing.
+            folder: the `checkpoints/` of the run folder; created if missing.
             settings: the table `[checkpoint]`.
-            resolved: the complete config as JSON-able tables; stored in each checkpoint and compared on resuming.
-            mesh: sizes of the mesh by name; stored for information.
-            run_key_diff: returns a line for each run key that differs between an old and a new resolved config
-                (configs.run_change).
-            allow_run_change: resume although run keys or the tokenizer have changed; later checkpoints record it.
-            log: called on rank 0 with one line for the user.
-            warn: like `log`, for warnings.
-            tokenizer_hash: hash of the tokenizer's file; None without a tokenizer.
-            rewind_interval: steps between the checkpoints that a rewind needs; 0: none.
-            environment: what else decides the bits of the run, besides config, mesh and torch, by name; stored, and
-                compared on resuming.
-            metrics: the run's metrics.jsonl; copied to where checkpoints are moved that the run does not continue.
+            run: stored in each checkpoint, and compared with the one that is resumed.
+            log: called on rank 0.
             incarnation: of an elastic run; nothing is committed, moved or removed once there is a newer one.
         """
         self._folder = folder
         self._settings = settings
-        self._metrics = metrics
-        self._rewind_interval = rewind_interval
         # The config as a manifest returns it, so that both sides of a comparison have the same types.
-        config = json.loads(json.dumps(resolved))
-        self._run = Description(config, dict(mesh), tokenizer_hash, dict(environment or {}))
-        self._log = log if dist.get_rank() == 0 else lambda line: None
-        self._warn = warn if dist.get_rank() == 0 else lambda line: None
+        self._run = replace(run, config=json.loads(json.dumps(run.config)))
+        self._log = log if dist.get_rank() == 0 else Log()
         self._incarnation = incarnation or Alone()
-        self._writer = Writer(folder, settings, rewind_interval, self._incarnation)
-        self._group = self._writer.group
-        self._reader = Reader(
-            folder, settings, self._run, run_key_diff, allow_run_change, self._log, self._warn, self._group
-        )
-        self._pending: Save | None = None
+        self._storage: Storage = FolderStorage(self._incarnation.mark)
+        # Its own process group: the thread that writes must not share one with the main thread, or collectives would
+        # be paired up wrongly. That a write has finished, the main threads agree on the group of all ranks.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
+        self._reader = Reader(folder, self._storage, settings, self._run, self._log, self._group)
+        self._stager = Stager()
+        self._mode = settings.mode
+        self._pending: _Save | None = None
         self._vote: Vote | None = None
-        self._clock = SaveClock(settings.interval_minutes)
         self._found: Found | None = None
         """The checkpoint that the run continues."""
         self._run_id = ""
@@ -110,9 +126,9 @@ class CheckpointManager:
         """Failures since the last save that succeeded."""
 
     def should_save(self, step: int) -> bool:
-        """Whether `checkpoint.interval`, `interval_minutes` or a rewind requires a checkpoint after `step` steps."""
-        intervals = (self._settings.interval, self._rewind_interval)
-        return self._clock.is_due or any(interval > 0 and step % interval == 0 for interval in intervals)
+        """Whether `checkpoint.interval` or a rewind requires a checkpoint after `step` steps."""
+        intervals = (self._settings.interval, self._run.rewind_interval)
+        return any(interval > 0 and step % interval == 0 for interval in intervals)
 
     def latest_step(self) -> int | None:
         """Step of the checkpoint that was last loaded or committed."""
@@ -160,7 +176,7 @@ class CheckpointManager:
         self._run_changes = [*found.manifest.run_changes, *found.changes]
         return found.trainer_state
 
-    def begin_line(self) -> None:
+    def begin_lineage(self) -> None:
         """Prepare the folder for new checkpoints. Call it once, after everything that can fail.
 
         Removes the leftovers of interrupted saves. Checkpoints that the run does not resume from (later steps; all of
@@ -183,18 +199,17 @@ class CheckpointManager:
 
     def _prepare(self) -> None:
         self._incarnation.require_current()
-        folders.prepare(self._folder, self._log, self._warn)
+        folders.prepare(self._folder, self._log.line, self._log.warning)
 
-    def check_room(self, state: State) -> None:
-        """Check that the hosts' memory has room for checkpoints, and warn if not. Call it once, after `begin_line`.
+    def check_memory(self, state: State) -> None:
+        """Check that the hosts have enough memory for saves, and warn if not. Call it once, after `begin_lineage`.
 
         If a host has too little memory to stage its ranks' state, this launch saves like `checkpoint.mode = "sync"`:
         through a small buffer, while training waits.
         """
-        given = (store.shards_of(state), self._writer.saved_dtype, self._group)
-        if self._writer.mode == "async" and (complaint := too_little_room(*given)):
-            self._writer.mode = "sync"
-            self._warn(complaint)
+        if self._mode == "async" and (complaint := too_little_memory(store.shards_of(state), self._group)):
+            self._mode = "sync"
+            self._log.warning(complaint)
 
     def can_rewind(self, step: int) -> bool:
         """Wait for a save in progress; returns whether the run has a checkpoint of `step`.
@@ -203,7 +218,7 @@ class CheckpointManager:
             SaveFailed: as in `save`.
         """
         self.wait()
-        return on_rank_zero(self._group, lambda: step in manifests.steps_in(self._folder))
+        return on_rank_zero(self._group, lambda: step in self._storage.list(self._folder))
 
     def rewind(self, step: int, state: State) -> TrainerState:
         """Load the run's checkpoint of `step` during training, after `can_rewind`; later ones are moved aside.
@@ -212,7 +227,7 @@ class CheckpointManager:
             The trainer state saved with it.
 
         Raises:
-            KeelError: as in `resume` and `begin_line`.
+            KeelError: as in `resume` and `begin_lineage`.
         """
         trainer_state = self._continue(self._reader.load_step(step, state))
         self._begin_incarnation()
@@ -220,7 +235,7 @@ class CheckpointManager:
         return trainer_state
 
     def _leave_later_ones(self) -> None:
-        """Move the checkpoints aside that the run does not continue, and begin a new line if there were any."""
+        """Move the checkpoints aside that the run does not continue, and begin a new lineage if there were any."""
         found = self._found
         is_own = found is not None and on_rank_zero(
             self._group, lambda: folders.is_own(self._folder, found.folder, found.manifest.step)
@@ -228,7 +243,8 @@ class CheckpointManager:
         newest_kept = found.manifest.step if found and is_own else None
         aside = on_rank_zero(self._group, lambda: self._set_aside(newest_kept))
         if aside:
-            self._log(f"checkpoints that this run does not continue were moved to {aside}, with a copy of its metrics")
+            what = "checkpoints that this run does not continue"
+            self._log.line(f"{what} were moved to {aside}, with a copy of its metrics")
         if found and is_own and not aside:
             self._run_id = found.manifest.run_id
         else:
@@ -236,7 +252,7 @@ class CheckpointManager:
 
     def _set_aside(self, newest_kept: int | None) -> str | None:
         self._incarnation.require_current()
-        aside = folders.set_aside(self._folder, newest_kept, self._metrics)
+        aside = folders.set_aside(self._folder, newest_kept, self._folder.parent / "metrics.jsonl")
         return str(aside) if aside else None
 
     # ------------------------------------------------------------------ saving
@@ -267,39 +283,143 @@ class CheckpointManager:
             Seconds that training waited.
 
         Raises:
-            NotFinite: a tensor has a non-finite value, regardless of max_save_failures; nothing is written or removed.
+            NotFinite: a tensor has a non-finite value, however many saves have failed; nothing is written or removed.
             SaveFailed: the disk has refused `max_save_failures` times in a row, including this save or the one in the
                 background before it; raised on all ranks. Earlier failures are warnings, and the run continues.
         """
         started = time.perf_counter()
-        unfinished = self._begin(step)
+        checkpoint = manifests.step_folder(self._folder, step)
+        unfinished = self._begin(checkpoint, is_known=step == self.latest_step())
         if unfinished is None:
             return time.perf_counter() - started
         draft = self._draft(step, trainer_state["tokens"], data_fingerprint or {}, validation_loss)
-        self._pending = Save(started, unfinished, draft, json.dumps(trainer_state), prune, self.newest)
-        self._writer.start(self._pending, state)
-        if self._writer.mode == "sync":
+        self._pending = _Save(started, checkpoint, unfinished, draft, json.dumps(trainer_state), prune)
+        self._start(self._pending, state)
+        if self._mode == "sync":
             self.wait()
             return time.perf_counter() - started
         stall = time.perf_counter() - started
         self._pending = replace(self._pending, stall=stall)
         return stall
 
-    def _begin(self, step: int) -> Path | None:
-        """The temporary folder of a checkpoint; None if there is none to write, or the disk refuses."""
+    def _begin(self, checkpoint: Path, is_known: bool) -> Path | None:
+        """Begin a checkpoint; returns where to put its files, or None if it is there or the disk refuses.
+
+        `is_known`: whether the run has loaded or committed it, if it is there.
+        """
         self.wait()
-        self._clock.start()
-        folder = manifests.step_folder(self._folder, step)
         try:
-            begun = self._writer.begin(folder, step == self.latest_step(), self._run_id)
+            unfinished, there = on_rank_zero(self._group, lambda: self._begin_or_find(checkpoint, is_known))
         except SaveFailed as error:
             self._failed(error)
             return None
-        if isinstance(begun, Manifest):
-            self._succeeded(begun)
-            self._log(f"checkpoint {folder.name} is complete: the error came after it was written")
-            return None
-        return begun
+        if there:
+            self._succeeded(manifest_of(there))
+            self._log.line(f"checkpoint {checkpoint.name} is complete: the error came after it was written")
+        return Path(unfinished) if unfinished else None
+
+    def _begin_or_find(self, checkpoint: Path, is_known: bool) -> Json:
+        """Return where to put the files of a checkpoint, or the manifest of one whose save was taken for failed."""
+        try:
+            self._incarnation.require_current()
+            if not os.path.lexists(checkpoint):
+                return [str(self._storage.begin(checkpoint)), None]
+            if is_known:
+                return [None, None]
+            if (checkpoint / MANIFEST_NAME).exists():
+                found = manifests.read_manifest(checkpoint)
+                if found.run_id == self._run_id:
+                    return [None, asdict(found)]
+        except (OSError, Damaged) as error:
+            raise save_failed(checkpoint, error) from None
+        raise UserError(
+            f"{checkpoint} exists, but not by this run; make sure no other run uses the same job.output_dir"
+        )
+
+    def _start(self, save: _Save, state: State) -> None:
+        """Write `state` as it is now, in the background if the mode is "async"; `save.result` becomes the outcome."""
+        try:
+            shards = store.shards_of(state)
+            is_staged = self._mode == "async"
+            if is_staged:
+                shards = self._stager.stage(shards)
+            if self._mode == "sync":
+                self._write(save, shards, is_staged)
+                return
+            # A daemon: if training dies, the process must not linger until a collective times out.
+            arguments = (save, shards, is_staged)
+            threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True).start()
+        except BaseException as error:
+            save.result.set_exception(error)  # another thread may wait for it
+            raise
+
+    def _write(self, save: _Save, shards: dict[str, Shard], is_staged: bool) -> None:
+        """Write, commit and prune; sets `save.result`, also to an error (this may run in a thread)."""
+        try:
+            save.result.set_result(self._saved(save, shards, is_staged))
+        except BaseException as error:
+            cause = error
+            try:
+                if dist.get_rank() == 0:
+                    with suppress(Exception):  # what has made the save fail may make its clean-up fail
+                        self._storage.discard(save.unfinished)
+                self._incarnation.require_current()
+            except Superseded as superseded:  # a newer launch renames the folders of older ones away
+                cause = superseded
+            except OSError:
+                pass
+            finally:
+                save.result.set_exception(cause)
+
+    def _saved(self, save: _Save, shards: dict[str, Shard], is_staged: bool) -> Saved:
+        """Write, commit and prune."""
+        staged = hashes(shards) if is_staged else {}
+        store.require_finite(shards, save.checkpoint.name, self.newest, self._group)
+        files = store.write(self._storage, save.unfinished, shards, self._group)
+        if is_staged:
+            require_unchanged(shards, staged, save.checkpoint.name, self._group)
+        self._require_readable(save.unfinished, files)
+        manifest, notes = on_rank_zero(self._group, lambda: self._commit(save, files))
+        seconds = time.perf_counter() - save.started
+        if save.prune and not notes:  # if a power cut may still undo the rename, older checkpoints are needed
+            notes = on_rank_zero(self._group, self._prune)
+        return Saved(manifest_of(manifest), seconds, notes)
+
+    def _require_readable(self, unfinished: Path, files: dict[str, FileEntry]) -> None:
+        """Read the new checkpoint back before it is committed, if older ones may then be removed."""
+        if self._settings.keep_last:
+            problems = content_damages(unfinished, files, self._group)
+            if problems:
+                raise save_failed(unfinished, f"read again, {'; '.join(problems)}")
+
+    def _commit(self, save: _Save, files: dict[str, FileEntry]) -> Json:
+        notes: list[str] = []
+        paths = (save.unfinished, save.checkpoint)
+        guards = (self._incarnation.require_current, notes.append)
+        try:
+            manifest = commit(self._storage, *paths, save.draft, files, save.trainer_text, *guards)
+        except OSError as error:
+            raise save_failed(save.unfinished, error, sum(entry.size for entry in files.values())) from None
+        return [asdict(manifest), notes]
+
+    def _prune(self) -> list[str]:
+        """Remove the checkpoints that the settings don't keep, on rank 0; returns lines for the log."""
+        try:
+            self._incarnation.require_current()
+            superfluous = folders.to_be_pruned(self._folder, self._settings, self._run.rewind_interval)
+        except OSError as error:
+            return [f"can't look for checkpoints to remove: {error}"]
+        return [self._removed(checkpoint) for checkpoint in superfluous]
+
+    def _removed(self, checkpoint: Path) -> str:
+        """Remove a checkpoint; returns a line for the log."""
+        try:
+            self._storage.remove(checkpoint)
+        except BeingRead as error:
+            return f"{error}; a later save removes it"
+        except OSError as error:
+            return f"checkpoint {checkpoint.name} is no longer kept, but can't be removed: {error}"
+        return f"checkpoint {checkpoint.name}: removed, it is no longer kept"
 
     def _succeeded(self, manifest: Manifest) -> None:
         self._failures.clear()
@@ -309,12 +429,11 @@ class CheckpointManager:
         """Check whether the background save has finished. All ranks call it once per step; it never waits long.
 
         The ranks vote, and each poll reads the result of the previous poll's vote, which has long arrived. So all ranks
-        learn at the same step that the save has finished or why it failed, and that `interval_minutes` have passed.
+        learn at the same step that the save has finished or why it failed.
 
         Raises:
             SaveFailed: as in `save`.
         """
-        self._clock.poll()
         if self._pending is None:
             return
         if self._vote is not None and self._vote.is_unanimous():
@@ -356,9 +475,9 @@ class CheckpointManager:
         name = manifests.step_folder(self._folder, manifest.step).name
         stall = saved.seconds if save.stall is None else save.stall
         waited = f"training waited {stall:.3f} s"
-        self._log(f"checkpoint {name}: committed, {megabytes:.1f} MB in {saved.seconds:.1f} s; {waited}")
+        self._log.line(f"checkpoint {name}: committed, {megabytes:.1f} MB in {saved.seconds:.1f} s; {waited}")
         for line in saved.notes:
-            self._log(line)
+            self._log.line(line)
 
     def close(self) -> None:
         """Wait for the last save and release the process groups. Don't call it after a crash: it waits for all ranks.
@@ -368,8 +487,7 @@ class CheckpointManager:
                 checkpoint would otherwise be lost silently.
         """
         self.wait()
-        self._clock.close()
-        self._writer.close()
+        dist.destroy_process_group(self._group)
         if self._failures:
             raise self._failures[-1]
 
@@ -380,7 +498,10 @@ class CheckpointManager:
         return Manifest(
             step=step,
             tokens=tokens,
-            **vars(self._run),
+            config=self._run.config,
+            mesh=self._run.mesh,
+            tokenizer_hash=self._run.tokenizer_hash,
+            environment=self._run.environment,
             config_hash=manifests.config_hash(self._run.config),
             torch_version=torch.__version__,
             run_id=self._run_id,
@@ -397,9 +518,11 @@ class CheckpointManager:
         """Raise if too many saves in a row have failed, otherwise warn."""
         self._failures.append(error)
         count = len(self._failures)
-        limit = self._settings.max_save_failures
+        limit = self.max_save_failures
         if count >= limit:
-            raise SaveFailed(f"{error}; failed saves in a row: {count} (checkpoint.max_save_failures is {limit})")
+            raise SaveFailed(f"{error}; failed saves in a row: {count}")
         newest = self.latest_step()
         kept = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is step {newest}"
-        self._warn(f"{error}; training continues, {kept}; failed saves in a row: {count}, the run ends at {limit}")
+        self._log.warning(
+            f"{error}; training continues, {kept}; failed saves in a row: {count}, the run ends at {limit}"
+        )

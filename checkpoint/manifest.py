@@ -1,9 +1,4 @@
-"""The file that makes a folder a checkpoint: MANIFEST.json, and the only way to create it.
-
-A checkpoint is written as `step-00000100.tmp/`. When all ranks are done, the manifest, which lists every file with its
-size and hash, is added; files and folder are synced to the disk, and the folder is renamed to `step-00000100/`. A
-rename is atomic, so after a crash at any moment there is either the complete checkpoint under its final name or a
-`.tmp` folder that the next start removes. Nothing ever writes to a folder that has its final name.
+"""The file that makes a folder a checkpoint: MANIFEST.json, which lists every file with its size and hash.
 
 The hash is xxh3. It finds every accident (a flipped bit, a lost page, a truncated file) at the speed of memory, but it
 is not a signature: an attacker can forge it. Protection from a stranger's checkpoint is the task of index. In every
@@ -14,9 +9,9 @@ import hashlib
 import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -24,14 +19,12 @@ import xxhash
 from pydantic import Field, TypeAdapter, ValidationError
 
 from configs.errors import UserError
-from configs.files import sync_folder, synced
 from configs.untrusted import MAX_JSON_BYTES, parse_json, printable, read_file, require_64_bits
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "MANIFEST.json"
 TRAINER_NAME = "trainer.json"
 UNFINISHED = ".tmp"
-_REMOVED = f".removed{UNFINISHED}"
 _MAX_NAME_BYTES = 255
 
 
@@ -86,7 +79,7 @@ class Manifest:
     """Sizes of the mesh that wrote it; any other mesh can read it."""
     torch_version: str
     run_id: str
-    """Identifies the line of checkpoints, each of which continues the previous one."""
+    """Identifies the lineage of checkpoints, each of which continues the previous one."""
     parent: Origin | None
     """The previous checkpoint; None: trained from the initial weights."""
     run_changes: list[RunChange]
@@ -133,6 +126,21 @@ def damaged(folder: Path, reason: str) -> Damaged:
     return Damaged(f"checkpoint {folder} is damaged: {reason}; {remedy}")
 
 
+@contextmanager
+def readable(folder: Path, name: str) -> Iterator[None]:
+    """Raise Damaged if the file `name` of the checkpoint in `folder` can't be read in the block, or says nothing."""
+    try:
+        yield
+    except OSError as error:
+        raise damaged(folder, f"{name} can't be read: {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise damaged(folder, f"{name} can't be read: {place}: {first['msg']}") from None
+    except ValueError as error:
+        raise damaged(folder, f"{name} can't be read: {error}") from None
+
+
 def is_plain_name(name: Any) -> bool:
     """Whether `name` is a valid name of an entry directly inside a folder, so that it can't lead out of it."""
     if not isinstance(name, str) or printable(name) != name or name in ("", ".", ".."):
@@ -155,117 +163,6 @@ def steps_in(root: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def remove_unfinished(root: Path, log: Callable[[str], None], warn: Callable[[str], None]) -> None:
-    """Remove what interrupted saves and removals have left behind, calling `log` with a line for each.
-
-    What can't be removed, such as a mount point or a file that NFS keeps because a process has it open, does no harm,
-    and is reported to `warn`.
-    """
-    for folder in sorted([*root.glob(f"step-*{UNFINISHED}"), *root.glob(f"abandoned-*{UNFINISHED}")]):
-        try:
-            _remove_tree(_renamed_away(folder))
-            log(f"removed {folder}, which an interrupted save, export or removal has left behind")
-        except OSError as error:
-            warn(f"{folder}, which an interrupted save, export or removal has left behind, can't be removed: {error}")
-
-
-def _renamed_away(folder: Path) -> Path:
-    """Rename what is to be removed, as a whole, so that a launch that still writes there can't commit it."""
-    if folder.name.endswith(_REMOVED):
-        return folder
-    doomed = folder.with_name(folder.name.removesuffix(UNFINISHED) + _REMOVED)
-    folder.rename(doomed)
-    return doomed
-
-
-def remove(folder: Path) -> None:
-    """Remove a checkpoint, or a folder of them, so that a crash midway leaves no part of it under its final name."""
-    doomed = folder.with_name(folder.name + _REMOVED)
-    folder.rename(doomed)
-    _remove_tree(doomed)
-
-
-def _remove_tree(folder: Path) -> None:
-    """Remove a folder with its content; if it is a link, only the link, since its target is not ours."""
-    if folder.is_symlink() or not folder.is_dir():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder)
-
-
-def begin(folder: Path, mark: str = "") -> Path:
-    """Create and return the empty folder in which the checkpoint `folder` is written; its name has the `mark`."""
-    unfinished = folder.with_name(folder.name + mark + UNFINISHED)
-    if os.path.lexists(unfinished):  # left by a failed save whose cleanup failed as well
-        _remove_tree(unfinished)
-    unfinished.mkdir()
-    return unfinished
-
-
-def commit(
-    unfinished: Path,
-    draft: Manifest,
-    files: Mapping[str, FileEntry],
-    trainer_state: str,
-    mark: str = "",
-    may_commit: Callable[[], None] = lambda: None,
-    note: Callable[[str], None] = lambda line: None,
-) -> Manifest:
-    """Turn a written folder into a checkpoint.
-
-    A file system may report an error for a rename that it has done (NFS does if it has to repeat the request), or fail
-    to sync the parent folder afterwards. The checkpoint counts if it is there.
-
-    Args:
-        unfinished: the folder, from `begin`.
-        draft: the manifest without its files.
-        files: the files that the ranks have written and synced.
-        trainer_state: JSON.
-        mark: as in `begin`.
-        may_commit: called last; its error leaves the folder unfinished.
-        note: called with a line for the user if an error came although the checkpoint is there.
-
-    Returns:
-        The complete manifest.
-
-    Raises:
-        UserError: this rank can't see all the files.
-        OSError: a file can't be written, or the folder not renamed.
-    """
-    _check_visible(unfinished, files)
-    manifest = describe(unfinished, draft, files, trainer_state)
-    sync_folder(unfinished)
-    may_commit()
-    folder = unfinished.with_name(unfinished.name.removesuffix(mark + UNFINISHED))
-    try:
-        unfinished.rename(folder)
-        sync_folder(folder.parent)
-    except OSError as error:
-        if not _is_there(folder, manifest):
-            raise
-        note(f"checkpoint {folder.name} is complete, although the file system reported: {error}")
-    return manifest
-
-
-def _is_there(folder: Path, manifest: Manifest) -> bool:
-    try:
-        return read_manifest(folder) == manifest
-    except (OSError, UserError):
-        return False
-
-
-def describe(unfinished: Path, draft: Manifest, files: Mapping[str, FileEntry], trainer_state: str) -> Manifest:
-    """Write trainer.json and MANIFEST.json; the arguments, the result and the errors are `commit`'s."""
-    trainer = trainer_state.encode()
-    with synced(unfinished / TRAINER_NAME) as file:
-        file.write(trainer)
-    entry = FileEntry(len(trainer), xxhash.xxh3_128_hexdigest(trainer))
-    manifest = replace(draft, files={**dict(sorted(files.items())), TRAINER_NAME: entry})
-    with synced(unfinished / MANIFEST_NAME) as file:
-        file.write(sealed(json.dumps(asdict(manifest), indent=1)).encode())
-    return manifest
-
-
 def sealed(text: str) -> str:
     """The text of a JSON object with one more, last entry: `seal`, the hash of everything before it."""
     body = text.removesuffix("\n}")
@@ -280,22 +177,14 @@ def read_manifest(folder: Path) -> Manifest:
         UserError: the checkpoint has another format.
     """
     text = sealed_text(folder)
-    try:
+    with readable(folder, MANIFEST_NAME):
         version = parse_json(text).get("format_version")  # the seal guarantees an object
-    except ValueError as error:
-        raise damaged(folder, f"{MANIFEST_NAME} can't be read: {error}") from None
     if isinstance(version, int) and version != FORMAT_VERSION:
         keel = "a newer Keel" if version > FORMAT_VERSION else "the Keel that wrote it"
         raise UserError(f"checkpoint {folder} has format {version}; this Keel reads {FORMAT_VERSION}: use {keel}")
-    try:
+    with readable(folder, MANIFEST_NAME):
         manifest = _MANIFEST.validate_json(text, strict=True)
         require_64_bits(manifest.config)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise damaged(folder, f"{MANIFEST_NAME} is not in the form that Keel writes: {place}: {first['msg']}") from None
-    except ValueError as error:
-        raise damaged(folder, f"{MANIFEST_NAME} can't be read: {error}") from None
     for name in manifest.files:
         if not is_plain_name(name):
             raise damaged(folder, f"{MANIFEST_NAME} names {name!r}, outside of the folder")
@@ -309,12 +198,8 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     Raises:
         Damaged: it can't be read.
     """
-    try:
+    with readable(folder, TRAINER_NAME):
         return parse_json(read_file(folder / TRAINER_NAME, MAX_JSON_BYTES))
-    except OSError as error:
-        raise damaged(folder, f"{TRAINER_NAME} can't be read: {error.strerror}") from None
-    except ValueError as error:
-        raise damaged(folder, f"{TRAINER_NAME} can't be read: {error}") from None
 
 
 def content_damage(folder: Path, name: str, entry: FileEntry) -> str | None:
@@ -342,14 +227,11 @@ def sealed_text(folder: Path) -> str:
     Raises:
         Damaged: it can't be read, or has changed since it was written.
     """
-    try:
-        text = read_file(folder / MANIFEST_NAME, MAX_JSON_BYTES).decode()
-    except FileNotFoundError:
-        raise Damaged(f"{folder} is not a checkpoint (no {MANIFEST_NAME} in it); {_hint(folder)}") from None
-    except OSError as error:
-        raise damaged(folder, f"{MANIFEST_NAME} can't be read: {error.strerror}") from None
-    except ValueError as error:
-        raise damaged(folder, f"{MANIFEST_NAME} can't be read: {error}") from None
+    with readable(folder, MANIFEST_NAME):
+        try:
+            text = read_file(folder / MANIFEST_NAME, MAX_JSON_BYTES).decode()
+        except FileNotFoundError:
+            raise Damaged(f"{folder} is not a checkpoint (no {MANIFEST_NAME} in it); {_hint(folder)}") from None
     body = text.rpartition(',\n "seal": ')[0]
     if not body.startswith("{") or text != sealed(body):
         raise damaged(folder, f"{MANIFEST_NAME} has changed since it was written (its seal does not match)")
@@ -374,10 +256,3 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
     extra = sorted({path.name for path in folder.iterdir()} - manifest.files.keys() - {MANIFEST_NAME})
     if extra:
         raise damaged(folder, f"{', '.join(extra)} is in the folder, but not in {MANIFEST_NAME}")
-
-
-def _check_visible(folder: Path, files: Mapping[str, FileEntry]) -> None:
-    for name in files:
-        if not (folder / name).is_file():
-            hint = "is the folder on a disk that all nodes share? (job.output_dir)"
-            raise UserError(f"{folder / name} was written by another rank, but rank 0 can't see it: {hint}")

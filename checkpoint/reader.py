@@ -17,35 +17,53 @@ from torch.distributed.checkpoint.metadata import Metadata
 from checkpoint import folder as folders
 from checkpoint import manifest as manifests
 from checkpoint import store
-from checkpoint.bits import CODE, changed_settings, changed_surroundings
 from checkpoint.compare import shape_differences
 from checkpoint.find import find_checkpoint
 from checkpoint.index import index_text, metadata_of, read_metadata
 from checkpoint.manifest import Damaged, Manifest, RunChange, damaged
+from checkpoint.reproducibility import CODE, changed_settings, changed_surroundings
+from checkpoint.storage import Storage
 from checkpoint.store import State
 from checkpoint.verify import content_damages
-from checkpoint.writer import OPTIMIZER
 from configs.errors import ConfigError, listed
-from configs.run_change import function_diff
+from configs.run_change import function_diff, run_key_diff
 from configs.schema import Checkpoint
 from parallelisms.ranks import Json, on_rank_zero
 
 TrainerState = dict[str, Any]
 MODEL = "model."
+OPTIMIZER = "optimizer."
+
+
+def _ignore(text: str) -> None:
+    """Tell nobody."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """What tells the user of checkpoints; by default, nothing does."""
+
+    line: Callable[[str], None] = _ignore
+    warning: Callable[[str], None] = _ignore
+    """Reports a problem that does not stop the work."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """A manifest's description of the run that wrote the checkpoint, compared with a run that resumes from it."""
+    """A run, as its checkpoints describe it; compared with a run that resumes from one."""
 
     config: dict[str, Any]
     """The complete config, as JSON-able tables."""
     mesh: dict[str, int]
     """Sizes of the mesh's axes, by name."""
-    tokenizer_hash: str | None
+    tokenizer_hash: str | None = None
     """Hash of the tokenizer's file; None without a tokenizer."""
-    environment: dict[str, str]
+    environment: dict[str, str] = field(default_factory=dict)
     """All else that decides the bits of the run, besides config, mesh and torch, by name."""
+    allow_run_change: bool = False
+    """Resume although run keys or the tokenizer have changed; later checkpoints record that they have."""
+    rewind_interval: int = 0
+    """Steps between the checkpoints that a rewind needs; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +84,11 @@ class Reader:
 
     folder: Path
     """The run's `checkpoints/`."""
+    storage: Storage
     settings: Checkpoint
     run: Description
     """The run of this launch."""
-    run_key_diff: Callable[[dict[str, Any], dict[str, Any]], list[str]]
-    """Returns a line for each run key that differs between an old and a new resolved config."""
-    allow_run_change: bool
-    """Resume although run keys or the tokenizer have changed."""
-    log: Callable[[str], None]
-    warn: Callable[[str], None]
+    log: Log
     group: dist.ProcessGroup
     """The group of all ranks."""
     initial: Found | None = None
@@ -113,7 +127,7 @@ class Reader:
         if found and shapes:
             self._require_none(found, shape_differences(found.metadata, shapes))
         if self.initial and (changes := function_diff(self.initial.manifest.config, self.run.config)):
-            self.warn(
+            self.log.warning(
                 f"checkpoint.init_from: the model that was trained in {self.initial.folder} computes something else "
                 f"from these weights than this job's:\n  {listed(changes)}"
             )
@@ -128,7 +142,7 @@ class Reader:
 
         Raises:
             ConfigError: the checkpoint does not exist, or is of another model or tokenizer, or has other run keys.
-            Damaged: it is damaged, and with `on_damage = "fall_back"` all earlier ones are, too.
+            Damaged: it is damaged, and all earlier ones are, too.
             UserError: it has another format.
         """
         if self._candidates is None:
@@ -141,7 +155,7 @@ class Reader:
                 self._find_next()
                 continue
             newer = ", all newer ones are damaged" if self._problems else ""
-            self.log(f"resuming from {self._found.folder}: {self._reason}{newer}")
+            self.log.line(f"resuming from {self._found.folder}: {self._reason}{newer}")
             self._say_other_bits(self._found.manifest)
             return self._found
         self._initialize(state)
@@ -176,9 +190,9 @@ class Reader:
     def _pass_over(self, error: Damaged) -> None:
         """Warn of a damaged checkpoint if there is one to fall back to; otherwise raise."""
         self._problems.append(str(error))
-        if self.settings.on_damage == "stop" or not self._candidates:
+        if not self._candidates:
             raise Damaged("\n".join(self._problems)) from None
-        self.warn(f"{error}; trying the one before it (checkpoint.on_damage)")
+        self.log.warning(f"{error}; trying the one before it")
 
     def _find(self, folder: Path) -> Found:
         """Read what describes a checkpoint, and check that the run may resume from it."""
@@ -198,7 +212,7 @@ class Reader:
         """Read what describes the checkpoint whose weights are to be the initial ones."""
         found = _found(on_rank_zero(self.group, lambda: _read(find_checkpoint(folder))))
         theirs = found.manifest.tokenizer_hash
-        if theirs and self.run.tokenizer_hash and theirs != self.run.tokenizer_hash and not self.allow_run_change:
+        if theirs and self.run.tokenizer_hash and theirs != self.run.tokenizer_hash and not self.run.allow_run_change:
             raise ConfigError(
                 f"checkpoint.init_from: the weights in {found.folder} were trained with another tokenizer, so their "
                 "embedding does not fit this one; set tokenizer.path to it, or --job.allow_run_change true"
@@ -210,21 +224,20 @@ class Reader:
         """Start from scratch: from the weights that `checkpoint.init_from` names, or the initial ones."""
         found = self.initial
         if found is None:
-            self.log(f"starting from random weights ({self._reason})")
+            self.log.line(f"starting from random weights ({self._reason})")
             return
         self._verify(found)
         weights = {name: tensor for name, tensor in state.items() if name.startswith(MODEL)}
         self._fill(found, weights, lambda name, saved: saved.is_floating_point)
-        self.log(f"starting from the weights of {found.folder} (checkpoint.init_from): {self._reason}")
+        self.log.line(f"starting from the weights of {found.folder} (checkpoint.init_from): {self._reason}")
 
     def _verify(self, found: Found) -> None:
-        """Compare the content of every file with its hash, if `checkpoint.verify` says so."""
+        """Compare the content of every file with its hash."""
         files = found.manifest.files
-        if self.settings.verify == "hash":
-            started = time.perf_counter()
-            if problems := content_damages(found.folder, files, self.group):
-                raise damaged(found.folder, "; ".join(problems))
-            self.log(f"{found.folder}: verified {len(files)} files ({time.perf_counter() - started:.1f} s)")
+        started = time.perf_counter()
+        if problems := content_damages(found.folder, files, self.group):
+            raise damaged(found.folder, "; ".join(problems))
+        self.log.line(f"{found.folder}: verified {len(files)} files ({time.perf_counter() - started:.1f} s)")
 
     def _changes(self, found: Found) -> list[RunChange]:
         """Return what of the run has changed since the checkpoint.
@@ -233,19 +246,19 @@ class Reader:
             ConfigError: something has, and `job.allow_run_change` is not set.
         """
         manifest = found.manifest
-        changes = list(self.run_key_diff(manifest.config, self.run.config))
+        changes = list(run_key_diff(manifest.config, self.run.config))
         if manifest.tokenizer_hash != self.run.tokenizer_hash:
             changes.append(f"content of the tokenizer: {manifest.tokenizer_hash} -> {self.run.tokenizer_hash}")
         if not changes:
             return []
         lines = "".join(f"\n  {change}" for change in changes)
-        if not self.allow_run_change:
+        if not self.run.allow_run_change:
             raise ConfigError(
                 f"the run's settings differ from those of checkpoint {found.folder}:{lines}\n"
                 "Change it back, choose another job.output_dir, or resume with --job.allow_run_change true (not "
                 "possible for training.seq_len, training.seed or the mixture, which order the samples)"
             )
-        self.log(f"run keys have changed since the checkpoint, as job.allow_run_change allows:{lines}")
+        self.log.line(f"run keys have changed since the checkpoint, as job.allow_run_change allows:{lines}")
         return [RunChange(manifest.step, changes)]
 
     def _say_other_bits(self, manifest: Manifest) -> None:
@@ -257,7 +270,7 @@ class Reader:
         surroundings = changed_surroundings(manifest, self.run.environment)
         changes = surroundings | changed_settings(manifest.config, manifest.mesh, self.run.config, self.run.mesh)
         if changes:
-            say = self.warn if surroundings else self.log
+            say = self.log.warning if surroundings else self.log.line
             verb = "may" if changes.keys() == {CODE} else "will"
             lines = "; ".join(f"{name} {change}" for name, change in changes.items())
             say(f"from here on, the bits of this run {verb} differ from those of an uninterrupted one: {lines}")
@@ -267,8 +280,8 @@ class Reader:
         shards = store.shards_of(state)
         self._require_none(found, store.differences(found.metadata, shards, self.group, may_convert))
         started = time.perf_counter()
-        store.read(found.folder, found.metadata, shards, self.group)
-        self.log(f"loaded step {found.manifest.step} in {time.perf_counter() - started:.1f} s")
+        store.read(self.storage, found.folder, found.metadata, shards, self.group)
+        self.log.line(f"loaded step {found.manifest.step} in {time.perf_counter() - started:.1f} s")
 
     def _require_none(self, found: Found, differences: Sequence[str]) -> None:
         """Raise ConfigError if a checkpoint's tensors differ from the run's."""
@@ -301,6 +314,5 @@ def _found(told: list[Any]) -> Found:
 
 
 def _may_resume_from(name: str, saved: torch.dtype) -> bool:
-    """Whether a tensor may change its type: only moments may, which were saved as bfloat16 (`optimizer_dtype`), or are
-    kept in it from now on (`optimizer.moments_dtype`, whose change was allowed)."""
+    """Whether a tensor may change its type: only moments may, whose `optimizer.moments_dtype` was changed."""
     return name.startswith(OPTIMIZER) and saved in (torch.bfloat16, torch.float32)

@@ -1,4 +1,4 @@
-"""The tensors of one checkpoint, written and read by torch.distributed.checkpoint (DCP).
+"""The tensors of one checkpoint, put into a storage and read from it by torch.distributed.checkpoint (DCP).
 
 A state is a flat dict from names to tensors or DTensors. Every rank first turns its own into `Shard`s: a plain local
 tensor and its position in the whole. One description thus serves a replicated scalar, an FSDP x TP parameter and a copy
@@ -10,13 +10,12 @@ Data are hashed as they are written, which costs a thirtieth of the writing. In 
 """
 
 import math
-import mmap
 import os
 import shutil
-import weakref
-from collections.abc import Callable, Generator, Mapping
+import socket
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,10 +23,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -47,17 +45,16 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from checkpoint.index import INDEX_NAME, index_text
+from checkpoint.index import put_index
 from checkpoint.manifest import FileEntry, damaged
-from checkpoint.tensor_stream import require_stored, synced_file
-from configs.errors import UserError
+from checkpoint.storage import Storage
+from checkpoint.tensor_stream import require_stored
+from configs.errors import UserError, listed
 from parallelisms.ranks import Json, gather, on_rank_zero
 
 State = Mapping[str, Tensor]
 Result = TypeVar("Result")
 
-ALIGNMENT = 64
-"""Bytes in a cache line."""
 GPU_COPY_AHEAD_BYTES = 10_000_000
 """How much is copied from the GPU ahead of writing; DCP's default."""
 
@@ -110,13 +107,34 @@ def shards_of(state: State) -> dict[str, Shard]:
     return shards
 
 
-def not_finite(shards: Mapping[str, Shard]) -> list[str]:
-    """The names of shards with a non-finite value.
+def require_finite(shards: Mapping[str, Shard], name: str, newest: Path | None, group: dist.ProcessGroup) -> None:
+    """Check on all ranks that all values on all ranks are finite: a run must be able to resume from them.
 
     Only the minimum and maximum are tested: a non-finite value becomes one of them. Unlike torch.isfinite, this makes
     no copy (28 GB/s in float32 and 18 in bfloat16 against 1.0 and 0.24, on one core).
+
+    Args:
+        shards: this rank's.
+        name: the checkpoint's, for the message.
+        newest: the checkpoint before it.
+        group: all of its ranks must call this.
+
+    Raises:
+        NotFinite: a value is not. All ranks raise it.
     """
-    return [name for name, shard in shards.items() if not _is_finite(shard.local)]
+    if found := places([shard for shard in shards if not _is_finite(shards[shard].local)], group):
+        go_on = f"the newest checkpoint is {newest}: the same command resumes from it"
+        raise NotFinite(
+            f"checkpoint {name} is not written: not all values are finite in {listed(found, ', ')}; "
+            f"{go_on if newest else 'there is no checkpoint before it'}. If it recurs, lower optimizer.lr or "
+            "training.max_norm; if it recurs on one host only, test that host's memory"
+        )
+
+
+def places(names: Sequence[str], group: dist.ProcessGroup) -> list[str]:
+    """ "NAME of rank R on HOST" for the names of all ranks of `group`; the same on all, which must call it."""
+    by_rank = gather((socket.gethostname(), names), group)
+    return [f"{name} of rank {rank} on {host}" for rank, (host, names) in enumerate(by_rank) for name in names]
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -125,88 +143,18 @@ def _is_finite(tensor: Tensor) -> bool:
     return all(math.isfinite(extreme) for extreme in torch.stack(torch.aminmax(tensor)).tolist())
 
 
-class Stager:
-    """Copies shards to CPU memory, so that training can continue while they are written.
-
-    The memory is kept from one save to the next (pages are touched, and pinned for a GPU, only once), which is safe
-    because at most one save is in flight. It takes exactly as many bytes of CPU memory as the rank's state. Torch's own
-    pinned memory is allocated in powers of two, which takes half as much again for a 7B model's feed-forwards.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    def stage(self, shards: Mapping[str, Shard], dtype: Callable[[str, Tensor], torch.dtype]) -> dict[str, Shard]:
-        """Copy the shards to CPU memory; later changes of the originals do not affect the copies.
-
-        `dtype` maps a name and tensor to the dtype of its copy. Names, shapes and dtypes must be the same at each call.
-        """
-        if not self._buffers:
-            self._buffers = self._allocate(shards, dtype)
-        staged = {
-            name: replace(shard, local=self._buffers[name].copy_(shard.local, non_blocking=True))
-            for name, shard in shards.items()
-        }
-        if any(shard.local.device.type != "cpu" for shard in shards.values()):
-            torch.accelerator.current_stream().synchronize()
-        return staged
-
-    def _allocate(self, shards: Mapping[str, Shard], dtype: Callable[[str, Tensor], torch.dtype]) -> dict[str, Tensor]:
-        """Allocate a tensor for each shard, all in one block of memory.
-
-        Each tensor has its own storage of its own size, since torch.save writes a tensor's whole storage.
-        """
-        dtypes = {name: dtype(name, shard.local) for name, shard in shards.items()}
-        starts = {}
-        end = 0
-        for name, shard in shards.items():
-            starts[name] = end
-            end += -(-shard.local.numel() * dtypes[name].itemsize // ALIGNMENT) * ALIGNMENT
-        memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if any(shard.local.is_cuda for shard in shards.values()):
-            weakref.finalize(self, _unpin, _pinned(memory))
-        buffers = {}
-        for name, shard in shards.items():
-            shape = shard.local.shape
-            kind = dtypes[name]
-            n = shard.local.numel()
-            empty = (
-                torch.frombuffer(memory, dtype=kind, count=n, offset=starts[name]) if n else torch.empty(0, dtype=kind)
-            )
-            buffers[name] = empty.view(shape)
-        return buffers
-
-
-def _pinned(memory: mmap.mmap) -> Tensor:
-    """The memory as bytes, page-locked, so that the GPU can write to it asynchronously."""
-    raw = torch.frombuffer(memory, dtype=torch.uint8)
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0))
-    return raw
-
-
-def _unpin(raw: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(raw.data_ptr())
-
-
-def hashes(shards: Mapping[str, Shard]) -> dict[str, int]:
-    """Hash the bytes of each staged shard, by name. If a hash differs after the write, memory has changed."""
-    return {name: xxhash.xxh3_64_intdigest(_bytes(shard.local)) for name, shard in shards.items()}
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-def write(folder: Path, shards: Mapping[str, Shard], group: dist.ProcessGroup) -> dict[str, FileEntry]:
-    """Write every rank's shards to the existing `folder`, and sync the files; all ranks of `group` must call it.
+def write(
+    storage: Storage, folder: Path, shards: Mapping[str, Shard], group: dist.ProcessGroup
+) -> dict[str, FileEntry]:
+    """Put every rank's shards, and their index, into the unfinished checkpoint `folder`; all ranks must call it.
 
     Returns:
-        All files written, by any rank, with their sizes and hashes.
+        All files put, by any rank, with their sizes and hashes.
 
     Raises:
         SaveFailed: a rank could not write. All ranks raise it.
     """
-    writer = _Writer(folder, shards)
+    writer = _Writer(storage, folder, shards)
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         dcp.save(dict(shards), storage_writer=writer, planner=planner, process_group=group)
@@ -233,12 +181,15 @@ def save_failed(folder: Path, reason: object, n_bytes: int | None = None) -> Sav
     return SaveFailed(f"checkpoint {folder.stem} could not be written: {reason}; {needed}{free} (see job.output_dir)")
 
 
-def read(folder: Path, metadata: Metadata, shards: Mapping[str, Shard], group: dist.ProcessGroup) -> None:
+def read(
+    storage: Storage, folder: Path, metadata: Metadata, shards: Mapping[str, Shard], group: dist.ProcessGroup
+) -> None:
     """Fill `shards` in place from the checkpoint in `folder`, whatever sharding it was written with.
 
     A tensor that was saved in another dtype is converted.
 
     Args:
+        storage: where it is.
         folder: the checkpoint.
         metadata: its index (`index.read_metadata`), which must have passed `differences`.
         shards: this rank's shards.
@@ -250,7 +201,7 @@ def read(folder: Path, metadata: Metadata, shards: Mapping[str, Shard], group: d
     try:
         dcp.load(
             dict(shards),
-            storage_reader=_Reader(folder, metadata),
+            storage_reader=_Reader(storage, folder, metadata),
             planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
         )
@@ -327,12 +278,12 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class _Writer(dcp.FileSystemWriter):
-    def __init__(self, folder: Path, shards: Mapping[str, Shard]) -> None:
+    def __init__(self, storage: Storage, folder: Path, shards: Mapping[str, Shard]) -> None:
         on_cpu = all(shard.local.device.type == "cpu" for shard in shards.values())
         # Copying ahead needs the thread's current GPU, which a background thread has not set; staged shards need none.
         copy_ahead = 0 if on_cpu else GPU_COPY_AHEAD_BYTES
-        super().__init__(folder, per_thread_copy_ahead=copy_ahead, sync_files=False)  # _FileSystem syncs
-        self.fs: _FileSystem = _FileSystem()
+        super().__init__(folder, per_thread_copy_ahead=copy_ahead, sync_files=False)  # the storage does
+        self.fs: _Files = _Files(storage)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         computes_crc32 = get_crc32_options()
@@ -343,19 +294,20 @@ class _Writer(dcp.FileSystemWriter):
             set_crc32_options(computes_crc32)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        metadata.storage_data = {each.index: each.storage_data for written in results for each in written}
-        with self.fs.create_stream(Path(self.path) / INDEX_NAME, "wb") as stream:
-            stream.write(index_text(metadata))
+        """Put the index, without the folder's path and a random id: equal states make equal files, wherever they are.
 
-    def storage_meta(self) -> StorageMeta:
-        """Leave out the folder's path and a random id, so that equal states make equal files, wherever they are."""
-        return StorageMeta()
+        DCP would sync its own before Python's buffer is flushed.
+        """
+        metadata.storage_data = {each.index: each.storage_data for written in results for each in written}
+        metadata.storage_meta = StorageMeta()
+        metadata.version = CURRENT_DCP_VERSION
+        put_index(lambda name: self.fs.create_stream(Path(self.path) / name, "wb"), metadata)
 
 
 class _Reader(dcp.FileSystemReader):
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
+    def __init__(self, storage: Storage, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
+        self.fs = _Files(storage)
         self._metadata = metadata
 
     def _slice_file(self, file: Any, place: Any) -> Any:
@@ -369,33 +321,32 @@ class _Reader(dcp.FileSystemReader):
         return self._metadata
 
 
-class _FileSystem(FileSystem):
-    """Files that are on the disk once closed, with known hashes, and with errors that show their cause.
+class _Files(FileSystem):
+    """A storage's files as DCP asks for them, with errors that show their cause.
 
-    DCP syncs `.metadata` before Python's buffer is flushed, and torch's writer reports a full disk as "unexpected
-    pos 704 vs 598".
+    Torch's writer reports a full disk as "unexpected pos 704 vs 598".
     """
 
-    def __init__(self) -> None:
+    def __init__(self, storage: Storage) -> None:
         super().__init__()
+        self._storage = storage
         self.files: dict[str, FileEntry] = {}
-        """The files written."""
+        """The files put."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[Any, None, None]:
         if "r" in mode:
-            with Path(path).open(mode) as stream:
+            with self._storage.open(Path(path)) as stream:
                 yield stream
             return
         file = None
         try:
-            with synced_file(Path(path)) as file:
+            with self._storage.put(Path(path)) as file:
                 yield file
         except Exception as error:
             cause = file.error if file and file.error else error
             raise OSError(cause.errno, cause.strerror, str(path)) if isinstance(cause, OSError) else error from None
         self.files[Path(path).name] = file.entry()
 
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        super().rename(path, new_path)
-        self.files[Path(new_path).name] = self.files.pop(Path(path).name)
+    def mkdir(self, path: str | os.PathLike) -> None:
+        """Do nothing: `Storage.begin` has prepared the place."""

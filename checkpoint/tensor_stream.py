@@ -5,16 +5,13 @@ the model. All that is needed is where each tensor is, which the index records.
 """
 
 import os
-import pickle
 import struct
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from math import prod
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -26,15 +23,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from checkpoint.index import INDEX_NAME, METADATA_NAME, index_text
+from checkpoint.index import put_index
 from checkpoint.manifest import FileEntry, damaged
-from configs.files import synced
+from checkpoint.storage import HashedFile, Storage
 
 _END = struct.Struct("<4s4H2IH")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4sIQI")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
 
+FILE_NAME = "__0_0.distcp"
+"""The file of the first rank."""
 Progress = Callable[[int, int], Any]
 """Called after each tensor with the bytes so far and in total; an exception that it raises ends the work."""
 
@@ -122,32 +121,24 @@ def require_stored(file: IO[bytes]) -> None:
     file.seek(0)
 
 
-def write_tensors(folder: Path, *files: Iterable[tuple[str, Tensor]]) -> dict[str, FileEntry]:
-    """Write tensors to `folder` as torch.distributed.checkpoint would, one file for each of `files`, as for one rank.
+def write_tensors(storage: Storage, folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, FileEntry]:
+    """Put tensors into an unfinished checkpoint, as one rank would by torch.distributed.checkpoint, one at a time.
 
-    The iterables may create the tensors on the fly.
+    DCP itself holds all tensors of a file until the file is complete.
+
+    Args:
+        storage: where the checkpoint is.
+        folder: the unfinished checkpoint.
+        tensors: by name; the iterable may create them on the fly.
 
     Returns:
-        The files written, which are synced.
+        The files.
 
     Raises:
-        OSError: a file can't be written. Anything that one of `files` raises is raised as well.
+        OSError: a file can't be written. Anything that `tensors` raises is raised as well.
     """
     index = Metadata(state_dict_metadata={}, storage_data={})
-    written = {}
-    for number, tensors in enumerate(files):
-        name = f"__{number}_0.distcp"
-        written[name] = _write_file(folder / name, tensors, index)
-    for name, content in ((INDEX_NAME, index_text(index)), (METADATA_NAME, pickle.dumps(index))):
-        with synced_file(folder / name) as file:
-            file.write(content)
-        written[name] = file.entry()
-    return written
-
-
-def _write_file(path: Path, tensors: Iterable[tuple[str, Tensor]], index: Metadata) -> FileEntry:
-    """Write one file, and record its content in `index`."""
-    with synced_file(path) as file:
+    with storage.put(folder / FILE_NAME) as file:
         for name, tensor in tensors:
             start = file.tell()
             origin = torch.Size([0] * tensor.dim())
@@ -155,12 +146,12 @@ def _write_file(path: Path, tensors: Iterable[tuple[str, Tensor]], index: Metada
             chunk = ChunkStorageMetadata(offsets=origin, sizes=tensor.shape)
             properties = TensorProperties(dtype=tensor.dtype)
             index.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, [chunk])
-            index.storage_data[MetadataIndex(name, origin)] = _StorageInfo(path.name, start, file.tell() - start)
+            index.storage_data[MetadataIndex(name, origin)] = _StorageInfo(FILE_NAME, start, file.tell() - start)
             del tensor  # otherwise it would be alive while the next one is created
-    return file.entry()
+    return {FILE_NAME: file.entry()} | put_index(lambda name: storage.put(folder / name), index)
 
 
-def _save(tensor: Tensor, file: "SyncedFile") -> None:
+def _save(tensor: Tensor, file: HashedFile) -> None:
     try:
         torch.save(tensor, file)  # type: ignore[arg-type]
     except RuntimeError:  # torch's "unexpected pos 704 vs 598" when the disk refuses
@@ -186,44 +177,3 @@ class Counter:
         self._done += tensor.nbytes
         self._progress(self._done, self._total)
         return tensor
-
-
-class SyncedFile:
-    """A file open for sequential writing that hashes what is written and remembers the first error of a write."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._hash = xxhash.xxh3_128()
-        self._size = 0
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
-        self._hash.update(data)
-        n_bytes = memoryview(data).nbytes
-        self._size += n_bytes
-        return n_bytes
-
-    def tell(self) -> int:
-        return self._size
-
-    def flush(self) -> None:
-        """Do nothing: torch calls this after every tensor, and `synced_file` flushes once."""
-
-    def close(self) -> None:
-        """Do nothing: `synced_file` closes the file."""
-
-    def entry(self) -> FileEntry:
-        """The size and hash of what was written."""
-        return FileEntry(self._size, self._hash.hexdigest())
-
-
-@contextmanager
-def synced_file(path: Path) -> Generator[SyncedFile, None, None]:
-    """Open a new file for writing that is on the disk at the end of the context."""
-    with synced(path) as file:
-        yield SyncedFile(file)

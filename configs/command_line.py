@@ -8,10 +8,11 @@ loaded = load_for_run(command)
 
 import os
 import shutil
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal
+from typing import Literal, NoReturn
 
 from configs.checks.idle import without_effect
 from configs.display import help_text, summary
@@ -27,12 +28,7 @@ from configs.schema import Config
 
 Action = Literal["run", "validate", "print_config", "help"]
 
-_ACTIONS: dict[str, Action] = {
-    "--validate": "validate",
-    "--print-config": "print_config",
-    "--help": "help",
-    "-h": "help",
-}
+_ACTIONS = ("--help", "--print-config", "--validate")
 _STARTS_RANKS = "keel train JOB --ranks N starts N ranks, and so does torchrun --nproc-per-node N train.py ..."
 _RESUMES = "the same command resumes from the newest checkpoint; checkpoint.load names another"
 _HINTS = {"gpus": _STARTS_RANKS, "num_gpus": _STARTS_RANKS, "devices": _STARTS_RANKS, "nproc": _STARTS_RANKS}
@@ -58,39 +54,56 @@ def parse_command_line(words: Sequence[str]) -> CommandLine:
     Raises:
         ConfigError: lists everything that cannot be understood, one per line.
     """
-    actions: set[Action] = set()
-    configs: list[str] = []
+    given, others = _parser().parse_known_args(words)
+    if given.help:
+        return CommandLine("", (), "help")
     overrides: list[str] = []
     mistakes: list[str] = []
-    for flag, value in split_flags(_without_actions(words, actions)):
-        if flag == "--config" and value:
-            configs.append(value)
-        elif flag.startswith("--") and "." in flag:
+    for flag, value in split_flags(others):
+        if flag.startswith("--") and "." in flag:
             overrides.append(flag if value is None else f"{flag}={value}")
         else:
             mistakes.append(_misunderstood(flag, value))
-    if "help" in actions:
-        return CommandLine("", (), "help")
     try:
         parse_overrides(overrides)
     except ConfigError as error:
         mistakes.append(str(error))
-    if len(actions) > 1:
-        mistakes.append(f"{' and '.join(sorted(flag for flag in _ACTIONS if _ACTIONS[flag] in actions))}: choose one")
-    if len(configs) > 1:
-        mistakes.append(f"--config: given {len(configs)} times: {', '.join(configs)}")
-    if not configs and not any(mistake.startswith("--config") for mistake in mistakes):
+    if given.validate and given.print_config:
+        mistakes.append("--print-config and --validate: choose one")
+    if len(given.config) > 1:
+        mistakes.append(f"--config: given {len(given.config)} times: {', '.join(given.config)}")
+    if not given.config:
         mistakes.append("no job is named; to try Keel: keel train debug.toml, or python train.py --config debug.toml")
+    elif not given.config[0]:
+        mistakes.append("--config: needs a value: --config NAME_OR_PATH")
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    return CommandLine(configs[0], tuple(overrides), next(iter(actions), "run"))
+    action: Action = "validate" if given.validate else "print_config" if given.print_config else "run"
+    return CommandLine(given.config[0], tuple(overrides), action)
+
+
+class _Parser(ArgumentParser):
+    """Raises a ConfigError instead of printing the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _parser() -> ArgumentParser:
+    """Parse what is no key of the job; what it does not know it leaves in order."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", action="append", nargs="?", const="", default=[])
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--print-config", action="store_true")
+    parser.add_argument("--validate", action="store_true")
+    return parser
 
 
 Chooser = Callable[[Config, int], str]
 """Says what `activation_checkpoint.memory_limit_gib` chooses for a job on so many ranks."""
 
 NamesCheck = Callable[[LoadedConfig], None]
-"""Raises a ConfigError if the job names a parameter, an op or a compiler option that does not exist."""
+"""Raises a ConfigError if the job names a parameter or an op that does not exist."""
 
 
 def answer(
@@ -105,7 +118,7 @@ def answer(
         command: the parsed command line.
         environment: where torchrun says how many ranks there are.
         chooser: called by `--validate` for a job with a memory limit; it needs torch.
-        check_names: called by `--validate` for a job that names parameters, ops or compiler options; it needs torch.
+        check_names: called by `--validate` for a job that names parameters or ops; it needs torch.
 
     Returns:
         False if none of them was given, so that the job is to be run.
@@ -167,10 +180,9 @@ def _answer(command: CommandLine, environment: Mapping[str, str], chooser: Choos
 
 
 def _has_names(config: Config) -> bool:
-    """Whether the job names parameters, ops, matrices or compiler options, which only torch and the model know."""
+    """Whether the job names parameters, ops or matrices, which only torch and the model know."""
     table = config.activation_checkpoint
-    named = config.optimizer.groups or table.save_ops or config.compile.options
-    return bool(named or table.save_every_nth_matmul > 1)
+    return bool(config.optimizer.groups or table.save_ops or table.save_every_nth_matmul > 1)
 
 
 def _chosen(config: Config, world_size: int | None, chooser: Chooser) -> str:
@@ -194,15 +206,7 @@ def _world_size(environment: Mapping[str, str]) -> int | None:
     return int(text) if text else None
 
 
-def _without_actions(words: Sequence[str], actions: set[Action]) -> list[str]:
-    """Remove the flags that take no value, so that no other word is read as their value."""
-    actions.update(_ACTIONS[word] for word in words if word in _ACTIONS)
-    return [word for word in words if word not in _ACTIONS]
-
-
 def _misunderstood(flag: str, value: str | None) -> str:
-    if flag == "--config":
-        return "--config: needs a value: --config NAME_OR_PATH"
     if not flag.startswith("-"):
         return f'unexpected argument "{flag}"; did you mean --config {flag}?'
     if flag in _TORCHRUN_FLAGS:

@@ -1,7 +1,9 @@
 """Which models Hugging Face's own classes compute exactly as Keel does, so that they can be exported."""
 
 from collections.abc import Iterator
+from functools import reduce
 
+from configs.architectures import family_of
 from configs.schema import Model
 
 
@@ -16,16 +18,12 @@ def _faults(model: Model) -> Iterator[str]:
             f"dim {model.dim} is not a multiple of n_heads {model.n_heads}, which transformers requires whatever the "
             "head_dim"
         )
-    if model.n_experts is None:
-        return
-    as_mixtral = {
-        "n_shared_experts": (model.n_shared_experts, 0),
-        "n_dense_layers": (model.n_dense_layers, 0),
-        "router.scoring": (model.router.scoring, "softmax"),
-        "router.renormalize": (model.router.renormalize, True),
-    }
-    found = [f"{key} is {value!r}, not {its!r}" for key, (value, its) in as_mixtral.items() if value != its]
-    if model.router.load_balance == "bias":
-        found.append("router.load_balance is 'bias', and Mixtral's router has no bias")
+    kind = family_of(model).hf_class(model)
+    values = {key: reduce(getattr, key.split("."), model) for key in kind.keys}
+    found = [
+        f"{key} is {values[key]!r}, not {' or '.join(map(repr, allowed))}"
+        for key, allowed in kind.keys.items()
+        if values[key] not in allowed
+    ]
     if found:
-        yield f"only mixtures of experts in the shape of Mixtral can be exported: {', '.join(found)}"
+        yield f"{kind.name} is the nearest class, and computes other models: {', '.join(found)}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from configs.errors import ConfigError
-from configs.plan import Plan, TensorRole
+from configs.plan import TENSOR_PARALLEL_DIM, Plan
 from configs.schema import Config
 
 MULTIPLE = 16
@@ -78,10 +78,8 @@ def _matrices(shapes: Mapping[str, Sequence[int]], plan: Plan) -> dict[str, Sequ
 
 
 def _check_piece(name: str, shape: Sequence[int], plan: Plan, tp: int) -> None:
-    cuts: dict[TensorRole, int] = {"column": 0, "row": 1}
-    roles = [role for pattern, role in plan.tensor_parallel.items() if fnmatchcase(name, pattern) and role in cuts]
-    if tp > 1 and roles and shape[cuts[roles[0]]] // tp % MULTIPLE:
-        size = shape[cuts[roles[0]]]
+    size = shape[TENSOR_PARALLEL_DIM[plan.tensor_parallel[name]]]
+    if tp > 1 and size // tp % MULTIPLE:
         raise ConfigError(
             f"mesh.tp {tp} cuts {name} into pieces of {size} / {tp} = {size // tp}, no multiple of {MULTIPLE}, which "
             f'float8 matmuls need; lower tp, or add "{name}" to float8.skip'

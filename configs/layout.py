@@ -5,11 +5,13 @@ the trainer uses the same functions, so that what was checked is what runs.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Literal
 
+from configs.architectures import family_of
+from configs.architectures.parts import Weight
 from configs.errors import ConfigError
 from configs.schema import Config, Fsdp, LrSchedule, Mesh, Model
 
@@ -172,67 +174,38 @@ def cut_dim(shape: Sequence[int], n_shards: int) -> int:
     return int(len(shape) == 3 and shape[0] % n_shards != 0 and shape[1] % n_shards == 0)
 
 
-def head_dim(model: Model) -> int:
-    """Width of one attention head."""
-    return model.head_dim or model.dim // model.n_heads
-
-
-def n_kv_heads(model: Model) -> int:
-    """Number of key and value heads."""
-    return model.n_kv_heads or model.n_heads
-
-
 def decay_steps(schedule: LrSchedule) -> int:
     """Length of the final decay of `warmup_stable_decay`, in steps."""
     return schedule.decay_steps or max(1, schedule.total_steps // 10)
 
 
-def expert_dim(model: Model) -> int:
-    """Inner width of one expert."""
-    return model.expert_dim or model.ffn_dim
-
-
-def is_mixture(model: Model, layer: int) -> bool:
-    """Whether a layer has experts instead of a dense feed-forward."""
-    return model.n_experts is not None and layer >= model.n_dense_layers
-
-
 def parameter_count(model: Model) -> int:
-    """Number of parameters of a Llama; a tied matrix counts once."""
-    return _parameters(model, layer_matrices)
+    """Number of parameters; a tied matrix counts once."""
+    return sum(weight.size for weight in _all_weights(model))
 
 
 def active_parameter_count(model: Model) -> int:
     """Number of parameters that one token uses: all except the parameters of experts that it is not routed to."""
-    return _parameters(model, active_matrices)
+    return sum(weight.active for weight in _all_weights(model))
 
 
-def _parameters(model: Model, matrices: Callable[[Model, int], int]) -> int:
-    """Add vocabulary and norms to the layers' matrices; as quick for a number of layers that is a slip of the hand."""
-    vocabulary = (1 if model.tie_embeddings else 2) * model.vocab_size * model.dim
-    norms = (2 * model.n_layers + 1) * model.dim
-    n_dense = model.n_layers if model.n_experts is None else min(model.n_dense_layers, model.n_layers)
-    layers = n_dense * matrices(model, 0) + (model.n_layers - n_dense) * matrices(model, model.n_layers - 1)
-    return vocabulary + layers + norms
+def _all_weights(model: Model) -> Iterator[Weight]:
+    """The weights without their whole names; as quick for a number of layers that is a slip of the hand."""
+    family = family_of(model)
+    yield from family.before_blocks(model)
+    for layer in range(model.n_layers):
+        yield from family.block(model, layer)
+    yield from (weight for weight in family.after_blocks(model) if not weight.tied_to)
 
 
 def layer_matrices(model: Model, layer: int) -> int:
     """Number of elements in a layer's matrices."""
-    return _matrices(model, layer, model.n_experts or 0)
+    return sum(weight.size for weight in family_of(model).block(model, layer) if weight.is_matrix)
 
 
 def active_matrices(model: Model, layer: int) -> int:
     """Number of elements in the matrices of a layer that a token is multiplied with."""
-    return _matrices(model, layer, model.experts_per_token)
-
-
-def _matrices(model: Model, layer: int, experts: int) -> int:
-    """Number of elements in a layer's matrices if it had this many routed experts."""
-    attention = 2 * model.dim * head_dim(model) * (model.n_heads + n_kv_heads(model))  # q and o, k and v
-    if not is_mixture(model, layer):
-        return attention + 3 * model.dim * model.ffn_dim  # gate, up, down
-    router = (model.n_experts or 0) * model.dim
-    return attention + router + 3 * model.dim * expert_dim(model) * (experts + model.n_shared_experts)
+    return sum(weight.active for weight in family_of(model).block(model, layer) if weight.is_matrix)
 
 
 def layer_numbers(ranges: str, n_layers: int) -> list[int]:

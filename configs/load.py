@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from configs.checks import check, check_right_part
+from configs.checks import check, check_tables
 from configs.checks.idle import idle_keys
 from configs.checks.rule import Problem
 from configs.elastic import Choice, check_elastic
@@ -24,7 +24,7 @@ from configs.reading.explain import MAX_EXPLAINED, Mistake, explain, wrong_paths
 from configs.reading.keys import KeyPath, dotted, key_path
 from configs.reading.merge import JOB_FILES, Layers, read_layers, shown
 from configs.reading.overrides import parse_overrides
-from configs.reading.right_part import right_part
+from configs.reading.removed import without_removed
 from configs.reading.toml_text import table_text
 from configs.schema import Config
 
@@ -49,9 +49,8 @@ class LoadedConfig:
     @cached_property
     def origins(self) -> dict[str, str]:
         """Where each key was set, by dotted name: "file:line", "--key" or "default"."""
-        # A name with dots, such as a compiler option's, may have been set as tables inside tables.
-        by_name = {dotted(path): where for path, where in self.layers.origins.items()}
-        return {name: by_name.get(name, "default") for name in map(dotted, leaves(self.config.model_dump()))}
+        paths = leaves(self.config.model_dump())
+        return {dotted(path): self.layers.origins.get(path, "default") for path in paths}
 
     def error(self, key: str, message: str) -> ConfigError:
         """Make an error about a key (`"data.sources.0.path"`) that starts with where the key was set."""
@@ -82,18 +81,18 @@ def load(name_or_path: str, overrides: Sequence[str] = (), world_size: int | Non
     layers = read_layers(find_job_file(name_or_path))
     mistakes = list(_override_all(layers, overrides))
     layers.unset()
+    layers.values = without_removed(layers.values)
     try:
         config = Config.model_validate(layers.values)
     except ValidationError as error:
-        right = right_part(Config, layers.values, set(wrong_paths(error)))
-        mistakes += [*explain(error, layers), *_between(check_right_part(right), layers)]
+        wrong_tables = {path[0] for path in wrong_paths(error)}
+        mistakes += [*explain(error, layers), *_between(check_tables(layers.values, wrong_tables), layers)]
         _refuse(mistakes, error.error_count() - MAX_EXPLAINED)
         raise
     warnings: list[str] = []
-    while idle := {key.path: key for key in idle_keys(config)}:  # once more: what a key needs may itself do nothing
-        for path, key in idle.items():
-            other = layers.where(key.other) if key.other in layers.origins else "the default"
-            warnings.append(f"{layers.where(path)}: {key.message(other)}")
+    while idle := dict(idle_keys(config, layers.origins)):  # once more: what a key needs may itself do nothing
+        for path, message in idle.items():
+            warnings.append(f"{layers.where(path)}: {message}")
             layers.remove(path)
         config = Config.model_validate(layers.values)
     config, choice, problems = check_elastic(config, world_size, check)

@@ -3,11 +3,13 @@
 `--validate` only warns of missing ones, because the machine that runs the job may have them.
 """
 
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from glob import has_magic, iglob
 from pathlib import Path
 
+from configs.after_save import search_path, words_of
 from configs.files import whole
 from configs.load import LoadedConfig
 from configs.reading.keys import key_path
@@ -21,7 +23,7 @@ _NOT_FILES = ("hub:", "python_stdlib")
 
 def missing_paths(job: LoadedConfig) -> list[str]:
     """Return a line for each missing path, with where it was set; paths that the job creates itself are left out."""
-    found = [*_tokenizer(job.config), *_data(job.config), *_checkpoint(job.config)]
+    found = [*_tokenizer(job.config), *_data(job.config), *_checkpoint(job.config), *_commands(job.config)]
     return [f"{job.layers.where(key_path(key))}: {key} {problem}" for key, problem in found]
 
 
@@ -112,6 +114,13 @@ def _checkpoint(config: Config) -> Iterator[Missing]:
     if init_from is not None and (load == "none" or not has_own):
         key = "checkpoint.init_from"
         yield from _looked_at(key, init_from, _folder(key, init_from, "no such folder of a checkpoint or run"))
+
+
+def _commands(config: Config) -> Iterator[Missing]:
+    for index, table in enumerate(config.checkpoint.after_save):
+        program = words_of(table.command)[0]
+        if shutil.which(program, path=search_path()) is None:
+            yield f"checkpoint.after_save.{index}.command", f"starts {program}: no such program"
 
 
 def _folder(key: str, path: str, otherwise: str) -> Iterator[Missing]:

@@ -1,20 +1,35 @@
-"""What a model tells the parallelisms about itself, by the names of its modules.
+"""The interface between models and techniques: a model's plan, and the attributes that techniques read and replace.
 
-The techniques in `parallelisms/` know no model; each reads the part of the plan that it needs. A new model is a module
-and its plan; no technique changes.
+The techniques in `parallelisms/` know no model; each reads the part of the plan that it needs, which names modules, and
+sets the attributes of these modules that the protocols below list. A new model is its modules and their plan; no
+technique changes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 TensorRole = Literal[
-    "embedding", "norm", "gather", "column", "row", "head", "parts", "part_whole", "part_column", "part_row"
+    "embedding",
+    "norm",
+    "gather",
+    "column",
+    "row",
+    "head",
+    "parts",
+    "part_column",
+    "part_row",
+    "replicated_partial_grad",
 ]
+PARAMETER_ROLES = ("part_column", "part_row", "replicated_partial_grad")
+"""Roles of single parameters; the others are of modules."""
+TENSOR_PARALLEL_DIM = {"embedding": -2, "head": -2, "column": -2, "row": -1, "part_column": -2, "part_row": -1}
+"""The dimension along which tensor parallelism shards the matrices of a role; other roles are not sharded."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Names are as in `model.named_modules()`; `*` in a pattern matches one level (a layer's number)."""
+    """Names are as in `model.named_modules()` and, of parameters, `model.named_parameters()`."""
 
     blocks: tuple[str, ...]
     """The repeated blocks in forward order: the units of activation checkpointing and compilation."""
@@ -35,26 +50,25 @@ class Plan:
     """Modules that are gathered together, in forward order; the root's group has all other modules."""
 
     attention: tuple[str, ...]
-    """Modules whose `attend(q, k, v, mask)` is the only place that reads other tokens; the model's `mask` makes the
-    last argument. Context parallelism replaces both."""
+    """Modules that mix tokens, each an `Attention`."""
 
     experts: tuple[str, ...]
     """Modules that hold the weights of the experts, with the expert as the first dimension of each parameter. They are
-    called with the rows sorted by expert (n, dim) and the number of rows of each expert (experts,). Their attribute
-    `local` turns a parameter into the tensor to compute with."""
+    called with the rows sorted by expert (n, dim) and the number of rows of each expert (experts,), and each has a
+    `LocalWeights.local`."""
 
     routers: tuple[str, ...]
-    """Modules that choose among experts. They count tokens in `tokens_per_expert` and the sum of `entropy`, may have a
-    `bias` for load balancing, and take `sum_over_sequence` and `balance_scale` from the code that splits the batch."""
+    """Modules that choose among experts, each a `Router`."""
 
     tensor_parallel: dict[str, TensorRole]
-    """Pattern -> role. embedding: rows of the vocabulary; norm: works on a shard of the sequence; gather: its input is
-    gathered from the sequence's shards; column, row: the weight is split by output or input features; head: rows of
-    the vocabulary, including the loss.
+    """Name of a module or parameter -> role. embedding: rows of the vocabulary; norm: works on a shard of the
+    sequence; gather: its input is gathered from the sequence's shards; column, row: the weight is split by output or
+    input features; head: rows of the vocabulary, including the loss.
 
     parts: the module's input is gathered, each rank computes a partial sum, and the sum is split by sequence again.
-    For parameters (not modules) inside: part_column, part_row: split by output or input features, the second to last
-    and the last dimension; part_whole: whole on each rank, where its gradient is also a partial sum."""
+    For parameters (not modules): part_column, part_row, inside of "parts": split by output or input features, the
+    second to last and the last dimension; replicated_partial_grad: whole on each rank, which computes only a part of
+    what it is used for (its heads, its share of the experts), so that its gradient is a sum over the ranks."""
 
     save_ops: tuple[str, ...]
     """Costly ops, whose outputs selective activation checkpointing keeps unless the config names others."""
@@ -63,3 +77,67 @@ class Plan:
 def plan_of(model: Any) -> Plan:
     """Return the attribute `plan` of a model (an `nn.Module`)."""
     return model.plan
+
+
+# --------------------------------------------------------------------------- what techniques read and replace
+
+
+class PlannedModel(Protocol):
+    """What a model has besides its modules. Tensors are `Any`, since nothing here imports torch."""
+
+    plan: Plan
+    mask: Callable[[Any, Any], Any]
+    """(documents, dtype of the activations) -> the mask that each `attend` takes. Replaced by: context parallelism."""
+
+    def init_std(self, name: str, /) -> float | None:
+        """Standard deviation of a parameter's initial values; None for those that start at one."""
+
+
+class Attention(Protocol):
+    """A module of `Plan.attention`."""
+
+    attend: Callable[[Any, Any, Any, Any], Any]
+    """(q, k, v, mask) -> output, all but the mask (batch, heads, seq, head_dim): the only place that reads other
+    tokens. Replaced by: context parallelism, a backend of attention, the cache of sampling."""
+
+
+class LocalWeights(Protocol):
+    """A module with a parameter of a role of `PARAMETER_ROLES`, and a module of `Plan.experts`.
+
+    `nn.Linear` and `nn.RMSNorm` need no `local`: their forward pass is replaced.
+    """
+
+    local: Callable[[Any], Any]
+    """Parameter -> the plain tensor to compute with. Replaced by: tensor parallelism, expert parallelism."""
+
+
+class Router(LocalWeights, Protocol):
+    """A module of `Plan.routers`."""
+
+    tokens_per_expert: Any
+    """(experts,) int64: tokens sent to each expert since the last step. Read and zeroed by: load balancing."""
+    entropy: Any
+    """Sum over these tokens of the entropy of their shares, a scalar; as above."""
+    bias: Any
+    """(experts,), added to the scores for the choice; None without load_balance = "bias". Moved by: load balancing."""
+    sum_over_sequence: Callable[[Any], Any]
+    """Sums counts over the ranks that hold parts of the same sequences. Replaced by: load balancing."""
+    balance_scale: float
+    """Factor on a sequence's auxiliary loss. Set by: load balancing."""
+
+
+def attention_of(model: Any) -> list[Attention]:
+    """The modules of `Plan.attention`, in forward order."""
+    return [model.get_submodule(name) for name in plan_of(model).attention]
+
+
+def routers_of(model: Any) -> dict[str, Router]:
+    """The modules of `Plan.routers`, by name."""
+    return {name: model.get_submodule(name) for name in plan_of(model).routers}
+
+
+class Buffers(Protocol):
+    """A module that has buffers; found by its method, in any place of the model."""
+
+    def init_buffers(self) -> None:
+        """Fill the buffers after the model left the meta device."""

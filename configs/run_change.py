@@ -5,9 +5,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from configs.layout import expert_dim, head_dim, n_kv_heads
+from configs.architectures.llama import expert_dim, head_dim, n_kv_heads
 from configs.load import leaves
-from configs.reading.keys import KeyPath, dotted, find
+from configs.reading.keys import KeyPath, dotted, find, general
+from configs.reading.removed import REMOVED
 from configs.reading.toml_text import value_text
 from configs.schema import Model, further_run_keys, is_run_key
 
@@ -57,7 +58,9 @@ def _computed(model: Model) -> dict[str, Any]:
 
 
 def _run_values(config: dict[str, Any], further: Collection[str]) -> dict[KeyPath, Any]:
-    return {path: value_at(config, path) for path in leaves(config) if is_run_key(dotted(path), further)}
+    # virtual_shards was a key of sources; the loader compares the number of shards itself, with the order of samples.
+    kept = [path for path in leaves(config) if path[-1] != "virtual_shards"]
+    return {path: value_at(config, path) for path in kept if is_run_key(dotted(path), further)}
 
 
 def value_at(config: Any, path: KeyPath) -> Any:
@@ -68,9 +71,9 @@ def value_at(config: Any, path: KeyPath) -> Any:
 
 
 def default_of(path: KeyPath) -> Any:
-    """The default of a key; None if it has none."""
+    """The default of a key, also of a removed one; None if it has none."""
     key = find(path)
-    return key.default if key else None
+    return key.default if key else REMOVED.get(general(path), (None,))[0]
 
 
 def _text(value: Any) -> str:

@@ -9,111 +9,30 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
+from configs.architectures.llama import LlamaKeys
 from configs.only_with import only_with
+from configs.table import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Pattern,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Table,
+)
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-Seconds = Annotated[int, Field(gt=0, lt=2**31)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Pattern = Annotated[str, Field(min_length=1, max_length=256)]
-"""Shell-style. The time of a match grows with a power of the length."""
 Dtype = Literal["float32", "bfloat16", "float64"]
 _FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-
-
-class Table(BaseModel):
-    """A TOML table: strict types, no unknown keys, immutable."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
-
-
-def _joined_names(value: Any) -> Any:
-    """Write tables inside tables by dotted names: {"cpp": {"threads": 2}} -> {"cpp.threads": 2}."""
-    if not isinstance(value, dict):
-        return value
-    joined: dict[str, Any] = {}
-    for name, item in value.items():
-        inner = _joined_names(item)
-        joined |= {f"{name}.{key}": each for key, each in inner.items()} if isinstance(item, dict) else {name: item}
-    return joined
 
 
 # --------------------------------------------------------------------------- run tables: what is learned
 
 
-class RopeScaling(Table):
-    """Llama 3.1's scaling of the rotary frequencies, for sequences longer than those of the original training."""
-
-    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
-    """Factor by which the low frequencies are divided."""
-    low_freq_factor: PositiveFloat = 1.0
-    """Wavelengths above original_seq_len / this are scaled by the whole factor."""
-    high_freq_factor: PositiveFloat = 4.0
-    """Wavelengths below original_seq_len / this are unchanged."""
-    original_seq_len: PositiveInt = 8192
-    """Sequence length of the original training, in tokens."""
-
-
-class Router(Table):
-    """How a mixture of experts chooses each token's experts and balances their load."""
-
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """Expert scores: softmax over all experts (Mixtral), or a sigmoid for each (DeepSeek-V3)."""
-    renormalize: bool = True
-    """Divide the weights of each token's chosen experts by their sum."""
-    load_balance: Literal["auxiliary_loss", "bias", "none"] = "auxiliary_loss"
-    """auxiliary_loss: per sequence (Switch; DeepSeek-V3, eq. 17); bias: for the choice only (Wang et al. 2024)."""
-    auxiliary_loss_weight: Annotated[PositiveFloat, only_with("load_balance", "auxiliary_loss")] = 0.01
-    """Weight of the auxiliary loss (summed over layers, averaged over sequences) relative to the mean cross-entropy."""
-    bias_update_rate: Annotated[PositiveFloat, only_with("load_balance", "bias")] = 0.001
-    """Amount by which an expert's bias changes after each step."""
-
-
-class Model(Table):
+class Model(LlamaKeys):
     """Shape of the model."""
-
-    architecture: Literal["llama"] = "llama"
-    """llama: Llama 2 and 3.x; with n_experts also Mixtral, DeepSeekMoE and similar models."""
-    dim: PositiveInt
-    """Width of the residual stream."""
-    n_layers: Annotated[int, Field(gt=0, le=4096)]
-    """Number of transformer blocks."""
-    n_heads: PositiveInt
-    """Number of query heads."""
-    n_kv_heads: PositiveInt | None = None
-    """Number of key and value heads (grouped-query attention); default: n_heads."""
-    head_dim: PositiveInt | None = None
-    """Width of one head; default: dim / n_heads."""
-    ffn_dim: PositiveInt
-    """Inner width of the SwiGLU feed-forward."""
-    n_experts: Annotated[int, Field(ge=2)] | None = None
-    """Number of routed experts per layer, each a SwiGLU feed-forward; default: dense feed-forwards."""
-    experts_per_token: Annotated[PositiveInt, only_with("n_experts")] = 2
-    """Number of experts that each token is routed to."""
-    n_shared_experts: Annotated[NonNegativeInt, only_with("n_experts")] = 0
-    """Number of additional experts per layer that process every token (DeepSeekMoE)."""
-    expert_dim: Annotated[PositiveInt | None, only_with("n_experts")] = None
-    """Inner width of an expert; default: ffn_dim, which otherwise applies to the dense layers only."""
-    n_dense_layers: Annotated[NonNegativeInt, only_with("n_experts")] = 0
-    """Number of leading layers with a dense feed-forward instead of experts."""
-    router: Annotated[Router, only_with("n_experts")] = Router()
-    """Routing and load balancing of the experts."""
-    vocab_size: Annotated[int, Field(ge=2)]
-    """Number of tokens in the vocabulary; must equal the tokenizer's."""
-    rope_theta: PositiveFloat = 10000.0
-    """Base of the rotary frequencies (10,000 in Llama 2, 500,000 in Llama 3)."""
-    rope_scaling: RopeScaling | None = None
-    """Llama 3.1's scaling of the rotary frequencies."""
-    norm_eps: PositiveFloat = 1e-5
-    """Epsilon of the RMS norms."""
-    tie_embeddings: bool = False
-    """Share one matrix between the embedding and the output head."""
-    init_std: PositiveFloat = 0.02
-    """Standard deviation of the initial weights, before scaling by depth."""
 
 
 class Tokenizer(Table):
@@ -142,8 +61,6 @@ class Source(Table):
     """Field or column that holds the text in files of records and hub rows."""
     document_length: Annotated[PositiveInt | None, only_with("kind", "synthetic")] = None
     """Mean length of the documents in tokens; default: each window is one document."""
-    virtual_shards: Annotated[PositiveInt, only_with("kind", "text")] = 64
-    """Number of shards of the documents; at least the data-parallel ranks, so that they share tokenization."""
 
 
 class Prepare(Table):
@@ -262,10 +179,6 @@ class Optimizer(Table):
     otherwise torch's; torch: always torch's (machine key)."""
     momentum: Annotated[float, Field(ge=0, lt=1), only_with("name", "muon")] = 0.95
     """Decay rate of the momentum."""
-    newton_schulz_steps: Annotated[int, Field(gt=0, lt=100), only_with("name", "muon")] = 5
-    """Newton-Schulz iterations that orthogonalize the momentum."""
-    muon_lr_adjustment: Annotated[Literal["match_rms_adamw", "original"], only_with("name", "muon")] = "match_rms_adamw"
-    """How lr is scaled by a matrix's shape; match_rms_adamw: updates as large as AdamW's, so that one lr fits both."""
     groups: list[ParameterGroup] = []
     """Parameters with separate settings; the first pattern that matches a name applies."""
 
@@ -389,16 +302,11 @@ class Comm(Table):
 
     streams: Literal["shared", "per_group"] = "shared"
     """Streams for all-gathers. shared: one; per_group: one per process group, so that none waits for another's."""
-    prefetch_forward: NonNegativeInt = 1
-    """Number of FSDP groups gathered ahead of the one that computes, in the forward pass."""
-    prefetch_backward: NonNegativeInt = 1
-    """Number of FSDP groups gathered ahead of the one that computes, in the backward pass."""
+    prefetch: NonNegativeInt = 1
+    """Number of FSDP groups gathered ahead of the one that computes, forward and backward."""
     async_tp: Annotated[bool, only_with("compile.enable", reason="which makes the overlap")] = False
     """Cut tensor-parallel matrix products into parts that overlap with their all-gathers and reductions; off, as the
     start-up summary says, where a tensor-parallel group's GPUs do not reach each other's memory."""
-    fsdp_buffers: Literal["default", "registered", "symmetric", "copy_engine"] = "default"
-    """Memory that FSDP's collectives use on GPUs. registered: NCCL's own; symmetric: NCCL's symmetric memory (torch
-    2.13 or newer); copy_engine: as well, and all-gathers within a host by the GPUs' copy engines, not their cores."""
     order_guard_interval: NonNegativeInt = 100
     """Compare the order of collectives across ranks on the first step and then every this many steps; 0: never."""
 
@@ -465,12 +373,19 @@ class Compile(Table):
     ] = "default"
     """torch.compile's preset. reduce-overhead: CUDA graphs, on one rank; max-autotune-no-cudagraphs: time variants of
     kernels and take the fastest; max-autotune: both."""
-    options: Annotated[
-        dict[str, bool | int | float | str],
-        BeforeValidator(_joined_names),
-        only_with("enable", reason="which compiles nothing"),
-    ] = {}
-    """Settings of torch._inductor.config in place of a mode, e.g. { max_autotune = true, "cpp.threads" = 2 }."""
+
+
+class AfterSave(Table):
+    """A command that runs beside the training after a save (docs/evaluation.md)."""
+
+    name: Annotated[str, Field(pattern=r"^[\w-]+$", examples=["export"])]
+    """Name in messages, and of the folder in after_save/ for the command's output and its log."""
+    command: str
+    """Program and arguments, split like a shell's words; not run by a shell. {checkpoint}, {step}, {run} and {output}
+    (a folder of its own, which appears when the command succeeds) are replaced. It sees no GPU unless it sets
+    CUDA_VISIBLE_DEVICES (env CUDA_VISIBLE_DEVICES=0 PROGRAM ...)."""
+    every: PositiveInt
+    """Run it after each checkpoint whose step is a multiple of this."""
 
 
 class Checkpoint(Table):
@@ -487,33 +402,21 @@ class Checkpoint(Table):
     go_back: NonNegativeInt = 0
     """1: go back to load (a step or a folder) although the run has later checkpoints, only once even if the command is
     repeated; 2 to go back another time, and so on."""
-    interval_minutes: NonNegativeFloat = 0.0
-    """Minutes after which a checkpoint is saved, in addition to interval; 0: never."""
     init_from: Annotated[
         str | None, only_with("load", "latest", "none", reason="which the run begins from instead")
     ] = None
     """Another run, or one of its checkpoints, from which a new run takes its initial weights and nothing else; of a run
     folder, the newest checkpoint."""
-    verify: Literal["size", "hash"] = "hash"
-    """Check before loading: the size of each file; hash: also its content, which reads each file twice."""
-    on_damage: Literal["fall_back", "stop"] = "fall_back"
-    """If the newest checkpoint is damaged: fall back to the one before it, or stop."""
     keep_last: NonNegativeInt = 0
     """Keep this many of the newest checkpoints and remove older ones; 0: keep all."""
     keep_every: Annotated[NonNegativeInt, only_with("keep_last", reason="which keeps all")] = 0
     """Also keep checkpoints whose step is a multiple of this; 0: off."""
     keep_best: Annotated[NonNegativeInt, only_with("keep_last", reason="which keeps all")] = 0
     """Also keep this many checkpoints with the lowest validation loss."""
-    max_save_failures: PositiveInt = 3
-    """Consecutive failed saves (such as on a full disk) after which the run fails; until then it trains on."""
     timeout_seconds: Seconds = 1800
     """Time that a save may take, or that a rank waits for another rank's reads or writes, before the run fails."""
-    export_every: NonNegativeInt = 0
-    """Also export every checkpoint whose step is a multiple of this, in Hugging Face format, to exports/; 0: off."""
-    optimizer_dtype: Annotated[
-        Literal["same", "bfloat16"], only_with("training.dtype", "float32", "float64", reason="and so are the moments")
-    ] = "same"
-    """bfloat16: round the saved optimizer moments; smaller checkpoints, but resuming is no longer exact."""
+    after_save: list[AfterSave] = []
+    """Commands that run beside the training after a save, one at a time, such as `keel export` or `keel evaluate`."""
 
 
 class Validation(Table):
@@ -526,33 +429,8 @@ class Validation(Table):
     sources: list[Source] = []
     """Data to validate on; of token files a fair sample, the same at every validation and for every seed."""
     samples: Annotated[list[str], only_with("interval", reason="which never validates")] = []
-    """Texts that the model continues at every validation, for people to read; "" starts as a document does."""
-    sample_tokens: Annotated[PositiveInt, only_with("samples", reason="which continues no text")] = 64
-    """Tokens by which each of `samples` is continued, at most; a token takes a forward pass over training.seq_len."""
-    sample_temperature: Annotated[NonNegativeFloat, only_with("samples", reason="which continues no text")] = 0.8
-    """0: always the most likely token; 1: drawn from the model's own distribution, the same at any mesh."""
-
-
-_NO_TASKS = "so there is nothing to run"
-
-
-class Evaluation(Table):
-    """Tasks of lm-eval on checkpoints, in a process alongside the run, or by `keel evaluate` (docs/evaluation.md)."""
-
-    tasks: list[str] = []
-    """Names of tasks or groups of tasks (needs the package lm-eval)."""
-    interval: Annotated[NonNegativeInt, only_with("tasks", reason=_NO_TASKS)] = 0
-    """Evaluate every checkpoint whose step is a multiple of this; 0: only `keel evaluate` does."""
-    task_folder: Annotated[str | None, only_with("tasks", reason=_NO_TASKS)] = None
-    """Folder of further tasks, in lm-eval's YAML format."""
-    examples: Annotated[PositiveInt | None, only_with("tasks", reason=_NO_TASKS)] = None
-    """Number of first examples of each task to use; default: all."""
-    num_fewshot: Annotated[NonNegativeInt | None, only_with("tasks", reason=_NO_TASKS)] = None
-    """Number of solved examples in each prompt; default: the task's own."""
-    batch_size: Annotated[PositiveInt, only_with("tasks", reason=_NO_TASKS)] = 16
-    """Sequences computed at once."""
-    device: Annotated[Literal["auto", "cpu", "cuda"], only_with("tasks", reason=_NO_TASKS)] = "cpu"
-    """Device of evaluations alongside the run; cpu leaves the GPUs to the training."""
+    """Texts that the model continues at every validation, for people to read, by up to 64 tokens, each of which takes a
+    forward pass over training.seq_len; "" starts as a document does."""
 
 
 class Metrics(Table):
@@ -577,9 +455,7 @@ class Profile(Table):
     """Profiler traces."""
 
     start_step: NonNegativeInt = 0
-    """First step of the profiler's trace, whose names docs/performance.md lists; 0: no trace."""
-    steps: PositiveInt = 3
-    """Number of steps in the trace, each with what is done before the next one begins."""
+    """First of the three steps in the profiler's trace, whose names docs/performance.md lists; 0: no trace."""
     memory_snapshot: Annotated[
         bool,
         only_with("start_step", reason="which traces no steps"),
@@ -592,7 +468,8 @@ class Spikes(Table):
     """How to handle a step whose loss is far above the preceding ones; depends on the losses only (run table)."""
 
     action: Literal["none", "skip", "rewind"] = "none"
-    """skip: omit the step's update; rewind: go back to a checkpoint and continue with unseen samples."""
+    """skip: omit the step's update; rewind: go back to a checkpoint and continue with unseen samples, at most three
+    times to the same one."""
     threshold: Annotated[PositiveFloat, only_with("action", "skip", "rewind")] = 6.0
     """A loss is a spike if it exceeds the mean of preceding losses by more than this many standard deviations."""
     window: Annotated[int, Field(ge=2), only_with("action", "skip", "rewind")] = 128
@@ -600,17 +477,11 @@ class Spikes(Table):
     rewind_interval: Annotated[PositiveInt, only_with("action", "rewind")] = 500
     """Steps between the checkpoints that rewinding goes back to, saved in addition to [checkpoint]; before the first, a
     spike is skipped."""
-    max_rewinds: Annotated[PositiveInt, only_with("action", "rewind")] = 3
-    """Maximum number of consecutive rewinds to the same checkpoint; at the next spike the run fails."""
 
 
 class Fault(Table):
     """Which faults are monitored during training, and how they are handled."""
 
-    lag_ratio: NonNegativeFloat = 0.2
-    """Name the slowest rank if it keeps the others waiting for more than this fraction of a step; 0: never."""
-    trace_nonfinite: bool = True
-    """Recompute the first of consecutive non-finite steps to name the module and rank where it became non-finite."""
     compare_interval: NonNegativeInt = 100
     """Steps between comparisons of tensors that are replicated across ranks; 0: only before each save."""
     on_difference: Literal["end", "heal"] = "end"
@@ -660,8 +531,6 @@ class Config(Table):
     """Saving and resuming."""
     validation: Validation = Validation()
     """Loss on held-out data."""
-    evaluation: Evaluation = Evaluation()
-    """Tasks of lm-eval on checkpoints."""
     metrics: Metrics = Metrics()
     """How metrics are logged."""
     profile: Profile = Profile()
@@ -670,8 +539,12 @@ class Config(Table):
     """Faults of machines and of training."""
 
 
-RUN_TABLES = ("model", "tokenizer", "data", "training", "optimizer", "lr_schedule", "float8")
-MACHINE_KEYS_IN_RUN_TABLES = (
+_RUN = (
+    *("model", "tokenizer", "data", "training", "optimizer", "lr_schedule", "float8", "fault.spikes"),
+    "fsdp.owner_broadcast_dtype",
+)
+"""Tables and keys that decide what is learned, except for:"""
+_MACHINE = (
     "tokenizer.path",  # the file may move: its content is compared
     "training.steps",
     "training.micro_batch_size",
@@ -679,14 +552,7 @@ MACHINE_KEYS_IN_RUN_TABLES = (
     "optimizer.kernel",
     "float8.emulate",
 )
-RUN_KEYS_IN_MACHINE_TABLES = ("fsdp.owner_broadcast_dtype", "fault.spikes")
-"""Keys, and tables (with all their keys)."""
-
-
-RUN_KEYS_IF_EXACT = ("training.micro_batch_size",)
-"""Run keys only if training.reduction = "exact", whose sums are over micro-batches."""
-RUN_KEYS_IF_SCALED_TOGETHER = ("training.micro_batch_size", "mesh.cp")
-"""Run keys only with a float8.recipe whose scales are over all tokens that a rank computes at once."""
+"""Keys of run tables that only decide how it is computed."""
 
 
 def is_exact(config: Mapping[str, Any]) -> bool:
@@ -696,10 +562,14 @@ def is_exact(config: Mapping[str, Any]) -> bool:
 
 
 def further_run_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The machine keys that a config's run keys make run keys; the config is given as nested tables."""
+    """The machine keys that a config's run keys make run keys; the config is given as nested tables.
+
+    Exact sums are over micro-batches; some scales of float8 are over all tokens that a rank computes at once.
+    """
     float8 = config.get("float8")
-    scaled_together = isinstance(float8, Mapping) and float8.get("recipe") in ("tensorwise", "rowwise")
-    return RUN_KEYS_IF_EXACT * is_exact(config) + RUN_KEYS_IF_SCALED_TOGETHER * scaled_together
+    if isinstance(float8, Mapping) and float8.get("recipe") in ("tensorwise", "rowwise"):
+        return ("training.micro_batch_size", "mesh.cp")
+    return ("training.micro_batch_size",) if is_exact(config) else ()
 
 
 def is_run_key(key: str, further: Collection[str] = ()) -> bool:
@@ -709,8 +579,5 @@ def is_run_key(key: str, further: Collection[str] = ()) -> bool:
         key: the key.
         further: returned by `further_run_keys`.
     """
-    if key in further:
-        return True
-    if key.split(".")[0] in RUN_TABLES:
-        return key not in MACHINE_KEYS_IN_RUN_TABLES
-    return any(f"{key}.".startswith(f"{run_key}.") for run_key in RUN_KEYS_IN_MACHINE_TABLES)
+    is_run = key not in _MACHINE and any(f"{key}.".startswith(f"{each}.") for each in _RUN)
+    return is_run or key in further

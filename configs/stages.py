@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from itertools import accumulate
 
+from configs.architectures.llama import head_dim
 from configs.errors import ConfigError
-from configs.layout import active_matrices, head_dim, layer_matrices
+from configs.layout import active_matrices, layer_matrices
 from configs.schema import Config
 
 

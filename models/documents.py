@@ -7,7 +7,8 @@ discard, cost nothing.
 
 The number and length of documents differ from batch to batch. A GPU kernel needs bounds of both at launch. The host
 computes them, because it has the batch before the GPU does (`Documents.find`). Both are rounded up to powers of two,
-and reach compiled blocks as a tensor's size and as a tensor: Python numbers would recompile a block for each value.
+and reach compiled blocks as a tensor's size and as a tensor: Python numbers would recompile a block for each value,
+which is why torch's own `torch.nn.attention.varlen`, which takes the bounds as Python numbers, is not used here.
 """
 
 import itertools

@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_GROUPED = getattr(F, "grouped_mm", None) or torch._grouped_mm  # public since torch 2.10
-
 
 @torch.library.custom_op("keel::grouped_mm", mutates_args=())
 def grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -28,7 +26,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         (n, out).
     """
     if _has_kernel(rows, weights):
-        return _GROUPED(rows, weights.transpose(1, 2), offs=_ends(counts))
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=_ends(counts))
     out = rows.new_empty(len(rows), weights.shape[1])
     for part, weight in zip(_parts(counts), weights, strict=True):
         torch.mm(rows[part], weight.T, out=out[part])
@@ -44,7 +42,7 @@ def _(rows: Tensor, weights: Tensor, _counts: Tensor) -> Tensor:
 def _grouped_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     """left: (n, out), right: (n, in) -> (groups, out, in): each group's left^T right, zero for empty groups."""
     if _has_kernel(left, right):
-        return _GROUPED(left.T, right, offs=_ends(counts))
+        return F.grouped_mm(left.T, right, offs=_ends(counts))
     out = left.new_empty(len(counts), left.shape[1], right.shape[1])
     for part, group in zip(_parts(counts), out, strict=True):
         torch.mm(left[part].T, right[part], out=group)

@@ -10,19 +10,20 @@ never have to exist.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.layout import head_dim, is_mixture, n_kv_heads
-from configs.plan import Plan, TensorRole
-from configs.schema import Model, RopeScaling
+from configs.architectures import init_stds, tensor_parallel_roles
+from configs.architectures.llama import ATTENTION, RopeScaling, head_dim, is_mixture, n_kv_heads
+from configs.plan import Plan
+from configs.schema import Model
 from models.documents import Documents, NumberedDocuments, attend_within, has_kernel
 from models.feed_forward import FeedForward
-from models.moe import Load, MixtureOfExperts, Router
+from models.moe import Load, MixtureOfExperts, unchanged
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
 Mask = NumberedDocuments | Tensor  # which pairs of tokens see each other; a tensor is (batch, 1, seq, seq), bool
@@ -88,15 +89,21 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.dim, query_dim, bias=False)
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.q_norm = self._norm_of_heads(config)
+        self.k_norm = self._norm_of_heads(config)
         self.o_proj = nn.Linear(query_dim, config.dim, bias=False)
         self.attend: Attend = attend
         """The function that mixes tokens; context parallelism replaces it where the sequence is split over ranks."""
 
+    def _norm_of_heads(self, config: Model) -> Callable[[Tensor], Tensor]:
+        """Query-key normalization (Henry et al. 2020), with RMSNorm (Qwen3); or nothing."""
+        return nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm == "head" else unchanged
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
         """x: (batch, seq, dim) -> the same shape; mask: from the model's `mask`, or None for plain causal attention."""
         heads = (*x.shape[:-1], -1, self.head_dim)  # -1: a tensor-parallel rank holds only some of the heads
-        q = rotate(self.q_proj(x).view(heads), cos, sin)
-        k = rotate(self.k_proj(x).view(heads), cos, sin)
+        q = rotate(self.q_norm(self.q_proj(x).view(heads)), cos, sin)
+        k = rotate(self.k_norm(self.k_proj(x).view(heads)), cos, sin)
         v = self.v_proj(x).view(heads)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, heads, seq, head_dim)
         return self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
@@ -145,49 +152,11 @@ class Head(nn.Linear):
         return F.linear(hidden, self.weight) if loss is None else loss(hidden, self.weight)
 
 
-_BLOCK_ROLES: dict[str, TensorRole] = {
-    "input_layernorm": "norm",
-    "self_attn": "gather",
-    "self_attn.[qkv]_proj": "column",
-    "self_attn.o_proj": "row",
-    "post_attention_layernorm": "norm",
-}
-_DENSE_ROLES: dict[str, TensorRole] = {
-    "mlp": "gather",
-    "mlp.gate_proj": "column",
-    "mlp.up_proj": "column",
-    "mlp.down_proj": "row",
-}
-_EXPERT_ROLES: dict[str, TensorRole] = {
-    "mlp": "parts",
-    "mlp.router.weight": "part_whole",
-    "mlp.experts.gate_proj": "part_column",
-    "mlp.experts.up_proj": "part_column",
-    "mlp.experts.down_proj": "part_row",
-}
-_SHARED_ROLES: dict[str, TensorRole] = {
-    "mlp.shared_experts.gate_proj.weight": "part_column",
-    "mlp.shared_experts.up_proj.weight": "part_column",
-    "mlp.shared_experts.down_proj.weight": "part_row",
-}
 _PRODUCTS = ("aten.mm", "aten._scaled_mm")
 _SAVE_OPS = (*_PRODUCTS, "*._scaled_dot_product_*attention*", "_c10d_functional.reduce_scatter_tensor")
 # The choice of experts (topk) is saved, not recomputed: a recomputed score may differ in its last bit if it was
 # compiled differently, and a different choice would then read another expert's rows out of the saved outputs.
 _SAVE_OPS_OF_EXPERTS = ("keel.grouped_mm", "aten.topk")
-
-_END_ROLES: dict[str, TensorRole] = {"embed_tokens": "embedding", "norm": "norm", "lm_head": "head"}
-
-
-def _roles(block: nn.Module) -> Iterator[tuple[str, TensorRole]]:
-    """The tensor-parallel role of each part of a block."""
-    yield from _BLOCK_ROLES.items()
-    if not isinstance(block.mlp, MixtureOfExperts):
-        yield from _DENSE_ROLES.items()
-        return
-    yield from _EXPERT_ROLES.items()
-    if block.mlp.shared_experts is not None:
-        yield from _SHARED_ROLES.items()
 
 
 class Llama(nn.Module):
@@ -238,11 +207,11 @@ class Llama(nn.Module):
         cos, sin = self.rotary(positions)
         x = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
         mask = None if documents is None else self.mask(documents, x.dtype)
-        for name, block in self.layers.items():
+        for block in self.layers.values():
             x, load = block(x, cos, sin, mask)
             # Recorded outside the block, which activation checkpointing runs twice. Validation is not counted.
             if load is not None and torch.is_grad_enabled():
-                cast(Router, self.get_submodule(f"layers.{name}.mlp.router")).record(load)
+                cast(MixtureOfExperts, block.mlp).router.record(load)
         return x if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x), loss)
 
     def _mask(self, documents: Documents, dtype: torch.dtype) -> Mask:
@@ -269,26 +238,20 @@ class Llama(nn.Module):
             before_blocks=before,
             after_blocks=after,
             fsdp_groups=groups if self.config.tie_embeddings else tuple(filter(None, (before, *groups, after))),
-            attention=tuple(f"{block}.self_attn" for block in blocks),
+            attention=tuple(f"{block}.{ATTENTION}" for block in blocks),
             experts=tuple(f"{mixture}.experts" for mixture in mixtures),
             routers=tuple(f"{mixture}.router" for mixture in mixtures),
-            tensor_parallel={name: role for name, role in _END_ROLES.items() if name in there}
-            | {f"layers.{name}.{part}": role for name, block in self.layers.items() for part, role in _roles(block)},
+            tensor_parallel={
+                name: role
+                for name, role in tensor_parallel_roles(self.config).items()
+                if ".".join(name.split(".")[:2]) in (*before, *blocks, *after)
+            },
             save_ops=_SAVE_OPS + (_SAVE_OPS_OF_EXPERTS if mixtures else ()),
         )
 
     def init_std(self, name: str) -> float | None:
-        """Standard deviation of a parameter's initial values; None for the norms' weights, which start at one.
-
-        Matrices that write to the residual stream are scaled down by sqrt(2 * layer), layers counted from one, which
-        keeps the stream's variance from growing with depth (Zhang, Titov and Sennrich 2019, section 3; each layer
-        writes twice).
-        """
-        if "norm" in name:
-            return None
-        if name.removesuffix(".weight").endswith(("o_proj", "down_proj")):
-            return self.config.init_std / math.sqrt(2 * (int(name.split(".")[1]) + 1))
-        return self.config.init_std
+        """Standard deviation of a parameter's initial values; None for those that start at one."""
+        return init_stds(self.config)[name]
 
 
 def document_mask(document_ids: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.layout import expert_dim
+from configs.architectures.llama import expert_dim
 from configs.schema import Model
 from models.feed_forward import FeedForward
 from models.grouped_mm import grouped_mm
@@ -52,7 +52,8 @@ class Choice(NamedTuple):
     load: Load
 
 
-def _unchanged(tensor: Tensor) -> Tensor:
+def unchanged(tensor: Tensor) -> Tensor:
+    """Return the tensor: the place of a function that techniques or keys put here."""
     return tensor
 
 
@@ -73,9 +74,9 @@ class Router(nn.Module):
         counts = torch.zeros(config.n_experts, dtype=torch.int64)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
         self.register_buffer("entropy", torch.zeros((), dtype=torch.float64), persistent=False)
-        self.local: Callable[[Tensor], Tensor] = _unchanged
+        self.local: Callable[[Tensor], Tensor] = unchanged
         """Maps the stored weight to the plain tensor to compute with; techniques that shard the weight replace it."""
-        self.sum_over_sequence: Callable[[Tensor], Tensor] = _unchanged
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = unchanged
         """Sums counts over the ranks that hold parts of the same sequences."""
         self.balance_scale = 0.0
         """Factor on a sequence's auxiliary loss, set from outside. It must make the gradient, once reduced as the
@@ -160,7 +161,7 @@ class Experts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(config.n_experts, inner, config.dim))
         self.up_proj = nn.Parameter(torch.empty(config.n_experts, inner, config.dim))
         self.down_proj = nn.Parameter(torch.empty(config.n_experts, config.dim, inner))
-        self.local: Callable[[Tensor], Tensor] = _unchanged
+        self.local: Callable[[Tensor], Tensor] = unchanged
         """Maps a stored weight to this rank's part of it; a technique that shards the weights replaces it."""
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from configs.plan import plan_of
 from configs.schema import ActivationCheckpoint
 from parallelisms.torch_internals import count_grouped_queries
 
-_MATRIX = "keel_matrix"
+MATRIX = "keel_matrix"
 _MATMULS = {"aten::mm", "aten::addmm", "aten::bmm"}
 
 
@@ -66,7 +66,7 @@ def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) 
         for block in blocks:
             _compile_within_budget(block, config.memory_budget)
     elif config.mode != "none":
-        _declare_attention_deterministic()
+        declare_attention_deterministic()
         selected = selected_layers(config, plan.n_blocks)
         for number, block in enumerate(blocks, start=plan.first_block):
             if number in selected:
@@ -80,7 +80,7 @@ def _checkpoint(block: nn.Module, config: ActivationCheckpoint, default_ops: Seq
     if config.mode == "selective":
         selection = select(block, config, default_ops)
         if selection.recomputed:
-            _annotate_matrices(block)
+            annotate_matrices(block)
         contexts = partial(_contexts, *selection)
         # Without a hash of the policy, the compiler bypasses its on-disk cache, and every start would compile again.
         contexts.cache_hash = repr(selection)  # type: ignore[attr-defined]
@@ -105,7 +105,7 @@ def _contexts(ops: tuple[str, ...], recomputed: tuple[str, ...]) -> tuple[Abstra
     return create_selective_checkpoint_contexts(policy)
 
 
-def _declare_attention_deterministic() -> None:
+def declare_attention_deterministic() -> None:
     """Remove the tag of randomness from the attention ops, since there is no dropout.
 
     For a tagged op that it recomputes, the compiler carries the random generator's state from forward to backward.
@@ -123,11 +123,7 @@ def _compile_within_budget(block: nn.Module, budget: float) -> None:
 
     Set for the whole process, the budget would apply to the compiled loss as well, and recompute the logits.
     """
-    count_grouped_queries()
-    settings: dict[str, Any] = {"activation_memory_budget": budget}
-    if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
-        # Torch 2.13 requires it where tensor parallelism puts a mesh, which holds no activations, into the graph.
-        settings["unsafe_treat_script_objects_as_zero_size"] = True
+    settings = budget_settings(budget)
     patches: list[AbstractContextManager] = []
 
     def enter(*_: object) -> None:
@@ -139,6 +135,16 @@ def _compile_within_budget(block: nn.Module, budget: float) -> None:
 
     block.register_forward_pre_hook(enter)
     block.register_forward_hook(leave, always_call=True)
+
+
+def budget_settings(budget: float) -> dict[str, Any]:
+    """The partitioner's settings with which it keeps at most a part of what it would keep."""
+    count_grouped_queries()
+    settings: dict[str, Any] = {"activation_memory_budget": budget}
+    if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
+        # Torch 2.13 requires it where tensor parallelism puts a mesh, which holds no activations, into the graph.
+        settings["unsafe_treat_script_objects_as_zero_size"] = True
+    return settings
 
 
 # --------------------------------------------------------------------------- which layers, ops and matrices
@@ -205,7 +211,7 @@ def matrices(block: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
 
 
-def _annotate_matrices(block: nn.Module) -> None:
+def annotate_matrices(block: nn.Module) -> None:
     """Tell the policy in which matrix's forward pass an op runs; the module docstring explains how."""
     for name, module in matrices(block).items():
         module.forward = _annotated(module.forward, name)
@@ -213,11 +219,11 @@ def _annotate_matrices(block: nn.Module) -> None:
 
 def _annotated(forward: Callable, name: str) -> Callable:
     def annotated(*args: Tensor) -> Tensor:
-        with traceback.annotate({_MATRIX: name}):
+        with traceback.annotate({MATRIX: name}):
             return forward(*args)
 
     return annotated
 
 
 def _current_matrix() -> str | None:
-    return traceback.current_meta.get("custom", {}).get(_MATRIX)
+    return traceback.current_meta.get("custom", {}).get(MATRIX)

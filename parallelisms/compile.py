@@ -8,14 +8,12 @@ A block is compiled again where another set of its parameters is frozen, and wit
 blocks share torch's limit of graphs for the same code, which is 8 unless it is raised; beyond it, a run would fail.
 """
 
-import difflib
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._inductor
 from torch import nn
 
-from configs.errors import ConfigError
 from configs.plan import plan_of
 from configs.schema import Compile
 
@@ -24,26 +22,8 @@ MOST_GRAPHS = 64
 
 
 def compiler_options(config: Compile) -> dict[str, Any]:
-    """The settings of `torch._inductor.config` that a job asks for, by its mode or its options.
-
-    Raises:
-        ConfigError: the compiler has no such option, or one of another type.
-    """
-    known = torch._inductor.list_options()
-    for name in config.options:
-        if name.replace("-", "_") not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.6)
-            hint = f'did you mean "{near[0]}"?' if near else "torch._inductor.list_options() lists them"
-            raise ConfigError(f'torch {torch.__version__} has no compiler option "{name}"; {hint}')
-    try:
-        torch.compile(_nothing, options=cast(dict[str, Any], config.options))
-    except RuntimeError as error:
-        raise ConfigError(f"a compiler option has the wrong type: {error}") from None
-    return {**torch._inductor.list_mode_options(config.mode), **config.options}
-
-
-def _nothing() -> None:
-    """Compiled only for the sake of the options, which torch then checks."""
+    """The settings of `torch._inductor.config` that the job's mode stands for."""
+    return dict(torch._inductor.list_mode_options(config.mode))
 
 
 def apply_compile(model: nn.Module, options: dict[str, Any]) -> None:

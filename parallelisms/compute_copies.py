@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from configs.layout import reshard_after_forward
 from configs.plan import plan_of
 from configs.schema import Config
+from parallelisms.sums import sums_of
 
 CAST_BYTES = 12
 """Bytes that transient copies move per parameter and micro-batch more than kept ones, of float32 parameters that
@@ -42,8 +43,8 @@ def computes_with_copies(world_size: int, config: Config) -> bool:
     training = config.training
     dtype, compute_dtype = (getattr(torch, name) for name in (training.dtype, training.compute_dtype))
     is_wider = torch.finfo(dtype).bits > torch.finfo(compute_dtype).bits
-    is_for_fsdp = training.reduction == "exact" or fsdp.cpu_offload or fsdp.owner_broadcast_dtype is not None
-    may_copy = not is_for_fsdp and not config.float8.fsdp_all_gather
+    is_for_fsdp = fsdp.cpu_offload or fsdp.owner_broadcast_dtype is not None or config.float8.fsdp_all_gather
+    may_copy = not is_for_fsdp and sums_of(training).allows_copies
     return world_size == 1 and is_wider and training.reduce_dtype == training.dtype and may_copy
 
 

@@ -121,16 +121,16 @@ def apply_prefetch(model: nn.Module, comm: Comm) -> None:
         return
     groups = [_sharded_inside(model, names) for names in plan_of(model).fsdp_groups]
     for i, (group, *inside) in enumerate(groups):
-        if comm.prefetch_forward:
-            ahead = chain.from_iterable(groups[i + 1 : i + 1 + comm.prefetch_forward])
+        if comm.prefetch:
+            ahead = chain.from_iterable(groups[i + 1 : i + 1 + comm.prefetch])
             group.set_modules_to_forward_prefetch([*inside, *ahead])
         # With an empty list FSDP follows its default, by which, from the second micro-batch on, the first group gathers
         # the last one needlessly. A list of the group itself costs nothing, since it is already gathered.
-        ahead = chain.from_iterable(groups[max(0, i - comm.prefetch_backward) : i][::-1])
-        group.set_modules_to_backward_prefetch(([*inside, *ahead] if comm.prefetch_backward else []) or [group])
+        ahead = chain.from_iterable(groups[max(0, i - comm.prefetch) : i][::-1])
+        group.set_modules_to_backward_prefetch(([*inside, *ahead] if comm.prefetch else []) or [group])
         for module in inside:
             module.set_modules_to_backward_prefetch([module])
-    if not comm.prefetch_backward:
+    if not comm.prefetch:
         model.set_modules_to_backward_prefetch([model])
 
 

@@ -47,6 +47,7 @@ def grad_norm(
     is_max = math.isinf(norm_type)
     total = torch.stack(totals).max() if is_max else torch.stack(totals).sum()
     if pipeline is not None and pipeline.size() > 1:
+        # Over the ranks that hold the other stages.
         dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=pipeline)
     norm = total if is_max else total ** (1.0 / norm_type)
     return norm if unit is None else norm * unit
@@ -115,6 +116,7 @@ def _total_over(
     is_max = math.isinf(norm_type)
     total = norms.max() if is_max else (norms**norm_type).sum()
     total = total.to(device, torch.promote_types(local[0].dtype, torch.float32))
+    # Over the ranks that hold the other shards of these gradients.
     for group in groups:
         dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
     return total

@@ -8,13 +8,12 @@ the routers' counts are summed over the ranks, as exact integers, for the bias r
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from configs.plan import plan_of
+from configs.plan import Router, plan_of, routers_of
 from configs.schema import Config
 from parallelisms.mesh import Mesh
 from parallelisms.torch_internals import group_named
@@ -27,8 +26,7 @@ def apply_load_balance(model: nn.Module, mesh: Mesh, config: Config) -> None:
     global batch, and tensor-parallel ranks, which all compute the same loss, each contribute 1/tp of it.
     """
     sizes = mesh.sizes
-    for name in plan_of(model).routers:
-        router: Any = model.get_submodule(name)
+    for router in routers_of(model).values():
         router.balance_scale = 1.0 / (config.training.global_batch_size * sizes.tp)
         if sizes.cp > 1:
             router.sum_over_sequence = partial(_sum_over, group=mesh.cp.get_group().group_name)
@@ -65,13 +63,13 @@ class LoadBalance:
     def __init__(self, stages: Mapping[int, nn.Module], config: Config, mesh: Mesh) -> None:
         self._config = config.model
         self._mesh = mesh
-        self._routers: dict[str, Any] = {}
+        self._routers: dict[str, Router] = {}
         self._layers: list[int] = []
         """The layer number of each router."""
         for stage in stages.values():
             plan = plan_of(stage)
-            for name in plan.routers:
-                self._routers[name] = stage.get_submodule(name)
+            for name, router in routers_of(stage).items():
+                self._routers[name] = router
                 block = next(i for i, block in enumerate(plan.blocks) if name.startswith(f"{block}."))
                 self._layers.append(plan.first_block + block)
         self._counts = torch.zeros(0)

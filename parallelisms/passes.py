@@ -1,7 +1,6 @@
 """The forward and backward passes of a step's micro-batches: one after the other here, interleaved in `pipeline.py`."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -9,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import Config
-from parallelisms.exact_reduction import ExactReduction
 from parallelisms.fsdp import prepare_backward, reshard
 from parallelisms.ranges import named_range
+from parallelisms.sums.fast import Reduction
 
 
 class Call(NamedTuple):
@@ -39,8 +38,7 @@ class OneByOne:
 
     model: nn.Module
     config: Config
-    reduction: ExactReduction | None
-    """Sums the gradients instead of FSDP, if training.reduction is "exact"."""
+    reduction: Reduction
 
     def train(self, calls: Sequence[Call], scale: Tensor) -> Tensor:
         """Implement `Passes.train`."""
@@ -49,8 +47,7 @@ class OneByOne:
             is_last = call is calls[-1]
             prepare_backward(self.model, self.config, is_last)
             loss = self.model(call.tokens, **call.arguments)
-            reducing = self.reduction.of_micro_batch(is_last) if self.reduction else nullcontext()
-            with named_range("backward"), reducing:
+            with named_range("backward"), self.reduction.of_micro_batch(is_last):
                 (loss * scale).backward()
             losses.append(loss.detach().double())
         return torch.stack(losses)

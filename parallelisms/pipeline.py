@@ -13,7 +13,6 @@ stages keep their parameters gathered and their gradients unsharded until the la
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +31,10 @@ from configs.layout import accumulation_steps
 from configs.plan import plan_of
 from configs.schema import Config
 from configs.stages import layers_of_stages, n_stages, rank_of_stage, stages_of_rank
-from parallelisms.exact_reduction import ExactReduction, ReducingStage
 from parallelisms.fsdp import reshard
 from parallelisms.mesh import Mesh
 from parallelisms.passes import Call
-from parallelisms.ranges import NamedStage
+from parallelisms.sums.fast import Reduction
 from parallelisms.torch_internals import has_zero_bubble
 
 _SCHEDULES: dict[str, Callable[..., Any]] = {
@@ -79,14 +77,14 @@ class Pipeline:
         stages: Mapping[int, nn.Module],
         config: Config,
         mesh: Mesh,
-        reductions: Mapping[int, ExactReduction],
+        reductions: Mapping[int, Reduction],
         before: Sequence[Callable[[], None]] = (),
     ) -> None:
         """Build the schedule of this rank's `stages`, with parameters in memory and every other technique applied.
 
         Args:
             stages, config, mesh: the stages by number, the job and its mesh.
-            reductions: sum the gradients instead of FSDP, by stage, if training.reduction is "exact"; otherwise empty.
+            reductions: sum the gradients of each stage.
             before: what forward hooks of a stage do before its parameters are gathered. A schedule of several stages
                 per rank gathers them before any hook runs, so it begins by calling these.
 
@@ -110,7 +108,7 @@ class Pipeline:
             device="meta",
             requires_grad=True,
         )
-        self._stages = [self._stage(number, module, reductions.get(number)) for number, module in stages.items()]
+        self._stages = [self._stage(number, module, reductions[number]) for number, module in stages.items()]
         self._schedule = _SCHEDULES[config.pipeline.schedule](
             self._stages,
             n_microbatches=accumulation_steps(config, mesh.sizes),
@@ -118,13 +116,12 @@ class Pipeline:
             scale_grads=False,
         )
 
-    def _stage(self, number: int, module: nn.Module, reduction: ExactReduction | None) -> PipelineStage:
+    def _stage(self, number: int, module: nn.Module, reduction: Reduction) -> PipelineStage:
         # With the shapes given, torch does not have to run the model once to find them.
         tokens = torch.empty(self._hidden.shape[:2], dtype=torch.int64, device="meta")
         loss_dtype = torch.promote_types(self._hidden.dtype, torch.float32)  # torch 2.11 checks it
         loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
-        make = partial(ReducingStage, reduction) if reduction else NamedStage
-        return make(
+        return reduction.pipeline_stage(
             module,
             number,
             self._n_stages,

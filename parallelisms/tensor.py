@@ -6,7 +6,6 @@ embedding and head hold rows of it, and the loss is computed on each rank's rows
 """
 
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from configs.plan import plan_of
+from configs.plan import PARAMETER_ROLES, TENSOR_PARALLEL_DIM, plan_of
 from parallelisms.ties import ties_kept
 
 SEQUENCE = Shard(1)
@@ -107,27 +106,20 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "head": _Head,
     "parts": _Parts,
 }
-_PARTS: dict[str, int | None] = {"part_column": -2, "part_row": -1, "part_whole": None}
-"""The dimension along which a parameter inside a module of role "parts" is sharded; None: copied."""
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the modules that the plan names over the single axis of `mesh`.
 
     Raises:
-        ValueError: a pattern of the plan matches no module.
+        AttributeError: the plan names a module or parameter that the model does not have.
     """
-    names = [name for name, _ in [*model.named_modules(), *model.named_parameters()]]
     with ties_kept(model):
-        for pattern, role in plan_of(model).tensor_parallel.items():
-            matches = [name for name in names if fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")]
-            if not matches:
-                raise ValueError(f"the tensor-parallel plan names {pattern!r}, which matches nothing in the model")
-            for name in matches:
-                if role in _PARTS:
-                    _cut_parameter(model, name, mesh, _PARTS[role])
-                else:
-                    parallelize_module(model.get_submodule(name), mesh, _STYLES[role]())
+        for name, role in plan_of(model).tensor_parallel.items():
+            if role in PARAMETER_ROLES:
+                _cut_parameter(model, name, mesh, TENSOR_PARALLEL_DIM.get(role))
+            else:
+                parallelize_module(model.get_submodule(name), mesh, _STYLES[role]())
 
 
 def _cut_parameter(model: nn.Module, name: str, mesh: DeviceMesh, dim: int | None) -> None:
@@ -140,10 +132,15 @@ def _cut_parameter(model: nn.Module, name: str, mesh: DeviceMesh, dim: int | Non
     whole = owner.get_parameter(attribute)
     placement = Replicate() if dim is None else Shard(dim % whole.ndim)
     setattr(owner, attribute, nn.Parameter(distribute_tensor(whole, mesh, [placement])))
-    is_linear = isinstance(model.get_submodule(owner_name), nn.Linear)
-    if is_linear:
-        owner.forward = lambda x: F.linear(x, owner.weight.to_local())
-    elif dim is None:
-        owner.local = lambda parameter: parameter.to_local(grad_placements=[Partial()])
+    grad_placements = None if dim is not None else [Partial()]
+
+    def local(parameter: Any) -> Tensor:
+        return parameter.to_local(grad_placements=grad_placements)
+
+    kind = type(model.get_submodule(owner_name))
+    if issubclass(kind, nn.Linear):
+        owner.forward = lambda x: F.linear(x, local(owner.weight))
+    elif issubclass(kind, nn.RMSNorm):
+        owner.forward = lambda x: F.rms_norm(x, owner.normalized_shape, local(owner.weight), owner.eps)
     else:
-        owner.local = lambda parameter: parameter.to_local()
+        owner.local = local

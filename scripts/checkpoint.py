@@ -22,9 +22,9 @@ if not __package__:  # run as a file
 from checkpoint import manifest as manifests
 from checkpoint.find import find_checkpoint
 from checkpoint.folder import to_be_pruned
-from checkpoint.lock import lock
+from checkpoint.lock import BeingRead, lock
 from checkpoint.manifest import MANIFEST_NAME, Manifest, Origin, read_manifest, step_folder, steps_in
-from checkpoint.pin import Pinned, remove
+from checkpoint.storage import FolderStorage
 from configs.errors import KeelError, UserError, files_that_fail
 from configs.files import whole
 from configs.layout import named_axes
@@ -156,8 +156,8 @@ def prune(options: argparse.Namespace, console: Console) -> int:
     for folder in doomed:
         try:
             if not options.dry_run:
-                remove(folder)
-        except Pinned as error:
+                FolderStorage().remove(folder)
+        except BeingRead as error:
             console.warning(str(error))
             continue
         except OSError as error:

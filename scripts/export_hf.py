@@ -74,7 +74,7 @@ def _export_optimizer(checkpoint: Path, options: argparse.Namespace, console: Co
 def _tokenizer(checkpoint: Path, wanted: str | None) -> "TokenizerFiles":
     """Find the tokenizer of the command line, or of the job that wrote the checkpoint."""
     from checkpoint.export.hf import TokenizerFiles
-    from trainer.data.hf_tokenizer import tokenizer_files
+    from scripts.export.hf_tokenizer import tokenizer_files
 
     path = wanted or tokenizer_of(checkpoint)
     if path == "none":

@@ -1,8 +1,8 @@
 """Import a Hugging Face model as a checkpoint to continue training: scripts/import_hf.py SOURCE OUTPUT
 
-SOURCE is a folder with config.json and safetensors files of a Llama 2 or 3.x, or a Mixtral. OUTPUT gets the weights,
-the tokenizer and model.toml, a base for job files. A job starts from them with `checkpoint.init_from = "OUTPUT"`, on
-any mesh.
+SOURCE is a folder with config.json and safetensors files of a Llama 2 or 3.x, a Qwen3 or a Mixtral. OUTPUT gets the
+weights, the tokenizer and model.toml, a base for job files. A job starts from them with
+`checkpoint.init_from = "OUTPUT"`, on any mesh.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             what = f"it has no {HF_CONFIG_NAME}" if options.source.is_dir() else "no such folder"
             raise UserError(f"{whole(options.source)} is not a Hugging Face model folder: {what}")
         from checkpoint.export.hf import MODEL_TOML, import_hf
-        from trainer.data.hf_tokenizer import find_tokenizer
+        from scripts.export.hf_tokenizer import find_tokenizer
 
         tokenizer = find_tokenizer(options.source)
         with console.progress(f"Importing to {options.output}", in_bytes=True) as report:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from checkpoint.manager import CheckpointManager
+from checkpoint.reader import Description, Log
 from configs.layout import mesh_sizes
 from configs.load import load
 from configs.schema import Checkpoint, Config
@@ -143,7 +144,7 @@ def _moved(learner: Learner, config: Config, detour: Detour) -> Learner:
     """Save a learner's state by a checkpoint, and load it into a new learner, perhaps on another mesh."""
     manager = _checkpoints(detour.folder)
     manager.resume(learner.state())
-    manager.begin_line()
+    manager.begin_lineage()
     manager.save(detour.move_at, learner.state(), {"tokens": 0})
     manager.close()
     learner = _learner(config)
@@ -155,10 +156,7 @@ def _moved(learner: Learner, config: Config, detour: Detour) -> Learner:
 
 
 def _checkpoints(folder: str) -> CheckpointManager:
-    def ignore(_line: str) -> None:
-        """Print nothing."""
-
-    return CheckpointManager(Path(folder), Checkpoint(), {}, {}, lambda _old, _new: [], False, ignore, ignore)
+    return CheckpointManager(Path(folder), Checkpoint(), Description({}, {}), Log())
 
 
 def _of_all_stages(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

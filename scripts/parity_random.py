@@ -105,6 +105,7 @@ def draw(seed: int, number: int) -> Draw:
         moved = machine
     if "mesh.pp" not in machine | (moved if move_at else {}):  # only stages need many layers, which cost time
         run["model.n_layers"] = min(int(str(run["model.n_layers"])), 3)
+    run |= _some(dice, 0.3, {"model.qk_norm": "head"})  # last, so that the draws of a seed are as before it existed
     return Draw(ranks, run | machine, evaluate_at, move_at, moved if move_at else {})
 
 
@@ -178,8 +179,7 @@ def _optimizer(dice: random.Random, is_exact: bool, may_be_muon: bool) -> Keys:
     keys: Keys = {"optimizer.lr": dice.choice((1e-3, 1e-2))}
     if may_be_muon and dice.random() < 0.6:
         keys |= {"optimizer.name": "muon"}
-        keys |= _some(dice, 0.3, {"optimizer.momentum": 0.8, "optimizer.muon_lr_adjustment": "original"})
-        keys |= _some(dice, 0.3, {"optimizer.newton_schulz_steps": 3})
+        keys |= _some(dice, 0.3, {"optimizer.momentum": 0.8})
     elif dice.random() < 0.15:
         keys |= {"optimizer.name": "lion"}
     else:

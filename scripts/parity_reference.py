@@ -213,9 +213,7 @@ def _plain_optimizers(job: Config, parameters: dict[str, torch.nn.Parameter]) ->
     optimizers: list[torch.optim.Optimizer] = []
     if config.name == "muon":
         muons = [{"params": [p], **_group_settings(config, n, p)} for n, p in parameters.items() if is_muons[n]]
-        steps = config.newton_schulz_steps
-        adjustment = config.muon_lr_adjustment
-        optimizers = [torch.optim.Muon(muons, momentum=config.momentum, ns_steps=steps, adjust_lr_fn=adjustment)]
+        optimizers = [torch.optim.Muon(muons, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")]
     betas = (config.betas[0], config.betas[1])
     if config.moments_dtype == "bfloat16":
         names: dict[Tensor, str] = {p: name for name, p in parameters.items()}

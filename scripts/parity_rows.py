@@ -141,6 +141,7 @@ def table() -> Iterator[Row]:
     yield from moments_rows()
     yield from lion_rows()
     yield from float8_rows()
+    yield from qk_norm_rows()
 
 
 MOMENTS: dict[str, object] = {"optimizer.moments_dtype": "bfloat16"}
@@ -190,6 +191,25 @@ def lion_rows() -> Iterator[Row]:
         yield Row(f"Lion, {name}", ranks, words(_selective(sizes, 2, compiled=False)), words(run))
     experts = words(_selective({"dp_shard": 2, "ep": 2}, 2, compiled=False))
     yield Row("Lion, EP 2", 2, experts, words(run | MOE))
+
+
+def qk_norm_rows() -> Iterator[Row]:
+    """Norms of each head; a rank's gradient of their weights is one term of a sum over tensor-parallel ranks."""
+    run: dict[str, object] = {"model.qk_norm": "head"}
+    muon: dict[str, object] = {"optimizer.name": "muon", "fsdp.partition": "owner"}  # muon is refused without owners
+    meshes: dict[str, tuple[int, dict[str, Any], dict[str, object]]] = {  # ranks, axes, further overrides of the run
+        "1 process": (1, {}, {}),
+        "FSDP 2": (2, {"dp_shard": 2}, {}),
+        "TP 2": (2, {"tp": 2}, {}),
+        "FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}, {}),
+        "CP 2": (2, {"cp": 2}, {}),
+        "PP 2": (2, {"pp": 2}, {}),
+        "EP 2 x TP 2": (4, {"dp_shard": 2, "ep": 2, "tp": 2}, MOE),
+        "owner 2 x TP 2, Muon": (4, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, muon),
+    }
+    for (name, (ranks, sizes, more)), compiled in itertools.product(meshes.items(), (False, True)):
+        overrides = _selective(sizes, 2, compiled)
+        yield Row(f"qk_norm, {name}, {_how(compiled)}", ranks, words(overrides), words(run | more))
 
 
 def float8_rows() -> Iterator[Row]:
@@ -380,7 +400,7 @@ def expert_rows() -> Iterator[Row]:
 
     Of 8 ranks each has a sequence of its own, so that their global batch is twice as large.
     """
-    queues = {"comm.streams": "per_group", "comm.prefetch_forward": 2, "comm.prefetch_backward": 2}
+    queues = {"comm.streams": "per_group", "comm.prefetch": 2}
     meshes: dict[str, tuple[dict[str, Any], int]] = {  # sizes of the axes and other settings, ranks
         "EP 2": ({"dp_shard": 2, "ep": 2}, 2),
         "EP 4": ({"dp_shard": 4, "ep": 4}, 4),

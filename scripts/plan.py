@@ -32,9 +32,9 @@ def shard_bytes(config: Config, ranks: int) -> int:
     """Bytes of the parameters that rank 0 of `ranks` holds, after all parallelisms are applied."""
     import torch
 
+    from parallelisms.fake_ranks import fake_ranks
     from parallelisms.mesh import build_mesh
     from parallelisms.ranks import local_part
-    from trainer.planning.traffic import fake_ranks
     from trainer.step import build_stages
 
     with fake_ranks(ranks):

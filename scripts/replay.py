@@ -32,7 +32,7 @@ from trainer.lifecycle import StopRequest, install_signal_handlers
 from trainer.report.console import Console
 
 if TYPE_CHECKING:
-    from trainer.proof.replay import Plan, Verdict
+    from scripts.proof.replay import Plan, Verdict
 
 _RANK_OF = "KEEL_REPLAY"
 """Environment variable of a replay's ranks: its folder."""
@@ -87,7 +87,7 @@ def replay(
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="keel-replay-") as temporary:
             return replay(run, step, console, ranks, words, Path(temporary))
-    from trainer.proof.replay import judge, plan
+    from scripts.proof.replay import judge, plan
 
     folder.mkdir(parents=True, exist_ok=True)
     planned = plan(run, step, folder)
@@ -112,7 +112,7 @@ def random_steps(run: Path, n: int, seed: int | None) -> list[int]:
     """
     require_run(run)  # a wrong path costs no import of torch
     from checkpoint.manifest import steps_in
-    from trainer.proof.record import recorded_steps
+    from scripts.proof.recorded import recorded_steps
 
     recorded = recorded_steps(run)
     begin = 0 if 1 in recorded else min(steps_in(run / "checkpoints"), default=max(recorded, default=0))
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _compute(plan: "Plan", ranks: int, words: Sequence[str], folder: Path) -> None:
     """Compute the steps on ranks of their own."""
-    from trainer.proof.replay import JOB_NAME
+    from scripts.proof.replay import JOB_NAME
 
     job = str(folder / JOB_NAME)
     words = [*plan.words(folder / "run"), *words]
@@ -167,7 +167,7 @@ def compute(folder: Path, ranks: int, stop: StopRequest) -> int:
     """Compute, as one of the ranks, the steps that `replay` has left a task for; returns the exit code."""
     task = json.loads((folder / _TASK).read_text())
     job = load(task["job"], task["words"], ranks)
-    from trainer.proof.replay import Replayer, reporting_to_nobody
+    from scripts.proof.replay import Replayer, reporting_to_nobody
     from trainer.run import run
 
     return run(reporting_to_nobody(job), stop, partial(Replayer, task["first_sample"]))

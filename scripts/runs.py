@@ -24,8 +24,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint.incarnation import FOLDER, newest_number
-from checkpoint.lock import FolderInUse, lock
-from checkpoint.pin import Pinned
+from checkpoint.lock import BeingRead, FolderInUse, lock
 from configs.errors import UserError
 from configs.files import whole
 from scripts.command import end, parser_of, run_command
@@ -224,7 +223,7 @@ def _remove(run: Path, found: Sequence[Doomed], is_whole: bool, console: Console
     for each in found:
         try:
             remove_one(each.path)
-        except Pinned as error:
+        except BeingRead as error:
             console.warning(str(error))
         except OSError as error:
             raise UserError(f"{each.path} can't be removed: {error.strerror}") from None

@@ -26,7 +26,7 @@ from trainer.report.console import Console
 from trainer.report.units import count
 
 if TYPE_CHECKING:
-    from trainer.sampling.load import Trained
+    from scripts.sampling.load import Trained
 
 SEPARATOR = "\n---\n"
 """Line between two texts."""
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         find_model(options.model, options.step)  # a wrong path costs no import of torch
         require_file(options.tokenizer, "--tokenizer")
         prompts = _prompts(options)
-        from trainer.sampling.load import load_trained
+        from scripts.sampling.load import load_trained
 
         trained = load_trained(options.model, options.step, options.device, options.dtype, options.tokenizer)
         n_parameters = sum(parameter.numel() for parameter in trained.model.parameters())
@@ -56,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _sample(trained: "Trained", prompts: list[str], options: argparse.Namespace, console: Console) -> None:
-    from trainer.sampling.cache import CachedModel
+    from scripts.sampling.cache import CachedModel
+    from scripts.sampling.generate import generate
     from trainer.sampling.draw import Distribution, generators
-    from trainer.sampling.generate import generate
     from trainer.sampling.text import prompt_tokens
 
     tokens = []
@@ -76,7 +76,8 @@ def _sample(trained: "Trained", prompts: list[str], options: argparse.Namespace,
                 f"{len(kept)}, so that there is room to continue"
             )
         tokens.append(kept)
-    distribution = Distribution(options.temperature, options.top_k, options.top_p)
+    n_tokens = trained.tokenizer.vocab_size
+    distribution = Distribution(options.temperature, options.top_k, options.top_p, n_tokens)
     randomness = generators(options.seed, len(prompts))
     model = CachedModel(trained.model, trained.device)
     texts = _Texts(trained, prompts, tokens)
@@ -108,7 +109,7 @@ class _Texts:
     """Prints texts in the order of their prompts, each as it grows: the first unfinished one; later ones wait."""
 
     def __init__(self, trained: "Trained", prompts: list[str], tokens: list[list[int]]) -> None:
-        from trainer.sampling.text import TextStream
+        from scripts.sampling.stream import TextStream
 
         self.tokens = [list(each) for each in tokens]
         """Tokens of each text, the prompt's included."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import slow
+from tests.cpu_time import pytest_runtest_call  # noqa: F401 - pytest finds it here
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No deadline, since a busy machine is no error. The same examples each time, so that whether a change may land does not
@@ -17,12 +17,6 @@ settings.register_profile("search", deadline=None, max_examples=1000)
 settings.load_profile("keel")
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the slow cases."""
-    slow.mark(items)
 
 
 @pytest.fixture(scope="session")

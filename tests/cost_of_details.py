@@ -44,10 +44,10 @@ def main() -> None:
                     learner.step(micro_batches, 1e-4).result()
                 else:
                     with measure.watching(step, micro_batches):
-                        learner.step(micro_batches, 1e-4, before_update=measure.look_at_gradients).result()
-                    found = measure.take()
-                    assert found is not None
-                    found.read()
+                        gradients = learner.gradients(micro_batches)
+                    queued = learner.judge(micro_batches, gradients, details=measure.numbers())
+                    learner.update(queued, 1e-4)
+                    measure.read(queued.result().details)
                 seconds[name].append(time.process_time() - began)
     median = {name: statistics.median(each[1:]) for name, each in seconds.items()}  # the first steps allocate
     threads, plain = torch.get_num_threads(), median["plain"]

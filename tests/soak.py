@@ -68,7 +68,7 @@ BUSY = (
     "--checkpoint.interval 20 --comm.order_guard_interval 10 --validation.interval 30 --validation.sequences 8"
     " --checkpoint.keep_last 3 --checkpoint.keep_every 200"
 )
-EXPORTS = "--checkpoint.export_every 40"
+COMMAND = """--checkpoint.after_save '[{name="copy", command="cp -r {checkpoint} {output}", every=40}]'"""
 EXPERTS = "--model.n_experts 4 --model.experts_per_token 2"
 RESTING_SHARE = 0.3
 """Of the samples of a launch at its beginning that count as warm-up."""
@@ -295,7 +295,7 @@ class Soak:
             if not run.problems:
                 self._compare(run, folder, to_the_end=ends[0] == ends[1] > 0)
         for path in (folder, folder.with_name(f"{folder.name}-undisturbed")):
-            unfinished = [p.name for name in ("checkpoints", "exports") for p in (path / name).glob("*.tmp")]
+            unfinished = [p.name for name in ("checkpoints", "after_save/copy") for p in (path / name).glob("*.tmp")]
             if not run.problems and unfinished and path.exists() and status(path).get("state") == "done":
                 run.problems.append(f"{path.name}: unfinished {unfinished}")
         if left := left_behind(self.server.temporary):
@@ -471,7 +471,7 @@ def runs(steps: int, pattern: str) -> Iterator[Run]:
                 words = f"{BUSY} {FLOAT64} {CALM}"
                 yield Run("changing meshes", moving, words, min(steps, MOVING_STEPS), 20)
             busy = number % 2 == 1
-            words = f"{BUSY} {EXPORTS}" if busy else ""
+            words = f"{BUSY} {COMMAND}" if busy else ""
             yield Run(f"{mesh.name}{', busy' if busy else ''}", (mesh,), words, steps, 20 if busy else 500)
             number += 1
         number += len(meshes) % 2 == 0  # so that a mesh is busy in every second round

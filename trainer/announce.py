@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpoint.room import free_memory
+from checkpoint.staging import free_memory
 from configs.checks.idle import without_effect
 from configs.elastic import Choice, describe
 from configs.schema import Config
 from configs.secret import SECRET
 from models import build_model
 from parallelisms.mesh import Mesh
+from parallelisms.sums import sums_of
 from trainer.guards.environment import device_name, threads
 from trainer.lifecycle import State, write_status
 from trainer.opening import Opened
@@ -48,14 +49,14 @@ def say_hello(job: Opened, console: Console) -> None:
     mesh = job.mesh
     data = [f"{source.name}: {source.kind} {source.path or ''}".rstrip() for source in config.data.sources]
     name = device_name(mesh.device)
-    rows = startup_rows(config, mesh.sizes, name, job.peak, data, config.job.folder, job.progress.first_step)
+    rows = startup_rows(config, mesh.sizes, name, job.peak, data, config.job.folder, job.progress.first_step, mesh)
     rows.insert(2, ("attention", job.attention))
     further = (("8 bits", job.float8), ("communication", job.communication))
     rows[3:3] = [row for row in further if row[1]]
     console.table(f"Keel trains {config.job.name}", rows)
     if job.choice:
         console.line(_where(config, job.choice))
-    if config.training.reduction == "exact":
+    if not sums_of(config.training).mesh_changes_bits:
         console.line(_what_decides_bits(config, mesh))
     if job.recomputation:
         console.line(str(job.recomputation))
@@ -67,7 +68,7 @@ def say_hello(job: Opened, console: Console) -> None:
         console.table("What a checkpointed block keeps for its backward pass", _activation_rows(config, mesh.device))
     if config.compile.enable:
         console.line("torch.compile compiles in the first steps, which may take minutes")
-    warn_if_too_large(config, mesh.device, console)
+    warn_if_too_large(config, mesh.device, console, mesh)
 
 
 def note_on_secret(environment: Mapping[str, str]) -> str:
@@ -92,7 +93,7 @@ def _what_decides_bits(config: Config, mesh: Mesh) -> str:
     return f"exact: another dp_replicate, dp_shard, pp, zero_stage changes no bit; these would: {', '.join(fixed)}"
 
 
-def warn_if_too_large(config: Config, device: torch.device, console: Console) -> None:
+def warn_if_too_large(config: Config, device: torch.device, console: Console, mesh: Mesh | None = None) -> None:
     """Warn that a GPU, this host or the disk has too little room; not an error, as it may get more."""
     if dist.get_rank() > 0:
         return
@@ -102,15 +103,15 @@ def warn_if_too_large(config: Config, device: torch.device, console: Console) ->
     free = shutil.disk_usage(where).free
     if needed > free:
         console.warning(
-            f"a checkpoint takes {needed:,} bytes, and {where} has {free:,} free: saves will fail "
-            "(checkpoint.max_save_failures). Make room, or set job.output_dir to another disk"
+            f"a checkpoint takes {needed:,} bytes, and {where} has {free:,} free: saves will fail. Make room, or set "
+            "job.output_dir to another disk"
         )
     ranks = dist.get_world_size()
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    problems = [host_does_not_fit(config, ranks, ranks_here, device.type, free_memory())]
+    problems = [host_does_not_fit(config, ranks, ranks_here, device.type, free_memory(), mesh)]
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)  # without CUDA's own memory, which this process holds by now
-        problems.append(does_not_fit(config, ranks, free + CONTEXT_BYTES))
+        problems.append(does_not_fit(config, ranks, free + CONTEXT_BYTES, mesh))
     for problem in filter(None, problems):
         console.warning(problem)
 
@@ -134,15 +135,16 @@ def say_goodbye(trainer: Trainer, state: State) -> None:
     console = trainer.console
     step = trainer.run.step
     memory = trainer.memory()
-    if trainer.rank > 0:
+    if dist.get_rank() > 0:
         return
+    folder = config.job.folder
     newest = trainer.checkpoints.newest
-    reason = trainer.stop.reason or "a signal to another rank"
+    reason = trainer.runtime.stop.reason or "a signal to another rank"
     console.table(
         closing_title(state, step, reason),
-        closing_rows(config, trainer.folder, trainer.ledger.seconds(), trainer.progress.ends, memory, newest),
+        closing_rows(config, folder, trainer.runtime.ledger.seconds(), trainer.progress.ends, memory, newest),
     )
     console.commands("What to try next", next_rows(config, state))
     said = "" if state == "done" else reason
-    write = partial(write_status, trainer.folder, state, step, said, checkpoint=str(newest))
-    console.outages.insist(trainer.folder / "status.json", write)
+    write = partial(write_status, folder, state, step, said, checkpoint=str(newest))
+    console.outages.insist(folder / "status.json", write)

@@ -47,30 +47,6 @@ class StepDetails:
     """Estimate of |G|^2."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A step's measurements, still on the device."""
-
-    _layers: tuple[str, ...]
-    _streams: tuple[str, ...]
-    _sizes: tuple[int, int]
-    """Sequences of the small batch and of the global batch."""
-    _numbers: Tensor
-    """Float64: squared gradient norm by layer, mean square by stream, squared norm of the small batch's gradient."""
-
-    def read(self) -> StepDetails:
-        """Wait for the device, and return the numbers."""
-        *numbers, small = self._numbers.tolist()
-        squares = numbers[: len(self._layers)]
-        means = numbers[len(self._layers) :]
-        noise = noise_scale(small, sum(squares), *self._sizes) if not math.isnan(small) else (None, None, None)
-        return StepDetails(
-            {layer: _finite(math.sqrt(square)) for layer, square in zip(self._layers, squares, strict=True)},
-            {stream: _finite(math.sqrt(mean)) for stream, mean in zip(self._streams, means, strict=True)},
-            *map(_finite, noise),
-        )
-
-
 def noise_scale(small_square: float, large_square: float, small: int, large: int) -> tuple[float | None, float, float]:
     """The noise scale in sequences, and the estimates of tr(S) and |G|^2, from the squared norms of two gradients.
 
@@ -93,9 +69,8 @@ class Details:
         self._interval = config.metrics.details_interval
         self._learner = learner
         self._batch = config.training.global_batch_size
-        self._measured: Measured | None = None
         self._small: Tensor | None = None
-        self._is_watching = False
+        """Squared norm of the small batch's gradient in the present step; None if the step is not measured."""
         if not self._interval:
             return
         model = skeleton(config.model)
@@ -110,40 +85,45 @@ class Details:
 
     @contextmanager
     def watching(self, step: int, micro_batches: list[MicroBatch]) -> Iterator[None]:
-        """Measure step number `step`, which runs inside this context, if it is due."""
-        self._measured = None
+        """Measure the passes of step number `step`, which run inside this context, if it is due."""
+        self._small = None
         if not self.is_due(step):
             yield
             return
         self._small = self._square_of_small_batch(micro_batches)
-        self._is_watching = True
-        try:
-            with self._activations.watching():
-                yield
-        finally:
-            self._is_watching = False
+        with self._activations.watching():
+            yield
 
     def is_due(self, step: int) -> bool:
         """Whether step number `step` is measured."""
         return self._interval > 0 and step % self._interval == 0
 
-    def begin_again(self) -> None:
-        """Forget the passes so far: the step's are computed again."""
-        if self._is_watching:
-            self._activations.clear()
+    def numbers(self) -> Tensor | None:
+        """The measurements of the step whose passes were watched last, and whose gradients are not clipped yet.
 
-    def look_at_gradients(self) -> None:
-        """Measure the gradients, which the step has just summed; call it before they are clipped."""
-        if not self._is_watching:
-            return
-        assert self._small is not None
-        squares = squared_grad_norms(self._learner.parameters, self._layers, self._learner.mesh)
-        numbers = torch.cat((squares, self._activations.mean_squares(), self._small[None]))
-        self._measured = Measured(self._layers, self._streams, (self._n_small, self._batch), numbers)
+        Returns:
+            On the device, float64: squared gradient norm by layer, mean square by stream, squared norm of the small
+            batch's gradient. None if the step is not measured.
+        """
+        if self._small is None:
+            return None
+        with self._learner.guard.watch():
+            squares = squared_grad_norms(self._learner.parameters, self._layers, self._learner.mesh)
+            return torch.cat((squares, self._activations.mean_squares(), self._small[None]))
 
-    def take(self) -> Measured | None:
-        """The measurements of the step that has just run; None if it was not due."""
-        return self._measured
+    def read(self, numbers: Tensor) -> StepDetails:
+        """What `numbers` has returned, in words; it is in the host's memory by now."""
+        *squares_and_means, small = numbers.tolist()
+        squares = squares_and_means[: len(self._layers)]
+        means = squares_and_means[len(self._layers) :]
+        noise: tuple[float | None, ...] = (None, None, None)
+        if not math.isnan(small):
+            noise = noise_scale(small, sum(squares), self._n_small, self._batch)
+        return StepDetails(
+            {layer: _finite(math.sqrt(square)) for layer, square in zip(self._layers, squares, strict=True)},
+            {stream: _finite(math.sqrt(mean)) for stream, mean in zip(self._streams, means, strict=True)},
+            *map(_finite, noise),
+        )
 
     def _square_of_small_batch(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Squared norm of the gradient of the global batch's first sequences, a scalar; NaN if it is not measured."""

@@ -9,8 +9,7 @@ from functools import cache
 from torch.distributed import Store
 
 from checkpoint.incarnation import FOLDER, Incarnation, claim
-from checkpoint.lock import lock
-from checkpoint.takeover import lock_or_take_over
+from checkpoint.lock import lock, lock_or_take_over
 from configs.elastic import describe
 from configs.errors import OutageError
 from configs.load import LoadedConfig

@@ -12,6 +12,7 @@ import torch._inductor.config as inductor_config
 
 from configs.errors import UserError
 from configs.schema import Training
+from parallelisms.sums import sums_of
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # from NVIDIA's cuBLAS documentation, "Results reproducibility"
@@ -27,7 +28,7 @@ def set_numerics(training: Training, device_type: str) -> None:
     """
     if device_type != "cuda":
         return
-    if training.reduction == "exact" and not training.deterministic:
+    if not (sums_of(training).mesh_changes_bits or training.deterministic):
         raise UserError(
             'training.reduction = "exact" fixes the order of sums over ranks and micro-batches, but the kernels of a '
             "GPU may add in any order; also set training.deterministic = true"

@@ -20,7 +20,6 @@ from trainer.data.text.listing import examine, list_files
 from trainer.data.text.prepare import prepare
 from trainer.data.text.prepared_folder import described
 from trainer.data.tokenizer import train_sentencepiece
-from trainer.evaluation.tasks import find_tasks
 from trainer.lifecycle import EXIT_PREEMPTED, StopRequest
 from trainer.report.console import Console
 from trainer.report.sinks.choose import choose_sinks
@@ -40,12 +39,10 @@ def require_inputs(job: LoadedConfig) -> None:
     Raises:
         ConfigError: the checkpoint that checkpoint.load names does not exist.
         UserError: a tokenizer, data or checkpoint.init_from is missing, a checkpoint cannot be read, or [metrics] asks
-            for a package or a class that is not there, or [evaluation] for a task.
+            for a package or a class that is not there.
     """
     config = job.config
     choose_sinks(config.metrics, config.job.folder)
-    if config.evaluation.interval:
-        find_tasks(config.evaluation)
     choice = _choice(config)
     if missing := missing_paths(job):
         raise UserError("\n".join(missing))

@@ -22,6 +22,10 @@ class Progress:
         """Steps completed before this launch."""
         self.last_was_finite = True
         """Whether the last step had a finite loss and gradient norm."""
+        self.is_stopping = False
+        """Whether a rank was told to stop, as far as all ranks know."""
+        self.compared_step: int | None = None
+        """The step after which replicas were last compared."""
         self.ends: tuple[float, float] | None = None
         """The first and the last loss of this launch; None before a step."""
         self._unlogged: list[dict[str, Any]] = []
@@ -65,6 +69,7 @@ class Progress:
         spike = self.run.step + 1
         limit = self.loss_limit
         self.run = replace(to, incidents=self.run.incidents)
+        self.compared_step = None
         self.record("rewind", spike_step=spike, to_step=to.step, loss=loss, limit=limit, samples=samples)
         # metrics.jsonl is cut back as well, with the incidents on its lines.
         self._unlogged = self.run.incidents[len(to.incidents) :]

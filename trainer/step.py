@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,50 +21,32 @@ from models.documents import Documents
 from parallelisms.attention.context import shard_batch
 from parallelisms.compile import compiler_options
 from parallelisms.compute_copies import ComputeCopies, computes_with_copies, keeps_copies
-from parallelisms.exact_numbers import exact_grad_norm, exact_loss_sum
-from parallelisms.exact_reduction import ExactReduction
 from parallelisms.float8 import gather_in_8_bits
 from parallelisms.fsdp import freeze
-from parallelisms.grad_norm import grad_norm
 from parallelisms.guards.fingerprint import GradientFingerprint, fingerprint_of
 from parallelisms.guards.order_guard import OrderGuard
-from parallelisms.guards.replicas import Copy, copies_on
+from parallelisms.guards.replicas import Replica, replicas_on
 from parallelisms.init import materialize
 from parallelisms.load_balance import LoadBalance
 from parallelisms.mesh import Mesh, groups_of_axes
-from parallelisms.owner_partition import OwnerPartition
 from parallelisms.parallelize import parallelize
 from parallelisms.passes import Call, OneByOne, Passes
 from parallelisms.pipeline import Pipeline
 from parallelisms.ranges import named_range
 from parallelisms.streams import queue_gathers
-from parallelisms.symmetric_memory import set_fsdp_buffers
+from parallelisms.sums import Sums, sums_of
 from trainer.data.loader import IGNORED, MicroBatch
-from trainer.guards.verdict import Verdict, judge
+from trainer.guards.verdict import QueuedStep, judge
 from trainer.loss import CrossEntropy
 from trainer.optimizers.build import (
-    TrainingOptimizer,
     build_optimizer,
     frozen_until,
     optimizer_state,
     saved_weights,
-    set_lr,
+    skips_on_device,
 )
+from trainer.optimizers.training import OwnerOptimizer, TrainingOptimizer
 from trainer.planning.least_recomputation import chosen, least_recomputation
-from trainer.update import Update, build_update
-
-
-class Terms(NamedTuple):
-    """The conditions of a step's verdict besides its own numbers."""
-
-    loss_limit: float = math.inf
-    """A loss above it is a spike, which updates nothing."""
-    is_stopping: bool = False
-    """Whether this rank was told to stop."""
-    gradients_are_lost: bool = False
-    """Whether the gradients must be computed again, because others were computed in between."""
-    step: int = 0
-    """The step's number, which chooses the gradients that its fingerprint samples."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +60,7 @@ class Learner:
     parameters: dict[str, nn.Parameter]
     """Parameters of these stages by name, each the rank's shard or whole; what the optimizer updates."""
     passes: Passes
+    sums: Sums
     optimizer: TrainingOptimizer
     loss: CrossEntropy
     load_balance: LoadBalance
@@ -86,7 +69,6 @@ class Learner:
     """Returned by `optimizer.frozen_until`."""
     fingerprint: GradientFingerprint | None
     """Takes the fingerprints that `metrics.fingerprint` records; None: no fingerprints."""
-    update: Update
 
     def freeze(self, step: int) -> None:
         """Freeze the parameters that the next step, after `step` steps, does not train; unfreeze the others."""
@@ -98,64 +80,76 @@ class Learner:
         """Names of the whole model's parameters that are frozen in the next step after `step` steps."""
         return frozenset(name for name, until in self.frozen_until.items() if step < until)
 
-    def step(
-        self,
-        micro_batches: list[MicroBatch],
-        lr: float,
-        terms: Callable[[], Terms] = lambda: Terms(),
-        before_update: Callable[[], None] = lambda: None,
-    ) -> Verdict:
-        """Update the model with this rank's share of a global batch; all ranks must call it.
+    def step(self, micro_batches: list[MicroBatch], lr: float) -> QueuedStep:
+        """Queue a whole step: gradients, verdict and update, between which a trainer does other work."""
+        step = self.judge(micro_batches, self.gradients(micro_batches))
+        self.update(step, lr)
+        return step
 
-        On a GPU this queues the work, and does not wait for it.
+    def gradients(self, micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
+        """Add a global batch's gradients to the parameters; all ranks must call it.
+
+        On a GPU this queues the work, and does not wait for it; the same is true of `judge` and `update`.
 
         Args:
             micro_batches: this rank's share.
-            lr: learning rate.
-            terms: called when the forward and backward passes are queued, for what the verdict depends on.
-            before_update: called just before the update; until then, `state` is the last step's.
 
-        Raises:
-            UserError: the ranks issued different collectives, or in a different order; nothing was updated.
+        Returns:
+            The batch's loss (float64) and the norm of its gradients, scalars.
         """
         with self.guard.watch():
-            loss, norm = self.gradients(micro_batches)
-            agreed = terms()
-            if agreed.gradients_are_lost:
-                loss, norm = self.gradients(micro_batches)
-            sums = [self.fingerprint.sums(agreed.step)] if self.fingerprint else []
-            verdict = judge(self.mesh, loss, norm, agreed.loss_limit, agreed.is_stopping, *sums)
+            parts = self.own_part(micro_batches)
+            # The number of valid targets in the global batch, by which every micro-batch's loss is divided.
+            valid_tokens = self._valid_tokens(parts)
+            losses = self.passes.train([self.call(part, self.loss) for part in parts], 1.0 / valid_tokens)
+            # The sum over all shards of the gradients.
+            norm = self.grad_norm()
+            # The sum over all ranks and micro-batches.
+            loss = self.sums.loss_sum(losses, self.config.training.compute_dtype, self.mesh)
+            return loss / valid_tokens, norm
+
+    def judge(
+        self,
+        micro_batches: list[MicroBatch],
+        gradients: tuple[Tensor, Tensor],
+        loss_limit: float = math.inf,
+        is_stopping: bool = False,
+        number: int = 0,
+        details: Tensor | None = None,
+    ) -> QueuedStep:
+        """Let all ranks agree whether a step's gradients may update the model; all ranks must call it.
+
+        Args:
+            micro_batches: this rank's share of the step.
+            gradients: returned by `gradients`.
+            loss_limit: a loss above it is a spike, which updates nothing.
+            is_stopping: whether this rank was told to stop.
+            number: the step's, which chooses the gradients that its fingerprint samples.
+            details: measurements that come with the result.
+
+        Raises:
+            UserError: the ranks issued different collectives, or in a different order.
+        """
+        with self.guard.watch():
+            sums = self.fingerprint.sums(number) if self.fingerprint else None
+            step = judge(self.mesh, micro_batches, gradients, loss_limit, is_stopping, sums, details)
             self.guard.compare()
-            before_update()
-            set_lr(self.optimizer, lr)
-            with named_range("update"):
-                self.update(verdict)
-            self.finish(verdict.skip)
-            return verdict
+            return step
+
+    def update(self, step: QueuedStep, lr: float) -> None:
+        """Update the model by a step's gradients, unless the verdict is to skip it; all ranks must call it.
+
+        Until then, `state` is the last step's.
+        """
+        with self.guard.watch(), named_range("update"):
+            self.optimizer.update(step, lr)
+        self.guard.finish_step()
+        self.finish(step.skip)
 
     def finish(self, skip: Tensor) -> None:
         """Free the gradients and the other leftovers of a step, which changed nothing if `skip` is 1."""
         self.optimizer.zero_grad(set_to_none=True)
         self.load_balance.finish_step(skip)
-
-    def gradients(self, micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
-        """Add a global batch's gradients to the parameters; returns its loss (float64) and their norm, scalars."""
-        micro_batches = self.own_part(micro_batches)
-        valid_tokens = self._valid_tokens(micro_batches)
-        losses = self.passes.train([self.call(batch, self.loss) for batch in micro_batches], 1.0 / valid_tokens)
-        norm = self.grad_norm()
-        return self._sum_losses(losses) / valid_tokens, norm
-
-    def _sum_losses(self, losses: Tensor) -> Tensor:
-        """The sum over the global batch of the losses of this rank's micro-batches, (micro-batches,) float64."""
-        if self.config.training.reduction == "fast":
-            total = torch.zeros_like(losses[0])
-            for loss in losses:
-                total += loss
-            return self.mesh.sum_over_tokens(total)
-        if self.config.training.compute_dtype != "float64":
-            losses = losses.float().double()  # a pipeline has multiplied and divided them
-        return exact_loss_sum(losses, self.mesh)
 
     def evaluate(self, micro_batches: list[MicroBatch], token_bytes: Tensor | None) -> Tensor:
         """Evaluate this rank's share: (sum of cross-entropy, valid tokens, their bytes of text), float64, (3,).
@@ -179,22 +173,22 @@ class Learner:
         biases = {f"model.{name}": bias for name, bias in self.load_balance.state().items()}
         return model | biases | optimizer_state(self.optimizer, self.parameters)
 
-    def copies(self) -> list[Copy]:
+    def replicas(self) -> list[Replica]:
         """This rank's replicas of tensors that other ranks hold as well; call it each time, like `state`."""
         self.finish_update()
         state = self.state()
         if self.config.fsdp.partition == "rows":
-            return copies_on(state, self.mesh)
+            return replicas_on(state, self.mesh)
         # If parameters are broadcast rounded, `state` has the owner's master copy under their names.
         parameters = {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         masters = {f"master.{name}": state[name] for name in parameters.keys() & state.keys()}
         owned = {*masters, *(name for name in state if name.startswith("optimizer."))}
-        return copies_on(state | parameters | masters, self.mesh, owned)
+        return replicas_on(state | parameters | masters, self.mesh, owned)
 
     def was_loaded(self) -> None:
         """Send what was loaded into `state` to all ranks that need it; all ranks must call it."""
         self.optimizer.owned_were_loaded()
-        self.update.refresh_copies()
+        self.optimizer.refresh_copies()
 
     def finish_update(self) -> None:
         """Wait for updated parameters still being sent; otherwise the next forward pass waits."""
@@ -217,8 +211,7 @@ class Learner:
 
     def grad_norm(self) -> Tensor:
         """The global norm of the gradients, a scalar; all ranks must call it."""
-        norm = exact_grad_norm if self.config.training.reduction == "exact" else grad_norm
-        return norm(self.parameters.values(), self.config.training.norm_type, self.mesh.pp.get_group())
+        return self.sums.grad_norm(self.parameters.values(), self.config.training.norm_type, self.mesh.pp.get_group())
 
     def _valid_tokens(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Number of valid target tokens in the global batch; a float64 scalar: exact, and every backend can sum it.
@@ -249,17 +242,18 @@ def build_stages(config: Config, mesh: Mesh) -> tuple[dict[int, nn.Module], list
 
 def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], model_names: Sequence[str]) -> Learner:
     """Make the learner from stages of `build_stages` whose parameters are in memory."""
-    is_exact = config.training.reduction == "exact"
-    reductions = {number: ExactReduction(stage) for number, stage in stages.items() if is_exact}
+    sums = sums_of(config.training)
+    reductions = {number: sums.reduction(stage) for number, stage in stages.items()}
     set_scales = gather_in_8_bits(stages.values(), config, mesh)
     queue_gathers(stages.values(), config.comm, mesh.device)
-    set_fsdp_buffers(stages.values(), config, mesh)
     optimizer = _optimizer(config, mesh, list(stages.values()), model_names)
+    optimizer.max_norm = config.training.max_norm
+    optimizer.skips_on_device = skips_on_device(config, mesh.device)
     passes: Passes
     if mesh.sizes.pp > 1:
         passes = Pipeline(stages, config, mesh, reductions, before=[optimizer.wait, *set_scales])
     else:
-        passes = OneByOne(stages[0], config, reductions.get(0))
+        passes = OneByOne(stages[0], config, reductions[0])
     parameters = {name: p for stage in stages.values() for name, p in stage.named_parameters()}
     learner = Learner(
         config=config,
@@ -267,6 +261,7 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
         stages=stages,
         parameters=parameters,
         passes=passes,
+        sums=sums,
         optimizer=optimizer,
         loss=CrossEntropy(
             z_loss_weight=config.training.z_loss_weight,
@@ -278,11 +273,9 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
         guard=OrderGuard(config.comm.order_guard_interval, groups_of_axes(mesh).values()),
         frozen_until=frozen_until(config.optimizer, model_names),
         fingerprint=fingerprint_of(stages.values(), model_names, mesh, config),
-        # Last, because copies take the parameters' places in the modules.
-        update=build_update(
-            config, mesh.device, optimizer, parameters.values(), _compute_copies(config, mesh, stages.values())
-        ),
     )
+    # Last, because copies take the parameters' places in the modules.
+    optimizer.copies = _compute_copies(config, mesh, stages.values())
     learner.freeze(step=0)
     return learner
 
@@ -299,21 +292,21 @@ def _optimizer(
     config: Config, mesh: Mesh, stages: Sequence[nn.Module], model_names: Sequence[str]
 ) -> TrainingOptimizer:
     """Build the optimizer for the parameters in `stages`; `model_names` lists all of the model's."""
-    is_exact = config.training.reduction == "exact"
+    sums = sums_of(config.training)
     seed = config.training.seed
     named_parameters = [named for stage in stages for named in stage.named_parameters()]
     if config.fsdp.partition == "rows":
-        return build_optimizer(config.optimizer, named_parameters, model_names=model_names, exact=is_exact, seed=seed)
+        return build_optimizer(config.optimizer, named_parameters, model_names=model_names, sums=sums, seed=seed)
     hidden = [name for stage in stages for name in hidden_matrices(stage)]
     dtype = config.fsdp.owner_broadcast_dtype
 
-    def assign_owners(groups: list[dict[str, Any]]) -> OwnerPartition:
-        partition = OwnerPartition(groups, mesh.tokens.get_group(), getattr(torch, dtype) if dtype else None)
+    def assign_owners(groups: list[dict[str, Any]]) -> OwnerOptimizer:
+        partition = OwnerOptimizer(groups, mesh.tokens.get_group(), getattr(torch, dtype) if dtype else None)
         for stage in stages:
             partition.overlap_forward(stage)
         return partition
 
-    return build_optimizer(config.optimizer, named_parameters, hidden, assign_owners, model_names, is_exact, seed)
+    return build_optimizer(config.optimizer, named_parameters, hidden, assign_owners, model_names, sums, seed)
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:

@@ -5,56 +5,42 @@
     state = trainer.train()         # "done", or "preempted" after a signal
 
 Each part knows one thing: the loader which samples come next, the learner how to compute a step, `Progress` how far the
-run has come, the checkpoint manager when and where to save, `Saver` what, the console what the user sees.
+run has come, the checkpoint manager when and where to save, `Saver` what, `Watch` where the time goes and whether a
+rank hangs, the console what the user sees.
+
+A step is queued on the device, and its result is read later: on a GPU when the next step's gradients are queued, so
+that the device always has work, elsewhere at once. All that depends on a result happens where it is read.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from configs.errors import mistakes_of_the_job
 from configs.load import LoadedConfig
-from parallelisms.guards.collective_waits import CollectiveWaits
-from parallelisms.mesh import groups_of_axes
 from parallelisms.ranges import named_range
-from trainer.by_products import ByProducts
+from trainer.commands import Commands
 from trainer.data.loader import MicroBatch
-from trainer.details import Details, Measured
-from trainer.guards.copies import see_that_copies_are_equal
-from trainer.guards.garbage import Garbage
-from trainer.guards.grace import Grace
-from trainer.guards.phases import Lag, Phase, PhaseClock
+from trainer.details import Details
+from trainer.guards.phases import Phase
+from trainer.guards.replicas import check_replicas
 from trainer.guards.skipped_steps import report_skip
 from trainer.guards.spikes import rewind_target
-from trainer.guards.verdict import StepResult, Verdict
+from trainer.guards.verdict import QueuedStep, StepResult
 from trainer.lifecycle import State
 from trainer.lr_schedule import learning_rate
 from trainer.opening import Opened, Runtime
 from trainer.proof.fingerprints import Fingerprints
+from trainer.report.console import Console
 from trainer.report.metrics import Kind, Memory, memory_counts, memory_of
-from trainer.report.profile import StepProfiler
 from trainer.report.step_records import StepRecords
 from trainer.report.wall_clock import describe_launch
 from trainer.saved_state import RunState
-from trainer.saving import Finished, Saver
-from trainer.step import Terms, build_learner
+from trainer.saving import Saver
+from trainer.step import build_learner
 from trainer.validation import ValidationResult
-
-# torch.compile compiles in the first step of a launch, and may compile again in the second.
-COMPILING_STEPS = 2
-
-
-@dataclass(frozen=True)
-class Pending:
-    """The last step, until its result is read."""
-
-    verdict: Verdict
-    lr: float
-    micro_batches: list[MicroBatch]
-    details: Measured | None
+from trainer.watch import Watch
 
 
 class Trainer:
@@ -73,43 +59,25 @@ class Trainer:
         """
         opened = Opened(runtime)
         before_build(opened)
-        config = opened.config
-        mesh = opened.mesh
-        self.config = config
-        self.folder = config.job.folder
-        self.mesh = mesh
-        self.peak = opened.peak
+        self.runtime = runtime
+        self.config = opened.config
         self.checkpoints = opened.checkpoints
         self.validation = opened.validation
-        self.device = runtime.device
-        self.console = runtime.console
-        self.stop = runtime.stop
-        self.ledger = runtime.ledger
-        self.watchdog = runtime.watchdog
-        self.rank = dist.get_rank()
-        self.learner = build_learner(config, mesh)
+        self.learner = build_learner(opened.config, opened.mesh)
         with mistakes_of_the_job():
             self._load(opened)
             self.progress = opened.progress
             self.loader = opened.loader
-            self.checkpoints.begin_line()
-            self.checkpoints.check_room(self.learner.state())
-            self._open_records(runtime.job)
-        self.saver = Saver(self.folder, self.checkpoints, self.learner, self.progress, self.fingerprints, self.console)
-        waits = CollectiveWaits(groups_of_axes(mesh).values(), self.device)
-        self.phases = PhaseClock(waits, config.fault.lag_ratio, mesh.sizes.pp > 1, COMPILING_STEPS)
-        self.details = Details(config, self.learner)
-        self.grace = Grace(self.stop, config.job.grace_seconds, self.console, self.device, config.job.timeout_seconds)
-        self.reads_late = self.device.type == "cuda" and config.fault.spikes.action != "rewind"
+            self.checkpoints.begin_lineage()
+            self.checkpoints.check_memory(self.learner.state())
+            self.watch = Watch(runtime, self.config, self.learner, self.run.step)
+            self._open_records(runtime.job, opened.peak)
+        self.details = Details(self.config, self.learner)
+        is_rewound = self.config.fault.spikes.action == "rewind"
+        self.reads_late = runtime.device.type == "cuda" and not is_rewound
         """Whether a step's result is read only when the next step's work is queued, so that the device never idles."""
-        self.pending: Pending | None = None
-        self.lag: Lag | None = None
-        """Lag in the last window of steps, until it is logged."""
-        self.is_stopping = False
-        """Whether a rank was told to stop, as far as all ranks know."""
-        self.compared_step: int | None = None
-        """Step after which replicas were last compared."""
-        self._save_is_due = False
+        self.last: QueuedStep | None = None
+        """The last step, until its result is read."""
 
     def _load(self, opened: Opened) -> None:
         """Load the checkpoint that was found, or the one to fall back to if its files turn out to be damaged."""
@@ -118,23 +86,30 @@ class Trainer:
         if saved != opened.found:
             opened.begin_at(saved)
 
-    def _open_records(self, job: LoadedConfig) -> None:
-        """Open what this launch writes into the run folder besides its checkpoints."""
+    def _open_records(self, job: LoadedConfig, peak: float | None) -> None:
+        """Open what this launch writes into the run folder."""
         config = self.config
-        console = self.console
-        incarnation = self.watchdog.incarnation
-        gradients = self.learner.fingerprint
-        axes = self.mesh.sizes.axes
-        self.fingerprints = Fingerprints(job, gradients, axes, self.device, console.outages)
-        launch = describe_launch(config, self.mesh, self.run.step, self.ledger, job.choice, incarnation)
-        self.records = StepRecords(config, console, self.ledger, self.peak, launch, self.fingerprints, incarnation)
+        ledger = self.runtime.ledger
+        watchdog = self.runtime.watchdog
+        incarnation = watchdog.incarnation
+        mesh = self.learner.mesh
+        fingerprints = Fingerprints(job, self.learner.fingerprint, mesh.sizes.axes, mesh.device, self.console.outages)
+        launch = describe_launch(config, mesh, self.run.step, ledger, job.choice, incarnation)
+        self.records = StepRecords(config, self.console, ledger, peak, launch, fingerprints, incarnation)
         committed = self.checkpoints.latest_step
         record = self.records.write_evaluation
-        self.by_products = ByProducts(config, console, self.stop, self.watchdog, committed, record)
-        self.by_products.open()
-        stages = self.learner.stages.values()
-        self.profiler = StepProfiler(config, self.folder, self.rank, self.device.type, self.run.step, stages)
+        self.commands = Commands(config, self.console, self.runtime.stop, watchdog, committed, record)
+        self.commands.open()
         self.records.open(self.run, self.loader.state_dict()["next_sample"])
+        self.saver = Saver(
+            config.job.folder,
+            self.checkpoints,
+            self.learner,
+            self.progress,
+            self.validation,
+            fingerprints,
+            self.console,
+        )
 
     def train(self) -> State:
         """Train up to `training.steps` or until a signal, then save."""
@@ -144,34 +119,43 @@ class Trainer:
             self.records.flush()  # after an error, too
 
     def _train(self) -> State:
-        last_step = self.config.training.steps
-        on_gpu = self.device.type == "cuda"
-        garbage = Garbage(COMPILING_STEPS)
-        with self.grace, garbage, self.console.training(self.run.step, last_step, self.peak is not None, on_gpu):
+        n_steps = self.config.training.steps
+        on_gpu = self.runtime.device.type == "cuda"
+        with self.watch.training(), self.console.training(self.run.step, n_steps, self.records.shows_mfu, on_gpu):
             self._vote_to_stop()
-            while self.step < last_step and not self.is_stopping:
-                step = self._step()
-                garbage.after_step()
-                if self._is_awaited():
-                    self._settle()
-                if self.step < step:  # the run has gone back
-                    continue
+            while self.step < n_steps and not self.progress.is_stopping:
+                number = self.step + 1
+                self.learner.freeze(self.step)
+                self.watch.begin(number, self.saver.rescuer(self.last, self.loader))
+                with self.watch.step(number):
+                    with self.watch.waiting_for_data():
+                        batch = next(self.loader)
+                    gradients = self._gradients(number, batch)
+                    # Now the device has work. The result of the last step, if it is not read yet, is waited for.
+                    is_traced = self._read_result()
+                    if is_traced:  # what that computed has overwritten the gradients
+                        gradients = self._gradients(number, batch)
+                    step = self._judge(number, batch, gradients)
+                    self.watch.updating()  # waits while a signal has the state saved in the middle of this step
+                    self.learner.update(step, self._learning_rate(number))
+                    self.last = step
+                if self._is_awaited(number):
+                    self._read_result()
+                    if self.step < number:  # the run has gone back to before a spike
+                        continue
                 self.checkpoints.poll()
-                is_typical = self.step - self.progress.first_step > COMPILING_STEPS
-                self.grace.check(self.checkpoints.save_seconds, is_typical)
+                self.watch.check_grace(number, self.checkpoints.save_seconds)
                 if self._should_save():
                     self._save()
                     self._vote_to_stop()  # saving may have taken long
-                self.by_products.poll()
-            self._settle()
+                self.commands.poll()
+            self._read_result()
             self._save()
-            is_done = self.run.step >= last_step
+            is_done = self.run.step >= n_steps
             self.checkpoints.close()
-        self.by_products.finish(is_done)
+        self.commands.finish(is_done)
         self._close()
         return "done" if is_done else "preempted"
-
-    # ----------------------------------------------------------------------- parts of a step
 
     @property
     def run(self) -> RunState:
@@ -181,7 +165,28 @@ class Trainer:
     @property
     def step(self) -> int:
         """Steps completed, or queued on the device; `run.step` counts those whose result was read."""
-        return self.run.step + (self.pending is not None)
+        return self.run.step + (self.last is not None)
+
+    @property
+    def console(self) -> Console:
+        """What the user sees."""
+        return self.runtime.console
+
+    # ----------------------------------------------------------------------- a step is queued
+
+    def _gradients(self, number: int, batch: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queue the passes of step `number`."""
+        with self.details.watching(number, batch):
+            return self.learner.gradients(batch)
+
+    def _judge(self, number: int, batch: list[MicroBatch], gradients: tuple[torch.Tensor, torch.Tensor]) -> QueuedStep:
+        """Queue the verdict on step `number`, which depends on the steps before and on a signal to any rank."""
+        details = self.details.numbers()
+        is_stopping = bool(self.runtime.stop)
+        return self.learner.judge(batch, gradients, self.progress.loss_limit, is_stopping, number, details)
+
+    def _learning_rate(self, number: int) -> float:
+        return learning_rate(self.config.lr_schedule, self.config.optimizer.lr, number - 1)
 
     def _vote_to_stop(self, doing: str = "training") -> bool:
         """Learn whether any rank was told to stop. In training the ranks learn it with a step's result instead.
@@ -190,86 +195,51 @@ class Trainer:
         (including compilation in a launch's first step; two where results are read late) or one validation batch,
         plus the save.
         """
-        self.watchdog.step(self.step, doing)
-        with self.phases.measure(Phase.OTHER):
-            self.is_stopping |= bool(self.mesh.max_over_all(torch.tensor(int(bool(self.stop)))))
-        return self.is_stopping
+        self.runtime.watchdog.step(self.step, doing)
+        with self.watch.phases.measure(Phase.OTHER):
+            # Whether any rank was told to stop.
+            is_stopping = self.learner.mesh.max_over_all(torch.tensor(int(bool(self.runtime.stop))))
+            self.progress.is_stopping |= bool(is_stopping)
+        return self.progress.is_stopping
 
-    def _step(self) -> int:
-        """Queue the next step, and read the result of the last on the way; returns its number."""
-        step = self.step
-        lr = learning_rate(self.config.lr_schedule, self.config.optimizer.lr, step)
-        first_step = self.progress.first_step
-        compiling = self.config.compile.enable and step - first_step < COMPILING_STEPS
-        self.watchdog.step(step)
-        self.learner.freeze(step)
-        self.profiler.before_step(step + 1)
-        if compiling and step == first_step:
-            self.console.line("compiling: the first step takes longer, up to minutes where nothing is cached yet")
-        self.grace.computing(step, partial(self.saver.rescue, self._finished()))
-        with self.ledger.step(compiling):
-            with self.ledger.waiting_for_data(), self.phases.measure(Phase.DATA):
-                micro_batches = next(self.loader)
-            with self.phases.step(), self.details.watching(step + 1, micro_batches):
-                verdict = self.learner.step(micro_batches, lr, self._terms, self._before_update)
-        self.pending = Pending(verdict, lr, micro_batches, self.details.take())
-        self._report_lag()
-        return step + 1
+    # ----------------------------------------------------------------------- its result is read
 
-    def _terms(self) -> Terms:
-        """What a step is judged by, once its passes are queued: they keep the device busy while this waits for it."""
-        if self.pending:
-            self.watchdog.step(self.run.step)  # if the device hangs, it is in that step
-        if is_traced := self._settle():
-            self.details.begin_again()
-        return Terms(self.progress.loss_limit, bool(self.stop), is_traced, self.run.step + 1)
+    def _is_awaited(self, number: int) -> bool:
+        """Whether the result of step `number`, the last, must be read before the next begins."""
+        intervals = (self.config.validation.interval, self.config.fault.compare_interval)
+        return not self.reads_late or any(_is_due(interval, number) for interval in intervals)
 
-    def _before_update(self) -> None:
-        self.details.look_at_gradients()
-        self.phases.updating()
-        self.grace.updating()
-
-    def _is_awaited(self) -> bool:
-        """Whether the result of the last step must be read before the next begins."""
-        due = map(self._is_due, (self.config.validation.interval, self.config.fault.compare_interval))
-        return not self.reads_late or any(due)
-
-    def _settle(self) -> bool:
-        """Read the result of the last step, if it is not read yet, and do what is due after that step.
+    def _read_result(self) -> bool:
+        """Wait for the last step, if its result is not read yet, and do what is due after that step.
 
         Returns:
             Whether that computed a step again, which overwrote the gradients.
         """
-        pending = self.pending
-        self.pending = None
-        is_traced = False
-        if pending is None:
+        last = self.last
+        self.last = None
+        if last is None:
             return False
-        result = pending.verdict.result()
+        self.runtime.watchdog.step(self.run.step)  # if the device hangs, it is in that step
+        result = last.result()
+        self.progress.is_stopping |= result.is_stopping
+        is_traced = False
         if result.skipped:
-            with self.phases.measure(Phase.OTHER):
-                is_traced = report_skip(result, self.progress, self.learner, pending.micro_batches, self.console)
-        self.is_stopping |= result.is_stopping
+            with self.watch.phases.measure(Phase.OTHER):
+                is_traced = report_skip(result, self.progress, self.learner, last.micro_batches, self.console)
         if result.is_spike and self._rewind(result):
             return is_traced
-        self.fingerprints.record(self.run, result)
+        self.records.fingerprints.record(self.run, result)
         self.progress.count(result)
-        if self._is_due(self.config.fault.compare_interval):
+        step = self.run.step
+        if _is_due(self.config.fault.compare_interval, step):
             self._compare_copies()
-        validation = self._validate() if self._is_due(self.config.validation.interval) else None
-        is_due = self._is_due(self.config.metrics.interval) or self.run.step in (1, self.config.training.steps)
-        if validation or is_due or pending.details or self.progress.has_unlogged_incidents:
-            self._log(result, pending, validation)
-        self.console.advance(self.run.step)
+        validation = self._validate() if _is_due(self.config.validation.interval, step) else None
+        is_due = _is_due(self.config.metrics.interval, step) or step in (1, self.config.training.steps)
+        has_news = validation or result.details is not None or self.progress.has_unlogged_incidents
+        if is_due or has_news:
+            self._log(result, validation)
+        self.console.advance(step)
         return is_traced
-
-    def _report_lag(self) -> None:
-        lag = self.phases.finish_step()
-        if lag:
-            self.lag = lag
-            complaint = self.phases.complaint(lag)
-            if complaint and self.rank == 0:
-                self.console.warning(f"step {self.step}: {complaint}")
 
     def _rewind(self, result: StepResult) -> bool:
         """Go back to a checkpoint from before a spike, but not in the data.
@@ -286,11 +256,10 @@ class Trainer:
         to_step = rewind_target(self.config.fault.spikes, self.run.step, self.run.incidents, result.loss)
         if to_step is None:
             return False
-        self.watchdog.step(self.run.step, "going back")
-        with self.ledger.measure(Kind.CHECKPOINT), self.phases.measure(Phase.CHECKPOINT):
+        with self.watch.during(self.run.step, "going back", Kind.CHECKPOINT):
             if not self.checkpoints.can_rewind(to_step):
                 return False
-            self.by_products.finish(is_done=False)  # they may be reading checkpoints that the rewind moves
+            self.commands.finish(is_done=False)  # they may be reading checkpoints that the rewind moves
             saved = self.checkpoints.rewind(to_step, self.learner.state())
             self.learner.was_loaded()
         next_sample = self.loader.state_dict()["next_sample"]
@@ -298,9 +267,8 @@ class Trainer:
         self.progress.go_back(RunState(**saved["run"]), result.loss, samples)
         self.console.note(f"back to step {to_step}; samples {samples[0]} to {samples[1]} are skipped")
         # From here on, all is as if the run had been resumed there.
-        self.compared_step = None
-        self.profiler.finish()
-        self.by_products.open()
+        self.watch.profiler.finish()
+        self.commands.open()
         self.records.open(self.run, next_sample)
         return True
 
@@ -310,69 +278,67 @@ class Trainer:
         Raises:
             UserError: they differ; nothing may be saved.
         """
-        if self.compared_step == self.run.step:
+        step = self.run.step
+        if self.progress.compared_step == step:
             return
-        self.watchdog.step(self.run.step, "comparing replicas")
         on_difference = self.config.fault.on_difference
         saved_step = self.checkpoints.latest_step()
-        with self.ledger.measure(Kind.TRAINING), self.phases.measure(Phase.OTHER):
-            healed = see_that_copies_are_equal(self.learner.copies(), on_difference, self.run.step, saved_step)
-        self.compared_step = self.run.step
+        with self.watch.during(step, "comparing replicas", Kind.TRAINING):
+            healed = check_replicas(self.learner.replicas(), on_difference, step, saved_step)
+        self.progress.compared_step = step
         if healed:
-            self.console.warning(f"healed replicas that differed from the majority after step {self.run.step}:{healed}")
+            self.console.warning(f"healed replicas that differed from the majority after step {step}:{healed}")
             self.progress.record("heal", tensors=[line.strip() for line in healed.strip().split("\n")])
-
-    def _is_due(self, interval: int) -> bool:
-        return interval > 0 and self.step % interval == 0
 
     def _validate(self) -> ValidationResult | None:
         """Validate; returns None if a signal ends it early."""
-        with self.ledger.measure(Kind.VALIDATION), self.phases.measure(Phase.OTHER):
+        with self.watch.during(self.run.step, "validation", Kind.VALIDATION):
             return self.validation.measure(self.learner, self.run.step, partial(self._vote_to_stop, "validation"))
+
+    def _log(self, result: StepResult, validation: ValidationResult | None) -> None:
+        step = self.run.step
+        with self.watch.phases.measure(Phase.OTHER):
+            balance = self.learner.load_balance.measure()
+            memory = self.memory()
+        details = None if result.details is None else self.details.read(result.details)
+        incidents = self.progress.take_incidents()
+        measured = (memory, validation, balance, self.watch.take_lag(), details, incidents)
+        lr = self._learning_rate(step)
+        frozen = self.learner.frozen(step - 1)
+        self.records.write(self.run, result, lr, frozen, *measured, writes_status=not self.watch.grace.has_begun)
+
+    def memory(self) -> Memory:
+        """The largest memory use on any rank; all ranks must call it."""
+        counts = torch.tensor(memory_counts(self.runtime.device.type))
+        # The largest of each count.
+        return memory_of(self.learner.mesh.max_over_all(counts).tolist())
+
+    # ----------------------------------------------------------------------- the run is saved
 
     def _should_save(self) -> bool:
         """Whether to save now; a save that is due after a non-finite step waits for the next finite one."""
-        self._save_is_due |= self.checkpoints.should_save(self.step)
-        if self._save_is_due:
-            self._settle()
-        return self._save_is_due and self.progress.last_was_finite
+        self.saver.is_due |= self.checkpoints.should_save(self.step)
+        if self.saver.is_due:
+            self._read_result()
+        return self.saver.is_due and self.progress.last_was_finite
 
     def _save(self) -> None:
         """Save the state of the run, unless replicas of it differ between ranks."""
         self._compare_copies()
-        self.watchdog.step(self.run.step, "checkpoint")
+        self.runtime.watchdog.step(self.run.step, "checkpoint")
         self.records.flush()
-        with named_range("save"), self.ledger.measure(Kind.CHECKPOINT), self.phases.measure(Phase.CHECKPOINT):
+        with named_range("save"), self.watch.during(self.run.step, "checkpoint", Kind.CHECKPOINT):
             self.checkpoints.wait()
-            self.by_products.poll()  # begin the export of the last checkpoint before this one replaces it
-            self.saver.save(self._finished())
-        self._save_is_due = False
-
-    def _finished(self) -> Finished:
-        """Return the current state of the run, between two steps."""
-        verdict = self.pending.verdict if self.pending else None
-        data = self.loader.state_dict()
-        check_data = self.loader.check_unchanged
-        return Finished(self.run, verdict, data, check_data, self.validation.loss_after(self.step))
-
-    def _log(self, result: StepResult, pending: Pending, validation: ValidationResult | None) -> None:
-        with self.phases.measure(Phase.OTHER):
-            balance = self.learner.load_balance.measure()
-            memory = self.memory()
-        frozen = self.learner.frozen(self.run.step - 1)
-        incidents = self.progress.take_incidents()
-        details = pending.details.read() if pending.details else None
-        measured = (memory, validation, balance, self.lag, details, incidents)
-        self.records.write(self.run, result, pending.lr, frozen, *measured, writes_status=not self.grace.has_begun)
-        self.lag = None
-
-    def memory(self) -> Memory:
-        """The largest memory use on any rank; all ranks must call it."""
-        return memory_of(self.mesh.max_over_all(torch.tensor(memory_counts(self.device.type))).tolist())
+            self.commands.poll()  # lock the last checkpoint for its commands before this one replaces it
+            self.saver.save(self.loader)
 
     def _close(self) -> None:
         self.learner.finish_update()
-        self.profiler.finish()
+        self.watch.profiler.finish()
         self.loader.close()
         self.validation.close()
         self.records.close()
+
+
+def _is_due(interval: int, step: int) -> bool:
+    return interval > 0 and step % interval == 0

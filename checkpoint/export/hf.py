@@ -6,7 +6,7 @@ touched. From a stranger's folder only safetensors and JSON are read, neither of
 """
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
@@ -24,11 +24,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from checkpoint import manifest as manifests
 from checkpoint.compare import described, require_same
 from checkpoint.export.hf_config import (
-    Shape,
     checkpoint_shapes,
     longest_sequence,
-    place_of,
     seq_len_of,
+    sources,
     tensor_shapes,
     to_hf,
     to_keel,
@@ -36,8 +35,9 @@ from checkpoint.export.hf_config import (
 from checkpoint.export.output import finish, unfinished_folder, write_bytes, write_json
 from checkpoint.find import HF_CONFIG_NAME as CONFIG_NAME
 from checkpoint.index import read_metadata
+from checkpoint.lock import ReadLock
 from checkpoint.manifest import Manifest, damaged, is_plain_name, read_manifest
-from checkpoint.pin import Pin
+from checkpoint.storage import FolderStorage, commit
 from checkpoint.tensor_stream import (
     Counter,
     Progress,
@@ -47,6 +47,7 @@ from checkpoint.tensor_stream import (
     write_tensors,
 )
 from checkpoint.verify import check_tensors
+from configs.architectures.parts import Shape
 from configs.errors import UserError
 from configs.exportable import not_exportable
 from configs.reading.toml_text import table_text
@@ -123,13 +124,14 @@ def hf_files(source: Path) -> ModelFiles:
     """
     config, model, tensors = _open(source)
     shapes = checkpoint_shapes(model)
+    names = sources(model)
     dtype = _common_dtype(tensors)
     return ModelFiles(
         model,
         seq_len_of(config),
         dtype,
         {name: described(shape) for name, shape in shapes.items()},
-        lambda name: _read_place(name, shapes[name], tensors, dtype),
+        lambda name: _read_sources(names[name], shapes[name], tensors, dtype),
     )
 
 
@@ -170,9 +172,9 @@ def export_hf(
     target = getattr(torch, dtype) if dtype else own_dtype
     count = Counter(progress, sum(n_bytes(shape, own_dtype) for shape in shapes.values()))
     shards = _shards(shapes, target, max_shard_bytes)
-    stacks = _Stacks(checkpoint, metadata)
+    stacks = _Stacks(checkpoint, metadata, model)
 
-    with Pin(checkpoint), unfinished_folder(output) as folder:
+    with ReadLock(checkpoint), unfinished_folder(output) as folder:
         if verify == "hash":
             check_tensors(checkpoint, manifest, metadata, "model.")
         for name, shard in shards.items():
@@ -190,23 +192,25 @@ def export_hf(
 class _Stacks:
     """Reads tensors by Hugging Face's names; a stack of experts is read once for all of them, which are consecutive."""
 
-    def __init__(self, checkpoint: Path, metadata: Metadata) -> None:
+    def __init__(self, checkpoint: Path, metadata: Metadata, model: Model) -> None:
         self._checkpoint = checkpoint
         self._metadata = metadata
+        self._sources = sources(model)
+        self._places = {source: name for name, members in self._sources.items() for source in members}
         self._name = ""
         self._stack = torch.empty(0)
 
-    def read(self, name: str) -> Tensor:
-        place = place_of(name)
-        if place.name != self._name:
-            self._name = ""
+    def read(self, source: str) -> Tensor:
+        name = self._places[source]
+        members = self._sources[name]
+        if name != self._name:
+            self._name = name
             self._stack = torch.empty(0)  # freed before the next one is read
-        if place.expert is None:
-            return read_tensor(self._checkpoint, self._metadata, place.name)
-        if not self._name:
-            self._stack = read_tensor(self._checkpoint, self._metadata, place.name)
-            self._name = place.name
-        return self._stack[place.expert].clone()  # safetensors refuses tensors that share memory
+            tensor = read_tensor(self._checkpoint, self._metadata, name)
+            if len(members) == 1:
+                return tensor
+            self._stack = tensor
+        return self._stack[members.index(source)].clone()  # safetensors refuses tensors that share memory
 
 
 def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -319,9 +323,11 @@ def import_hf(
     target = getattr(torch, dtype) if dtype else _common_dtype(tensors)
     count = Counter(progress, sum(n_bytes(shape, target) for shape in shapes.values()))
     with unfinished_folder(output) as folder:
-        places = checkpoint_shapes(model).items()
-        stream = ((place, count(_read_place(place, shape, tensors, target))) for place, shape in places)
-        files = write_tensors(folder, stream)
+        names = sources(model)
+        to_write = checkpoint_shapes(model).items()
+        stream = ((name, count(_read_sources(names[name], shape, tensors, target))) for name, shape in to_write)
+        storage = FolderStorage()
+        files = write_tensors(storage, folder, stream)
         tables = {"model": model.model_dump()}
         if tokenizer:
             files[tokenizer.name] = write_bytes(folder / tokenizer.name, tokenizer.read_bytes())
@@ -330,7 +336,7 @@ def import_hf(
         files[MODEL_TOML] = write_bytes(folder / MODEL_TOML, toml.encode())
         training = {"dtype": _name(target), "seq_len": seq_len_of(config)}
         tokenizer_hash = files[tokenizer.name].xxh3 if tokenizer else None
-        manifests.commit(folder, _draft(tables | {"training": training}, tokenizer_hash), files, "{}")
+        commit(storage, folder, output, _draft(tables | {"training": training}, tokenizer_hash), files, "{}")
 
 
 def _open(source: Path) -> tuple[dict[str, Any], Model, dict[str, _SourceTensor]]:
@@ -424,15 +430,15 @@ def _read(name: str, tensor: _SourceTensor, dtype: torch.dtype) -> Tensor:
         return file.get_tensor(name).to(dtype, copy=True)
 
 
-def _read_place(place: str, shape: Shape, tensors: Mapping[str, _SourceTensor], dtype: torch.dtype) -> Tensor:
-    """Read the tensor that a checkpoint stores as `place`: a tensor as it is, or all experts' tensors, stacked."""
-    sources = {name: tensor for name, tensor in tensors.items() if place_of(name).name == place}
-    if len(shape) < 3:
-        ((name, tensor),) = sources.items()
-        return _read(name, tensor, dtype)
+def _read_sources(
+    names: Sequence[str], shape: Shape, tensors: Mapping[str, _SourceTensor], dtype: torch.dtype
+) -> Tensor:
+    """Read the tensors that a checkpoint stores as one of this shape: a tensor as it is, or all experts', stacked."""
+    if len(names) == 1:
+        return _read(names[0], tensors[names[0]], dtype)
     stack = torch.empty(shape, dtype=dtype)
-    for name, tensor in sources.items():
-        stack[place_of(name).expert] = _read(name, tensor, dtype)
+    for number, name in enumerate(names):
+        stack[number] = _read(name, tensors[name], dtype)
     return stack
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.manifest import UNFINISHED, FileEntry
-from checkpoint.tensor_stream import synced_file
+from checkpoint.storage import FolderStorage
 from configs.errors import UserError
-from configs.files import sync_folder
 
 
 @contextmanager
@@ -37,9 +36,7 @@ def unfinished_folder(output: Path) -> Generator[Path, None, None]:
 
 def finish(folder: Path, output: Path) -> None:
     """Rename an unfinished folder, whose files are synced, to its final name."""
-    sync_folder(folder)
-    folder.rename(output)
-    sync_folder(output.parent)
+    FolderStorage().commit(folder, output)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> FileEntry:
@@ -49,6 +46,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> FileEntry:
 
 def write_bytes(path: Path, content: bytes) -> FileEntry:
     """Write a small file and sync it."""
-    with synced_file(path) as file:
+    with FolderStorage().put(path) as file:
         file.write(content)
     return file.entry()

@@ -4,10 +4,14 @@ Messages show sizes with their arithmetic. An option that does nothing is a warn
 needs, `idle.py` checks it).
 """
 
+from collections.abc import Collection
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
 
 from configs.checks import activation_checkpoint, attention, compile, data, float8, fsdp, job, mesh, model, training
 from configs.checks.rule import Problem, Rule
+from configs.reading.keys import table_in
 from configs.schema import Config
 
 RULES: tuple[Rule, ...] = (
@@ -34,10 +38,19 @@ def check(config: Config, world_size: int | None) -> list[Problem]:
     return [problem for rule in RULES for problem in rule(config, world_size)]
 
 
-def check_right_part(config: Config) -> list[Problem]:
-    """Return what is wrong between the keys of a `right_part`; a rule that reads a key that is missing is skipped."""
+def check_tables(values: dict[str, Any], wrong: Collection[str | int]) -> list[Problem]:
+    """Return what is wrong between the keys of a job's right tables; a rule that reads a wrong one is skipped.
+
+    Args:
+        values: the job, as nested tables.
+        wrong: the tables with keys that are unknown, missing, or set to a wrong value.
+    """
+    tables = {name: table_in(field.annotation) for name, field in Config.model_fields.items() if name not in wrong}
+    right: Any = SimpleNamespace(
+        **{name: table.model_validate(values.get(name, {})) for name, table in tables.items() if table}
+    )
     problems: list[Problem] = []
     for rule in RULES:
         with suppress(AttributeError):
-            problems.extend(rule(config, None))
+            problems.extend(rule(right, None))
     return problems

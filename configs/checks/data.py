@@ -70,16 +70,8 @@ def _validation(config: Config, _: int | None) -> Iterator[Problem]:
 
 
 def _samples(config: Config, _: int | None) -> Iterator[Problem]:
-    validation = config.validation
-    seq_len = config.training.seq_len
-    if validation.samples and config.tokenizer.path is None:
+    if config.validation.samples and config.tokenizer.path is None:
         yield "validation.samples", "samples are texts, and the job has no tokenizer; set tokenizer.path"
-    if validation.samples and validation.sample_tokens >= seq_len:
-        yield (
-            "validation.sample_tokens",
-            f"sample_tokens {validation.sample_tokens} leaves no room for a prompt in training.seq_len {seq_len}; "
-            "lower it",
-        )
 
 
 RULES: tuple[Rule, ...] = (_tokenizer, _sources, _prepare, _validation, _samples)

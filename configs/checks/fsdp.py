@@ -24,21 +24,4 @@ def _owner_partition(config: Config, world_size: int | None) -> Iterator[Problem
         )
 
 
-def _buffers(config: Config, _: int | None) -> Iterator[Problem]:
-    """What replaces FSDP's collectives knows no other buffers."""
-    buffers = config.comm.fsdp_buffers
-    if buffers == "default":
-        return
-    key = "comm.fsdp_buffers"
-    start = f'fsdp_buffers "{buffers}" needs FSDP\'s own collectives, but '
-    if config.training.reduction == "exact":
-        yield key, f'{start}training.reduction "exact" replaces them; set fsdp_buffers = "default"'
-    if config.comm.async_tp and buffers != "registered":
-        yield (
-            key,
-            "torch takes symmetric memory from one library for all of a process: async_tp from CUDA, fsdp_buffers "
-            f'"{buffers}" from NCCL; set fsdp_buffers = "registered", or async_tp = false',
-        )
-
-
-RULES: tuple[Rule, ...] = (_owner_partition, _buffers)
+RULES: tuple[Rule, ...] = (_owner_partition,)

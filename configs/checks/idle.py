@@ -1,7 +1,7 @@
 """The keys of a job that do nothing, as the schema declares (`only_with`)."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 from configs.only_with import Condition, conditions
@@ -10,35 +10,14 @@ from configs.reading.toml_text import value_text
 from configs.schema import Config, Pipeline, Table
 
 
-@dataclass(frozen=True)
-class Idle:
-    """A key that does nothing, with one reason."""
+def idle_keys(config: Config, origins: Mapping[KeyPath, str]) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the keys that were set to another value than the default and do nothing, once for each reason, with it.
 
-    path: KeyPath
-    value: Any
-    condition: Condition
-    other: KeyPath
-    """The key that the condition is about."""
-    other_value: Any
-
-    def message(self, where: str) -> str:
-        """The text of the warning.
-
-        Args:
-            where: where the other key was set.
-        """
-        key = dotted(self.path) if self.condition.of is None else f"{dotted(self.path)} = {value_text(self.value)}"
-        other = str(self.other[-1]) if self.other[:-1] == self.path[:-1] else dotted(self.other)
-        if self.other_value is None:
-            return f"{key} does nothing without {other}; leave it out, or set {other}"
-        reason = self.condition.reason or f"only with {' or '.join(map(value_text, self.condition.values))}"
-        found = f"{other} = {value_text(self.other_value)} ({where})"
-        return f"{key} does nothing with {found}, {reason}; leave it out, or change {other}"
-
-
-def idle_keys(config: Config) -> Iterator[Idle]:
-    """Yield the keys that were set to another value than the default and do nothing, once for each reason."""
-    yield from _idle(config, config, (), [])
+    Args:
+        config: the job.
+        origins: where each key that is not the default was set.
+    """
+    yield from _idle(config, origins, config, (), [])
 
 
 def without_effect(config: Config) -> Iterator[str]:
@@ -53,29 +32,42 @@ def without_effect(config: Config) -> Iterator[str]:
         yield f"validation.interval = {validation:,} is beyond training.steps = {steps:,}: there is no validation"
 
 
-def _idle(root: Config, table: Table, at: KeyPath, of_table: list[tuple[KeyPath, Condition]]) -> Iterator[Idle]:
+Needed = list[tuple[KeyPath, Condition]]
+"""The keys that a table needs, with what they must be."""
+
+
+def _idle(
+    root: Config, origins: Mapping[KeyPath, str], table: Table, at: KeyPath, of_table: Needed
+) -> Iterator[tuple[KeyPath, str]]:
     for name, field in type(table).model_fields.items():
         path = (*at, name)
         needed = of_table + [(_path_of(condition, at), condition) for condition in conditions(field)]
         value = getattr(table, name)
         if isinstance(value, Table):
-            yield from _idle(root, value, path, needed)
+            yield from _idle(root, origins, value, path, needed)
         elif isinstance(value, list) and value and isinstance(value[0], Table):
             for index, item in enumerate(value):
-                yield from _idle(root, item, (*path, index), needed)
+                yield from _idle(root, origins, item, (*path, index), needed)
         else:
             for other, condition in needed:
-                there = _value_at(root, other)
+                there = reduce(_inside, other, root)
                 if condition.concerns(value, field.default) and not condition.is_met_by(there):
-                    yield Idle(path, value, condition, other, there)
+                    yield path, _message(path, value, condition, other, there, origins.get(other, "the default"))
+
+
+def _message(path: KeyPath, value: Any, condition: Condition, other: KeyPath, there: Any, where: str) -> str:
+    """What does nothing, why, and what to do."""
+    key = dotted(path) if condition.of is None else f"{dotted(path)} = {value_text(value)}"
+    name = str(other[-1]) if other[:-1] == path[:-1] else dotted(other)
+    if there is None:
+        return f"{key} does nothing without {name}; leave it out, or set {name}"
+    reason = condition.reason or f"only with {' or '.join(map(value_text, condition.values))}"
+    return f"{key} does nothing with {name} = {value_text(there)} ({where}), {reason}; leave it out, or change {name}"
 
 
 def _path_of(condition: Condition, table: KeyPath) -> KeyPath:
     return tuple(condition.key.split(".")) if "." in condition.key else (*table, condition.key)
 
 
-def _value_at(root: Config, path: KeyPath) -> Any:
-    value: Any = root
-    for part in path:
-        value = value[part] if isinstance(part, int) else getattr(value, part)
-    return value
+def _inside(value: Any, part: str | int) -> Any:
+    return value[part] if isinstance(part, int) else getattr(value, part)

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 
+from configs.after_save import PLACEHOLDERS, unknown_placeholders, words_of
 from configs.checks.rule import Problem, Rule
 from configs.exportable import not_exportable
-from configs.schema import Config
+from configs.schema import Config, Model
 from configs.untrusted import printable
 
 _MAX_NAME_BYTES = 200
 """File systems allow 255 per name; next_rows and others append to it."""
+TRACED_STEPS = 3
+"""Steps in a profiler's trace: enough to see one after the other, few enough for a browser."""
 
 
 def _job(config: Config, _: int | None) -> Iterator[Problem]:
@@ -43,41 +46,46 @@ def _checkpoint(config: Config, _: int | None) -> Iterator[Problem]:
             f"keep_best needs a validation at every checkpoint, but validation.interval {validated} does not divide "
             f"checkpoint.interval {table.interval}; change one of them",
         )
-    if table.export_every and (not table.interval or table.export_every % table.interval):
-        yield (
-            "checkpoint.export_every",
-            f"an export needs a checkpoint, but export_every {table.export_every} is not a multiple of interval "
-            f"{table.interval}; change one of them",
-        )
 
 
-def _export(config: Config, _: int | None) -> Iterator[Problem]:
-    if config.checkpoint.export_every and (reason := not_exportable(config.model)):
-        yield (
-            "checkpoint.export_every",
-            f"no checkpoint of this model can be exported: {reason}; leave export_every out",
-        )
-
-
-def _evaluation(config: Config, _: int | None) -> Iterator[Problem]:
-    table = config.evaluation
+def _after_save(config: Config, _: int | None) -> Iterator[Problem]:
     interval = config.checkpoint.interval
-    if table.interval and (not interval or table.interval % interval):
-        yield (
-            "evaluation.interval",
-            f"an evaluation needs a checkpoint, but interval {table.interval} is not a multiple of checkpoint.interval "
-            f"{interval}; change one of them",
-        )
-    if table.tasks and config.tokenizer.path is None:
-        yield "evaluation.tasks", "tasks are texts, and the job has no tokenizer; set tokenizer.path"
+    names: list[str] = []
+    for index, table in enumerate(config.checkpoint.after_save):
+        key = f"checkpoint.after_save.{index}"
+        if not interval or table.every % interval:
+            yield (
+                f"{key}.every",
+                f"the command needs a checkpoint, but every {table.every} is not a multiple of checkpoint.interval "
+                f"{interval}; change one of them",
+            )
+        if table.name in names:
+            yield f"{key}.name", f'two commands have the name "{table.name}"; each needs a folder of its own'
+        names.append(table.name)
+        yield from ((f"{key}.command", message) for message in _faults(table.command, config.model))
+
+
+def _faults(command: str, model: Model) -> Iterator[str]:
+    try:
+        words = words_of(command)
+    except ValueError as error:
+        yield f"the command can't be split into words: {error}"
+        return
+    if not words:
+        yield "the command is empty"
+    for name in unknown_placeholders(words):
+        known = ", ".join(f"{{{each}}}" for each in PLACEHOLDERS)
+        yield f"{{{name}}} stands for nothing; there are {known} (text with other braces goes into a script)"
+    if words[:2] == ["keel", "export"] and "--optimizer" not in words and (reason := not_exportable(model)):
+        yield f"no checkpoint of this model can be exported: {reason}"
 
 
 def _profile(config: Config, _: int | None) -> Iterator[Problem]:
-    profile = config.profile
+    start = config.profile.start_step
     steps = config.training.steps
-    last = profile.start_step + profile.steps - 1
-    if profile.start_step and last > steps:
+    last = start + TRACED_STEPS - 1
+    if start and last > steps:
         yield "profile.start_step", f"the trace would end at step {last}, after training.steps {steps}; start earlier"
 
 
-RULES: tuple[Rule, ...] = (_job, _checkpoint, _export, _evaluation, _profile)
+RULES: tuple[Rule, ...] = (_job, _checkpoint, _after_save, _profile)

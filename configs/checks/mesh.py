@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from configs.architectures.llama import n_kv_heads
 from configs.checks.rule import Problem, Rule
 from configs.errors import ConfigError
-from configs.layout import accumulation_steps, mesh_sizes, n_kv_heads, smallest_world_size, tensor_parallel_sizes
+from configs.layout import accumulation_steps, mesh_sizes, smallest_world_size, tensor_parallel_sizes
 from configs.schema import Config
 from configs.stages import check_micro_batches, layers_of_stages
 

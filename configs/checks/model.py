@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from configs.architectures.llama import expert_dim, head_dim, n_kv_heads
 from configs.checks.rule import Problem, Rule
-from configs.layout import expert_dim, head_dim, n_kv_heads, parameter_count
+from configs.layout import parameter_count
 from configs.schema import Config
 
 _MOST_PARAMETERS = 2**60

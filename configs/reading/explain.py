@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from configs.reading.keys import Key, KeyPath, dotted, find, key_path, nearest, schema_keys
+from configs.reading.keys import Key, KeyPath, dotted, find, general, key_path, nearest, schema_keys
 from configs.reading.merge import Layers
+from configs.reading.removed import REMOVED
 from configs.reading.toml_text import value_text
 
 MAX_EXPLAINED = 200
@@ -61,7 +62,7 @@ def _known(path: KeyPath) -> KeyPath:
 
 
 def _suggestion(path: KeyPath) -> str | None:
-    near = nearest(".".join("N" if isinstance(part, int) else part for part in path))
+    near = nearest(general(path))
     for part in path:
         if near and isinstance(part, int):
             near = near.replace(".N.", f".{part}.", 1)
@@ -69,9 +70,17 @@ def _suggestion(path: KeyPath) -> str | None:
 
 
 def _unknown(path: KeyPath, layers: Layers) -> Mistake:
+    if remedy := _remedy(general(path)):
+        kind = "key" if general(path) in REMOVED else "table"
+        return Mistake(path, layers.where(path), f"{dotted(path)} is no longer a {kind}; {remedy}")
     is_table = isinstance(layers.value(path), dict)
     name = f"table [{dotted(path)}]" if is_table else f"key {dotted(path)}"
     return Mistake(path, layers.where(path), f"unknown {name}; {_advice(path)}")
+
+
+def _remedy(name: str) -> str:
+    """What to do instead of a removed key, or of a table all of whose keys were removed; "" if it is neither."""
+    return next((remedy for key, (_, remedy) in REMOVED.items() if f"{key}.".startswith(f"{name}.")), "")
 
 
 def _advice(path: KeyPath) -> str:
@@ -138,7 +147,7 @@ def _table(path: KeyPath) -> str:
 
 
 def _keys_of(table: KeyPath) -> dict[str, Key]:
-    prefix = ".".join("N" if isinstance(part, int) else part for part in table) + "."
+    prefix = f"{general(table)}."
     return {
         name.removeprefix(prefix): key
         for name, key in schema_keys().items()

@@ -49,7 +49,12 @@ def schema_keys() -> dict[str, Key]:
 
 def find(path: KeyPath) -> Key | None:
     """Return the key at a path, or None if the schema has none."""
-    return schema_keys().get(".".join("N" if isinstance(part, int) else part for part in path))
+    return schema_keys().get(general(path))
+
+
+def general(path: KeyPath) -> str:
+    """`("data", "sources", 0, "name")` -> `"data.sources.N.name"`, the name of the key in all items."""
+    return ".".join("N" if isinstance(part, int) else part for part in path)
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -104,8 +109,6 @@ def _words(shape: dict[str, Any]) -> str:
         return " | ".join(map(json.dumps, choices))
     if shape["type"] == "boolean":
         return "true or false"
-    if shape["type"] == "object":
-        return "inline table of plain values"
     if shape["type"] == "array":
         count = f"{shape['minItems']} " if "minItems" in shape and shape["minItems"] == shape.get("maxItems") else ""
         bounds = _bounds(shape["items"])

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from configs.architectures.llama import head_dim, n_kv_heads
 from configs.errors import ConfigError
-from configs.layout import head_dim, n_kv_heads
-from configs.plan import plan_of
+from configs.plan import attention_of
 from configs.schema import Config
 
 aten = torch.ops.aten
@@ -128,8 +128,7 @@ def apply_attention_backend(model: nn.Module, config: Config, device: torch.devi
     if backend == "flash3" and device.type == "cuda":
         activate_flash_attention_impl("FA3")
     blocks = causal_blocks(config.training.seq_len, device) if backend == "flex" else None
-    for name in plan_of(model).attention:
-        module: Any = model.get_submodule(name)
+    for module in attention_of(model):
         # Not closures, each of which the compiler would take for another function, and compile the block again.
         if blocks:
             module.attend = partial(_by_flex, blocks=blocks)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from configs.plan import plan_of
+from configs.plan import attention_of
 from parallelisms.attention.blocked import DocumentPairs, accumulation_dtype, attend, attend_backward, merge_
 from parallelisms.torch_internals import group_named
 
@@ -98,7 +98,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method, k
         kernel: `attention.backend`, for gather and ring; all_to_all uses the model's own `attend`.
     """
     group = mesh.get_group().group_name
-    attention: list[Any] = [model.get_submodule(name) for name in plan_of(model).attention]
+    attention = attention_of(model)
     if method == "all_to_all":
         for module in attention:
             module.attend = partial(_attend_some_heads, attend=module.attend, group=group)

@@ -74,12 +74,11 @@ class OrderGuard:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Watch the step that runs inside this context, if it is due.
+        """Watch the part of a step that runs inside this context, if the step is due.
 
         What a step issues after `compare`, in the optimizer, becomes part of the next comparison.
         """
         is_due = self._interval > 0 and self._step % self._interval == 0 and dist.get_world_size() > 1
-        self._step += 1
         self._is_noting = is_due
         try:
             with listening(self._note) if is_due else nullcontext():
@@ -102,8 +101,12 @@ class OrderGuard:
         told = gather({_name(key): checksum for key, checksum in checksums.items()})
         if wrong := _first_of_all(_first_difference(checksums, told)):
             logs = gather(_lines(log, wrong))
-            raise UserError(_message(wrong, logs, self._step))
+            raise UserError(_message(wrong, logs, self._step + 1))
         self._is_noting = True
+
+    def finish_step(self) -> None:
+        """Count a step; what follows belongs to the next one."""
+        self._step += 1
 
     def _note(self, operator: str, group: dist.ProcessGroup, arguments: tuple[Any, ...]) -> None:
         ranks = tuple(dist.get_process_group_ranks(group))

@@ -35,7 +35,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Copy:
+class Replica:
     """This rank's replica of a tensor that other ranks hold as well."""
 
     name: str
@@ -73,7 +73,7 @@ class Difference:
         return f"{where}: {sides}; without a majority, neither is known to be right"
 
 
-def copies_on(tensors: Mapping[str, Tensor], mesh: Mesh, owned: Collection[str] = ()) -> list[Copy]:
+def replicas_on(tensors: Mapping[str, Tensor], mesh: Mesh, owned: Collection[str] = ()) -> list[Replica]:
     """This rank's replicas of tensors that other ranks also hold, sorted by name.
 
     Args:
@@ -82,15 +82,15 @@ def copies_on(tensors: Mapping[str, Tensor], mesh: Mesh, owned: Collection[str] 
         owned: names of tensors that, among the ranks with different tokens, only one rank holds; these have replicas
             over `tp` alone.
     """
-    copies = [_copy(name, tensor.detach(), mesh, name in owned) for name, tensor in sorted(tensors.items())]
-    return [copy for copy in copies if copy.axes]
+    replicas = [_replica(name, tensor.detach(), mesh, name in owned) for name, tensor in sorted(tensors.items())]
+    return [replica for replica in replicas if replica.axes]
 
 
-def _copy(name: str, tensor: Tensor, mesh: Mesh, is_owned: bool) -> Copy:
+def _replica(name: str, tensor: Tensor, mesh: Mesh, is_owned: bool) -> Replica:
     axes = {"tp": mesh.tp.get_group()}
     if not isinstance(tensor, DTensor):
         axes |= {} if is_owned else {"tokens": mesh.tokens.get_group()}
-        return Copy(name, "", tensor, _of_several(axes), mesh.device)
+        return Replica(name, "", tensor, _of_several(axes), mesh.device)
     names = tensor.device_mesh.mesh_dim_names or ()
     parts = []
     for i, (axis, placement) in enumerate(zip(names, tensor.placements, strict=True)):
@@ -99,7 +99,7 @@ def _copy(name: str, tensor: Tensor, mesh: Mesh, is_owned: bool) -> Copy:
         else:
             axes.pop(axis, None)
             parts += [f"{axis} {tensor.device_mesh.get_local_rank(i)}"] if tensor.device_mesh.size(i) > 1 else []
-    return Copy(name, ", ".join(parts), tensor.to_local(), _of_several(axes), mesh.device)
+    return Replica(name, ", ".join(parts), tensor.to_local(), _of_several(axes), mesh.device)
 
 
 def _of_several(axes: Mapping[str, dist.ProcessGroup]) -> dict[str, dist.ProcessGroup]:
@@ -107,7 +107,7 @@ def _of_several(axes: Mapping[str, dist.ProcessGroup]) -> dict[str, dist.Process
 
 
 @torch.no_grad()
-def differences(copies: Sequence[Copy]) -> tuple[list[Difference], list[str]]:
+def differences(replicas: Sequence[Replica]) -> tuple[list[Difference], list[str]]:
     """Compare this rank's replicas with the other ranks'; all ranks must call it.
 
     Returns:
@@ -116,27 +116,27 @@ def differences(copies: Sequence[Copy]) -> tuple[list[Difference], list[str]]:
     """
     if dist.get_world_size() == 1:
         return [], []
-    digests = _digests(copies)
-    by_axis = [_differs(copies, digests, axis, group) for axis, group in _axes(copies)]
+    digests = _digests(replicas)
+    by_axis = [_differs(replicas, digests, axis, group) for axis, group in _axes(replicas)]
     differs = torch.tensor(int(any(by_axis)))
     dist.all_reduce(differs, op=dist.ReduceOp.MAX)
     if not differs:
         return [], []
-    mine: Json = [[copy.name, copy.part, digest] for copy, digest in zip(copies, digests, strict=True)]
+    mine: Json = [[replica.name, replica.part, digest] for replica, digest in zip(replicas, digests, strict=True)]
     by_rank = gather((mine, socket.gethostname()))
     contents = [{(name, part): digest for name, part, digest in of_rank} for of_rank, _ in by_rank]
     return _found(contents), [host for _, host in by_rank]
 
 
 @torch.no_grad()
-def heal(copies: Iterable[Copy], found: Iterable[Difference]) -> None:
+def heal(replicas: Iterable[Replica], found: Iterable[Difference]) -> None:
     """Overwrite differing replicas with the majority's; all ranks must call it.
 
     Args:
-        copies: this rank's replicas, as compared.
+        replicas: this rank's replicas, as compared.
         found: differences, each with a majority.
     """
-    here = {(copy.name, copy.part): copy.local for copy in copies}
+    here = {(replica.name, replica.part): replica.local for replica in replicas}
     rank = dist.get_rank()
     for difference in found:
         source = difference.majority[0]
@@ -160,17 +160,17 @@ def described(found: Sequence[Difference], hosts: Sequence[str]) -> str:
 # --------------------------------------------------------------------------- comparing
 
 
-def _axes(copies: Iterable[Copy]) -> list[tuple[str, dist.ProcessGroup]]:
+def _axes(replicas: Iterable[Replica]) -> list[tuple[str, dist.ProcessGroup]]:
     """Every axis along which there are replicas, in the same order on all ranks."""
-    return sorted({axis: group for copy in copies for axis, group in copy.axes.items()}.items())
+    return sorted({axis: group for replica in replicas for axis, group in replica.axes.items()}.items())
 
 
-def _differs(copies: Sequence[Copy], digests: Sequence[int], axis: str, group: dist.ProcessGroup) -> bool:
+def _differs(replicas: Sequence[Replica], digests: Sequence[int], axis: str, group: dist.ProcessGroup) -> bool:
     """Whether the ranks along an axis hold different replicas of anything."""
-    along = repr([digest for copy, digest in zip(copies, digests, strict=True) if axis in copy.axes])
+    along = repr([digest for replica, digest in zip(replicas, digests, strict=True) if axis in replica.axes])
     number = int.from_bytes(blake2b(along.encode(), digest_size=8).digest(), signed=True)
     # ~number falls as number rises, so one MAX reduction finds both extremes.
-    extremes = torch.tensor([number, ~number], device=copies[0].device)
+    extremes = torch.tensor([number, ~number], device=replicas[0].device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes.tolist()
     return largest != ~smallest
@@ -196,14 +196,14 @@ def _named(ranks: Iterable[int], hosts: Sequence[str]) -> str:
 # --------------------------------------------------------------------------- hashing
 
 
-def _digests(copies: Sequence[Copy]) -> list[int]:
+def _digests(replicas: Sequence[Replica]) -> list[int]:
     """The hash of each replica; waits for each device once."""
     on_device: dict[torch.device, list[int]] = {}
-    for i, copy in enumerate(copies):
-        on_device.setdefault(copy.local.device, []).append(i)
-    digests = [0] * len(copies)
+    for i, replica in enumerate(replicas):
+        on_device.setdefault(replica.local.device, []).append(i)
+    digests = [0] * len(replicas)
     for indices in on_device.values():
-        values = torch.stack([digest(copies[i].local) for i in indices]).tolist()
+        values = torch.stack([digest(replicas[i].local) for i in indices]).tolist()
         for i, value in zip(indices, values, strict=True):
             digests[i] = value
     return digests

@@ -43,7 +43,7 @@ def variants(milliseconds: float, depths: Sequence[int]) -> dict[str, Variant]:
     found = {"no delay": Variant(), "no delay, guarded": guarded, "no delay, exact": Variant(exact)}
     seconds = milliseconds / 1000
     for depth in depths:
-        prefetch = ("--comm.prefetch_forward", str(depth), "--comm.prefetch_backward", str(depth))
+        prefetch = ("--comm.prefetch", str(depth))
         for streams in ("shared", "per_group"):
             found[f"{streams}, prefetch {depth}"] = Variant((*prefetch, "--comm.streams", streams), seconds)
         found[f"shared, prefetch {depth}, exact"] = Variant((*prefetch, *exact), seconds)

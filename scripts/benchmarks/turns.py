@@ -9,8 +9,8 @@ import torch
 from configs.schema import Config
 from parallelisms.mesh import Mesh
 from trainer.data.loader import DataLoader, build_loader
-from trainer.guards.verdict import Verdict
-from trainer.step import Learner, Terms, build_learner
+from trainer.guards.verdict import QueuedStep
+from trainer.step import Learner, build_learner
 
 Step = Callable[[], None]
 Turn = Callable[[], float]
@@ -18,21 +18,21 @@ Turn = Callable[[], float]
 
 
 class KeelStep:
-    """A step like the trainer's: the loader, and everything in `Learner.step`."""
+    """A step like the trainer's on a GPU: the last step's result is read once this step's passes are queued."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.learner: Learner = build_learner(config, mesh)
         self.loader: DataLoader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
         self._lr = config.optimizer.lr
-        self._last: Verdict | None = None
+        self._last: QueuedStep | None = None
 
     def __call__(self) -> None:
-        self._last = self.learner.step(next(self.loader), self._lr, self._terms)
-
-    def _terms(self) -> Terms:
+        micro_batches = next(self.loader)
+        gradients = self.learner.gradients(micro_batches)
         if self._last:
             self._last.result()
-        return Terms()
+        self._last = self.learner.judge(micro_batches, gradients)
+        self.learner.update(self._last, self._lr)
 
 
 def warm_up(step: Step, steps: int) -> None:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import read_manifest, read_trainer_state, seal_of
+from checkpoint.reader import Description, Log
 from configs.errors import ConfigError
 from configs.files import write_atomically
 from configs.layout import mesh_sizes
-from configs.run_change import run_key_diff
 from configs.schema import ActivationCheckpoint, Compile, Config
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
 from parallelisms.mesh import build_mesh
@@ -99,16 +99,9 @@ def _load(config: Config, checkpoint: Path) -> Any:
 
 def _load_weights(config: Config, learner: Learner, console: Console) -> None:
     """Load what `checkpoint.init_from` names: the weights, and nothing else of a run."""
-    manager = CheckpointManager(
-        folder=config.job.folder / "scored",  # holds nothing, so nothing is resumed
-        settings=config.checkpoint,
-        resolved=config.model_dump(mode="json"),
-        mesh=learner.mesh.sizes.axes,
-        run_key_diff=run_key_diff,
-        allow_run_change=False,
-        log=lambda line: None,
-        warn=console.warning,
-    )
+    run = Description(config.model_dump(mode="json"), learner.mesh.sizes.axes)
+    nothing = config.job.folder / "scored"  # so nothing is resumed
+    manager = CheckpointManager(nothing, config.checkpoint, run, Log(warning=console.warning))
     manager.resume(learner.state())
     learner.was_loaded()
 

@@ -30,14 +30,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from checkpoint.compare import described, require_same
 from checkpoint.export.output import finish, unfinished_folder, write_json
 from checkpoint.index import read_metadata
+from checkpoint.lock import ReadLock
 from checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from checkpoint.pin import Pin
-from checkpoint.room import free_memory
+from checkpoint.staging import free_memory
 from checkpoint.tensor_stream import Counter, Progress, entry_of, n_bytes, read_part, read_tensor
 from checkpoint.verify import check_tensors
 from configs.errors import UserError
 from configs.files import synced
 from configs.plan import plan_of
+from configs.reading.removed import without_removed
 from configs.schema import Config
 from models import build_model
 from trainer.lr_schedule import learning_rate
@@ -91,7 +92,7 @@ def export_optimizer(
         UserError: the checkpoint is damaged or holds no optimizer, the choice of what to gather is wrong, what it
             gathers takes more than the free memory, or the output exists or can't be written.
     """
-    with Pin(checkpoint):
+    with ReadLock(checkpoint):
         manifest = read_manifest(checkpoint)
         metadata = read_metadata(checkpoint)
         optimizers, experts = _described_optimizers(checkpoint, manifest, metadata)
@@ -127,7 +128,7 @@ def _described_optimizers(
         UserError: the checkpoint holds only weights, or does not fit its own config.
     """
     try:
-        config = Config.model_validate_json(json.dumps(manifest.config))
+        config = Config.model_validate_json(json.dumps(without_removed(manifest.config)))
     except ValidationError:
         raise UserError(f"{checkpoint} holds only a model's weights, no job to continue") from None
     n_tensors = len(metadata.state_dict_metadata)

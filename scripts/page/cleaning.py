@@ -12,17 +12,18 @@ from typing import Literal, get_args
 
 from checkpoint.lock import LOCK_NAME
 from checkpoint.manifest import UNFINISHED, step_folder, steps_in
-from checkpoint.pin import remove
+from checkpoint.storage import FolderStorage
 
 What = Literal["leftovers", "checkpoints", "everything"]
 WHAT = get_args(What)
 _LEFTOVERS = tuple(
     f"{place}/{name}"
-    for place in ("checkpoints", "exports", "evaluations")
+    for place in ("checkpoints", "after_save/*", "evaluations")
     for name in (f"step-*{UNFINISHED}", "abandoned-*")
 )
 _EVERYTHING = (
-    *("checkpoints/step-*", "exports/step-*", "evaluations/*", "tensorboard/events.out.tfevents.*"),
+    *("checkpoints/step-*", "after_save/*/step-*", "evaluations/*"),
+    "tensorboard/events.out.tfevents.*",
     *("wandb", "profile/step-*-rank-*", "hangs/step-*", "crashes/rank-*"),
     *("incarnations/*", ".shared-*", "scores.json", "fingerprints.jsonl", "run.log", "metrics.jsonl", "config.toml"),
     *("tokenizer.model", "tokenizer.json", "tokenizer-*.model", "tokenizer-*.json"),
@@ -59,9 +60,9 @@ def removable(run: Path, what: What) -> list[Doomed]:
 def _matching(run: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
     """The paths of these names, but none behind a link, which would lead out of the run."""
     for pattern in patterns:
-        place = (run / pattern).parent
-        if place == run or not place.is_symlink():
-            yield from sorted(place.glob(Path(pattern).name))
+        for path in sorted(run.glob(pattern)):
+            if not any((run / place).is_symlink() for place in path.relative_to(run).parents if place.name):
+                yield path
 
 
 def size_of(path: Path) -> int:
@@ -75,7 +76,7 @@ def remove_one(path: Path) -> None:
     """Remove a file, a link, or a folder with its content.
 
     Raises:
-        Pinned: it is a checkpoint that is being read.
+        BeingRead: it is a checkpoint that is being read.
         OSError: it can't be removed.
     """
     if path.is_symlink() or not path.is_dir():
@@ -83,7 +84,7 @@ def remove_one(path: Path) -> None:
     elif path.name.endswith(UNFINISHED):
         shutil.rmtree(path)
     else:
-        remove(path)
+        FolderStorage().remove(path)
 
 
 def remove_emptied(run: Path) -> list[Path]:
@@ -92,8 +93,9 @@ def remove_emptied(run: Path) -> list[Path]:
     Those are files that Keel has not written, and the folders with them.
     """
     (run / LOCK_NAME).unlink(missing_ok=True)
-    folders = ("checkpoints", "exports", "evaluations", "tensorboard", "profile", "hangs", "crashes", "incarnations")
-    for name in (*folders, "."):
+    commands = [str(path.relative_to(run)) for path in run.glob("after_save/*")]
+    folders = ("checkpoints", "after_save", "evaluations", "tensorboard", "profile", "hangs", "crashes", "incarnations")
+    for name in (*commands, *folders, "."):
         if not (run / name).is_symlink():
             with suppress(OSError):  # it is not empty, or there is none
                 (run / name).rmdir()

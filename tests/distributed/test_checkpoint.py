@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import Damaged, read_manifest, step_folder
+from checkpoint.reader import Description, Log
 from configs.errors import ConfigError, UserError
 from configs.schema import Checkpoint
 
@@ -54,16 +55,17 @@ def whole(state):
 
 
 def make_manager(folder, **settings):
-    settings = Checkpoint(**{"mode": "sync", "max_save_failures": 1, **settings})
-    ignore = lambda line: None  # noqa: E731
-    return CheckpointManager(Path(folder), settings, {}, {}, lambda old, new: [], False, ignore, ignore)
+    settings = Checkpoint(**{"mode": "sync", **settings})
+    manager = CheckpointManager(Path(folder), settings, Description({}, {}), Log())
+    manager.max_save_failures = 1
+    return manager
 
 
 def save(folder, mode, mesh_shape, dims):
     state = sharded(reference(), mesh_shape, dims)
     manager = make_manager(folder, mode=mode)
     manager.resume(state)
-    manager.begin_line()
+    manager.begin_lineage()
     manager.save(1, state, {"tokens": 1})
     for tensor in state.values():
         tensor.mul_(0)
@@ -118,7 +120,7 @@ def save_two_dimensional(folder):
     state = two_dimensional((2, 2))
     manager = make_manager(folder, mode="async")
     manager.resume(state)
-    manager.begin_line()
+    manager.begin_lineage()
     manager.save(1, state, {"tokens": 1})
     manager.close()
     return {name: tensor.detach().clone() for name, tensor in whole(state).items()}
@@ -146,7 +148,7 @@ def save_stages(folder):
     state = {f"stage{rank}.weight": torch.full((3,), rank + 1.0), "step": torch.tensor(1.0)}
     manager = make_manager(folder)
     manager.resume(state)
-    manager.begin_line()
+    manager.begin_lineage()
     manager.save(1, state, {"tokens": 1})
     manager.close()
     loaded = {name: tensor.clone().zero_() for name, tensor in state.items()}
@@ -174,7 +176,7 @@ def refuse_on_rank_one(folder, mode):
     state = sharded(reference(), (2,), (0,))
     manager = make_manager(folder, mode=mode)
     manager.resume(state)
-    manager.begin_line()
+    manager.begin_lineage()
     fsync = os.fsync
 
     def full(descriptor):
@@ -218,7 +220,7 @@ def fall_back(folder):
     state = sharded(reference(), (2,), (0,))
     manager = make_manager(folder)
     manager.resume(state)
-    manager.begin_line()
+    manager.begin_lineage()
     for step in (1, 2):
         manager.save(step, state, {"tokens": step})
     manager.close()
@@ -229,7 +231,7 @@ def fall_back(folder):
             path.write_bytes(path.read_bytes()[:-1] + b"?")
     dist.barrier()
     try:
-        make_manager(folder, on_damage="stop").resume(state)
+        make_manager(folder, load=2).resume(state)
     except Damaged as error:
         told = str(error)
     loaded = sharded(zeros(reference()), (2,), (0,))
@@ -245,26 +247,3 @@ def test_every_rank_hears_of_every_damaged_file_and_falls_back(ranks, tmp_path):
     assert "__0_0.distcp has changed" in told
     assert "__1_0.distcp has changed" in told
     assert (trainer_state, same) == ({"tokens": 1}, True)
-
-
-def minutes(folder):
-    """Saves when a tenth of a second has passed, as each rank's own clock says; returns the steps saved."""
-    state = sharded(reference(), (2,), (0,))
-    manager = make_manager(folder, interval=0, interval_minutes=0.1 / 60)
-    manager.resume(state)
-    manager.begin_line()
-    saved = []
-    for step in range(1, 30):
-        time.sleep(0.01 + 0.02 * dist.get_rank())  # no common clock, and no common pace
-        manager.poll()
-        if manager.should_save(step):
-            manager.save(step, state, {"tokens": step})
-            saved.append(step)
-    manager.close()
-    return saved
-
-
-def test_ranks_agree_on_the_minutes(ranks, tmp_path):
-    first, second = ranks(2, minutes, tmp_path)
-    assert first == second
-    assert 2 <= len(first) < 15

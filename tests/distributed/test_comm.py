@@ -26,8 +26,8 @@ PER_GROUP = ("--comm.streams", "per_group")
 MODES = {  # overrides, and the seconds of a gather that queues
     "FSDP's own": ((), None),
     "per group": (PER_GROUP, None),
-    "no prefetch": (("--comm.prefetch_forward", "0", "--comm.prefetch_backward", "0"), None),
-    "late": ((*PER_GROUP, "--comm.prefetch_forward", "3", "--comm.prefetch_backward", "2"), 0.002),
+    "no prefetch": (("--comm.prefetch", "0"), None),
+    "late": ((*PER_GROUP, "--comm.prefetch", "3"), 0.002),
     "one queue": ((), 0.0),
 }
 MESHES = {
@@ -66,6 +66,7 @@ def differences(words: tuple[str, ...]) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_every_mode_computes_the_same_bits(ranks, name):
     n_ranks, words = MESHES[name]
@@ -115,6 +116,7 @@ def two_meshes(mode: str) -> tuple[list[float], torch.Tensor, int, int, int]:
     return losses, shards, *numbers
 
 
+@pytest.mark.slow
 def test_a_group_does_not_wait_behind_another(ranks):
     stock, shared, per_group, streams = (ranks(4, two_meshes, m) for m in ("torch", "shared", "per_group", "gpu"))
     for expected, *others in zip(stock, shared, per_group, streams, strict=True):

@@ -13,10 +13,11 @@ from tests.distributed.test_moving_run import go_on
 from tests.distributed.test_owner_training import MUON, OWNER, learner_of, settings
 from tests.distributed.test_parity import ROWS, assert_parity
 from tests.fsdp_at_degree_1 import fsdp_at_degree_1
+from tests.marked import marked
 from trainer.data.loader import build_loader
 from trainer.details import Details
 from trainer.guards.trace_nonfinite import trace_nonfinite
-from trainer.step import Learner, Terms
+from trainer.step import Learner
 
 MIXED = (*dtype_overrides("bfloat16"), "--training.micro_batch_size", "4")
 WAYS = {
@@ -61,7 +62,7 @@ def build(by: str, overrides: tuple[str, ...]) -> Learner:
     """A learner whose parameters are converted by one of `WAYS`."""
     with converting(by):
         learner = learner_of(settings((*overrides, *WAYS[by]), MIXED))
-    copies = learner.update.copies
+    copies = learner.optimizer.copies
     assert by == ("FSDP" if copies is None else "kept" if copies.kept else "transient")
     assert bool(fsdp_modules(learner.stages[0])) == (by == "FSDP")
     return learner
@@ -81,20 +82,45 @@ def run(by, overrides):
     with closing(build_loader(learner.config, 0, 1, start_sample=0)) as loader:
         for step, micro_batches in zip(range(STEPS), loader, strict=False):
             learner.freeze(step)
-            terms = Terms(loss_limit=0.0 if step == SPIKE else float("inf"), step=step)
+            limit = 0.0 if step == SPIKE else float("inf")
             with details.watching(step + 1, micro_batches):
-                verdict = learner.step(micro_batches, 1e-2, lambda terms=terms: terms, details.look_at_gradients)
+                gradients = learner.gradients(micro_batches)
+            queued = learner.judge(micro_batches, gradients, limit, number=step, details=details.numbers())
+            learner.update(queued, 1e-2)
             assert_freed(by, learner)
-            result, measured = verdict.result(), details.take()
+            result = queued.result()
             assert result.skipped == (step == SPIKE)
             sums = None if result.gradient_sums is None else result.gradient_sums.tolist()
-            seen += [result.loss, result.grad_norm, sums, measured.read() if measured else None]
+            seen += [
+                result.loss,
+                result.grad_norm,
+                sums,
+                None if result.details is None else details.read(result.details),
+            ]
             seen += learner.evaluate(micro_batches, None).tolist()
             assert_freed(by, learner)
     return seen, {name: getattr(tensor, "_local_tensor", tensor).clone() for name, tensor in learner.state().items()}
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name",
+    marked(
+        JOBS,
+        slow=[
+            "every detail",
+            "tied",
+            "one micro-batch",
+            "four micro-batches, z-loss",
+            "selective checkpointing",
+            "full checkpointing",
+            "checkpointing of every second block",
+            "documents",
+            "Muon",
+            "nothing repeated, compiled",
+        ],
+        long=["experts", "compiled", "experts, compiled", "tied, selective, compiled", "frozen, compiled"],
+    ),
+)
 def test_the_bits_are_those_of_fsdp_at_degree_1(ranks, name):
     [[(expected, expected_state)], *found] = (ranks(1, run, by, JOBS[name]) for by in ("FSDP", "kept", "transient"))
     for [(seen, state)] in found:
@@ -117,6 +143,7 @@ def graphs(by):
     return found
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_again_when_memory_comes_and_goes(ranks):
     [kept], [transient] = (ranks(1, graphs, by) for by in ("kept", "transient"))
     assert kept == transient
@@ -128,6 +155,7 @@ def go_on_by(by, *arguments):
         return go_on(*arguments)
 
 
+@pytest.mark.long
 def test_a_run_moves_to_two_ranks_and_back(ranks, tmp_path):
     """Between launches with and without copies nothing differs: the checkpoints have the same tensors."""
     losses = {}

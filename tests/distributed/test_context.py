@@ -18,6 +18,7 @@ from models.documents import Documents
 from parallelisms.attention.context import _attend_part, _attend_some_heads, part_of, shard_batch
 from parallelisms.mesh import build_mesh
 from tests.distributed.test_checkpoint import make_manager
+from tests.marked import marked
 from trainer.data.loader import IGNORED, build_loader
 from trainer.step import build_learner
 from trainer.validation import validate
@@ -129,7 +130,7 @@ def bytes_kept(seq_len, method, n_ranks):
     return sum(size for storage, size in kept.items() if storage not in weights)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", marked(METHODS, slow=["all_to_all"]))
 def test_four_ranks_keep_a_quarter_each(ranks, method):
     (alone,) = ranks(1, bytes_kept, 2048, method, 1)
     # After all_to_all, attention's output is kept as it was computed and as it came back: 4 layers, dim 64, float64.
@@ -148,7 +149,9 @@ def growth(seq_len, method):
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
-@pytest.mark.parametrize("method", ["gather", pytest.param("ring", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "method", [pytest.param("gather", marks=pytest.mark.slow), pytest.param("ring", marks=pytest.mark.long)]
+)
 def test_documents_need_no_mask_of_the_whole_sequence(ranks, method):
     seq_len = 1 << 15
     assert max(ranks(2, growth, seq_len, method)) < 0.5 * seq_len**2 / 2

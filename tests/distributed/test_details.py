@@ -13,6 +13,7 @@ from configs.load import load
 from models import build_model
 from parallelisms.init import materialize
 from tests.end_to_end.launch import records
+from tests.marked import marked
 from trainer.data.loader import build_loader
 from trainer.details import noise_scale
 from trainer.guards.watchdog import Watchdog
@@ -129,7 +130,23 @@ def test_against_plain_pytorch(ranks, one_process, tmp_path):
     assert not any(key in record for key in KEYS for record in records(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh",
+    marked(
+        MESHES,
+        slow=[
+            "FSDP 4",
+            "DDP 2",
+            "CP 2, checkpointed",
+            "1 process, compiled",
+            "PP 2 x FSDP 2, interleaved",
+            "owner 2",
+            "ZeRO 1",
+        ],
+        # "1 process, compiled", and the other meshes in eager mode, find the same.
+        long=["TP 2", "FSDP 2 x TP 2, compiled"],
+    ),
+)
 def test_the_same_on_any_mesh(ranks, one_process, tmp_path, mesh):
     n, words = MESHES[mesh]
     ranks(n, train, str(tmp_path / "run"), RUN + DUE + words)
@@ -137,6 +154,7 @@ def test_the_same_on_any_mesh(ranks, one_process, tmp_path, mesh):
         assert_equal_details(found, expected, 1e-9)
 
 
+@pytest.mark.slow
 def test_experts_and_frozen_layers(ranks, tmp_path):
     """A frozen layer has norm 0; an auxiliary loss leaves no noise scale; the run stays what it was."""
     experts = ("--model.n_experts", "4", "--optimizer.groups", '[{pattern = "embed_tokens.weight", freeze = true}]')

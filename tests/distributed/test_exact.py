@@ -20,6 +20,7 @@ from scripts.parity_compare import bits
 from scripts.parity_reference import batches
 from scripts.parity_rows import words
 from tests.distributed.test_moving_run import go_on
+from tests.marked import marked
 from trainer.step import build_learner
 
 CONFIG = "parity.toml"
@@ -49,6 +50,7 @@ def sha(ranks: Callable) -> Callable[..., str]:
     return digest
 
 
+@pytest.mark.slow
 def test_ddp_and_fsdp_have_the_bits_of_one_rank(sha):
     one = sha(1, {})
     assert sha(2, {"mesh.dp_replicate": 2}) == one
@@ -98,7 +100,38 @@ MESHES: dict[str, tuple[int, dict[str, object], dict[str, object], str]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh",
+    marked(
+        MESHES,
+        slow=[
+            "FSDP 2, ZeRO 2, full",
+            "owner 4",
+            "owner 2, Muon",
+            "PP 2 zero-bubble, bfloat16",
+            "FSDP 3",
+            "HSDP 2x2, bfloat16",
+            "compiled, FSDP 2",
+        ],
+        # `parity.py --random` draws these meshes in each .ci/run, and one of each kind is slow.
+        long=[
+            "FSDP 4",
+            "FSDP 8",
+            "HSDP 4x2",
+            "HSDP 2x2, ZeRO 1",
+            "FSDP 2, selective",
+            "PP 2 x FSDP 2",
+            "PP 2 x DDP 2, gpipe",
+            "PP 2 interleaved",
+            "HSDP 2x3",
+            "HSDP 3x2",
+            "PP 2, bfloat16",
+            "FSDP 2, all bfloat16",
+            "experts, FSDP 4",
+            "experts, DDP 2",
+        ],
+    ),
+)
 def test_other_meshes_have_the_bits_of_one_rank(sha, mesh):
     n_ranks, machine, run, dtype = MESHES[mesh]
     if machine.get("pipeline.schedule") == "zero_bubble_v" and not has_zero_bubble():
@@ -106,7 +139,15 @@ def test_other_meshes_have_the_bits_of_one_rank(sha, mesh):
     assert sha(n_ranks, machine | run, dtype) == sha(1, run, dtype)
 
 
-@pytest.mark.parametrize("machine", [{"mesh.pp": 2}, {"mesh.dp_shard": 2}, {"mesh.dp_replicate": 2, **OWNER}], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "machine",
+    [
+        pytest.param({"mesh.pp": 2}, id="PP 2"),
+        pytest.param({"mesh.dp_shard": 2}, id="FSDP 2"),
+        pytest.param({"mesh.dp_replicate": 2, **OWNER}, id="owner 2"),
+    ],
+)
 @pytest.mark.parametrize("run", [{}, EXPERTS], ids=["dense", "experts"])
 def test_meshes_with_tensor_parallelism_have_the_bits_of_tensor_parallelism(sha, machine, run):
     """In bfloat16: the gradients of norms and routers are sums over the tensor-parallel ranks, too."""
@@ -122,6 +163,7 @@ MOVES = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_that_moves_through_meshes_has_the_losses_of_one_that_stays(ranks, tmp_path):
     run = dtype_overrides("float32") + words(RUN | SMALL)
     (stayed,) = ranks(1, go_on, str(tmp_path / "stayed"), 2 * len(MOVES), run)
@@ -133,6 +175,7 @@ def test_a_run_that_moves_through_meshes_has_the_losses_of_one_that_stays(ranks,
     assert moved == stayed
 
 
+@pytest.mark.slow
 def test_a_rank_holds_partial_sums_of_its_shard(ranks):
     """Of 8 micro-batches, before the last: of 4, 2 and 1."""
     for n_ranks, mesh in ((1, {}), (2, {"mesh.dp_shard": 2}), (2, {"mesh.dp_replicate": 2})):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from checkpoint.index import read_metadata
+from checkpoint.storage import FolderStorage
 from checkpoint.store import shards_of, write
 from configs.layout import mesh_sizes, parameter_count
 from configs.load import load
@@ -123,7 +124,10 @@ def expert_rows_received(row: Row) -> list[list[int]]:
     return received
 
 
-@pytest.mark.parametrize("name", ["EP 2, eager", "EP 4, eager", "EP 2 x FSDP 2, eager", "EP 2 x PP 2, eager"])
+@pytest.mark.parametrize(
+    "name",
+    ["EP 2, eager", "EP 4, eager", pytest.param("EP 2 x FSDP 2, eager", marks=pytest.mark.slow), "EP 2 x PP 2, eager"],
+)
 def test_in_the_parity_rows_some_experts_get_nothing(ranks, name):
     received = ranks(ROWS_BY_NAME[name].ranks, expert_rows_received, ROWS_BY_NAME[name])
     exchanges = [counts for of_rank in received for counts in of_rank]
@@ -139,7 +143,8 @@ def bytes_held(row: Row) -> tuple[int, int, int, int]:
         sizes[".experts." in name] += parameter.to_local().nbytes
     states = [t for p in learner.parameters.values() for t in learner.optimizer.state[p].values() if t.dim()]
     optimizer = sum(t.to_local().nbytes for t in states)
-    return sizes[True], sizes[False], optimizer, estimate_memory(learner.config, learner.mesh.sizes, "cpu").parameters
+    estimate = estimate_memory(learner.config, learner.mesh.sizes, "cpu", learner.mesh)
+    return sizes[True], sizes[False], optimizer, estimate.parameters
 
 
 @pytest.mark.parametrize("name", ["EP 2, eager", "EP 2 x FSDP 2, eager", "EP 4, eager", "EP 2 x DDP 2, eager"])
@@ -176,7 +181,7 @@ def saved_chunks(row: Row, folder: str) -> dict[str, tuple]:
                     stack.enter_context(patch.object(owner, name, no_gather))
         stack.enter_context(patch.object(dist, "all_gather", gathers_names))
         shards = shards_of(learner.state())
-        write(Path(folder), shards, dist.group.WORLD)
+        write(FolderStorage(), Path(folder), shards, dist.group.WORLD)
     return {name: tuple(shard.offsets) for name, shard in shards.items() if ".experts." in name and shard.local.dim()}
 
 
@@ -229,12 +234,14 @@ THE_REST = {
 }
 
 
-@pytest.mark.parametrize("names", [CHOSEN, pytest.param(MORE_OF_THEM, marks=pytest.mark.long)], ids=["few", "more"])
+@pytest.mark.long
+@pytest.mark.parametrize("names", [CHOSEN, MORE_OF_THEM], ids=["few", "more"])
 def test_experts_apart_do_not_change_the_run(ranks, names):
     assert_parity(ranks, [ROWS_BY_NAME[name] for name in names])
 
 
-@pytest.mark.parametrize("options", [MORE, pytest.param(THE_REST, marks=pytest.mark.long)], ids=["few", "the rest"])
+@pytest.mark.long
+@pytest.mark.parametrize("options", [MORE, THE_REST], ids=["few", "the rest"])
 def test_other_options(ranks, options):
     rows = [
         Row(name, n_ranks, words({"training.micro_batch_size": 1} | machine), words(MOE | run))

@@ -12,6 +12,7 @@ from parallelisms.guards.fingerprint import GradientFingerprint
 from parallelisms.mesh import build_mesh
 from parallelisms.ranks import local_part
 from tests.end_to_end.launch import TINY
+from tests.marked import marked
 from trainer.data.loader import build_loader
 from trainer.step import Learner, build_learner
 
@@ -80,7 +81,7 @@ def reference(fingerprint: GradientFingerprint, gradients: dict[str, torch.Tenso
     return {"digests": digests, "norms": norms, "samples": samples}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", marked(MESHES, slow=["DDP 2", "owner 2", "EP 2", "HSDP 2x2", "FSDP 2 x TP 2"]))
 def test_it_is_that_of_the_whole_gradients(ranks, mesh):
     n = 4 if "x" in mesh else 2
     results = ranks(n, fingerprint_of, MESHES[mesh])

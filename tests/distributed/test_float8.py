@@ -12,7 +12,10 @@ from scripts.parity import run_rows
 from scripts.parity_compare import bits, compare
 from scripts.parity_rows import BOUNDS, Difference, float8_rows, words
 
-pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="the extra float8 is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("torchao") is None, reason="the extra float8 is not installed"),
+]
 
 ROWS = {row.name: row for row in float8_rows()}
 CHOSEN = [

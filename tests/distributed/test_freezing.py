@@ -35,6 +35,7 @@ TIED = ("--model.tie_embeddings", "true", "--optimizer.groups", groups_of({"embe
 STEPS = 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHOSEN)
 def test_chosen_rows_in_float64(ranks, name):
     assert_parity(ranks, [ROWS[name]])
@@ -47,7 +48,7 @@ def run(words, first, last, folder, saves=()):
     resumed = manager.resume(learner.state())
     assert (resumed is not None) == (first > 0)
     learner.was_loaded()
-    manager.begin_line()
+    manager.begin_lineage()
 
     def between_steps(step: int) -> None:
         if step in saves:
@@ -69,11 +70,11 @@ def _whole(learner: Learner) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("n", "words"),
     [
-        (2, RESTING),
-        (2, (*owners(2, *MUON), *RESTING)),
-        (4, (*owners(2, *CUT, *ROUNDED), *RESTING)),
-        (2, ("--mesh.pp", "2", *RESTING)),
-        (2, TIED),
+        pytest.param(2, RESTING, marks=pytest.mark.long),
+        pytest.param(2, (*owners(2, *MUON), *RESTING), marks=pytest.mark.slow),
+        pytest.param(4, (*owners(2, *CUT, *ROUNDED), *RESTING), marks=pytest.mark.long),
+        pytest.param(2, ("--mesh.pp", "2", *RESTING), marks=pytest.mark.slow),
+        pytest.param(2, TIED, marks=pytest.mark.long),
     ],
     ids=["FSDP", "Muon", "owner x TP, masters", "PP", "tied"],
 )

@@ -17,6 +17,7 @@ from checkpoint import store
 from checkpoint.compare import compare
 from checkpoint.manifest import read_manifest, step_folder, steps_in
 from configs.load import load
+from tests.marked import marked
 from tests.torture.resume import JOB, MESHES, curve, go_on
 from trainer.guards.grace import Grace
 from trainer.guards.watchdog import Watchdog
@@ -63,7 +64,7 @@ class Stopped:
             is_last = dist.get_rank() == dist.get_world_size() - 1
             if is_last and self.trainer.run.step + 1 == self.step and not self.seen:
                 self.stop.record(signal.SIGTERM, None)
-                self.trainer.grace._thread.join(SAFETY_SECONDS)
+                self.trainer.watch.grace._thread.join(SAFETY_SECONDS)
                 self.seen = {"status": self._final_status(), "steps": steps_in(self.folder / "checkpoints")}
             return original(*arguments, **keywords)
 
@@ -103,10 +104,24 @@ CASES = {
     "zero bubble": (f"{ZERO_BUBBLE} --compile.enable false", AFTER_BACKWARD),  # the first rank computes the loss
     "FSDP 2, compiled": (f"{MESHES['FSDP 2']} --compile.enable true", AFTER_BACKWARD),
 }
-SHORT = ("FSDP 2, eager", "TP 2, eager", "PP 2, eager", "owner 2, eager", "experts, EP 2, eager")
 
 
-@pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.long) for n in CASES])
+@pytest.mark.parametrize(
+    "name",
+    marked(
+        CASES,
+        slow=["FSDP 2, eager", "TP 2, eager", "PP 2, eager", "owner 2, eager", "experts, EP 2, eager"],
+        long=[
+            "CP 2, eager",
+            "experts, FSDP 2, eager",
+            "FSDP 2, after the backward pass",
+            "FSDP 2, sync",
+            "owner 2, Muon, masters",
+            "zero bubble",
+            "FSDP 2, compiled",
+        ],
+    ),
+)
 def test_the_last_finished_step_is_saved_as_an_undisturbed_run_saves_it(ranks, tmp_path, name):
     words, moment = CASES[name]
     stopped, straight = tmp_path / "stopped", tmp_path / "straight"
@@ -122,6 +137,7 @@ def test_the_last_finished_step_is_saved_as_an_undisturbed_run_saves_it(ranks, t
         assert_same_checkpoint(*(step_folder(run / "checkpoints", step) for run in (stopped, straight)))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_it_bit_for_bit(ranks, tmp_path):
     stopped, straight, quiet = tmp_path / "stopped", tmp_path / "straight", tuple(WORDS.split())
     ranks(2, stop_in, str(stopped), f"{SOON} --training.steps 6", 4, AFTER_FORWARD)
@@ -138,10 +154,10 @@ def stop_while_saving(folder: str) -> tuple[list[str], dict]:
     written, original, heard = [], store.write, threading.Event()
     agree = Grace._agree
 
-    def write(unfinished: Path, *arguments: Any) -> Any:
+    def write(storage: Any, unfinished: Path, *arguments: Any) -> Any:
         written.append(unfinished.name)
         assert heard.wait(SAFETY_SECONDS)
-        return original(unfinished, *arguments)
+        return original(storage, unfinished, *arguments)
 
     def heard_of_it(grace: Grace, value: float) -> tuple[float, float]:
         heard.set()
@@ -155,6 +171,7 @@ def stop_while_saving(folder: str) -> tuple[list[str], dict]:
     return written, seen
 
 
+@pytest.mark.slow
 def test_a_save_that_is_under_way_is_let_end(ranks, tmp_path):
     results = ranks(2, stop_while_saving, str(tmp_path / "run"))
     for written, _ in results:
@@ -262,7 +279,7 @@ def train_without_a_store(told: int) -> tuple[bool, int]:
     return grace.has_begun or grace._thread.is_alive(), len(said)
 
 
-@pytest.mark.parametrize("told", [0, 1])
+@pytest.mark.parametrize("told", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_threads_end_together_without_a_store(ranks, told):
     """One that ended alone would leave the others in a collective until its time-out."""
     assert ranks(3, train_without_a_store, told) == [(False, 1)] * 3

@@ -54,6 +54,7 @@ def test_the_same_bits_on_every_mesh(ranks):
                 assert torch.equal(found[name], value), (sizes, name)
 
 
+@pytest.mark.long
 def test_the_same_experts_on_every_mesh(ranks):
     one = ranks(1, digest, MeshSizes(1, 1, 1), 1 << 5, EXPERTS)[0]
     for sizes in (

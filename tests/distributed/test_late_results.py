@@ -63,14 +63,14 @@ def train(folder: str, is_late: bool, changes: dict[int, str], words: tuple[str,
         ):
             trainer = Trainer(Runtime(job, torch.device("cpu"), console, stop, TimeLedger(), watchdog))
             trainer.reads_late = is_late
-            computing = trainer.grace.computing
+            computing = trainer.watch.grace.computing
 
             def computing_and_rescued(step, rescue):
                 if step == rescue_in:
                     rescue("SIGTERM", dist.group.WORLD)()
                 computing(step, rescue)
 
-            trainer.grace.computing = computing_and_rescued
+            trainer.watch.grace.computing = computing_and_rescued
             try:
                 error = trainer.train()
             except UserError as fault:
@@ -103,6 +103,7 @@ def both(ranks, tmp_path, changes, *words, rescue_in=0):
     return late[0], soon[0]
 
 
+@pytest.mark.long
 def test_steps_that_are_not_finite(ranks, tmp_path):
     """In step 3, whose result is read in step 4, and in step 8, whose save waits for step 9."""
     late, soon = both(ranks, tmp_path, {3: "poison", 8: "poison"})
@@ -116,6 +117,7 @@ def test_steps_that_are_not_finite(ranks, tmp_path):
     assert soon["counted"][:3] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_spikes_that_are_skipped(ranks, tmp_path):
     spikes = ("--fault.spikes.action", "skip", "--fault.spikes.window", "3", "--fault.spikes.threshold", "1e-3")
     late, soon = both(ranks, tmp_path, {}, *spikes, "--training.max_skipped_steps", "12")
@@ -124,6 +126,7 @@ def test_spikes_that_are_skipped(ranks, tmp_path):
     same_run(tmp_path / "late", tmp_path / "soon")
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_end_the_run_before_another_update(ranks, tmp_path):
     late, soon = both(ranks, tmp_path, {3: "enlarge"})
     assert late["end"].startswith("the ranks hold different results of one step: loss 5.")
@@ -133,6 +136,7 @@ def test_ranks_that_differ_end_the_run_before_another_update(ranks, tmp_path):
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_stop_is_learned_with_the_result(ranks, tmp_path):
     late, soon = both(ranks, tmp_path, {7: "stop"})
     assert (late["end"], late["step"]) == ("preempted", 8)
@@ -142,7 +146,11 @@ def test_a_stop_is_learned_with_the_result(ranks, tmp_path):
     assert curve(tmp_path / "late") == curve(tmp_path / "straight")
 
 
-@pytest.mark.parametrize("changes", [{}, {3: "poison"}], ids=["finite", "skipped"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.long), pytest.param({3: "poison"}, marks=pytest.mark.slow)],
+    ids=["finite", "skipped"],
+)
 def test_a_save_in_the_middle_of_a_step_knows_the_last_result(ranks, tmp_path, changes):
     """The last step's result is not counted yet when a grace period ends."""
     both(ranks, tmp_path, changes, "--training.steps", "4", rescue_in=3)
@@ -150,6 +158,7 @@ def test_a_save_in_the_middle_of_a_step_knows_the_last_result(ranks, tmp_path, c
     same_run(tmp_path / "late", tmp_path / "soon")
 
 
+@pytest.mark.slow
 def test_a_result_that_differs_is_not_saved_in_the_middle_of_a_step(ranks, tmp_path):
     late, _ = both(ranks, tmp_path, {3: "enlarge"}, rescue_in=3)
     assert "hold different results" in late["end"]

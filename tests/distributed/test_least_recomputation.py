@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -24,6 +25,7 @@ def choice_of_a_rank():
         return str(least_recomputation(config, mesh))
 
 
+@pytest.mark.slow
 def test_all_ranks_choose_for_the_smallest_gpu(ranks):
     config = load("llama_7b.toml", ("--activation_checkpoint.memory_limit_gib", "device"), 8).config
     alone = [str(planned_choice(config, 8, gib * GIB)) for gib in CARDS]

@@ -68,7 +68,7 @@ def _from_a_collective_under_way() -> torch.Tensor:
     return torch.autograd.grad(loss / 11, rows)[0]
 
 
-@pytest.mark.parametrize(("n", "compiled"), [(2, False), (4, False), (2, True)])
+@pytest.mark.parametrize(("n", "compiled"), [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.slow)])
 def test_sharded_vocabulary_equals_the_whole(ranks, n: int, compiled: bool):
     loss, grad_hidden, grad_weight = _whole()
     results = ranks(n, _sharded, compiled)
@@ -79,6 +79,7 @@ def test_sharded_vocabulary_equals_the_whole(ranks, n: int, compiled: bool):
         torch.testing.assert_close(grad_rows, grad_weight.chunk(n)[rank], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_hidden_states_still_being_gathered(ranks):
     grad_weight = _whole()[2]
     for rank, grad_rows in enumerate(ranks(2, _from_a_collective_under_way)):

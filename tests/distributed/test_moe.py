@@ -12,6 +12,7 @@ from parallelisms.torch_internals import has_zero_bubble
 from scripts.parity_reference import batches
 from scripts.parity_rows import MOE, MOE_BIAS, Row, moe_rows, words
 from tests.distributed.test_parity import assert_parity
+from tests.marked import marked
 from trainer.step import build_learner
 
 ROWS = {row.name: row for row in moe_rows()}
@@ -28,6 +29,7 @@ MORE = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", MORE, ids=lambda row: row.name)
 def test_other_meshes(ranks, row):
     if "zero-bubble" in row.name and not has_zero_bubble():
@@ -35,7 +37,13 @@ def test_other_meshes(ranks, row):
     assert_parity(ranks, [row])
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize(
+    "name",
+    marked(
+        CHOSEN,
+        slow=["MoE auxiliary loss, FSDP 2, compiled", "MoE auxiliary loss, TP 2, eager", "MoE bias, CP 2, eager"],
+    ),
+)
 def test_the_mesh_does_not_change_a_mixture(ranks, name):
     assert_parity(ranks, [ROWS[name]])
 
@@ -56,11 +64,12 @@ def _measured(machine):
     return found, biases
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "meshes",
     [
         [{"mesh.tp": 2, "mesh.cp": 2}],
-        pytest.param([{"mesh.dp_shard": 2, "mesh.pp": 2}, {"mesh.dp_replicate": 4}], marks=pytest.mark.long),
+        [{"mesh.dp_shard": 2, "mesh.pp": 2}, {"mesh.dp_replicate": 4}],
     ],
     ids=["TP 2 x CP 2", "more"],
 )

@@ -15,6 +15,7 @@ from parallelisms.part import part_of
 from scripts.parity import dtype_overrides
 from scripts.parity_compare import bits
 from scripts.parity_rows import words
+from tests.marked import marked
 from tests.torture.resume import curve, go_on
 
 EXACT = {"training.reduction": "exact", "optimizer.moments_dtype": "bfloat16", "training.steps": 8}
@@ -33,7 +34,7 @@ def of_one_rank(ranks) -> str:
     return ranks(1, bits, "parity.toml", dtype_overrides("float32") + words(EXACT))[0]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", marked(MESHES, slow=["FSDP 4, of uneven rows", "HSDP 2x2", "PP 2"]))
 def test_exact_runs_have_the_bits_of_one_rank(ranks, of_one_rank, mesh):
     n, overrides = MESHES[mesh]
     assert set(ranks(n, bits, "parity.toml", dtype_overrides("float32") + words(EXACT | overrides))) == {of_one_rank}
@@ -94,6 +95,7 @@ def run_to(ranks, n, folder, step, words):
     return step_folder(folder / "checkpoints", step)
 
 
+@pytest.mark.slow
 def test_a_run_that_moves_between_meshes_has_the_bits_of_one_that_stays(ranks, tmp_path):
     stays = run_to(ranks, 1, tmp_path / "stays", 6, ROUNDED)
     moves = tmp_path / "moves"
@@ -106,6 +108,7 @@ def test_a_run_that_moves_between_meshes_has_the_bits_of_one_that_stays(ranks, t
     assert moment.any()
 
 
+@pytest.mark.slow
 def test_moments_change_their_type_only_if_that_is_allowed(ranks, tmp_path):
     run_to(ranks, 1, tmp_path, 2, RUN)
     with pytest.raises(Exception, match=r"optimizer.moments_dtype: \"float32\" -> \"bfloat16\""):

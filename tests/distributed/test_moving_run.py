@@ -53,7 +53,12 @@ def go_on(folder: str, steps: int, overrides: tuple[str, ...]) -> list[float]:
 
 @pytest.mark.parametrize(
     ("meshes", "run"),
-    [(TWO_RANKS, {}), (MESHES, {}), (EP_MESHES, MOE_BIAS)],
+    [
+        pytest.param(TWO_RANKS, {}, marks=pytest.mark.slow),
+        # test_exact.py moves through PP, HSDP and an owner partition, with the same bits.
+        pytest.param(MESHES, {}, marks=pytest.mark.long),
+        pytest.param(EP_MESHES, MOE_BIAS, marks=pytest.mark.long),
+    ],
     ids=["two ranks", "dense", "experts"],
 )
 def test_a_run_moved_through_meshes_learns_the_same(ranks, tmp_path, meshes, run):

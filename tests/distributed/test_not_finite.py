@@ -24,6 +24,8 @@ from trainer.report.metrics import TimeLedger
 from trainer.step import Learner
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 WORDS = shlex.split(
     "--mesh.dp_shard 2 --checkpoint.keep_last 2 --training.max_skipped_steps 5 --metrics.tensorboard false"
 )
@@ -35,18 +37,17 @@ def train(folder: str, words: tuple[str, ...], plant_at: int | None = None, wher
     """A launch, in which rank 1's part of a state tensor gets a NaN after step `plant_at`; what ends it."""
     job = load(str(TINY), (*WORDS, *words, "--job.output_dir", folder), dist.get_world_size())
     Path(folder).mkdir(exist_ok=True)
-    step = Learner.step
+    update = Learner.update
 
-    def step_and_plant(self, *arguments):
-        result = step(self, *arguments)
+    def update_and_plant(self, *arguments):
+        update(self, *arguments)
         if trainer.run.step + 1 == plant_at and dist.get_rank() == 1:
             tensor = self.state()[where]
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             with torch.no_grad():
                 local.view(-1)[3] = math.nan
-        return result
 
-    Learner.step = step_and_plant
+    Learner.update = update_and_plant
     try:
         with (
             Console(rank=1) as console,
@@ -57,7 +58,7 @@ def train(folder: str, words: tuple[str, ...], plant_at: int | None = None, wher
     except UserError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        Learner.step = step
+        Learner.update = update
 
 
 def check(ranks, tmp_path, mode, where):

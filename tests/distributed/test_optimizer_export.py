@@ -11,6 +11,7 @@ from checkpoint.tensor_stream import read_tensor
 from configs.schema import Config
 from scripts.export_hf import main
 from tests.distributed.test_owner_training import plain_backward, plain_model, set_plain_lr
+from tests.marked import marked
 from tests.torture.resume import curve, go_on
 from trainer.data.loader import build_loader
 
@@ -70,7 +71,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", marked(CASES, slow=["FSDP 2 x TP 2", "PP 2", "owner 2, Muon"], long=["owner 2, AdamW"])
+)
 def test_plain_torch_goes_on(ranks, tmp_path, name):
     n, words = CASES[name]
     checkpoint = train(ranks, n, tmp_path / "run", words)
@@ -80,8 +83,9 @@ def test_plain_torch_goes_on(ranks, tmp_path, name):
     assert plain_torch_goes_on(checkpoint, tmp_path / "out") == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_next_learning_rate_and_the_moments_type(ranks, tmp_path):
-    words = "--checkpoint.optimizer_dtype bfloat16 --checkpoint.interval 1"
+    words = "--optimizer.moments_dtype bfloat16 --checkpoint.interval 1"
     checkpoint = train(ranks, 2, tmp_path / "run", words)
     index = export(checkpoint, tmp_path / "out")
     train(ranks, 2, tmp_path / "run", words, LAST)
@@ -169,6 +173,7 @@ def test_what_the_memory_has_no_room_for(ranks, tmp_path, capsys, monkeypatch):
     assert main(words) == 0  # dense
 
 
+@pytest.mark.slow
 def test_what_stays_by_pattern(ranks, tmp_path, capsys):
     checkpoint = train(ranks, 2, tmp_path / "run", "", last=1)
     index = export(checkpoint, tmp_path / "out", "*.mlp.up_proj.*=stay", "--gather", "embed*=stay")

@@ -3,6 +3,7 @@
 import threading
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -51,7 +52,7 @@ def guarded_step(words: tuple[str, ...], is_swapped: bool = False) -> tuple[str,
 
 def test_two_swapped_gathers_stop_the_run_before_the_update(ranks):
     # A prefetched group would be gathered twice by the rank that goes another way, and the sizes would fit no more.
-    words = ("--comm.prefetch_forward", "0", "--comm.prefetch_backward", "0")
+    words = ("--comm.prefetch", "0")
     results = ranks(2, guarded_step, words, True)
     said = {each[0] for each in results}
     assert len(said) == 1  # all ranks stop, with the same words
@@ -77,6 +78,7 @@ def test_it_sees_what_every_technique_issues(ranks):
     assert any("parallelisms/attention/context.py" in what for _, _, log in results for what in log)
 
 
+@pytest.mark.slow
 def test_it_sees_collectives_inside_compiled_blocks(ranks):
     words = ("--mesh.tp", "2", "--training.micro_batch_size", "4")
     eager = ranks(2, guarded_step, words)
@@ -127,6 +129,7 @@ def guarded_steps_beside_a_thread(n_steps: int) -> list[bool]:
     return noted
 
 
+@pytest.mark.slow
 def test_what_other_threads_issue_on_groups_of_their_own_is_not_compared(ranks):
     # The checkpoint writer's collectives, amid a guarded step, once ended every run of several ranks at default
     # settings: the step after a save is a guarded one whenever the two intervals meet.

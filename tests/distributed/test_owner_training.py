@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from checkpoint.manager import CheckpointManager
+from checkpoint.reader import Description, Log
 from configs.layout import mesh_sizes
 from configs.load import load
 from configs.schema import Checkpoint
@@ -90,7 +91,7 @@ def run(words, first=0, last=STEPS, load_from=None, save_to=None, dtypes=FLOAT64
     if save_to:
         manager = manager_of(save_to)
         manager.resume(learner.state())
-        manager.begin_line()
+        manager.begin_lineage()
         manager.save(last, learner.state(), {"tokens": 1})
         manager.close()
     return losses
@@ -119,8 +120,7 @@ def set_plain_lr(optimizer, config, step):
 
 
 def manager_of(folder):
-    ignore = lambda *_: None  # noqa: E731
-    return CheckpointManager(Path(folder), Checkpoint(mode="async"), {}, {}, lambda old, new: [], False, ignore, ignore)
+    return CheckpointManager(Path(folder), Checkpoint(mode="async"), Description({}, {}), Log())
 
 
 # --------------------------------------------------------------------------- parity
@@ -223,7 +223,7 @@ def state_bytes(words):
     sizes = learner.mesh.sizes
     elements = {name: parameter.to_local().numel() for name, parameter in learner.parameters.items()}
     formula = optimizer_bytes(learner.config, sizes, elements)
-    return sum(t.nbytes for t in own), formula, estimate_memory(learner.config, sizes, "cpu").optimizer
+    return sum(t.nbytes for t in own), formula, estimate_memory(learner.config, sizes, "cpu", learner.mesh).optimizer
 
 
 def _storage(tensor):
@@ -256,7 +256,11 @@ def test_bytes_of_state_beside_other_axes(ranks, options):
 # --------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("options", [(), MUON], ids=["AdamW", "Muon"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param((), marks=pytest.mark.long), pytest.param(MUON, marks=pytest.mark.slow)],
+    ids=["AdamW", "Muon"],
+)
 def test_from_four_ranks_to_two_and_beside_tensor_parallelism(ranks, tmp_path, options):
     straight = ranks(1, run, owners(1, *options))[0]
     first = ranks(4, run, owners(4, *options), 0, 4, None, tmp_path)[0]
@@ -268,12 +272,16 @@ def test_from_four_ranks_to_two_and_beside_tensor_parallelism(ranks, tmp_path, o
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        ((4, owners(4)), (2, ())),  # to FSDP 2
-        ((4, owners(4)), (4, ("--mesh.dp_replicate", "2"))),  # to HSDP 2x2
-        ((2, ()), (4, owners(4))),
-        ((2, ("--fsdp.reshard_after_forward", "never")), (2, owners(2))),  # the memory of ZeRO-2
-        ((4, ("--mesh.tp", "2")), (2, owners(2))),
-        ((2, ("--mesh.cp", "2")), (4, owners(2, *CUT))),
+        pytest.param((4, owners(4)), (2, ()), marks=pytest.mark.slow),  # to FSDP 2
+        pytest.param((4, owners(4)), (4, ("--mesh.dp_replicate", "2")), marks=pytest.mark.long),  # to HSDP 2x2
+        pytest.param((2, ()), (4, owners(4)), marks=pytest.mark.slow),
+        pytest.param(
+            (2, ("--fsdp.reshard_after_forward", "never")),  # the memory of ZeRO-2
+            (2, owners(2)),
+            marks=pytest.mark.long,
+        ),
+        pytest.param((4, ("--mesh.tp", "2")), (2, owners(2)), marks=pytest.mark.long),
+        pytest.param((2, ("--mesh.cp", "2")), (4, owners(2, *CUT)), marks=pytest.mark.long),
         pytest.param((2, ()), (4, owners(2, *INTERLEAVED)), marks=pytest.mark.slow),
         pytest.param((4, owners(2, *CUT)), (4, owners(2, "--mesh.cp", "2")), marks=pytest.mark.long),
     ],
@@ -313,6 +321,7 @@ def rounded_reference(words):
     return losses
 
 
+@pytest.mark.slow
 def test_rounded_parameters_do_the_same_on_any_number_of_ranks(ranks):
     expected = ranks(1, rounded_reference, ())[0]
     for n, words in ((1, owners(1)), (2, owners(2)), (4, owners(4)), (4, owners(2, *CUT))):
@@ -322,6 +331,7 @@ def test_rounded_parameters_do_the_same_on_any_number_of_ranks(ranks):
     assert 1e-7 < _difference(expected, plain) < 1e-4
 
 
+@pytest.mark.slow
 def test_rounding_changes_nothing_where_the_model_computes_in_that_type(ranks):
     mixed = (
         "--training.dtype",
@@ -335,6 +345,7 @@ def test_rounding_changes_nothing_where_the_model_computes_in_that_type(ranks):
     assert plain == rounded
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_the_masters(ranks, tmp_path):
     straight = ranks(2, run, owners(2, *ROUNDED))[0]
     first = ranks(4, run, owners(2, *CUT, *ROUNDED), 0, 4, None, tmp_path)[0]
@@ -366,7 +377,7 @@ def freeze_and_unfreeze(words):
     return losses, weights(learner)
 
 
-@pytest.mark.parametrize("options", [(), MUON], ids=["AdamW", "Muon"])
+@pytest.mark.parametrize("options", [(), pytest.param(MUON, marks=pytest.mark.slow)], ids=["AdamW", "Muon"])
 def test_freezing_and_unfreezing(ranks, options):
     expected = ranks(1, freeze_and_unfreeze, owners(1, *options) if options else ())[0]
     for losses, found in ranks(2, freeze_and_unfreeze, owners(2, *options)):
@@ -402,6 +413,7 @@ def export_and_go_on(words):
     return losses, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [owners(4), owners(2, *CUT)], ids=["owner 4", "TP 2"])
 def test_plain_torch_goes_on_from_the_exported_state(ranks, words):
     (losses, found), *_ = ranks(4, export_and_go_on, words)

@@ -14,13 +14,16 @@ from scripts.parity_rows import (
     lion_rows,
     memory_rows,
     moments_rows,
+    qk_norm_rows,
     table,
     words,
 )
+from tests.marked import marked
 from trainer.planning.least_recomputation import planned_choice
 
 CONFIG = "parity.toml"
 THREE_STEPS = ("--training.steps", "3")  # of the table's eight: enough for Adam's state and clipping to count
+ROWS_OF_KEYS = (memory_rows, attention_rows, moments_rows, lion_rows, float8_rows, qk_norm_rows)
 ROWS = {row.name: row for row in table()}
 CHOSEN = [
     "1 process, none, eager, accumulation 1",
@@ -62,6 +65,11 @@ CHOSEN = [
     "memory limit, FSDP 2, eager",
     "memory limit, PP 2, compiled",
     "Lion, FSDP 2 x TP 2",
+    "qk_norm, TP 2, eager",
+    "qk_norm, TP 2, compiled",
+    "qk_norm, CP 2, eager",
+    "qk_norm, FSDP 2 x TP 2, eager",
+    "qk_norm, owner 2 x TP 2, Muon, eager",
     "attention by flash2, TP 2",
     "attention by flash2, CP 2, all_to_all",
 ]
@@ -77,7 +85,7 @@ MORE = {
     "always reshard, prefetch 3": (
         2,
         {},
-        {"fsdp.reshard_after_forward": "always", "comm.prefetch_forward": 3, "comm.prefetch_backward": 3},
+        {"fsdp.reshard_after_forward": "always", "comm.prefetch": 3},
     ),
     "never reshard": (2, {}, {"fsdp.reshard_after_forward": "never"}),
     "every second layer": (2, {}, {"activation_checkpoint.mode": "full", "activation_checkpoint.every_nth_layer": 2}),
@@ -102,18 +110,49 @@ def test_the_table_is_whole():
     dense = without_zero_bubble * 3 * 2 * 2 + zero_bubble * 2 * 2
     zero_stages, context, mixed, mixtures, experts = 9, 5 * 3 * 2 * 2, 6 * 2, 7 * 2 * 2, 12 * 2
     owner, documents, frozen = 4 * 2 * 3 + 3 * 2 * 2 + 2 * 2 * 2, 4 * 2 + 1, 27
-    rest = (
-        owner
-        + mixtures
-        + experts
-        + documents
-        + frozen
-        + sum(len(list(rows())) for rows in (memory_rows, attention_rows, moments_rows, lion_rows, float8_rows))
-    )
+    rest = owner + mixtures + experts + documents + frozen + sum(len(list(rows())) for rows in ROWS_OF_KEYS)
     assert len(ROWS) == dense + zero_stages + context + mixed + rest
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize(
+    "name",
+    marked(
+        CHOSEN,
+        slow=[
+            "TP 2, selective, eager, accumulation 2",
+            "FSDP 2 x TP 2, none, eager, accumulation 1",
+            "FSDP 2, full, compiled, accumulation 2",
+            "TP 2, none, compiled, accumulation 1",
+            "PP 4, selective, eager, accumulation 2",
+            "PP 2 x FSDP 2, selective, compiled, accumulation 2",
+            "PP 2 x DDP 2, none, eager, accumulation 1",
+            "PP 2 x TP 2, selective, eager, accumulation 2",
+            "ZeRO 2, HSDP 2x2, compiled",
+            "CP 4, gather, eager",
+            "CP 2 x DDP 2, ring, eager",
+            "CP 2, all_to_all, compiled, documents",
+            "owner 2 x CP 2, AdamW, eager",
+            "owner 2 x TP 2, Muon, eager",
+            "Lion, FSDP 2 x TP 2",
+            "qk_norm, TP 2, compiled",
+            "qk_norm, CP 2, eager",
+            "qk_norm, FSDP 2 x TP 2, eager",
+            "qk_norm, owner 2 x TP 2, Muon, eager",
+            "attention by flash2, TP 2",
+        ],
+        # Each of their axes has another row.
+        long=[
+            "1 process, selective, compiled, accumulation 2",
+            "HSDP 2x2, none, compiled, accumulation 1",
+            "FSDP 2 x TP 2, selective, compiled, accumulation 2",
+            "CP 2 x FSDP 2, gather, compiled, documents",
+            "CP 2 x TP 2, all_to_all, eager, documents",
+            "DDP 2 x TP 2, selective, eager",
+            "PP 2 x CP 2 x FSDP 2, selective, eager",
+            "memory limit, PP 2, compiled",
+        ],
+    ),
+)
 def test_chosen_rows_in_float64(ranks, name):
     if "zero-bubble" in name and not has_zero_bubble():
         with pytest.raises(RuntimeError, match=r"zero_bubble_v.* needs torch 2.13"):
@@ -122,8 +161,9 @@ def test_chosen_rows_in_float64(ranks, name):
         assert_parity(ranks, [ROWS[name]])
 
 
-@pytest.mark.parametrize("row", [*memory_rows()], ids=lambda row: row.name)
-def test_the_memory_limits_of_rows_fall_on_some_layers(row):
+@pytest.mark.parametrize("name", marked([row.name for row in memory_rows()], slow=["memory limit, TP 2, compiled"]))
+def test_the_memory_limits_of_rows_fall_on_some_layers(name):
+    row = ROWS[name]
     config = load(CONFIG, row.overrides, row.ranks).config
     choice = planned_choice(config, row.ranks, None)
     assert choice
@@ -137,6 +177,7 @@ def test_the_longest_rows_in_float64(ranks, name):
     assert_parity(ranks, [ROWS[name]])
 
 
+@pytest.mark.slow
 def test_the_same_in_float32(ranks):
     names = [
         "FSDP 4, selective, eager, accumulation 2",
@@ -146,7 +187,19 @@ def test_the_same_in_float32(ranks):
     assert_parity(ranks, [ROWS[name] for name in names], "float32")
 
 
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize(
+    "name",
+    marked(
+        MORE,
+        slow=[
+            "always reshard, prefetch 3",
+            "tied embedding, compiled",
+            "inf norm, PP 2 x FSDP 2",
+            "inf norm, FSDP 2 x TP 2",
+        ],
+        long=["tied embedding, FSDP 2 x TP 2", "always reshard, PP 2 x FSDP 2"],
+    ),
+)
 def test_other_options(ranks, name):
     n_ranks, run, machine = MORE[name]
     assert_parity(ranks, [Row(name, n_ranks, words(machine))], overrides=words(run))

@@ -64,7 +64,7 @@ def plant(trainer: Trainer, where: str) -> subprocess.Popen | None:
     owner, name = {
         "compute": (stage.get_submodule("layers.1.mlp"), "forward"),
         "update": (trainer.learner.optimizer, "step"),
-        "host": (trainer.profiler, "after_step"),
+        "host": (trainer.watch.profiler, "before_step"),
     }[where]
     setattr(owner, name, delayed(getattr(owner, name)))
     return None
@@ -102,18 +102,13 @@ WORDS = {phase.name.lower(): phase.words for phase in Phase} | {"stop": ""}
 @pytest.mark.parametrize(
     ("where", "mesh"),
     [
-        ("compute", "--mesh.dp_shard 2"),
-        ("data", "--mesh.pp 2"),
-        *(
-            pytest.param(where, mesh, marks=pytest.mark.long)
-            for where, mesh in [
-                ("compute", "--mesh.tp 2"),
-                ("compute", "--mesh.dp_replicate 2 --comm.order_guard_interval 1"),
-                ("update", "--mesh.dp_shard 2"),
-                ("host", "--mesh.dp_shard 2"),
-                ("stop", "--mesh.dp_shard 2"),
-            ]
-        ),
+        pytest.param("compute", "--mesh.dp_shard 2", marks=pytest.mark.slow),
+        pytest.param("data", "--mesh.pp 2", marks=pytest.mark.slow),
+        pytest.param("compute", "--mesh.tp 2", marks=pytest.mark.long),
+        pytest.param("compute", "--mesh.dp_replicate 2 --comm.order_guard_interval 1", marks=pytest.mark.long),
+        pytest.param("update", "--mesh.dp_shard 2", marks=pytest.mark.long),
+        pytest.param("host", "--mesh.dp_shard 2", marks=pytest.mark.long),
+        pytest.param("stop", "--mesh.dp_shard 2", marks=pytest.mark.long),
     ],
 )
 def test_the_slow_rank_is_named(ranks, tmp_path, where, mesh):
@@ -138,7 +133,7 @@ class _Clock(PhaseClock):
     """One that is told what the ranks measured."""
 
     def __init__(self) -> None:
-        super().__init__(CollectiveWaits([], torch.device("cpu")), lag_ratio=0.2, has_pipeline=False, warm_up_steps=0)
+        super().__init__(CollectiveWaits([], torch.device("cpu")), has_pipeline=False, warm_up_steps=0)
 
     def window(self, *compute: float) -> str | None:
         rows = [[0.0, seconds, 0.0, 0.0, 0.0, 0.0, 1.0, 10.0] for seconds in compute]

@@ -10,6 +10,7 @@ from configs.layout import accumulation_steps, mesh_sizes
 from configs.load import load
 from parallelisms.mesh import build_mesh
 from parallelisms.torch_internals import has_zero_bubble
+from tests.marked import marked
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.guards.verdict import StepResult
 from trainer.planning.memory import _stages_in_flight
@@ -46,7 +47,7 @@ def documents(*overrides: str) -> tuple[list[StepResult], torch.Tensor]:
     return results, evaluated
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", marked(SCHEDULES, slow=["gpipe", "1f1b"]))
 def test_documents_and_validation(ranks, schedule):
     [(expected, evaluated)] = ranks(1, documents)
     assert all(not result.skipped for result in expected)

@@ -22,6 +22,7 @@ def threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
 def test_process_groups_that_are_gone_leave_no_threads(ranks):
     rows = [row for row in table() if row.name in CHOSEN]

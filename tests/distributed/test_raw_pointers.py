@@ -19,6 +19,7 @@ from configs.load import load
 from parallelisms.mesh import build_mesh
 from parallelisms.torch_internals import listening, tensors_of
 from scripts.parity_rows import DOCUMENTS, MOE, words
+from tests.marked import marked
 from trainer.data.loader import build_loader
 from trainer.step import build_learner
 
@@ -111,7 +112,9 @@ def calls_of_a_step(overrides: tuple[str, ...]) -> tuple[set[str], int]:
     return layouts.calls, exchanged
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", marked(CASES, slow=["CP 2 gather", "CP 2 all_to_all", "CP 2 gather, documents", "TP 2"])
+)
 def test_layouts(ranks, name):
     n_ranks, overrides = CASES[name]
     for calls, exchanged in ranks(n_ranks, calls_of_a_step, overrides):

@@ -19,6 +19,7 @@ from parallelisms.mesh import build_mesh
 from scripts.parity import dtype_overrides
 from scripts.parity_rows import table
 from tests.end_to_end.launch import TINY, assert_same_tensors, curve, records, tensors
+from tests.marked import marked
 from trainer.data.loader import build_loader
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
@@ -81,9 +82,9 @@ def healthy(words):
     results = []
     for _ in range(3):
         results += [(result.loss, result.grad_norm) for result in train(learner, 1)]
-        found += [difference.name for difference in differences(learner.copies())[0]]
+        found += [difference.name for difference in differences(learner.replicas())[0]]
     axes: dict[tuple[str, ...], int] = {}
-    for copy in learner.copies():
+    for copy in learner.replicas():
         axes[tuple(copy.axes)] = axes.get(tuple(copy.axes), 0) + 1
     return found, axes, results
 
@@ -98,11 +99,15 @@ def assert_healthy(ranks, name, precision, expected=None):
         assert results == by_rank[0][2]  # what decides about skipping is the same on all ranks, bit for bit
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize(
+    "name",
+    marked(HEALTHY, slow=["owner 2 x TP 2, AdamW, eager", "CP 2 x DDP 2, ring, eager"], long=["EP 2 x DDP 2, eager"]),
+)
 def test_copies_stay_equal(ranks, name):
     assert_healthy(ranks, name, "float32", HEALTHY[name])
 
 
+@pytest.mark.long
 def test_copies_stay_equal_in_bfloat16(ranks):
     assert_healthy(ranks, "DDP 2, none, eager, accumulation 1", "bfloat16")
     assert_healthy(ranks, "FSDP 2 x TP 2, none, eager, accumulation 1", "bfloat16")
@@ -132,7 +137,7 @@ def flipped(words, name, rank):
         learner.finish_update()
         named = learner.state() | {f"model.{key}": p for key, p in learner.parameters.items()}
         flip(named[name])
-    found, hosts = differences(learner.copies())
+    found, hosts = differences(learner.replicas())
     return [(d.name, d.part, d.holders) for d in found], [d.text(hosts) for d in found]
 
 
@@ -186,16 +191,15 @@ CANT_TELL = "without a majority, neither is known to be right"
 
 def run(folder, words, flip_after=0, odd_rank=-1, steps=12):
     """A run in which a bit of a norm flips after a step; returns its error's message and its incidents."""
-    original, calls = Learner.step, []
+    original, calls = Learner.update, []
 
-    def step(learner, *arguments):
-        result = original(learner, *arguments)
+    def update(learner, *arguments):
+        original(learner, *arguments)
         calls.append(1)
         if len(calls) == flip_after and dist.get_rank() == odd_rank:
             flip(learner.parameters["norm.weight"])
-        return result
 
-    Learner.step = step
+    Learner.update = update
     folder = Path(folder)
     folder.mkdir(exist_ok=True)
     quiet = ("--metrics.tensorboard", "false", "--job.output_dir", str(folder), "--training.steps", str(steps))
@@ -209,12 +213,13 @@ def run(folder, words, flip_after=0, odd_rank=-1, steps=12):
             except UserError as error:
                 return str(error), trainer.run.incidents
     finally:
-        Learner.step = original
+        Learner.update = original
 
 
 DDP_4 = ("--mesh.dp_replicate", "4", "--checkpoint.interval", "4")
 
 
+@pytest.mark.slow
 def test_a_run_ends_before_it_saves_what_differs_and_goes_on_from_before(ranks, tmp_path):
     """Compared only before a save, the flip after step 6 is met at step 8."""
     words = (*DDP_4, "--fault.compare_interval", "0", "--checkpoint.mode", "sync")
@@ -228,6 +233,7 @@ def test_a_run_ends_before_it_saves_what_differs_and_goes_on_from_before(ranks, 
     assert_same_tensors(tensors(tmp_path / "run", 12), tensors(tmp_path / "undisturbed", 12))
 
 
+@pytest.mark.slow
 def test_an_interval_finds_it_at_once_and_healing_is_recorded(ranks, tmp_path):
     """A copy repaired before the next forward pass leaves no trace but the record: the curve is the undisturbed one."""
     words = (*DDP_4, "--fault.compare_interval", "1", "--fault.on_difference", "heal")
@@ -244,6 +250,7 @@ def test_an_interval_finds_it_at_once_and_healing_is_recorded(ranks, tmp_path):
     assert_same_tensors(tensors(tmp_path / "run", 13), tensors(tmp_path / "undisturbed", 13))
 
 
+@pytest.mark.slow
 def test_of_two_copies_none_can_be_healed(ranks, tmp_path):
     words = ("--mesh.tp", "2", "--fault.compare_interval", "5", "--fault.on_difference", "heal")
     for message, incidents in ranks(2, run, str(tmp_path / "run"), words, 3, 1):

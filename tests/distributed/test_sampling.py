@@ -1,5 +1,7 @@
 """Samples on every mesh are those of one process, and a checkpoint of any mesh is continued as transformers does."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,18 +10,21 @@ from torch._dynamo.utils import counters
 from checkpoint.export.hf import export_hf
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import step_folder
+from checkpoint.reader import Description, Log
 from configs.layout import mesh_sizes
 from configs.load import load
 from parallelisms.mesh import build_mesh
 from scripts import sample as script
+from scripts.export.hf_tokenizer import tokenizer_files
 from scripts.parity import dtype_overrides
-from trainer.data.hf_tokenizer import tokenizer_files
+from scripts.sampling.cache import CachedModel
+from scripts.sampling.generate import generate
+from scripts.sampling.load import load_trained
+from tests.marked import marked
 from trainer.data.loader import build_loader
 from trainer.data.tokenizer import load_tokenizer, train_sentencepiece
-from trainer.sampling.cache import CachedModel
+from trainer.sampling import periodic
 from trainer.sampling.draw import Distribution, generators
-from trainer.sampling.generate import generate
-from trainer.sampling.load import load_trained
 from trainer.sampling.periodic import Sampler
 from trainer.sampling.text import prompt_tokens
 from trainer.step import build_learner
@@ -28,16 +33,21 @@ from trainer.validation import validate
 VOCAB = 352
 TEXTS = ["def main(argv):\n    return [str(x) for x in argv]\n\n\nclass A(dict):\n    'naïve 漢字 🙂'\n" * 20]
 N_TOKENS = 8
-NO_SAMPLES = {"samples": [], "sample_tokens": 64}
 PROMPTS = ["def main(", "", "class A(dict):\n    '", "x", "return [str(x) for x in"]
 
 
 def job_of(folder, words, **validation):
-    settings = {"interval": 1, "sequences": 8, "samples": PROMPTS, "sample_tokens": N_TOKENS} | validation
+    settings = {"interval": 1, "sequences": 8, "samples": PROMPTS} | validation
     given = [word for key, value in settings.items() for word in (f"--validation.{key}", _toml(value))]
     given += ["--validation.sources", '[{name = "noise", kind = "synthetic"}]']
     given += ["--tokenizer.path", str(folder / "tokenizer.model"), "--model.vocab_size", str(VOCAB)]
     return load("parity.toml", (*given, *words), dist.get_world_size())
+
+
+def sampler(job, temperature=periodic.TEMPERATURE):
+    """A sampler of few tokens."""
+    with patch.object(periodic, "MAX_TOKENS", N_TOKENS), patch.object(periodic, "TEMPERATURE", temperature):
+        return Sampler(job)
 
 
 def learn(job, steps=3):
@@ -71,10 +81,10 @@ def folder(tmp_path_factory):
 
 def sampled(folder, words):
     """Samples by temperature."""
-    jobs = {temperature: job_of(folder, words, sample_temperature=temperature) for temperature in (0, 1.0)}
-    learner, validation = learn(jobs[0])
+    job = job_of(folder, words)
+    learner, validation = learn(job)
     validation.close()
-    return {temperature: Sampler(job).sample(learner, 7, lambda: False) for temperature, job in jobs.items()}
+    return {each: sampler(job, each).sample(learner, 7, lambda: False) for each in (0, 1.0)}
 
 
 MIXTURE = ("--model.n_experts", "4")
@@ -107,7 +117,14 @@ def alone(ranks, folder):
     return {words: ranks(1, sampled, folder, words)[0] for words in ((), MIXTURE)}
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name",
+    marked(
+        MESHES,
+        slow=["FSDP 2, two texts at once", "owner 2", "PP 2 x CP 2, interleaved", "documents"],
+        long=["TP 2", "CP 2", "HSDP 2x2", "FSDP 2 x TP 2", "EP 2, experts"],
+    ),
+)
 def test_samples_are_those_of_one_process(ranks, folder, alone, name):
     n_ranks, words = MESHES[name]
     expected = alone[MIXTURE if "experts" in name else ()]
@@ -120,7 +137,7 @@ def test_samples_are_those_of_one_process(ranks, folder, alone, name):
 
 def naive(folder, words):
     """The greedy samples, and what a plain loop over the whole model without any batch makes of it."""
-    job = job_of(folder, words, sample_temperature=0)
+    job = job_of(folder, words)
     learner, validation = learn(job)
     validation.close()
     tokenizer, texts = load_tokenizer(folder / "tokenizer.model"), []
@@ -132,7 +149,7 @@ def naive(folder, words):
             if tokens[-1] == tokenizer.eos_id:
                 break
         texts.append(tokenizer.decode(tokens))
-    return [each["prompt"] + each["text"] for each in Sampler(job).sample(learner, 7, lambda: False)], texts
+    return [each["prompt"] + each["text"] for each in sampler(job, 0).sample(learner, 7, lambda: False)], texts
 
 
 def test_greedy_samples_are_the_most_likely_tokens(ranks, folder):
@@ -142,10 +159,10 @@ def test_greedy_samples_are_the_most_likely_tokens(ranks, folder):
 
 def state_after(folder, samples):
     """Weights and torch's random state after two more steps, which a validation with or without samples precedes."""
-    job = job_of(folder, ("--training.micro_batch_size", "2"), **({"samples": samples} if samples else NO_SAMPLES))
+    job = job_of(folder, ("--training.micro_batch_size", "2"), samples=samples)
     learner, validation = learn(job)
     validate(learner, validation, None, lambda: False)
-    sample = Sampler(job).sample(learner, 3, lambda: False)
+    sample = sampler(job).sample(learner, 3, lambda: False)
     assert (sample is None) == (not samples)
     loader = build_loader(job.config, learner.mesh.dp_rank, learner.mesh.sizes.dp, start_sample=24)
     losses = [
@@ -153,7 +170,7 @@ def state_after(folder, samples):
     ]
     for each in (loader, validation):
         each.close()
-    return losses, torch.get_rng_state().sum().item(), Sampler(job).sample(learner, 3, lambda: True)
+    return losses, torch.get_rng_state().sum().item(), sampler(job).sample(learner, 3, lambda: True)
 
 
 def test_sampling_changes_nothing_of_the_run(ranks, folder):
@@ -164,12 +181,12 @@ def test_sampling_changes_nothing_of_the_run(ranks, folder):
 
 def sampled_by_copies(folder, words, kept):
     """Samples of a rank that computes with copies of its parameters, and the loss and norm of the step after them."""
-    job = job_of(folder, (*dtype_overrides("bfloat16"), *AT_ONCE, *words), sample_temperature=1.0)
+    job = job_of(folder, (*dtype_overrides("bfloat16"), *AT_ONCE, *words))
     learner, validation = learn(job)
     validation.close()
-    assert learner.update.copies is not None
-    assert bool(learner.update.copies.kept) == kept
-    samples = Sampler(job).sample(learner, 7, lambda: False)
+    assert learner.optimizer.copies is not None
+    assert bool(learner.optimizer.copies.kept) == kept
+    samples = sampler(job, 1.0).sample(learner, 7, lambda: False)
     loader = build_loader(job.config, learner.mesh.dp_rank, learner.mesh.sizes.dp, start_sample=24)
     result = learner.step(next(loader), lr=1e-2).result()
     loader.close()
@@ -216,7 +233,9 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name", marked(COMPILED, slow=["plain", "documents", "PP 2, experts"], long=["TP 2", "CP 2 x FSDP 2, documents"])
+)
 def test_samples_run_the_graphs_of_the_validation(ranks, folder, name):
     """Dynamo decides what to compile, so its graphs are run without a compiler."""
     n_ranks, words = COMPILED[name]
@@ -235,20 +254,11 @@ def save(folder, run, words, n_steps=3):
     job = job_of(folder, (*float32, *words))
     learner, validation = learn(job, n_steps)
     validation.close()
-    ignore = lambda line: None  # noqa: E731
-    manager = CheckpointManager(
-        run / "checkpoints",
-        job.config.checkpoint,
-        job.config.model_dump(mode="json"),
-        learner.mesh.sizes.axes,
-        lambda old, new: [],
-        False,
-        ignore,
-        ignore,
-        tokenizer_hash=load_tokenizer(folder / "tokenizer.model").hash,
-    )
+    resolved = job.config.model_dump(mode="json")
+    of_run = Description(resolved, learner.mesh.sizes.axes, load_tokenizer(folder / "tokenizer.model").hash)
+    manager = CheckpointManager(run / "checkpoints", job.config.checkpoint, of_run, Log())
     assert manager.resume(learner.state()) is None
-    manager.begin_line()
+    manager.begin_lineage()
     manager.save(n_steps, learner.state(), {"tokens": 0})
     manager.close()
 
@@ -269,8 +279,17 @@ MODELS = {"Llama": (), "tied": ("--model.tie_embeddings", "true"), "Mixtral": MI
 WRITERS = {"FSDP 2": (2, AT_ONCE), "FSDP 2 x TP 2": (4, ("--mesh.tp", "2", *AT_ONCE))}
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "writer"),
+    [
+        ("Llama", "FSDP 2"),
+        pytest.param("Llama", "FSDP 2 x TP 2", marks=pytest.mark.long),
+        pytest.param("tied", "FSDP 2", marks=pytest.mark.slow),
+        pytest.param("tied", "FSDP 2 x TP 2", marks=pytest.mark.long),
+        pytest.param("Mixtral", "FSDP 2", marks=pytest.mark.long),
+        pytest.param("Mixtral", "FSDP 2 x TP 2", marks=pytest.mark.slow),
+    ],
+)
 def test_greedy_texts_are_those_of_transformers(ranks, folder, tmp_path, capsys, model, writer):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -13,6 +13,7 @@ from configs.load import load
 from models import build_model
 from scripts.comparison.score import score
 from tests.end_to_end.launch import records, tensors
+from tests.marked import marked
 from trainer.data.loader import build_loader
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
@@ -81,7 +82,7 @@ def plain(run):
     return found
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", marked(MESHES, slow=["FSDP 2", "TP 2", "CP 2, ring", "owner 2"]))
 def test_every_mesh_scores_alike(ranks, run, plain, mesh):
     n, words = MESHES[mesh]
     for found in ranks(n, scored, str(run), words):

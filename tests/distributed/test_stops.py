@@ -16,6 +16,7 @@ import torch.distributed as dist
 from checkpoint import store
 from checkpoint.manifest import step_folder, steps_in
 from configs.load import load
+from tests.marked import marked
 from tests.torture.resume import JOB, curve
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
@@ -65,7 +66,7 @@ def train(folder: str, words: tuple[str, ...], moment: tuple[str, str, int] | No
 
 MOMENTS = {
     # name: (words, what is under way, steps at which the run may end, each with the calls of it until then)
-    "the first step, which compiles": ("--compile.enable true", ("Learner", "step", 1), {1: 1}),
+    "the first step, which compiles": ("--compile.enable true", ("Learner", "gradients", 1), {1: 1}),
     "the third of 10 batches of a validation": (VALIDATION, ("Learner", "evaluate", 3), {2: 3}),
     "a save that holds up training": ("--checkpoint.interval 2 --checkpoint.mode sync", ("store", "write", 1), {2: 1}),
     "a save in the background": (
@@ -76,7 +77,14 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", MOMENTS)
+@pytest.mark.parametrize(
+    "name",
+    marked(
+        MOMENTS,
+        slow=["the first step, which compiles", "a save in the background"],
+        long=["the third of 10 batches of a validation", "a save that holds up training"],
+    ),
+)
 def test_a_stop_in(ranks, tmp_path, name):
     words, moment, ends = MOMENTS[name]
     words = (*WORDS.split(), *words.split())

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from checkpoint import manager as checkpoint_manager
 from checkpoint import store
 from checkpoint.manager import CheckpointManager
+from checkpoint.reader import Description, Log
 from configs.errors import UserError
 from configs.layout import MeshSizes
 from configs.load import load
@@ -24,23 +25,14 @@ RANKS_TIMEOUT = 300
 
 def manager(folder: str, *words: str) -> CheckpointManager:
     settings = load(str(TINY), words, dist.get_world_size()).config.checkpoint
-    return CheckpointManager(
-        folder=Path(folder),
-        settings=settings,
-        resolved={},
-        mesh={},
-        run_key_diff=lambda old, new: [],
-        allow_run_change=False,
-        log=str,
-        warn=str,
-    )
+    return CheckpointManager(Path(folder), settings, Description({}, {}), Log())
 
 
 def timeouts(folder: str) -> tuple[dict[str, set[float]], list[set[float]]]:
     """Of this rank's groups, by what they are for, and of all that torch knows; the seconds of all their backends."""
     mesh = build_mesh(MeshSizes(dp_replicate=2, dp_shard=1, tp=2), torch.device("cpu"))
     checkpoints = manager(folder, "--checkpoint.timeout_seconds", "77")
-    groups = groups_of_axes(mesh) | {"writers": checkpoints._writer.group}
+    groups = groups_of_axes(mesh) | {"writers": checkpoints._group}
     return {name: _seconds(group) for name, group in groups.items()}, [_seconds(group) for group in process_groups()]
 
 
@@ -62,7 +54,7 @@ def wait_for_a_save_that_hangs(folder: str) -> str:
     try:
         checkpoints = manager(folder, "--checkpoint.timeout_seconds", "1")
         checkpoints.resume({"model.w": torch.ones(3)})
-        checkpoints.begin_line()
+        checkpoints.begin_lineage()
         checkpoints.save(5, {"model.w": torch.ones(3)}, {"tokens": 0})
         checkpoints.wait()
     except UserError as error:

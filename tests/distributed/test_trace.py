@@ -7,6 +7,7 @@ import torch.distributed as dist
 from configs.layout import mesh_sizes
 from configs.load import load
 from parallelisms.mesh import build_mesh
+from tests.marked import marked
 from trainer.planning.traffic import Collective, record_step, trace_step
 from trainer.step import build_learner
 
@@ -28,13 +29,13 @@ def real(name):
     return record_step(learner)
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", marked(MESHES, slow=["PP 2 x CP 2"], long=["FSDP 2 x TP 2"]))
 def test_as_over_real_ranks(ranks, name):
     found = ranks(4, real, name)
     assert [found[0], found[3]] == [trace_step(config_of(name), 4, rank) for rank in (0, 3)]
 
 
-@pytest.mark.parametrize(("mode", "repeated"), [("none", 0), ("full", 2)])
+@pytest.mark.parametrize(("mode", "repeated"), [("none", 0), pytest.param("full", 2, marks=pytest.mark.slow)])
 def test_rows_travel_to_experts_and_back_and_so_do_their_gradients(mode, repeated):
     words = ("--mesh.ep", "2", "--model.n_experts", "8", "--activation_checkpoint.mode", mode)
     traffic = trace_step(load("parity.toml", words, 4).config, 4, 0)

@@ -11,6 +11,7 @@ from configs.layout import mesh_sizes
 from configs.load import load
 from parallelisms.mesh import build_mesh
 from tests.distributed.test_verdict import poison
+from tests.marked import marked
 from tests.torture.resume import JOB
 from trainer.data.loader import build_loader
 from trainer.guards.trace_nonfinite import trace_nonfinite
@@ -83,7 +84,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", marked(MESHES, slow=["TP"]))
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_first_module_and_the_rank_are_named(ranks, mesh, name):
     words, where, kind, what, before = PLANTED[name]
@@ -101,7 +102,11 @@ def test_the_first_module_and_the_rank_are_named(ranks, mesh, name):
 CHECKPOINTED = "--activation_checkpoint.mode selective"
 
 
-@pytest.mark.parametrize("words", [CHECKPOINTED, f"--compile.enable true {CHECKPOINTED}"], ids=["AC", "compiled"])
+@pytest.mark.parametrize(
+    "words",
+    [CHECKPOINTED, pytest.param(f"--compile.enable true {CHECKPOINTED}", marks=pytest.mark.slow)],
+    ids=["AC", "compiled"],
+)
 def test_a_checkpointed_or_compiled_block(ranks, words):
     what = "layers.1" if "compile" in words else "layers.1.mlp.down_proj"
     (said, _, again, _), _ = ranks(2, traced, f"--mesh.dp_shard 2 {words}", what, "forward")

@@ -116,7 +116,9 @@ def test_losses_and_bits_per_byte_are_those_computed_by_hand(ranks, data):
         (2, ("--mesh.tp", "2")),
         (2, ("--mesh.cp", "2")),
         (2, ("--mesh.pp", "2")),
-        (4, ("--mesh.dp_shard", "2", "--mesh.tp", "2", "--training.micro_batch_size", "4")),
+        pytest.param(
+            4, ("--mesh.dp_shard", "2", "--mesh.tp", "2", "--training.micro_batch_size", "4"), marks=pytest.mark.slow
+        ),
     ],
     ids=["FSDP", "TP", "CP", "PP", "FSDP x TP"],
 )

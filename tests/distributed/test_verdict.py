@@ -16,6 +16,7 @@ from configs.errors import UserError
 from configs.load import load
 from parallelisms.passes import OneByOne
 from tests.losses import kept_losses
+from tests.marked import marked
 from tests.torture.resume import JOB
 from trainer.guards.verdict import Seen, describe
 from trainer.guards.watchdog import Watchdog
@@ -63,7 +64,7 @@ def enlarge(gradient: torch.Tensor) -> None:
 
 def trained(folder: str, words: tuple[str, ...], change: Callable[[torch.Tensor], None]) -> dict:
     """Four steps, in the third of which rank 1's gradient is changed: what was said, and what the weights were."""
-    words = (*words, "--metrics.tensorboard", "false", "--training.steps", "4", "--fault.trace_nonfinite", "false")
+    words = (*words, "--metrics.tensorboard", "false", "--training.steps", "4")
     job = load(str(JOB), ("--job.output_dir", folder, *words), dist.get_world_size())
     Path(folder).mkdir(exist_ok=True)
     said, error, weights = io.StringIO(), "", []
@@ -95,7 +96,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(local_a, local_b)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", marked(MESHES, slow=["TP"]))
 def test_what_one_rank_sees_skips_the_step_on_all(ranks, tmp_path, mesh):
     first, second = ranks(2, trained, str(tmp_path / "run"), MESHES[mesh], poison)
     assert first["same"] == second["same"] == [False, True, False]
@@ -107,7 +108,7 @@ def test_what_one_rank_sees_skips_the_step_on_all(ranks, tmp_path, mesh):
     assert first["step"] == second["step"] == 4
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", marked(MESHES, slow=["TP"]))
 def test_ranks_with_different_finite_results_end_the_run(ranks, tmp_path, mesh):
     first, second = ranks(2, trained, str(tmp_path / "run"), MESHES[mesh], enlarge)
     assert first["error"] == second["error"]

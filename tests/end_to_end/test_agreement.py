@@ -4,6 +4,8 @@ import shutil
 import socket
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.launch import ROOT, TINY, Outcome, finish, start, status
 from tests.end_to_end.web import make_web, typed, web_words
 
@@ -38,6 +40,7 @@ def errors(outcomes: tuple[Outcome, Outcome]) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_another_command_code_and_thread_count_on_one_rank(tmp_path: Path):
     """Each of them alone would train on, or wait in a collective until its time-out."""
     outcomes = two_ranks(
@@ -64,6 +67,7 @@ def test_another_command_code_and_thread_count_on_one_rank(tmp_path: Path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_other_token_files_on_one_rank(tmp_path: Path):
     for rank in (0, 1):
         (tmp_path / str(rank)).mkdir()
@@ -77,6 +81,7 @@ def test_other_token_files_on_one_rank(tmp_path: Path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_each_rank_in_a_run_folder_of_its_own(tmp_path: Path):
     """The first save would fail; an older folder of the same name is no reason to take it for rank 0's."""
     folders = tmp_path / "0", tmp_path / "1"

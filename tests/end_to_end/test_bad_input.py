@@ -95,7 +95,7 @@ def test_a_token_file_that_is_none(corpus: Path, damage: Callable[[Path], object
 @pytest.mark.parametrize(
     ("words", "code", "fragments"),
     [
-        ("--model.vocab_size 512", 78, ["model.vocab_size is 512", "has 384 tokens", "set model.vocab_size = 384"]),
+        ("--model.vocab_size 300", 78, ["model.vocab_size is 300", "has 384 tokens", "set model.vocab_size = 384"]),
         ("--training.seq_len 1000000", 78, ["data/tokens/train: too short for one window", "lower training.seq_len"]),
         ("--validation.sequences 1000000", 78, ["validation.sequences asks for 1000000", "lower it"]),
     ],
@@ -146,7 +146,7 @@ TRAIN = '[{{name = "a", kind = "tokens", path = "{data}/tokens/train"}}]'
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--tokenizer.path", "{data}/tokenizer.model", "--data.sources", TRAIN], "set model.vocab_size = 384"),
+        ([*FITS, "--model.vocab_size", "383", "--data.sources", TRAIN], "set model.vocab_size = 384 or more"),
         (["--tokenizer.path", "{data}"], 'tokenizer.path is "{data}": a folder'),
         (["--tokenizer.path", "{data}/tokens/prepare.json"], "prepare.json: not a"),
         (["--data.sources", TRAIN, *FITS, "--training.seq_len", "1000000"], "too short for one window"),
@@ -202,6 +202,7 @@ def test_source_files_that_cannot_be_read_and_a_budget_for_them(tmp_path: Path):
     assert len(curve(tmp_path / "run")) == 2
 
 
+@pytest.mark.slow
 def test_a_package_that_is_missing_is_named_with_its_install_command(corpus: Path):
     (corpus / "stubs").mkdir()
     (corpus / "stubs" / "tokenizers.py").write_text("raise ModuleNotFoundError('No module named tokenizers')")

@@ -10,7 +10,8 @@ import pytest
 
 from tests.end_to_end.launch import curve, finish, launch_here, start, status
 from tests.end_to_end.web import make_web, typed, web_words
-from trainer.trainer import Trainer
+from trainer.guards.grace import Rescue
+from trainer.watch import Watch
 
 STEP = 4
 
@@ -20,14 +21,14 @@ def during(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], 
     """`during(action)`: have it done when a run has made STEP steps."""
 
     def install(action: Callable[[], object]) -> None:
-        step = Trainer._step
+        begin = Watch.begin
 
-        def with_action(trainer: Trainer):
-            if trainer.run.step == STEP:
+        def with_action(watch: Watch, number: int, rescue: Rescue) -> None:
+            if number == STEP + 1:
                 action()
-            return step(trainer)
+            begin(watch, number, rescue)
 
-        monkeypatch.setattr(Trainer, "_step", with_action)
+        monkeypatch.setattr(Watch, "begin", with_action)
 
     return install
 
@@ -83,7 +84,9 @@ def test_ids_beyond_the_vocabulary_are_named_by_file_and_place(tmp_path: Path, d
     assert "The file has changed during the run" in error
 
 
-@pytest.mark.parametrize("interval", [6, 0], ids=["at the next save", "at the next epoch"])
+@pytest.mark.parametrize(
+    "interval", [6, pytest.param(0, marks=pytest.mark.slow)], ids=["at the next save", "at the next epoch"]
+)
 def test_other_valid_ids_are_noticed(tmp_path: Path, during: Callable, interval: int):
     file = make_web(tmp_path, n_tokens=2000)
     other = make_web(tmp_path, seed=1, n_tokens=2000).read_bytes()
@@ -97,6 +100,7 @@ def test_other_valid_ids_are_noticed(tmp_path: Path, during: Callable, interval:
     assert steps_saved(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_what_changes_nothing_for_the_run_does_not_end_it(tmp_path: Path, during: Callable):
     file = make_web(tmp_path, n_tokens=2000)
     words = [*web_words(tmp_path), "--checkpoint.interval", "5", "--lr_schedule.total_steps", "60"]
@@ -127,7 +131,7 @@ def test_text_that_was_replaced_between_two_launches(tmp_path: Path, capsys: pyt
     make_web(tmp_path)
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"Document {i}, and {i**9}."}) + "\n" for i in range(200)))
-    source = f'[{{name = "notes", kind = "text", path = "{text}", virtual_shards = 2}}]'
+    source = f'[{{name = "notes", kind = "text", path = "{text}"}}]'
     words = ("--data.sources", source, *web_words(tmp_path)[2:])
     assert launch_here(tmp_path, *words, "--training.steps", "3") == 0
     times, content = text.stat(), text.read_text()

@@ -49,6 +49,7 @@ def experiment(tmp_path_factory):
     return folder, report, seen
 
 
+@pytest.mark.slow
 def test_the_report_is_of_what_was_trained(experiment):
     folder, report, seen = experiment
     assert [name for name, _ in seen] == ["train", "score"] * 4
@@ -73,6 +74,7 @@ def test_the_report_is_of_what_was_trained(experiment):
     assert comparison["confidence"] == 0.98
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_not_run_again(experiment, tmp_path, capsys):
     folder, report, _ = experiment
     assert run_compare(folder, *SWEEP, "--seeds", "2") == (0, report, [])
@@ -153,6 +155,7 @@ def test_other_sequences_are_scored_again(experiment):
     assert read_scores(Path(run)) == before
 
 
+@pytest.mark.slow
 def test_a_config_against_its_copy_is_equal_to_the_last_bit(tmp_path):
     copy = tmp_path / "copy.toml"
     copy.write_text(f'base = "{TINY}"\n[job]\nname = "copy"\n')
@@ -164,6 +167,7 @@ def test_a_config_against_its_copy_is_equal_to_the_last_bit(tmp_path):
     assert report["configs"][0]["losses"] == report["configs"][1]["losses"]
 
 
+@pytest.mark.slow
 def test_several_values_are_compared_with_the_first_at_a_joint_confidence(tmp_path):
     values = "optimizer.weight_decay=0.1,0.2,0.3,0.4"
     words = (str(TINY), "--sweep", values, "--seeds", "2", *JOB, "--training.steps", "3", "--confidence", "0.9")
@@ -208,6 +212,7 @@ def with_text(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.long  # many runs for one probability; the others see one comparison each
 def test_equal_configs_that_never_are_equal_are_not_called_different(with_text):
     """A short form of `python -m tests.a_against_a`; real differences are called; near configs gain by pairing."""
     found = list(trials_of_the_command(3, EQUAL, 3, with_text))

@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.launch import ROOT, launch, status
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = f"""
 import os, sys
@@ -28,7 +32,7 @@ os._exit(code)
 def test_swapped_collectives_end_the_run(tmp_path: Path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    words = "--comm.prefetch_forward 0 --comm.prefetch_backward 0 --comm.streams per_group"
+    words = "--comm.prefetch 0 --comm.streams per_group"
     message = launch(tmp_path, words, ranks=2, expect=1, program=program).said
     assert message.count("the ranks issue their collectives in different orders") == 1
     assert "in step 1 of this launch, rank 1 issued as number" in message

@@ -5,8 +5,12 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.launch import curve, finish, launch, records, start, status
 from tests.end_to_end.signals import wait_until
+
+pytestmark = pytest.mark.slow
 
 WORDS = "--metrics.tensorboard false --training.micro_batch_size 1"
 ELASTIC = f"{WORDS} --elastic.enable true"

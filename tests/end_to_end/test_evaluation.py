@@ -11,17 +11,20 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from checkpoint.export.hf import export_hf
+from checkpoint.manifest import steps_in
 from configs.errors import UserError
-from configs.schema import Evaluation
 from scripts import evaluate as script
-from tests.end_to_end.launch import ROOT, launch, launch_here, records
+from scripts.evaluation.tasks import Tasks, evaluate, find_tasks
+from scripts.export.hf_tokenizer import tokenizer_files
+from scripts.sampling.load import load_trained
+from tests.end_to_end.launch import ROOT, launch_here, records
 from tests.evaluation_tasks import TASKS, write_tasks
-from trainer.data.hf_tokenizer import tokenizer_files
 from trainer.data.tokenizer import train_sentencepiece
-from trainer.evaluation.tasks import evaluate, find_tasks
-from trainer.sampling.load import load_trained
 
-pytestmark = pytest.mark.skipif(find_spec("lm_eval") is None, reason="the extra evaluation is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("lm_eval") is None, reason="the extra evaluation is not installed"),
+]
 VOCAB = 320
 TEXT = "def main(argv):\n    return [str(x) for x in argv]\n\n\nclass A(dict):\n    'naïve 漢字 🙂 for x in y: pass'\n"
 
@@ -38,15 +41,22 @@ def trained(tmp_path_factory) -> Path:
 
 
 def words(root: Path) -> tuple[str, ...]:
-    source = f'[{{name = "text", kind = "text", path = "{root / "text.txt"}", virtual_shards = 1}}]'
+    source = f'[{{name = "text", kind = "text", path = "{root / "text.txt"}"}}]'
     return (
         *("--tokenizer.path", str(root / "tokenizer.model"), "--model.vocab_size", str(VOCAB)),
         *("--training.seq_len", "64", "--data.sources", source, "--checkpoint.interval", "4"),
     )
 
 
-def settings(root: Path, *tasks: str, **others: object) -> Evaluation:
-    return Evaluation(tasks=[*(tasks or TASKS)], task_folder=str(root / "tasks"), **others)
+def chosen(root: Path, *tasks: str, batch_size: int = 16) -> Tasks:
+    return Tasks(tasks or tuple(TASKS), root / "tasks", batch_size=batch_size)
+
+
+def beside(command: str, every: int = 4) -> tuple[str, ...]:
+    """The words for a command after every fourth step, run by this Python."""
+    script = f"{sys.executable} {ROOT / 'scripts/evaluate.py'} {command}"
+    table = f'{{name = "evaluate", command = {json.dumps(script)}, every = {every}}}'
+    return "--checkpoint.after_save", f"[{table}]"
 
 
 def evaluations(run: Path) -> list[tuple[int, set[str]]]:
@@ -61,15 +71,15 @@ def test_the_scores_are_those_of_the_export_in_transformers(trained: Path, tmp_p
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from trainer.evaluation.lm import KeelLM
+    from scripts.evaluation.lm import KeelLM
 
     model = load_trained(trained / "run", None, "cpu", "float32")
-    ours = evaluate(model, settings(trained))
-    alone = evaluate(model, settings(trained, batch_size=1))
+    ours = evaluate(model, chosen(trained))
+    alone = evaluate(model, chosen(trained, batch_size=1))
     export_hf(trained / "run/checkpoints/step-00000008", tmp_path / "hf", tokenizer_files(trained / "tokenizer.model"))
     for tasks, with_bos in ((["local_choice", "local_text"], True), (["local_bytes"], False)):
         hf = HFLM(pretrained=str(tmp_path / "hf"), dtype="float32", device="cpu", add_bos_token=with_bos)
-        manager = find_tasks(settings(trained))
+        manager = find_tasks(chosen(trained))
         theirs = lm_eval.simple_evaluate(model=hf, tasks=tasks, task_manager=manager, log_samples=False)
         if with_bos:
             for wanted in ({"until": ["e"], "max_gen_toks": 24}, {"until": ["\n", "("], "max_gen_toks": 40}):
@@ -90,8 +100,8 @@ def test_the_command_adds_results_to_the_record_and_the_curves(trained: Path, tm
     run = shutil.copytree(trained / "run", tmp_path / "run")
     before = (run / "metrics.jsonl").read_text().splitlines()
     chosen = ["--tasks", "local_choice", "--task-folder", str(trained / "tasks"), "--examples", "5", "--device", "cpu"]
-    for step in ("8", "4"):
-        assert script.main([str(run), "--step", step, *chosen]) == 0
+    assert script.main([str(run), "--step", "8", *chosen]) == 0
+    assert script.main([str(run / "checkpoints/step-00000004"), *chosen]) == 0
     said = capsys.readouterr().out
     assert "evaluation of step 4: local_choice acc 0." in said
     assert (run / "metrics.jsonl").read_text().splitlines()[: len(before)] == before
@@ -137,21 +147,12 @@ sys.stdin.read()
 """
 
 
-def test_the_process_beside_a_run_ends_with_it(trained: Path, tmp_path: Path):
-    """However the run dies, the process's standard input ends."""
-    run = shutil.copytree(trained / "run", tmp_path / "run")
-    command = [sys.executable, "-m", "trainer.evaluation.program", str(run), "8"]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.communicate(timeout=600)
-    assert process.returncode == 1
-    assert not (run / "evaluations").exists()
-
-
 def test_beside_a_run_every_due_checkpoint_is_evaluated_and_training_is_the_same(trained: Path, tmp_path: Path):
-    """The last one's evaluation is waited for; a failing task is a warning."""
-    chosen = f'--evaluation.tasks [\\"local_choice\\",\\"local_bytes\\"] --evaluation.task_folder {trained / "tasks"}'
-    job = " ".join(f"'{word}'" for word in words(trained))
-    launch(tmp_path, f"{job} {chosen} --training.steps 8 --evaluation.interval 4 --evaluation.examples 3")
+    """The command after the last checkpoint is waited for."""
+    folder = trained / "tasks"
+    command = f"{{checkpoint}} --tasks local_choice,local_bytes --task-folder {folder} --examples 3"
+    tensorboard = ("--metrics.tensorboard", "true")
+    assert launch_here(tmp_path, *words(trained), *beside(command), *tensorboard, "--training.steps", "8") == 0
     run = tmp_path / "run"
     assert evaluations(run) == [(4, {"local_choice", "local_bytes"}), (8, {"local_choice", "local_bytes"})]
     losses = [(r["step"], r["loss"], r["grad_norm"]) for r in records(run) if "loss" in r]
@@ -159,33 +160,24 @@ def test_beside_a_run_every_due_checkpoint_is_evaluated_and_training_is_the_same
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     assert {event.step for event in events.Scalars("evaluation/local_bytes/bits_per_byte")} == {4, 8}
     log = (run / "run.log").read_text()
-    assert [log.count(f"evaluation of step {step}") for step in (4, 8)] == [1, 1]  # with the scores; no complaint
-    assert "evaluation of step 8: local_bytes" in log or "evaluation of step 8: local_choice" in log
+    assert [log.count(f"evaluation of step {step}: local_") for step in (4, 8)] == [1, 1]
     assert json.loads(next((run / "evaluations/step-00000008").glob("*.json")).read_text())["step"] == 8
+    assert steps_in(run / "after_save/evaluate") == [4, 8]
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning(trained: Path, tmp_path: Path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/evaluations").write_text("in the way")
-    chosen = ("--evaluation.tasks", '["local_choice"]', "--evaluation.task_folder", str(trained / "tasks"))
-    assert launch_here(tmp_path, *words(trained), *chosen, "--training.steps", "4", "--evaluation.interval", "4") == 0
-    assert "run/evaluations can't be used" in (tmp_path / "run/run.log").read_text()
-
-
-def test_an_evaluation_that_fails_is_a_warning(trained: Path, tmp_path: Path):
-    """Here the data of the task are gone when the first checkpoint is saved."""
+def test_a_task_that_fails_is_a_warning(trained: Path, tmp_path: Path):
+    """Here the data of the task are gone."""
     tasks = write_tasks(tmp_path / "tasks")
     (tasks / "data.jsonl").unlink()
-    chosen = ("--evaluation.tasks", '["local_choice"]', "--evaluation.task_folder", str(tasks))
-    where = ("--training.steps", "4", "--evaluation.interval", "4")
-    assert launch_here(tmp_path, *words(trained), *chosen, *where) == 0
-    said = [line for line in (tmp_path / "run/run.log").read_text().splitlines() if "evaluation of step 4" in line]
+    command = f"{{checkpoint}} --tasks local_choice --task-folder {tasks}"
+    assert launch_here(tmp_path, *words(trained), *beside(command), "--training.steps", "4") == 0
+    said = [line for line in (tmp_path / "run/run.log").read_text().splitlines() if "evaluate after step 4" in line]
     assert len(said) == 1
-    assert "warning: evaluation of step 4 failed, training continues: lm-eval can't run local_choice: " in said[0]
+    assert "evaluate after step 4 failed, training continues: error: lm-eval can't run local_choice: " in said[0]
     assert evaluations(tmp_path / "run") == []
 
 
-def test_a_task_that_is_unknown_is_one_message_before_anything_is_built(trained: Path, tmp_path: Path, monkeypatch):
+def test_a_task_that_is_unknown_is_one_message(trained: Path, monkeypatch):
     import lm_eval.tasks
 
     own = lm_eval.tasks.TaskManager
@@ -195,15 +187,12 @@ def test_a_task_that_is_unknown_is_one_message_before_anything_is_built(trained:
         lambda include_path=None, **_: own(include_path=include_path, include_defaults=False),
     )
     with pytest.raises(UserError, match=r"lm-eval has no task no_such_task, nor in .*/tasks; lm-eval ls tasks"):
-        find_tasks(settings(trained, "no_such_task", "local_text"))
-    chosen = ("--evaluation.tasks", '["no_such_task"]', "--evaluation.interval", "4")
-    assert launch_here(tmp_path, *words(trained), *chosen) == 78
-    assert not list((tmp_path / "run/checkpoints").glob("step-*"))
+        find_tasks(chosen(trained, "no_such_task", "local_text"))
 
 
 def test_texts_that_do_not_fit_are_one_message(trained: Path):
     model = load_trained(trained / "run", None, "cpu", "float32")
-    from trainer.evaluation.lm import KeelLM
+    from scripts.evaluation.lm import KeelLM
 
     with pytest.raises(
         UserError, match=r"a text of 65 tokens must be scored in one piece, and the model's seq_len is 64"

@@ -8,6 +8,8 @@ import pytest
 from configs.load import load
 from tests.end_to_end.launch import ENVIRONMENT, ROOT, TIMEOUT_SECONDS, TINY, records, status
 
+pytestmark = pytest.mark.slow
+
 JOB = (
     '--validation.sources=[{name = "held out", kind = "synthetic"}]',
     *("--validation.interval", "5", "--metrics.tensorboard", "false"),

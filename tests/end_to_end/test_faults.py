@@ -44,7 +44,7 @@ def assert_names(run: Path, err: str, rank: int, pid: int, how: str) -> None:
     assert text in (run / "run.log").read_text().splitlines()[-1]
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_is_killed_under_torchrun(tmp_path: Path, victim: int):
     process = start(tmp_path, LONG, ranks=2)
     signal_at_step(process, tmp_path / "run", 5, 0)
@@ -55,6 +55,7 @@ def test_a_rank_is_killed_under_torchrun(tmp_path: Path, victim: int):
     assert_names(tmp_path / "run", ours, victim, pid, "was killed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "how"), [(signal.SIGKILL, "was killed: it left no trace"), (signal.SIGBUS, "has crashed (Bus error; ")]
 )
@@ -66,6 +67,7 @@ def test_rank_0_dies_without_an_agent_and_with_it_the_store(tmp_path: Path, numb
     assert_names(tmp_path / "run", outcome.err, 0, pids[0], how)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_the_run_within_the_timeout(tmp_path: Path):
     """On a mesh whose groups are not that of all ranks; what each of the others did is collected before."""
     run = tmp_path / "run"
@@ -88,6 +90,7 @@ def test_a_stopped_rank_ends_the_run_within_the_timeout(tmp_path: Path):
     assert str(folder.relative_to(tmp_path)) in line
 
 
+@pytest.mark.slow
 def test_a_launch_that_could_say_nothing_is_mentioned_by_the_next(tmp_path: Path, capsys: pytest.CaptureFixture):
     process = start(tmp_path, LONG)
     signal_at_step(process, tmp_path / "run", 5, signal.SIGKILL)
@@ -101,6 +104,7 @@ def test_a_launch_that_could_say_nothing_is_mentioned_by_the_next(tmp_path: Path
     assert not (tmp_path / "run" / "crashes").exists()
 
 
+@pytest.mark.long
 def test_nobody_waits_for_a_dead_rank_while_rank_0_works_in_its_own_time(tmp_path: Path):
     """Rank 1 dies; rank 0 works, and rank 2 waits for it, where no collective tells them of it."""
     process, pids = start_forked(tmp_path, "", ranks=4, program="patience.py")
@@ -111,6 +115,7 @@ def test_nobody_waits_for_a_dead_rank_while_rank_0_works_in_its_own_time(tmp_pat
     assert_names(tmp_path / "run", outcome.err, 1, pids[1], "was killed")
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_a_rank_0_that_is_stopped_in_its_work(tmp_path: Path):
     process, pids = start_forked(tmp_path, "--job.timeout_seconds 10", ranks=2, program="patience.py")
     wait_until(process, lambda: (tmp_path / "begun").exists())

@@ -2,6 +2,7 @@
 
 import shutil
 
+import pytest
 import torch
 
 from tests.end_to_end.launch import assert_same_tensors, curve, launch_here, records, tensors
@@ -10,6 +11,7 @@ RESTING = '[{pattern = "layers.0.*", freeze = true}, {pattern = "embed*", freeze
 WORDS = ("--optimizer.groups", RESTING, "--checkpoint.keep_last", "0")
 
 
+@pytest.mark.slow
 def test_stops_before_at_and_after_the_step(tmp_path):
     """The straight run saves at every step that is looked at; the stopped one ends there, and goes on."""
     assert launch_here(tmp_path, *WORDS, "--checkpoint.interval", "1") == 0

@@ -37,7 +37,9 @@ os._exit(code)
 """
 
 
-@pytest.mark.parametrize("slow", ["1", pytest.param("01", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "slow", [pytest.param("1", marks=pytest.mark.slow), pytest.param("01", marks=pytest.mark.long)]
+)
 def test_torchrun_kills_in_the_middle_of_a_step(ranks, tmp_path: Path, slow: str):
     """If only rank 1 is slow, rank 0 waits for it in a collective, where Python's signal handlers do not run."""
     program, run = tmp_path / "program.py", tmp_path / "run"

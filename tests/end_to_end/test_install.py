@@ -54,6 +54,7 @@ def installed(request, tmp_path_factory):
     return Installed(environment, clone, request.param)
 
 
+@pytest.mark.slow
 def test_the_packages_and_their_files_are_there(installed, tmp_path):
     names = "checkpoint.export configs.reading configs.checks models parallelisms.guards scripts.benchmarks"
     names += " scripts.page trainer.data"
@@ -69,6 +70,7 @@ def test_the_packages_and_their_files_are_there(installed, tmp_path):
     assert {"schema.json", *(file.name for file in JOB_FILES.glob("*.toml"))} <= set(names.split())
 
 
+@pytest.mark.slow
 def test_the_command_answers_from_any_folder(installed, tmp_path):
     assert installed.run("keel", "--version", cwd=tmp_path).stdout == f"keel {VERSION}\n"
     valid = installed.run("keel", "train", "debug", "--validate", "--ranks", "2", cwd=tmp_path)

@@ -77,7 +77,7 @@ def break_after(monkeypatch, step: int, harm) -> None:
     monkeypatch.setattr(Trainer, "_log", break_and_log)
 
 
-SAVE_EACH_STEP = ("--checkpoint.interval", "1", "--checkpoint.max_save_failures", "3", "--metrics.interval", "1")
+SAVE_EACH_STEP = ("--checkpoint.interval", "1", "--metrics.interval", "1")
 
 
 def test_a_removed_run_folder_ends_the_run_by_its_checkpoints(tmp_path: Path, monkeypatch, capsys):
@@ -87,7 +87,7 @@ def test_a_removed_run_folder_ends_the_run_by_its_checkpoints(tmp_path: Path, mo
     for name in ("metrics.jsonl", "status.json", "run.log"):
         assert err.count(f"{tmp_path}/run/{name} can't be written: No such file or directory; training continues") == 1
     assert err.count("error: ") == 1
-    assert f"the folder {tmp_path}/run/checkpoints is gone; failed saves in a row: 3 (checkpoint.max_save" in err
+    assert f"the folder {tmp_path}/run/checkpoints is gone; failed saves in a row: 3" in err
     assert "Traceback" not in err
     assert not (tmp_path / "run").exists()  # a network disk may be back under that name: nothing is made in its place
 

@@ -10,7 +10,8 @@ import torch
 
 from checkpoint.manifest import MANIFEST_NAME, read_manifest, sealed
 from scripts import checkpoint as script
-from tests.end_to_end.launch import launch_here
+from tests.end_to_end.launch import curve, launch_here
+from tests.removed_keys import add_removed_keys
 from trainer.guards.environment import code_hash
 
 
@@ -65,6 +66,7 @@ def test_other_conditions_are_recorded_and_said(tmp_path: Path, monkeypatch: pyt
     assert "threads (OMP_NUM_THREADS): 2" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_exact_reductions_have_the_same_bits_elsewhere(tmp_path: Path):
     def go_to(step: int, *words: str) -> list[str]:
         assert launch_here(tmp_path, "--training.steps", str(step), "--training.reduction", "exact", *words) == 0
@@ -85,6 +87,7 @@ def rewrite(manifest: Path, **changes: object) -> None:
     manifest.write_text(sealed(json.dumps(entries, indent=1)))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_before_and_one_of_another_code_or_mesh(tmp_path: Path):
     assert launch_here(tmp_path, "--training.steps", "2") == 0
     manifest = manifest_of(tmp_path, 2)
@@ -107,3 +110,16 @@ def test_a_checkpoint_of_before_and_one_of_another_code_or_mesh(tmp_path: Path):
     assert line.endswith(
         f"will differ from those of an uninterrupted one: torch 2.12.0 -> {torch.__version__}; mesh.dp_shard 2 -> 1"
     )
+
+
+def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path):
+    """Its checkpoint and its config.toml have the keys that were removed since, with their defaults."""
+    assert launch_here(tmp_path, "--training.steps", "1") == 0
+    manifest = manifest_of(tmp_path, 1)
+    content = json.loads(manifest.read_text())
+    add_removed_keys(content["config"])
+    manifest.write_text(sealed(json.dumps(content, indent=1)))
+    said(tmp_path)
+    assert launch_here(tmp_path, "--training.steps", "2") == 0
+    assert said(tmp_path) == []
+    assert [step for step, *_ in curve(tmp_path / "run")] == [1, 2]

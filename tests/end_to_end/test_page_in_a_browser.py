@@ -18,7 +18,10 @@ from tests.unit.scripts.test_page import EVIL, evil_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 TIMEOUT_SECONDS = 300
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here (apt-get install chromium)")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here (apt-get install chromium)"),
+]
 
 MEASURE = """
 const canvases = [...document.querySelectorAll(".chart canvas")].map(canvas => {

@@ -9,7 +9,7 @@ import pytest
 
 from tests.end_to_end.launch import curve, launch, launch_here
 
-TRACED = "--profile.start_step 3 --profile.steps 2 --training.steps 5 --checkpoint.interval 4"
+TRACED = "--profile.start_step 2 --training.steps 5 --checkpoint.interval 4"
 BLOCKS = ("layers.0", "layers.1")
 PARTS = {"loss", "backward", "update", "save", *(f"forward {block}" for block in BLOCKS)}
 
@@ -25,7 +25,7 @@ class Range(NamedTuple):
 
 def ranges_of(folder) -> dict[str, list[Range]]:
     """What the trace of rank 0 names, by name; on a CPU all of it is of one thread."""
-    with gzip.open(folder / "run/profile/step-00000003-rank-0.json.gz") as file:
+    with gzip.open(folder / "run/profile/step-00000002-rank-0.json.gz") as file:
         events = json.load(file)["traceEvents"]
     found: dict[str, list[Range]] = {}
     for event in events:
@@ -35,8 +35,8 @@ def ranges_of(folder) -> dict[str, list[Range]]:
     return found
 
 
-def assert_parts(found, micro_batches: int, steps: int = 2) -> None:
-    """Each part as often as it ran, in its order; none inside another; a save, of step 4, after both updates."""
+def assert_parts(found, micro_batches: int, steps: int = 3) -> None:
+    """Each part as often as it ran, in its order; none inside another; a save, of step 4, after all updates."""
     times = micro_batches * steps
     expected = dict.fromkeys(PARTS, times) | {"update": steps, "save": 1}
     assert {name: len(found.get(name, ())) for name in PARTS} == expected
@@ -65,7 +65,7 @@ def test_gathers_and_reductions_of_fsdp(tmp_path):
     assert_parts(found, micro_batches=2)
     for block in BLOCKS:
         gathers, reductions = found[f"FSDP::all_gather ({block})"], found[f"FSDP::post_backward_reduce ({block})"]
-        assert len(gathers) == 2 * len(reductions) == 2 * 4
+        assert len(gathers) == 2 * len(reductions) == 2 * 6
         assert all(any(reduction in backward for backward in found["backward"]) for reduction in reductions)
         assert not any(gather in forward for forward in found[f"forward {block}"] for gather in gathers)
 
@@ -87,8 +87,8 @@ def test_a_pipeline_names_its_passes(tmp_path, schedule):
     launch(tmp_path, words, ranks=2)
     found = ranges_of(tmp_path)
     assert {"forward layers.0", "backward", "update", "save"} <= found.keys()
-    assert len(found["forward layers.0"]) == 2 * 4
-    assert len(found["backward"]) == 2 * 4 * (2 if schedule == "interleaved_1f1b" else 1)
+    assert len(found["forward layers.0"]) == 3 * 4
+    assert len(found["backward"]) == 3 * 4 * (2 if schedule == "interleaved_1f1b" else 1)
 
 
 def test_a_broadcast_of_owners_is_part_of_the_update(tmp_path):

@@ -48,7 +48,7 @@ def test_help_of_a_command(tmp_path: Path, command: str):
     ("words", "code"),
     [
         ("sample nowhere hi", 1),
-        ("evaluate nowhere", 1),
+        ("evaluate nowhere --tasks a", 1),
         ("export nowhere out", 1),
         ("import nowhere out", 1),
         ("export nowhere out --optimizer", 1),

@@ -8,7 +8,8 @@ import pytest
 
 from tests.end_to_end.launch import ENVIRONMENT, ROOT, TIMEOUT_SECONDS, launch, snapshot
 
-RECORDED = "--metrics.fingerprint true --checkpoint.interval 10 --training.reduction"
+COMMAND = """--checkpoint.after_save '[{name = "touch", command = "touch {output}/x", every = 10}]'"""
+RECORDED = f"--metrics.fingerprint true --checkpoint.interval 10 {COMMAND} --training.reduction"
 
 
 def keel(folder: Path, words: str) -> tuple[int, str]:
@@ -23,8 +24,13 @@ def keel(folder: Path, words: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("reduction", "words", "expected"),
     [
-        ("fast", "--ranks 2 --mesh.tp 2", "equal within the bound: steps 11 to 14; the difference nearest to it is "),
-        ("exact", "--ranks 2", "equal in bits: steps 11 to 14"),
+        pytest.param(
+            "fast",
+            "--ranks 2 --mesh.tp 2",
+            "equal within the bound: steps 11 to 14; the difference nearest to it is ",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("exact", "--ranks 2", "equal in bits: steps 11 to 14", marks=pytest.mark.slow),
     ],
 )
 def test_another_mesh(reduction, words, expected, tmp_path):

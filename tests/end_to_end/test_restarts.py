@@ -4,8 +4,12 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.launch import curve, finish, launch, start, status
 from tests.end_to_end.signals import ranks_of, signal_at_step, wait_until
+
+pytestmark = pytest.mark.slow
 
 RESTARTS = {"PET_MAX_RESTARTS": "2"}  # as --max-restarts
 WORDS = "--checkpoint.interval 10 --training.steps 200 --metrics.tensorboard false"

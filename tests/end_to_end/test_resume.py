@@ -18,6 +18,7 @@ from tests.end_to_end.launch import (
     tensors,
 )
 from tests.end_to_end.signals import signal_at_step
+from tests.marked import marked
 
 EXPERTS = "--model.n_experts 8 --model.router.load_balance bias --model.router.bias_update_rate 0.1"
 CASES = {  # the whole matrix, without the command line: `python -m tests.torture.resume`
@@ -31,7 +32,7 @@ VALIDATION = """ --validation.interval 3 --validation.sequences 12 --validation.
     {name = "noise", kind = "synthetic"}, {name = "other noise", kind = "synthetic", weight = 0.5}]'"""
 
 
-@pytest.mark.parametrize("case", [FIRST, *(pytest.param(case, marks=pytest.mark.long) for case in OTHERS)])
+@pytest.mark.parametrize("case", marked(CASES, slow=[FIRST], long=OTHERS))
 def test_stops_leave_no_trace_in_losses_and_weights(tmp_path: Path, case: str):
     ranks, words, stops = CASES[case]
     words += f" --training.micro_batch_size 4 {VALIDATION}"
@@ -105,6 +106,7 @@ def test_a_checkpoint_before_the_end_cuts_the_metrics_back(tmp_path: Path):
     assert records(run) == done
 
 
+@pytest.mark.slow
 def test_the_command_that_began_from_a_folder_goes_on_when_it_is_repeated(tmp_path: Path, capsys):
     """And with the word it goes back, once, with its records."""
     run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"

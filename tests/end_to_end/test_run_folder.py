@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from configs.load import load
@@ -98,6 +99,7 @@ def test_ends_with_where_everything_is_and_commands_that_work(prepared: Path):
         assert answer.returncode == 0, answer.stderr
 
 
+@pytest.mark.slow
 def test_a_compiled_run_writes_no_warnings(tmp_path: Path):
     words = "--training.steps 2 --compile.enable true --activation_checkpoint.mode selective --mesh.tp 2"
     outcome = launch(tmp_path, words, ranks=2)

@@ -6,6 +6,8 @@ import pytest
 
 from tests.end_to_end.launch import TEXT, launch, records
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("ranks", "words"),

@@ -17,13 +17,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from checkpoint.export.hf import export_hf
 from configs.load import load
 from scripts import sample as script
+from scripts.export.hf_tokenizer import tokenizer_files
 from tests.end_to_end.launch import ENVIRONMENT, ROOT, TEXT, curve, records
-from trainer.data.hf_tokenizer import tokenizer_files
 from trainer.data.tokenizer import load_tokenizer
 from trainer.lifecycle import StopRequest
 from trainer.run import run
 
-SAMPLES = """--validation.samples '["import os", ""]' --validation.sample_tokens 6 --training.seq_len 32"""
+SAMPLES = """--validation.samples '["import os", ""]' --training.seq_len 32"""
 
 
 def train(*words: str) -> int:
@@ -92,7 +92,7 @@ def test_a_resumed_run_prints_the_same_samples(folder):
 
 
 def test_samples_change_nothing_else_of_a_run(folder):
-    without = ["--validation.samples", "[]", "--validation.sample_tokens", "64", "--job.output_dir", "without"]
+    without = ["--validation.samples", "[]", "--job.output_dir", "without"]
     assert train(*without) == 0
     assert samples_of("without") == {}
     assert curve(Path("without")) == curve(Path("run"))
@@ -103,8 +103,8 @@ def test_samples_change_nothing_else_of_a_run(folder):
 def test_a_text_that_is_too_long_for_the_model_ends_the_run_before_it_begins(folder, capsys):
     assert train("--job.output_dir", "long", "--validation.samples", json.dumps(["a", "\x01" * 30])) == 78
     said = capsys.readouterr().err
-    assert "--validation.samples: text 2 has 31 tokens, and there is room for 26" in said
-    assert "(training.seq_len 32 - sample_tokens 6)" in said
+    assert "--validation.samples: text 2 has 31 tokens, and there is room for 16" in said
+    assert "(training.seq_len 32 - 16 that follow)" in said
     assert not list(Path("long").glob("checkpoints/step-*"))
 
 
@@ -189,6 +189,7 @@ def mistakes(folder):
     from dataclasses import replace
 
     from checkpoint import manifest as manifests
+    from checkpoint.storage import FolderStorage, commit
     from trainer.data.tokenizer import train_sentencepiece
 
     (folder / "empty").mkdir()
@@ -204,12 +205,13 @@ def mistakes(folder):
         ("untold", {"path": None}, {"tokenizer_hash": None}),
         ("moved", {"path": "nowhere.model"}, {}),
     ):
-        unfinished = manifests.begin(folder / name)
+        storage = FolderStorage()
+        unfinished = storage.begin(folder / name)
         files = {file: entry for file, entry in manifest.files.items() if file != manifests.TRAINER_NAME}
         for file in files:
             shutil.copy(own / file, unfinished)
         draft = replace(manifest, config=manifest.config | {"tokenizer": tokenizer}, **changes)
-        manifests.commit(unfinished, draft, files, "{}")
+        commit(storage, unfinished, folder / name, draft, files, "{}")
     shutil.copytree(folder / "export", folder / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
 
 
@@ -272,6 +274,7 @@ def test_a_text_grows_token_by_token_and_the_next_one_waits(monkeypatch):
     assert "def f(" in states[-1].split(script.SEPARATOR)[1]
 
 
+@pytest.mark.slow
 def test_text_is_streamed_and_a_closed_pipe_ends_it_quietly(folder):
     """A real process, whose output is read while it writes."""
     command = [sys.executable, str(ROOT / "scripts/keel.py"), "sample", "run", "import os", *[""] * 40]

@@ -22,7 +22,7 @@ def assert_preempted(run: Path, by: str) -> int:
     return found["step"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGUSR1])
 def test_one_process(tmp_path: Path, number: signal.Signals):
     process = start(tmp_path, LONG)
     signal_at_step(process, tmp_path / "run", 3, number)
@@ -30,6 +30,7 @@ def test_one_process(tmp_path: Path, number: signal.Signals):
     assert assert_preempted(tmp_path / "run", by=number.name) >= 3
 
 
+@pytest.mark.slow
 def test_while_torch_is_imported(tmp_path: Path):
     process = start(tmp_path)
     signal_at_import(process, signal.SIGTERM)
@@ -41,7 +42,9 @@ def test_while_torch_is_imported(tmp_path: Path):
     assert [step for step, *_ in curve(tmp_path / "run")] == list(range(1, 21))
 
 
-@pytest.mark.parametrize("target", ["one rank", pytest.param("torchrun", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "target", [pytest.param("one rank", marks=pytest.mark.slow), pytest.param("torchrun", marks=pytest.mark.long)]
+)
 def test_under_torchrun(tmp_path: Path, target: str):
     process = start(tmp_path, LONG, ranks=2)
     signal_at_step(process, tmp_path / "run", 3, 0)

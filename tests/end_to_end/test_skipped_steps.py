@@ -3,7 +3,11 @@
 import math
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.launch import assert_same_tensors, launch, launch_here, records, status, tensors
+
+pytestmark = pytest.mark.slow
 
 
 def test_steps_that_overflow_are_skipped_until_the_limit(tmp_path: Path):

@@ -34,7 +34,11 @@ os._exit(code)
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--checkpoint.load 7", "checkpoint.load = 7: no such step in run/checkpoints; steps there: none"),
+        pytest.param(
+            "--checkpoint.load 7",
+            "checkpoint.load = 7: no such step in run/checkpoints; steps there: none",
+            marks=pytest.mark.slow,
+        ),
         ("--training.stpes 7", "--training.stpes: .*did you mean training.steps.*"),  # before torch is imported
     ],
 )
@@ -59,6 +63,7 @@ def test_a_cause_is_dated_before_its_consequence_in_the_same_second(tmp_path: Pa
     assert ChildFailedError("train.py", failures).get_first_failure()[0] == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_alone_and_a_rank_that_was_signalled(tmp_path: Path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

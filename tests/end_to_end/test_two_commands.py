@@ -125,16 +125,6 @@ def test_the_tests_run_in_the_checkout_with_their_own_packages(machine):
     assert len(machine.log()) == 1  # the tests' packages include the others
 
 
-def test_ci_prepares_the_same_environment(machine):
-    beginning, _, _ = (ROOT / ".ci/run").read_text().partition("\nruff check")
-    assert beginning.endswith('prepare_environment "[test]"\n')
-    (machine.root / "README.md").write_text("sh scripts/test.sh\n")
-    (machine.root / "scripts/ci").write_text(beginning)
-    for _ in range(2):  # the second time, all is there
-        subprocess.run([shutil.which("bash"), machine.root / "scripts/ci"], env=machine.environment, check=True)
-    assert (machine.venv / "keel-installed[test]").exists()
-
-
 def test_changed_packages_are_installed_and_another_python_makes_it_again(machine):
     machine.run()
     machine.log()

@@ -59,7 +59,8 @@ def measure(
 
     from parallelisms.mesh import groups_of_axes
     from tests.null_gpu.work import counting
-    from trainer.step import Terms
+    from trainer.data.loader import MicroBatch
+    from trainer.guards.verdict import QueuedStep
 
     job = load_job(config, overrides, dist.get_world_size())
     left = _clean()
@@ -70,10 +71,14 @@ def measure(
     def peaks() -> tuple[int, int]:
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
-    def terms() -> Terms:  # as the trainer does: read the last step's result once this step's work is queued
+    def one_step(micro_batches: list[MicroBatch], last: QueuedStep | None) -> QueuedStep:
+        """A step as the trainer's on a GPU: the last step's result is read once this step's work is queued."""
+        gradients = learner.gradients(micro_batches)
         if last is not None:
             last.read()
-        return Terms()
+        step = learner.judge(micro_batches, gradients)
+        learner.update(step, 1e-4)
+        return step
 
     for step in range(warm_up + timed):
         if step == warm_up:
@@ -82,18 +87,18 @@ def measure(
         micro_batches = next(loader)
         counters.reset()
         started = time.process_time()
-        last = learner.step(micro_batches, 1e-4, terms)
+        last = one_step(micro_batches, last)
         if step >= warm_up:
             seconds.append(time.process_time() - started)
             idle.append(counters.idle_seconds())
     counts = counters.read()
     steady = peaks()
     with _synchronizations() as places, _collectives(groups_of_axes(learner.mesh)) as calls:
-        learner.step(next(loader), 1e-4, terms)
+        last = one_step(next(loader), last)
     work: dict[str, int] = {}
     if count_work:
         with counting(learner.optimizer, learner.parameters.values()) as work:
-            learner.step(next(loader), 1e-4, terms)
+            one_step(next(loader), last)
     loader.close()
     learner.state()  # ends what is still being sent, whose memory would otherwise outlive this
     return {

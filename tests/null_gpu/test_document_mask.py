@@ -9,7 +9,7 @@ from torch.autograd.profiler import profile
 
 from tests.null_gpu import step as null_step
 from tests.null_gpu.test_axes import SMALL
-from trainer.guards.verdict import StepResult, Verdict
+from trainer.guards.verdict import QueuedStep, StepResult
 
 SOURCES = '[{name = "documents", kind = "synthetic", document_length = 100}]'
 FORWARD, BACKWARD = "aten::_flash_attention_forward", "aten::_flash_attention_backward"
@@ -29,7 +29,7 @@ MESHES = {
 }
 
 
-def zeros(_verdict: Verdict) -> StepResult:
+def zeros(_verdict: QueuedStep) -> StepResult:
     """As if the numbers were zeros: memory that ids were copied to may be theirs now."""
     return StepResult(0.0, 0.0, False, False, False, False, 0.0, 0.0)
 
@@ -40,7 +40,7 @@ def step(words: str, documents: str = "true") -> dict:
     config = (*SMALL.split(), "--training.seq_len", str(SEQ_LEN), "--training.global_batch_size", "4", *words.split())
     with (
         patch.object(null_step, "SYNTHETIC", SOURCES),
-        patch.object(Verdict, "read", zeros),
+        patch.object(QueuedStep, "read", zeros),
         profile() as profiler,
     ):
         words_of_job = (*config, "--data.document_mask", documents)

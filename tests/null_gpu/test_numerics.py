@@ -14,7 +14,7 @@ from tests.null_gpu.device import Counters
 from tests.null_gpu.step import measure
 from tests.null_gpu.test_axes import EXPERTS, ONE_BATCH
 from tests.null_gpu.test_document_mask import zeros
-from trainer.guards.verdict import Verdict
+from trainer.guards.verdict import QueuedStep
 from trainer.loss import _add_product_
 from trainer.numerics import set_numerics
 
@@ -52,7 +52,7 @@ def deterministic_step(words: str) -> dict:
     plain, exact = (load("llama_1b.toml", each, ranks).config.training for each in ((), words.split()))
     set_numerics(exact, "cuda")
     try:
-        with patch.object(Verdict, "read", zeros), profile() as profiler:
+        with patch.object(QueuedStep, "read", zeros), profile() as profiler:
             counts = measure("llama_1b.toml", (*ONE_BATCH.split(), *words.split()), warm_up=2, timed=1)
     finally:
         set_numerics(plain, "cuda")

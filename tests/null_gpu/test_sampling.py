@@ -3,10 +3,10 @@
 import torch
 
 from models import build_model
+from scripts.sampling.cache import CachedModel
+from scripts.sampling.generate import generate
 from tests.unit.hf_support import TINY
-from trainer.sampling.cache import CachedModel
 from trainer.sampling.draw import Distribution, draw, generators
-from trainer.sampling.generate import generate
 
 
 def continued(name):

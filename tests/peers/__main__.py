@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from configs.architectures.llama import head_dim, n_kv_heads
 from configs.errors import ConfigError, KeelError, UserError
-from configs.layout import head_dim, n_kv_heads
 from configs.load import load
 from configs.schema import Config
 from scripts.benchmarks.turns import ratios, spread, take_turns

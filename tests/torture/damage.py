@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import Damaged, step_folder
+from checkpoint.reader import Description, Log
 from configs.schema import Checkpoint
 
 PAGE_BYTES = 4096
@@ -95,7 +96,7 @@ def write_checkpoint(folder: Path) -> Path:
     """The one that is damaged."""
     manager = make_manager(folder)
     manager.resume(state())
-    manager.begin_line()
+    manager.begin_lineage()
     manager.save(1, state(), {"tokens": 7})
     manager.close()
     return step_folder(folder, 1)
@@ -110,10 +111,7 @@ def make_manager(folder: Path, **settings: Any) -> CheckpointManager:
     """The manager of one rank that says nothing."""
     table = Checkpoint(**{"mode": "sync", **settings})
 
-    def ignore(_: str) -> None:
-        pass
-
-    return CheckpointManager(folder, table, {}, {}, lambda old, new: [], False, ignore, ignore)
+    return CheckpointManager(folder, table, Description({}, {}), Log())
 
 
 @contextmanager

@@ -255,15 +255,6 @@ FAULTS = (
         "failed|running|done",
         fill_disk,
         prepare=_tmpfs,
-        words="--checkpoint.max_save_failures 3",
-    ),
-    Fault(
-        "disk full, 1000 failures allowed",
-        r"training continues",
-        "failed|running|done",
-        fill_disk,
-        prepare=_tmpfs,
-        words="--checkpoint.max_save_failures 1000",
     ),
     Fault(
         "run folder read-only",

@@ -44,7 +44,9 @@ def rounds(n: int, overrides: tuple[str, ...]) -> list[tuple[float, ...]]:
                 with clock.measure(Phase.DATA):
                     pass
                 with clock.step():
-                    learner.step(micro_batches, 1e-3, before_update=clock.updating)
+                    step = learner.judge(micro_batches, learner.gradients(micro_batches))
+                    clock.updating()
+                    learner.update(step, 1e-3)
                 clock.finish_step()
             cpu.append((time.process_time() - started) / BLOCK)
         found.append(

@@ -27,18 +27,18 @@ def _before_step(action: Callable[[Any], None], rank: int | None = 1, once: bool
     """Call `action(learner)` on a rank (None: all) before a step, AT steps into the launch."""
     from trainer.step import Learner
 
-    step, done = Learner.step, [0]
+    gradients, done = Learner.gradients, [0]
 
-    @functools.wraps(step)
+    @functools.wraps(gradients)
     def patched(self: Learner, *arguments: Any, **named: Any) -> Any:
         done[0] += 1
         is_due = done[0] == AT + 1 or (done[0] > AT and not once)
         if is_due and (rank is None or _is_rank(rank)):
             _mark()
             action(self)
-        return step(self, *arguments, **named)
+        return gradients(self, *arguments, **named)
 
-    Learner.step = patched  # type: ignore[method-assign]
+    Learner.gradients = patched  # type: ignore[method-assign]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ def flipped_snapshot() -> None:
     write, due = store.write, [False]
     _before_step(lambda learner: due.__setitem__(0, True))
 
-    def patched(folder: Path, shards: Any, *arguments: Any, **named: Any) -> Any:
+    def patched(storage: Any, folder: Path, shards: Any, *arguments: Any, **named: Any) -> Any:
         if due[0]:
             due[0] = False
             for shard in shards.values():
@@ -150,7 +150,7 @@ def flipped_snapshot() -> None:
                 if tensor is not None and tensor.dtype == torch.float32:
                     _flip(tensor)
                     break
-        return write(folder, shards, *arguments, **named)
+        return write(storage, folder, shards, *arguments, **named)
 
     store.write = patched
 
@@ -164,24 +164,24 @@ def slow_data() -> None:
     """Rank 1 waits a tenth of a second for every batch."""
     from trainer.trainer import Trainer
 
-    step, done = Trainer._step, [0]
+    train = Trainer._train
 
-    def patched(self: Trainer, *arguments: Any, **named: Any) -> Any:
-        done[0] += 1
-        if done[0] == AT + 1 and _is_rank(1):
-            _mark()
-            source = self.loader
+    def patched(self: Trainer) -> Any:
+        source = self.loader
 
-            def late() -> Any:
-                for batch in source:
+        def late() -> Any:
+            for number, batch in enumerate(source):
+                if number == AT:
+                    _mark()
+                if number >= AT:
                     time.sleep(0.1)
-                    yield batch
+                yield batch
 
-            slow = late()
-            self.loader = _Late(source, slow)  # type: ignore[assignment]
-        return step(self, *arguments, **named)
+        if _is_rank(1):
+            self.loader = _Late(source, late())  # type: ignore[assignment]
+        return train(self)
 
-    Trainer._step = patched  # type: ignore[method-assign]
+    Trainer._train = patched  # type: ignore[method-assign]
 
 
 class _Late:

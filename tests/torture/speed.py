@@ -52,7 +52,7 @@ def begun(folder: Path, mode: str) -> CheckpointManager:
     """A manager that is ready to save."""
     manager = make_manager(folder, mode=mode)
     manager.resume({})
-    manager.begin_line()
+    manager.begin_lineage()
     return manager
 
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.marked import marked
 from tests.torture import damage, full_disk, fuzz, hosts, resume
 from tests.torture.kinds import KINDS, Kind
 from trainer import opening
@@ -23,12 +24,14 @@ CHOSEN_RESUMES = [
 ]
 
 
+@pytest.mark.long  # a third of the launches of a soak go through torchrun
 @pytest.mark.parametrize("how", ["", "--torchrun"])
 def test_kill(tmp_path, how):
     told = run(f"tests.torture.kill --kills 4 --steps 40 {how}", tmp_path)
     assert "bit for bit like the undisturbed one" in told
 
 
+@pytest.mark.long  # .ci/run soaks for minutes
 def test_soak(tmp_path):
     """A mesh of two ranks until its end, then for the rest of the time another one."""
     told = run("tests.soak --minutes 0.6 --meshes ?[SP]*2 --steps 120", tmp_path)
@@ -36,6 +39,7 @@ def test_soak(tmp_path):
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith("torch")]
 
 
+@pytest.mark.long  # test_a_resume_that_forgets_something_is_seen
 def test_a_soak_sees_a_resume_that_forgets_something(tmp_path):
     environment = {"PRELOADED_FIRST": "tests.torture.test_torture:forget_the_data"}
     told = run("tests.soak --minutes 2 --meshes FSDP?2 --steps 60", tmp_path, environment, expected=1)
@@ -48,6 +52,7 @@ def forget_the_data():
     opening.open_loader = lambda config, mesh, position: forgets(config, mesh, position | {"next_sample": 0})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not())
 def test_hosts_are_lost(tmp_path):
     told = run("tests.torture.hosts --kills 2 --kinds node,rank --hosts 2 --ranks 1", tmp_path)
@@ -55,11 +60,13 @@ def test_hosts_are_lost(tmp_path):
     assert "bit for bit equal" in told
 
 
+@pytest.mark.slow
 def test_faults(tmp_path):
     told = run("tests.torture.faults --quick", tmp_path)
     assert "NOT" not in told
 
 
+@pytest.mark.long  # tests/unit/scripts/test_proof.py flips bits and replays, in one process
 def test_flips(tmp_path):
     told = run("tests.torture.flips --steps 20 --stretch 10", tmp_path)
     assert "no flip: equal in bits: steps 1 to 20" in told
@@ -75,11 +82,13 @@ def run(words, folder, environment=None, expected=0):
     return process.stdout
 
 
+@pytest.mark.slow
 def test_damage(tmp_path):
     done = damage.torture(tmp_path, times=80, seed=1)
     assert done.total() == 80
 
 
+@pytest.mark.slow
 def test_fuzz(tmp_path):
     """In a process of its own: it forks others, which read, and this one has threads."""
     command = [sys.executable, "-m", "tests.torture.fuzz", "--times", "40"]
@@ -91,6 +100,7 @@ def test_fuzz(tmp_path):
     assert all(int(row[-6]) == 40 for row in rows)
 
 
+@pytest.mark.slow
 def test_the_fuzzer_sees_what_is_no_message(tmp_path):
     """A reader that lets an exception of Python's out, one that takes memory, and one that shows escapes."""
 
@@ -117,6 +127,7 @@ def test_the_fuzzer_sees_what_is_no_message(tmp_path):
     assert "control characters" in failures
 
 
+@pytest.mark.slow
 def test_full_disk():
     try:
         pages, inodes = full_disk.torture(stride=5)
@@ -126,6 +137,7 @@ def test_full_disk():
     assert inodes > 3
 
 
+@pytest.mark.slow
 def test_full_disk_under_a_whole_run():
     try:
         with full_disk.small_disk(full_disk.RUN_DISK_BYTES, 1000) as disk:
@@ -136,7 +148,22 @@ def test_full_disk_under_a_whole_run():
         pytest.skip(f"this process may not mount a disk: {error}")
 
 
-@pytest.mark.parametrize("name", CHOSEN_RESUMES)
+@pytest.mark.parametrize(
+    "name",
+    marked(
+        CHOSEN_RESUMES,
+        slow=["PP 2, full, eager"],
+        # test_moving_run.py, test_owner_training.py and a soak launch on these meshes again.
+        long=[
+            "FSDP 2, selective, eager",
+            "TP 2, none, eager",
+            "CP 2, selective, eager",
+            "owner 2, full, eager",
+            "experts, FSDP 2, none, eager",
+            "FSDP 2, none, compiled",
+        ],
+    ),
+)
 def test_resume(ranks, tmp_path, name):
     resume.torture(ranks, RESUMES[name], tmp_path)
 
@@ -157,6 +184,7 @@ def go_on_without_the_moments(folder, last_step, words):
         Learner.state = state
 
 
+@pytest.mark.slow
 def test_a_resume_that_forgets_something_is_seen(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(resume, "go_on", go_on_without_the_moments)
     with pytest.raises(AssertionError, match=r"FSDP 2, selective, eager: .* instead of"):

@@ -5,8 +5,10 @@ from pathlib import Path
 import torch
 
 from checkpoint import manifest as manifests
+from checkpoint.storage import FolderStorage, commit
 from checkpoint.tensor_stream import write_tensors
-from configs.schema import Model, RopeScaling
+from configs.architectures.llama import RopeScaling
+from configs.schema import Model
 from models import build_model
 
 TINY = {
@@ -22,6 +24,19 @@ TINY = {
         vocab_size=96,
         rope_theta=5000.0,
         rope_scaling=RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=16),
+        tie_embeddings=True,
+    ),
+    "qwen3": Model(
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=24,
+        ffn_dim=48,
+        vocab_size=96,
+        qk_norm="head",
+        rope_theta=1e6,
+        norm_eps=1e-6,
         tie_embeddings=True,
     ),
     "mixtral": Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=96, n_experts=6),
@@ -46,8 +61,9 @@ def save(folder, model, **training):
 
 
 def write_checkpoint(folder, tensors, config, **training):
-    unfinished = manifests.begin(Path(folder))
-    files = write_tensors(unfinished, tensors)
+    storage = FolderStorage()
+    unfinished = storage.begin(Path(folder))
+    files = write_tensors(storage, unfinished, tensors)
     resolved = {"model": config.model_dump(mode="json"), "training": {"seq_len": 64, **training}}
     draft = manifests.Manifest(
         step=1,
@@ -61,5 +77,5 @@ def write_checkpoint(folder, tensors, config, **training):
         run_changes=[],
         files={},
     )
-    manifests.commit(unfinished, draft, files, "{}")
+    commit(storage, unfinished, Path(folder), draft, files, "{}")
     return Path(folder)

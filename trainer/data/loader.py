@@ -322,8 +322,7 @@ def _build_source(
         kind = TokenSource if packed_for(folder.path) is None else PackedSource
         return kind(source.name, folder, seq_len, seed, once=validation)
     assert tokenizer is not None
-    n_shards = 1 if validation else source.virtual_shards  # validation reads from the start, in order
-    return TextSource(source.path, source.text_key, tokenizer, seq_len, n_shards, repeat=not validation, state=state)
+    return TextSource(source.path, source.text_key, tokenizer, seq_len, repeat=not validation, state=state)
 
 
 def _check_unchanged(sources: dict[str, SampleSource], states: dict[str, dict[str, Any]]) -> None:

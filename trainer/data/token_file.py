@@ -398,9 +398,9 @@ def _fingerprint(headers: Iterable[bytes]) -> str:
 
 def _check_tokenizer(file: TokenFile, vocab_size: int, tokenizer_hash: str) -> None:
     header = file.header
-    if header.vocab_size != vocab_size:
+    if header.vocab_size > vocab_size:
         raise UserError(
-            f"{file.path}: its vocabulary has {header.vocab_size} tokens, the job's {vocab_size}; "
+            f"{file.path}: its vocabulary has {header.vocab_size} tokens, the job's only {vocab_size}; "
             "use the tokenizer and model.vocab_size it was made for, or prepare the text again"
         )
     if header.tokenizer_hash != tokenizer_hash:

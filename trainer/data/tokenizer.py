@@ -65,7 +65,7 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
 
     Raises:
         UserError: the file is missing or unreadable, or needs a missing package.
-        ConfigError: `vocab_size` is given, and differs from the tokenizer's.
+        ConfigError: `vocab_size` is given, and is smaller than the tokenizer's.
     """
     path = Path(path)
     try:
@@ -73,10 +73,10 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
     except OSError as error:
         raise UserError(f"{whole(path)}: cannot read the tokenizer ({error.strerror}); check tokenizer.path") from None
     tokenizer = JsonTokenizer(path, content) if path.suffix == ".json" else SentencePieceTokenizer(path, content)
-    if vocab_size is not None and vocab_size != tokenizer.vocab_size:
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"model.vocab_size is {vocab_size}, but the tokenizer {path} has {tokenizer.vocab_size} tokens; "
-            f"set model.vocab_size = {tokenizer.vocab_size}, or name another tokenizer"
+            f"set model.vocab_size = {tokenizer.vocab_size} or more, or name another tokenizer"
         )
     return tokenizer
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from checkpoint.bits import CODE
+from checkpoint.reproducibility import CODE
 from configs.errors import ConfigError, KeelError, UserError, listed
 from configs.load import LoadedConfig, leaves
 from configs.reading.keys import dotted
@@ -105,7 +105,7 @@ def _fingerprint(source: Source, tokenizer_hash: str) -> str:
     assert source.path is not None  # configs.checks ensures it
     if source.kind == "tokens":
         return folder_fingerprint(Path(source.path))
-    return text_fingerprint(pieces(source.path), tokenizer_hash, source.virtual_shards)
+    return text_fingerprint(pieces(source.path), tokenizer_hash)
 
 
 def _fact(read: Callable[[], str]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
-from checkpoint.bits import CODE
+from checkpoint.reproducibility import CODE
 from configs.load import LoadedConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,8 +1,8 @@
 """Files that cannot be written for a while: training continues without them, says so, and tries again.
 
 A run's records of itself (metrics, curves, log, status) are not worth ending it for: a full disk may have room again, a
-network disk may come back. Checkpoints have their own limit, `checkpoint.max_save_failures`, which ends a run whose
-disk stays full or whose folder is gone.
+network disk may come back. Checkpoints have their own limit (`CheckpointManager.max_save_failures`), which
+ends a run whose disk stays full or whose folder is gone.
 """
 
 import os

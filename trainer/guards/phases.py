@@ -23,6 +23,8 @@ from parallelisms.guards.collective_waits import CollectiveWaits
 from parallelisms.ranks import gather
 from trainer.guards.verdict import name_ranks
 
+LAG_RATIO = 0.2
+"""Fraction of a step; a rank that lags behind by more is named."""
 _SAMPLES = 6  # per window
 _WINDOWS = 3  # consecutive windows with the same slow rank before it is reported: a busy machine has bad moments
 _REPEAT_WINDOWS = 30
@@ -76,17 +78,15 @@ class Lag:
 class PhaseClock:
     """Accounts for this rank's time in the training loop; all ranks have one, and make the same calls."""
 
-    def __init__(self, waits: CollectiveWaits, lag_ratio: float, has_pipeline: bool, warm_up_steps: int) -> None:
+    def __init__(self, waits: CollectiveWaits, has_pipeline: bool, warm_up_steps: int) -> None:
         """
         Args:
-            lag_ratio: a rank that lags behind by more than this fraction of a step is named.
             has_pipeline: whether there is a pipeline. Its stages differ in their work and wait for each other's
                 messages, so forward and backward are not compared.
             warm_up_steps: steps that are not counted.
         """
         self._waits = waits
-        self._ratio = lag_ratio
-        self._is_on = lag_ratio > 0 and dist.get_world_size() > 1
+        self._is_on = dist.get_world_size() > 1
         self._is_sampled = False
         if self._is_on:
             waits.prepare()
@@ -184,7 +184,7 @@ class PhaseClock:
             step_seconds=step_seconds,
             phase_seconds={phase.name.lower(): ranks[:, phase].max().item() for phase in Phase if phase != Phase.OTHER},
         )
-        is_slow = lag.seconds > self._ratio * max(step_seconds, _SHORT_STEP_SECONDS)
+        is_slow = lag.seconds > LAG_RATIO * max(step_seconds, _SHORT_STEP_SECONDS)
         self._slow = [*self._slow[1 - _WINDOWS :], slowest if is_slow else -1]
         self._quiet -= self._quiet > 0
         return lag

@@ -21,7 +21,7 @@ def report_skip(
         micro_batches: this rank's share of it.
 
     Returns:
-        Whether it was computed again, to find the first bad number (`fault.trace_nonfinite`).
+        Whether it was computed again, to find the first bad number.
     """
     step = progress.run.step + 1
     samples = _samples(micro_batches)
@@ -29,7 +29,7 @@ def report_skip(
     console.note(
         f"step {step} skipped: {describe(result.gather())}{limit}; its samples are {samples[0]} to {samples[-1]}"
     )
-    is_traced = learner.config.fault.trace_nonfinite and progress.last_was_finite and not result.is_spike
+    is_traced = progress.last_was_finite and not result.is_spike
     if is_traced:
         console.note(f"step {step}: {trace_nonfinite(learner, micro_batches)}")
     return is_traced

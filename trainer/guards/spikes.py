@@ -13,6 +13,9 @@ from typing import Any
 from configs.errors import UserError
 from configs.schema import Spikes
 
+MAX_REWINDS = 3
+"""Number of times that a run returns to the same checkpoint: other samples do not help then."""
+
 
 def loss_limit(config: Spikes, past_losses: Sequence[float]) -> float:
     """The loss above which the next step is a spike, in nats; inf if no loss is.
@@ -42,10 +45,10 @@ def rewind_target(config: Spikes, step: int, incidents: Sequence[Mapping[str, An
     if config.action != "rewind" or to_step == 0:
         return None
     rewinds = sum(incident.get("to_step") == to_step for incident in incidents)
-    if rewinds >= config.max_rewinds:
+    if rewinds >= MAX_REWINDS:
         raise UserError(
             f"the loss of step {step + 1} is a spike, {loss}, and the run has returned to step {to_step} {rewinds} "
-            "times already (fault.spikes.max_rewinds): other samples do not help; resume from an earlier checkpoint "
+            "times already: other samples do not help; resume from an earlier checkpoint "
             "(--checkpoint.load STEP --checkpoint.go_back 1), or with a lower optimizer.lr"
         )
     return to_step

@@ -19,12 +19,11 @@ from torch import Tensor
 from configs.errors import UserError
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import gather
+from trainer.data.loader import MicroBatch
 
 # Copies of a gradient are bitwise equal, but ranks may sum their norms in different orders: where an NCCL ring begins
 # depends on the topology. Rounding of float32 over many ranks stays well below this.
 _ROUNDING = 1e-5
-_N_NUMBERS = 10
-"""How many numbers of `Verdict._numbers` are the verdict's; the gradients' sums follow."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,8 @@ class StepResult:
     own_grad_norm: float = field(compare=False)
     gradient_sums: Tensor | None = field(default=None, compare=False)
     """Returned by `GradientFingerprint.sums`, in the host's memory; None without a fingerprint."""
+    details: Tensor | None = field(default=None, compare=False)
+    """Returned by `Details.numbers`, in the host's memory; None if the step is not measured."""
 
     def gather(self) -> list[Seen]:
         """Collect what each rank holds; all ranks must call it."""
@@ -66,30 +67,35 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """A verdict that the device has, or will have, and that the host can read later."""
+class QueuedStep:
+    """A step that the device computes, or has computed, and whose result the host can read later."""
 
+    micro_batches: list[MicroBatch]
+    """This rank's share of the global batch."""
     skip: Tensor
     """1.0 if no parameter may change, otherwise 0.0; a float32 scalar on the device, as fused optimizers want it."""
     norm: Tensor
     """The norm by which all ranks clip, a scalar on the device; bitwise equal on all, so that replicas stay equal."""
     _numbers: Tensor
     """The step's numbers in the host's memory, valid once `_arrived` has happened."""
+    _sizes: list[int]
+    """How many of them are the verdict's, the gradients' sums, and the step's details."""
     _arrived: torch.cuda.Event | None
 
     def read(self) -> StepResult:
         """Wait until the device has finished the step. Any thread may call it, on any rank."""
         if self._arrived is not None and not self._arrived.query():
             self._arrived.synchronize()
-        *numbers, own_loss, own_norm, skip = self._numbers[:_N_NUMBERS].tolist()
-        sums = self._numbers[_N_NUMBERS:] if len(self._numbers) > _N_NUMBERS else None
+        agreed, *further = self._numbers.split(self._sizes)
+        *numbers, own_loss, own_norm, skip = agreed.tolist()
         kinds = numbers[0:2]
         largest = numbers[2:4]
         stop = numbers[6]
         loss, norm = ((x, math.inf, math.nan)[int(kind)] for kind, x in zip(kinds, largest, strict=True))
         differs = not any(kinds) and _differ(largest, [-x for x in numbers[4:6]])
         is_spike = bool(skip) and not any(kinds) and not differs
-        return StepResult(loss, norm, bool(skip), is_spike, differs, bool(stop), own_loss, own_norm, sums)
+        found = (vector if len(vector) else None for vector in further)
+        return StepResult(loss, norm, bool(skip), is_spike, differs, bool(stop), own_loss, own_norm, *found)
 
     def result(self) -> StepResult:
         """Read the result; all ranks must call it.
@@ -108,33 +114,42 @@ class Verdict:
 
 
 def judge(
-    mesh: Mesh, loss: Tensor, grad_norm: Tensor, loss_limit: float = math.inf, is_stopping: bool = False, *sums: Tensor
-) -> Verdict:
+    mesh: Mesh,
+    micro_batches: list[MicroBatch],
+    gradients: tuple[Tensor, Tensor],
+    loss_limit: float,
+    is_stopping: bool,
+    *further: Tensor | None,
+) -> QueuedStep:
     """Judge a step by the worst value that any rank holds; all ranks must call it. Does not wait for the device.
 
     Args:
         mesh: all of its ranks take part.
-        loss, grad_norm: this rank's, scalars on the device.
+        micro_batches: this rank's share of the step.
+        gradients: this rank's loss and gradient norm, scalars on the device.
         loss_limit: a loss above it is a spike.
         is_stopping: whether this rank was told to stop, which all ranks learn with the result.
-        sums: of `GradientFingerprint`, which come with the result.
+        further: float64 vectors that come with the result (`gradient_sums` and `details` of `StepResult`).
     """
-    own = torch.stack((loss.double(), grad_norm.double()))
+    own = torch.stack([scalar.double() for scalar in gradients])
     # Not the values themselves: a maximum over NaNs would depend on their order.
     kinds = own.isnan() * 2.0 + own.isinf()
     finite = own.nan_to_num(0.0, 0.0, 0.0)
+    # The worst of what any rank holds, and whether any of them was told to stop.
     agreed = mesh.max_over_all(torch.cat((kinds, finite, -finite, own.new_full((1,), is_stopping))))
     kinds = agreed[0:2]
     largest = agreed[2:4]
     smallest = -agreed[4:6]
     is_wrong = torch.cat((kinds > 0, largest - smallest > _ROUNDING * largest.abs(), largest[:1] > loss_limit))
     skip = is_wrong.any().float()
-    numbers = torch.cat((agreed, own, skip.double()[None], *sums)).to("cpu", non_blocking=True)  # into pinned memory
+    vectors = [own[:0] if vector is None else vector for vector in further]
+    numbers = torch.cat((agreed, own, skip.double()[None], *vectors)).to("cpu", non_blocking=True)  # into pinned memory
+    sizes = [len(vector) for vector in vectors]
     arrived = None
     if own.is_cuda:
         arrived = torch.cuda.Event(blocking=True)
         arrived.record()
-    return Verdict(skip, agreed[3], numbers, arrived)
+    return QueuedStep(micro_batches, skip, agreed[3], numbers, [len(numbers) - sum(sizes), *sizes], arrived)
 
 
 def _differ(largest: Sequence[float], smallest: Sequence[float]) -> bool:

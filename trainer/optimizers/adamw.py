@@ -27,11 +27,13 @@ from torch.optim.adamw import adamw
 
 from configs.schema import Optimizer
 from parallelisms.ranks import local_part
+from parallelisms.sums import Sums
 from trainer.kernels import separate
 from trainer.kernels.keyed import Key
 from trainer.kernels.padded import whole_vectors
 from trainer.kernels.separate import Rates
 from trainer.optimizers import rule
+from trainer.optimizers.training import TrainingOptimizer
 
 if TYPE_CHECKING:
     from trainer.kernels.adamw import Group
@@ -43,7 +45,7 @@ Kernel = Literal["keel", "torch", "padded", "separate"]
 separate: separate operations, which neither skip nor divide."""
 
 
-class RowAdamW(AdamW, rule.RowOptimizer):
+class RowAdamW(AdamW, TrainingOptimizer):
     """AdamW over this rank's part of every parameter."""
 
     def __init__(self, groups: list[dict[str, Any]], kernel: Kernel, keys: Mapping[str, Key], **settings: Any) -> None:
@@ -93,6 +95,9 @@ class RowAdamW(AdamW, rule.RowOptimizer):
             copied = [p for _, p in trained if p in copies]
             if copied:
                 torch._foreach_copy_([local_part(copies[p]) for p in copied], [local_part(p.detach()) for p in copied])
+
+    def _apply(self, **arguments: Any) -> None:
+        self.step(compute_copies=self.copies.kept if self.copies else None, **arguments)
 
     def _step_by_torch(
         self, group: dict[str, Any], trained: list[Parameter], skip: Tensor | None, divisor: Tensor | None
@@ -176,19 +181,19 @@ class Rule(rule.Rule):
         return RowAdamW(groups, kernel, self.keys, betas=betas, eps=self.config.eps)
 
     def skips_on_device(self, device_type: str, dtype: torch.dtype) -> bool:
-        return kernel_of_adamw(self.config, device_type, dtype, self.exact) != "separate"
+        return kernel_of_adamw(self.config, device_type, dtype, self.sums) != "separate"
 
     def _kernel(self, parameter: Tensor) -> Kernel:
-        return kernel_of_adamw(self.config, parameter.device.type, parameter.dtype, self.exact)
+        return kernel_of_adamw(self.config, parameter.device.type, parameter.dtype, self.sums)
 
 
-def kernel_of_adamw(config: Optimizer, device_type: str, dtype: torch.dtype, exact: bool) -> Kernel:
+def kernel_of_adamw(config: Optimizer, device_type: str, dtype: torch.dtype, sums: Sums) -> Kernel:
     """The kernel that updates parameters of this type on this kind of device."""
     if config.kernel == "auto" and device_type == "cuda" and dtype == torch.float32 and _has_triton():
         return "keel"
     if device_type not in _FUSED_DEVICES or config.moments_dtype != "float32":
         return "separate"
-    return "padded" if exact and device_type == "cpu" else "torch"
+    return "padded" if sums.updates_whole_vectors and device_type == "cpu" else "torch"
 
 
 @cache

@@ -6,23 +6,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer as TorchOptimizer
 
 from configs.errors import ConfigError
-from configs.schema import Optimizer, ParameterGroup
-from parallelisms.owner_partition import OwnerPartition
+from configs.schema import Config, Optimizer, ParameterGroup
 from parallelisms.part import part_of
+from parallelisms.sums import Sums, sums_of
 from trainer.kernels.keyed import key_of
-from trainer.optimizers.rule import RowOptimizer, rule_of
+from trainer.optimizers.rule import rule_of
+from trainer.optimizers.training import OwnerOptimizer, TrainingOptimizer, set_lr
 
 _REST = ParameterGroup(pattern="*")
 
-
-TrainingOptimizer = RowOptimizer | OwnerPartition
-
-Partition = Callable[[list[dict[str, Any]]], OwnerPartition]
+Partition = Callable[[list[dict[str, Any]]], OwnerOptimizer]
 """Distributes parameter groups over owners (see `OwnerPartition`)."""
 
 
@@ -32,7 +31,7 @@ def build_optimizer(
     hidden_matrices: Collection[str] = (),
     partition: Partition | None = None,
     model_names: Sequence[str] = (),
-    exact: bool = False,
+    sums: Sums | None = None,
     seed: int = 0,
 ) -> TrainingOptimizer:
     """Build the optimizer that the config names, with its state, all zero.
@@ -44,7 +43,7 @@ def build_optimizer(
         hidden_matrices: names of the matrices inside the model's blocks, which some optimizers update alone.
         partition: None updates this rank's part of every parameter; some optimizers need a partition.
         model_names: names of the whole model's parameters, if these are only a pipeline stage's.
-        exact: update every element by the same instructions, wherever a shard begins.
+        sums: the run's; None: fast ones.
         seed: the run's, by which moments in bfloat16 are rounded.
 
     Raises:
@@ -53,7 +52,7 @@ def build_optimizer(
     is_keyed = config.moments_dtype == "bfloat16"
     keys = {name: key_of(seed, name, part_of(p)) for name, p in named_parameters} if is_keyed else {}
     groups = _groups(config, named_parameters, hidden_matrices, model_names)
-    rules = {name: rule_of(name)(config, exact, keys) for name in groups}
+    rules = {name: rule_of(name)(config, sums, keys) for name in groups}
     optimizer: TrainingOptimizer
     if partition is None:
         (rule,) = rules.values()
@@ -104,10 +103,11 @@ def _groups(
     return groups
 
 
-def set_lr(optimizer: TorchOptimizer, lr: float) -> None:
-    """Set the learning rate of the next update; each group's `lr_scale` multiplies it."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
+def skips_on_device(config: Config, device: torch.device) -> bool:
+    """Whether a job's optimizer reads on the device whether to skip a step, so that the host need not wait."""
+    training = config.training
+    rule = rule_of(config.optimizer.name)(config.optimizer, sums_of(training))
+    return rule.skips_on_device(device.type, getattr(torch, training.dtype)) and not config.fsdp.cpu_offload
 
 
 def saved_weights(optimizer: TrainingOptimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from parallelisms.ranks import local_part
 from trainer.optimizers import rule
+from trainer.optimizers.training import TrainingOptimizer
 
 
-class Lion(rule.RowOptimizer):
+class Lion(TrainingOptimizer):
     """Lion over this rank's part of every parameter.
 
     Shards change no bit, since products and sums are separate operations, which round all elements in the same way.

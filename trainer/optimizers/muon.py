@@ -13,6 +13,9 @@ from torch.optim import Muon
 
 from trainer.optimizers import rule
 
+NEWTON_SCHULZ_STEPS = 5
+"""Iterations that orthogonalize the momentum, as many as its author takes."""
+
 
 class Rule(rule.Rule):
     """One momentum of each matrix."""
@@ -24,9 +27,5 @@ class Rule(rule.Rule):
 
     def without_state(self, groups: list[dict[str, Any]]) -> Muon:
         config = self.config
-        return Muon(
-            groups,
-            momentum=config.momentum,
-            ns_steps=config.newton_schulz_steps,
-            adjust_lr_fn=config.muon_lr_adjustment,
-        )
+        # The adjustment makes updates as large as AdamW's, so that one learning rate fits both.
+        return Muon(groups, momentum=config.momentum, ns_steps=NEWTON_SCHULZ_STEPS, adjust_lr_fn="match_rms_adamw")

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer as TorchOptimizer
 
 from configs.schema import Optimizer
+from parallelisms.sums import Sums
 from trainer.kernels.keyed import Key
 
 
@@ -24,15 +24,15 @@ class Rule(ABC):
     hidden_matrices_only: ClassVar[bool] = False
     """Whether it updates only the matrices inside the model's blocks, and AdamW the rest. They are whole then."""
 
-    def __init__(self, config: Optimizer, exact: bool = False, keys: Mapping[str, Key] | None = None) -> None:
+    def __init__(self, config: Optimizer, sums: Sums | None = None, keys: Mapping[str, Key] | None = None) -> None:
         """
         Args:
             config: the optimizer's settings.
-            exact: update every element by the same instructions, wherever a shard begins.
+            sums: the run's; None: fast ones.
             keys: how moments in bfloat16 are rounded, by the parameter's name; otherwise None or empty.
         """
         self.config = config
-        self.exact = exact
+        self.sums = sums or Sums()
         self.keys = keys or {}
 
     @abstractmethod
@@ -44,7 +44,7 @@ class Rule(ABC):
 
     @abstractmethod
     def without_state(self, groups: list[dict[str, Any]]) -> TorchOptimizer:
-        """The torch optimizer over some groups: a `RowOptimizer`, unless it needs whole matrices."""
+        """The torch optimizer over some groups: a `TrainingOptimizer`, unless it needs whole matrices."""
 
     def build(self, groups: list[dict[str, Any]]) -> Any:
         """The torch optimizer over some groups, with its state; groups with "freeze" have none."""
@@ -55,32 +55,10 @@ class Rule(ABC):
         return optimizer
 
     def skips_on_device(self, device_type: str, dtype: torch.dtype) -> bool:
-        """Whether `step` takes `skip` and `divisor` (see `RowOptimizer`): then the host need not wait for a verdict."""
+        """Whether `step` takes `skip` and `divisor` (see `TrainingOptimizer`), so that the host need not wait."""
         return False
 
 
 def rule_of(name: str) -> type[Rule]:
     """The rule of the optimizer with a name."""
     return import_module(f"trainer.optimizers.{name}").Rule
-
-
-class RowOptimizer(TorchOptimizer):
-    """A torch optimizer over this rank's part of every parameter, with the interface of an `OwnerPartition`.
-
-    Its `step` may take `skip`, a float32 scalar on the device (1.: change nothing), and `divisor`, by which gradients
-    are divided, if its rule `skips_on_device`.
-    """
-
-    def owned(self) -> dict[Parameter, Tensor]:
-        """Like `OwnerPartition.owned`: all parameters."""
-        return {parameter: parameter.detach() for group in self.param_groups for parameter in group["params"]}
-
-    def owned_state(self, parameter: Parameter) -> dict[str, Any]:
-        """Like `OwnerPartition.owned_state`."""
-        return self.state.get(parameter, {})
-
-    def owned_were_loaded(self) -> None:
-        """Like `OwnerPartition.owned_were_loaded`: does nothing, since each rank has loaded what it needs."""
-
-    def wait(self) -> None:
-        """Like `OwnerPartition.wait`: does nothing, since no parameter is being sent."""

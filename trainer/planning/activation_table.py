@@ -12,15 +12,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from configs.plan import plan_of
 from configs.schema import ActivationCheckpoint
 from parallelisms.activation_checkpoint import Selection, matrices, select, selected_layers
+from trainer.planning.activations import cast_parameters, fake_memory, inputs_of
 
 Fate = Literal["saved", "recomputed", "not needed"]
 
@@ -159,37 +158,13 @@ def _record(
 ) -> tuple[_Recorder, int]:
     """Run the block `name` on one sequence and record it; also returns the bytes of its input."""
     block = model.get_submodule(name)
-    with FakeTensorMode():
-        fakes = {
-            parameter: torch.empty(p.shape, dtype=dtype, device=device, requires_grad=True)
-            for parameter, p in model.named_parameters()
-        }
-        fakes |= {buffer: torch.empty(b.shape, dtype=b.dtype, device=device) for buffer, b in model.named_buffers()}
-        x, *others = _block_inputs(model, block, fakes, torch.empty(1, seq_len, dtype=torch.long, device=device))
-        x = x.detach().requires_grad_()  # otherwise autograd would continue into the layers below
-        weights = {key.removeprefix(f"{name}."): fake for key, fake in fakes.items() if key.startswith(f"{name}.")}
-        recorder = _Recorder(block, [t for t in (x, *others, *weights.values()) if t is not None])
+    cast_parameters(model, dtype)
+    with fake_memory(model, device):
+        inputs = inputs_of(block, model, torch.Size((1, seq_len)), device)
+        recorder = _Recorder(block, [t for t in (*inputs, *block.parameters()) if t is not None])
         with saved_tensors_hooks(recorder.keep, lambda tensor: tensor), recorder:
-            functional_call(block, weights, (x, *others))
-    return recorder, x.untyped_storage().nbytes()
-
-
-class _Reached(Exception):
-    """Carries a block's inputs out of the model's forward pass, whose rest need not run."""
-
-
-def _block_inputs(model: nn.Module, block: nn.Module, weights: dict[str, Tensor], tokens: Tensor) -> tuple:
-    def stop(_block: nn.Module, inputs: tuple) -> None:
-        raise _Reached(*inputs)
-
-    handle = block.register_forward_pre_hook(stop)
-    try:
-        functional_call(model, weights, (tokens,))
-    except _Reached as reached:
-        return reached.args
-    finally:
-        handle.remove()
-    raise RuntimeError("the model's forward pass never ran the block")
+            block(*inputs)
+    return recorder, inputs[0].untyped_storage().nbytes()
 
 
 def _plain_fates(recorder: _Recorder) -> Iterator[tuple[_Call, Fate, int]]:

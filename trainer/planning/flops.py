@@ -22,14 +22,15 @@ For frozen parameters, the backward pass skips their gradients, and the gradient
 Neither is counted.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import prod
 
-from configs.layout import active_matrices, head_dim
+from configs.architectures import all_weights, family_of
+from configs.architectures.llama import head_dim
+from configs.architectures.parts import Weight
+from configs.plan import TENSOR_PARALLEL_DIM
 from configs.schema import Model
-from trainer.planning.skeleton import Skeleton, skeleton
 
 
 @dataclass(frozen=True)
@@ -50,48 +51,42 @@ def flops_per_token(model: Model, seq_len: int, frozen: Collection[str] = ()) ->
         seq_len: tokens per sequence.
         frozen: names of the frozen parameters.
     """
-    head = model.vocab_size * model.dim
-    matrices = sum(active_matrices(model, layer) for layer in range(model.n_layers)) + head
-    idle, idle_layers = _left_out(model, skeleton(model), frozen) if frozen else (0, 0)
+    weights = list(all_weights(model))
+    matrices = sum(_multiplied(weight) for weight in weights)
+    idle, idle_layers = _left_out(model, weights, frozen) if frozen else (0, 0)
     a_layer = model.n_heads * head_dim(model) * seq_len
     computed = 6 * matrices - 2 * idle
     passes = 3 * model.n_layers - 2 * idle_layers  # backward takes two
     return TokenFlops(causal=computed + 2 * passes * a_layer, full=computed + 4 * passes * a_layer)
 
 
-def _left_out(model: Model, parts: Skeleton, frozen: Collection[str]) -> tuple[int, int]:
+def _multiplied(weight: Weight) -> int:
+    """Elements of a matrix by which a token is multiplied; 0 for norms, and for an embedding, which is looked up."""
+    return weight.active if weight.is_matrix and weight.role != "embedding" else 0
+
+
+def _left_out(model: Model, weights: Sequence[Weight], frozen: Collection[str]) -> tuple[int, int]:
     """The parts that a backward pass skips: gradients, in elements of the matrices, and layers, for their attention.
 
     A frozen matrix has no gradient, and its input has none if nothing before it trains. Matrices with the same input
     (q, k and v; gate and up) are neighbors in one module, and sharded the same way by tensor parallelism.
     """
 
-    def place(name: str) -> tuple[str, int | None]:
-        module = name.removesuffix(".weight").rpartition(".")[0]
-        return module, parts.tp_dimension(name)
+    def place(weight: Weight) -> tuple[str, int | None]:
+        module = weight.name.removesuffix(".weight").rpartition(".")[0]
+        return module, TENSOR_PARALLEL_DIM.get(weight.role)
 
     elements = 0
     is_reached = False
-    through_attention: dict[str, bool] = {}
-    for (module, _), names in groupby(parts.shapes, place):
-        members = list(names)
-        for name in members:
-            gradients = (name in frozen) + (not is_reached)
-            elements += 0 if parts.is_before_blocks(name) else gradients * _active(model, parts, name)
-        is_reached = is_reached or any(name not in frozen for name in members)
-        through_attention.setdefault(module, is_reached)  # the value after q, k and v
-    if model.tie_embeddings:
-        embedding = next(filter(parts.is_before_blocks, parts.shapes))
-        elements += ((embedding in frozen) + (not is_reached)) * prod(parts.shapes[embedding])
-    return elements, sum(not through_attention[module] for module in parts.plan.attention)
-
-
-def _active(model: Model, parts: Skeleton, name: str) -> int:
-    """Elements of a matrix by which a token is multiplied; 0 for a norm."""
-    shape = parts.shapes[name]
-    if len(shape) < 2:
-        return 0
-    return prod(shape) * model.experts_per_token // shape[0] if parts.is_of_experts(name) else prod(shape)
+    through: dict[str, bool] = {}  # whether a gradient flows through a module, to the input of its last matrix
+    for (module, _), neighbors in groupby(weights, place):
+        through[module] = is_reached
+        names = {weight.tied_to or weight.name: weight for weight in neighbors}
+        for name, weight in names.items():
+            elements += ((name in frozen) + (not is_reached)) * _multiplied(weight)
+        is_reached = is_reached or not names.keys() <= set(frozen)
+    attention = family_of(model).ATTENTION
+    return elements, sum(not through[f"layers.{layer}.{attention}"] for layer in range(model.n_layers))
 
 
 # --------------------------------------------------------------------------- devices

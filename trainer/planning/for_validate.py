@@ -12,7 +12,7 @@ def say_choice(config: Config, ranks: int) -> str:
 
 
 def check_names(job: LoadedConfig) -> None:
-    """Raise a ConfigError if the job names a parameter, an op or a compiler option that does not exist."""
+    """Raise a ConfigError if the job names a parameter or an op that does not exist."""
     from trainer.planning.unknown_names import require_known_names
 
     require_known_names(job)

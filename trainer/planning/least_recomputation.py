@@ -12,23 +12,25 @@ A single rank that keeps copies of its parameters in compute_dtype (`parallelism
 instead. Then parameters are cast for each pass of a group of layers, which counts as what is repeated does.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import prod
 
 import torch
 
 from configs.checks import check
 from configs.errors import ConfigError
-from configs.layout import MeshSizes, layer_numbers, mesh_sizes, reshard_after_forward
+from configs.layout import MeshSizes, mesh_sizes, reshard_after_forward
 from configs.reading.toml_text import value_text
 from configs.schema import ActivationCheckpoint, Config, Fsdp
 from configs.stages import layers_of_stages
 from parallelisms.compute_copies import CAST_BYTES, keeps_copies
 from parallelisms.mesh import Mesh
 from parallelisms.ranks import gather
-from trainer.planning.block import block_widths
+from trainer.planning.activations import measure_blocks
+from trainer.planning.block_memory import FLOPS_PER_BYTE
 from trainer.planning.memory import estimate_memory
 from trainer.planning.skeleton import skeleton
 from trainer.report.units import size
@@ -37,8 +39,6 @@ SHARE_OF_A_CARD = 0.9
 """The part of a GPU's memory that memory_limit_gib = "device" fills with tensors, by estimate. CUDA and NCCL take up to
 1 GiB of the rest, the allocator's unused pieces and the estimate's error another few percent."""
 _FREED = 'fsdp.reshard_after_forward = "always"'
-_FLOPS_PER_BYTE = 200
-"""bfloat16 products that an H100 or H200 computes while it moves a byte: 989 TFLOP/s, 3.4 and 4.8 TB/s."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ def least_recomputation(config: Config, mesh: Mesh) -> Choice | None:
     if not asked:
         return _without_copies(config, mesh.sizes, _share_of(device)) if device.type == "cuda" else None
     if asked != "device":
-        return choose(config, mesh.sizes, device.type, asked * 2**30)
+        return choose(config, mesh.sizes, device.type, asked * 2**30, mesh)
     if device.type != "cuda":
         raise ConfigError(
             'activation_checkpoint.memory_limit_gib = "device" is about a GPU\'s memory, and this run is on a CPU; set '
             "a number of GiB, or 0 to choose activation_checkpoint.mode yourself"
         )
-    return choose(config, mesh.sizes, device.type, min(gather(_share_of(device))))
+    return choose(config, mesh.sizes, device.type, min(gather(_share_of(device))), mesh)
 
 
 def _share_of(device: torch.device) -> float:
@@ -128,46 +128,49 @@ def chosen(config: Config, choice: Choice | None) -> Config:
     return config.model_copy(update={"fsdp": _freeing(config.fsdp)}) if choice.frees_copies else config
 
 
-def choose(config: Config, sizes: MeshSizes, device_type: str, limit: float) -> Choice:
+def choose(config: Config, sizes: MeshSizes, device_type: str, limit: float, mesh: Mesh | None = None) -> Choice:
     """The way of checkpointing that costs the least and fits `limit` bytes.
 
     Args:
         config, sizes, device_type: the job, its mesh, and "cpu" or "cuda".
         limit: bytes that a rank's tensors may take.
+        mesh: as for `measure_blocks`.
 
     Raises:
         ConfigError: even full recomputation does not fit.
     """
     if (freeing := freeing_copies(config, sizes)) == config:
-        return _least(config, sizes, device_type, limit)
-    freed = replace(_least(freeing, sizes, device_type, limit), frees_copies=True)
+        return _least(config, sizes, device_type, limit, mesh)
+    freed = replace(_least(freeing, sizes, device_type, limit, mesh), frees_copies=True)
     with suppress(ConfigError):  # the copies may take too much
-        kept = _least(config, sizes, device_type, limit)
-        return kept if kept.repeated <= freed.repeated + _casts(config) else freed
+        kept = _least(config, sizes, device_type, limit, mesh)
+        return kept if kept.repeated <= freed.repeated + _casts(config, sizes) else freed
     return freed
 
 
-def _least(config: Config, sizes: MeshSizes, device_type: str, limit: float) -> Choice:
+def _least(config: Config, sizes: MeshSizes, device_type: str, limit: float, mesh: Mesh | None) -> Choice:
     """Do what `choose` does, with the copies that `config` asks for."""
+    asked = config.activation_checkpoint.memory_limit_gib
 
     def needed(table: ActivationCheckpoint) -> int:
-        changed = config.model_copy(update={"activation_checkpoint": table})
-        return estimate_memory(changed, sizes, device_type).device
+        return estimate_memory(_with(config, table), sizes, device_type, mesh).device
 
-    asked = config.activation_checkpoint.memory_limit_gib
+    def costs(table: ActivationCheckpoint) -> tuple[float, float]:
+        return _costs(_with(config, table), sizes, device_type, mesh)
+
     plain = ActivationCheckpoint()
     if (all_kept := needed(plain)) <= limit:
         return Choice(plain, False, asked, int(limit), all_kept, 0.0)
-    forward = _forward(config)
+    forward, backward = costs(plain)
     found: list[Choice] = []
     for way in _ways(config):
-        if check(config.model_copy(update={"activation_checkpoint": way.table}), sizes.world_size):
+        if check(_with(config, way), sizes.world_size):
             continue  # a zero-bubble pipeline can't keep single ops
-        at_most = needed(way.table)
+        at_most = needed(way)
         if at_most <= limit:
-            table = _on_fewest_layers(config, way.table, needed, limit, all_kept, at_most)
-            repeated = sum(way.repeats(_Cost.of(config, layer)) for layer in _layers(config, table))
-            found.append(Choice(table, False, asked, int(limit), needed(table), repeated / forward))
+            table = _on_fewest_layers(config, way, lambda table: needed(table) <= limit)
+            repeated = (costs(table)[1] - backward) / forward
+            found.append(Choice(table, False, asked, int(limit), needed(table), repeated))
     if not found:
         raise ConfigError(
             f"activation_checkpoint.memory_limit_gib = {value_text(asked)} allows {size(limit)} for a rank's tensors, "
@@ -175,6 +178,18 @@ def _least(config: Config, sizes: MeshSizes, device_type: str, limit: float) -> 
             f"training.micro_batch_size (now {config.training.micro_batch_size}), or use more ranks"
         )
     return min(found, key=lambda choice: choice.repeated)
+
+
+def _with(config: Config, table: ActivationCheckpoint) -> Config:
+    return config.model_copy(update={"activation_checkpoint": table})
+
+
+def _costs(config: Config, sizes: MeshSizes, device_type: str, mesh: Mesh | None = None) -> tuple[float, float]:
+    """FLOPs of all blocks' forward passes and of their backward passes, for a micro-batch."""
+    blocks = measure_blocks(config, range(config.model.n_layers), sizes, device_type == "cuda", mesh)
+    samples = config.training.micro_batch_size
+    forward = sum(block.forward_cost for block in blocks.values())
+    return samples * forward, samples * sum(block.backward_cost for block in blocks.values())
 
 
 # --------------------------------------------------------------------------- copies in compute_dtype
@@ -201,111 +216,41 @@ def _without_copies(config: Config, sizes: MeshSizes, limit: float) -> Choice | 
     return Choice(config.activation_checkpoint, True, 0, int(limit), needed, 0.0)
 
 
-def _casts(config: Config) -> float:
+def _casts(config: Config, sizes: MeshSizes) -> float:
     """A micro-batch's extra cost of transient copies over kept ones, as a fraction of all blocks' forward pass."""
     elements = sum(map(prod, skeleton(config.model).shapes.values()))
-    tokens = config.training.micro_batch_size * config.training.seq_len
-    return _FLOPS_PER_BYTE * CAST_BYTES * elements / tokens / _forward(config)
+    forward, _ = _costs(_with(config, ActivationCheckpoint()), sizes, "cuda")
+    return FLOPS_PER_BYTE * CAST_BYTES * elements / forward
 
 
-# --------------------------------------------------------------------------- how many layers
+# --------------------------------------------------------------------------- the ways
 
 
 def _on_fewest_layers(
-    config: Config,
-    table: ActivationCheckpoint,
-    needed: Callable[[ActivationCheckpoint], int],
-    limit: float,
-    without: int,
-    with_all: int,
+    config: Config, table: ActivationCheckpoint, fits: Callable[[ActivationCheckpoint], bool]
 ) -> ActivationCheckpoint:
-    """`table` for the first layers of each stage, as few as fit.
-
-    Args:
-        without, with_all: bytes needed without checkpointing, and with `table` on all layers.
-    """
+    """`table`, which fits on all layers, for the first layers of each stage, as few as fit."""
     stages = layers_of_stages(config)
     most = max(map(len, stages))
 
     def first(n: int) -> ActivationCheckpoint:
-        if n >= most:
-            return table
         ranges = (f"{stage[0]}-{stage[min(n, len(stage)) - 1]}" for stage in stages)
         return table.model_copy(update={"layers": ",".join(ranges)})
 
-    # Memory falls nearly evenly with each layer, so this guess is off by one or two.
-    n = min(most, max(1, ceil(most * (without - limit) / (without - with_all))))
-    while n < most and needed(first(n)) > limit:
-        n += 1
-    while n > 1 and needed(first(n - 1)) <= limit:
-        n -= 1
-    return first(n)
+    n = bisect_left(range(1, most), True, key=lambda n: fits(first(n))) + 1  # memory falls with each layer
+    return first(n) if n < most else table
 
 
-def _layers(config: Config, table: ActivationCheckpoint) -> list[int]:
-    n_layers = config.model.n_layers
-    return list(range(n_layers)) if table.layers is None else layer_numbers(table.layers, n_layers)
-
-
-# --------------------------------------------------------------------------- the ways, and what they repeat
-
-
-@dataclass(frozen=True)
-class _Cost:
-    """The cost of a block's forward pass per token, in FLOPs."""
-
-    elementwise: float
-    """Norms, rotary positions, SwiGLU."""
-    every_second: float
-    """q, v and gate."""
-    all_others: float
-    """k, o and up; the last product is never repeated, since nothing that backward needs depends on it."""
-    last: float
-    attention: float
-
-    @classmethod
-    def of(cls, config: Config, layer: int) -> "_Cost":
-        block = block_widths(config, layer, tp=1)
-        moved = 4 * block.stream + 2 * (block.query + block.kv) + 3 * block.ffn
-        bytes_per_element = getattr(torch, config.training.compute_dtype).itemsize
-        return cls(
-            elementwise=_FLOPS_PER_BYTE * bytes_per_element * moved,
-            every_second=2 * block.stream * (block.query + block.kv + block.ffn),
-            all_others=2 * block.stream * (block.kv + block.query + block.ffn),
-            last=2 * block.stream * block.ffn,
-            attention=2 * block.query * config.training.seq_len,  # half of the scores
-        )
-
-    @property
-    def forward(self) -> float:
-        return self.elementwise + self.every_second + self.all_others + self.last + self.attention
-
-
-def _forward(config: Config) -> float:
-    """The cost of all blocks' forward pass."""
-    return sum(_Cost.of(config, layer).forward for layer in range(config.model.n_layers))
-
-
-@dataclass(frozen=True)
-class _Way:
-    """A way to checkpoint a block."""
-
-    table: ActivationCheckpoint
-    repeats: Callable[[_Cost], float]
-    """FLOPs that backward repeats."""
-
-
-def _ways(config: Config) -> Iterator[_Way]:
+def _ways(config: Config) -> Iterator[ActivationCheckpoint]:
     """The ways, each of which keeps less than the one before."""
+    plan = skeleton(config.model).plan
     selective = ActivationCheckpoint(mode="selective")
-    yield _Way(selective, lambda cost: cost.elementwise)
-    if config.model.n_experts is None:  # experts are not among the matrices that are counted
-        table = selective.model_copy(update={"save_every_nth_matmul": 2})
-        yield _Way(table, lambda cost: cost.elementwise + cost.every_second)
-    few = [op for op in skeleton(config.model).plan.save_ops if not op.startswith(_PRODUCTS)]
-    without_products = selective.model_copy(update={"save_ops": few})
-    yield _Way(without_products, lambda cost: cost.elementwise + cost.every_second + cost.all_others)
-    yield _Way(ActivationCheckpoint(mode="full"), lambda cost: cost.forward - cost.last)
+    yield selective
+    if not plan.experts:  # experts are not among the matrices that are counted
+        yield selective.model_copy(update={"save_every_nth_matmul": 2})
+    few = [op for op in plan.save_ops if not op.startswith(_PRODUCTS)]
+    yield selective.model_copy(update={"save_ops": few})
+    yield ActivationCheckpoint(mode="full")
 
 
 _PRODUCTS = ("aten.mm", "aten._scaled_mm", "keel.grouped_mm", "_c10d_functional.reduce_scatter_tensor")

@@ -18,22 +18,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
 
+from configs.architectures.llama import head_dim, n_kv_heads
 from configs.float8 import choose
-from configs.layout import (
-    MeshSizes,
-    accumulation_steps,
-    cut_dim,
-    head_dim,
-    n_kv_heads,
-    reduces_once,
-    reshard_after_forward,
-)
+from configs.layout import MeshSizes, accumulation_steps, cut_dim, reduces_once, reshard_after_forward
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank, stages_per_rank
 from parallelisms.compute_copies import computes_with_copies, keeps_copies
 from parallelisms.fsdp import is_needed
+from parallelisms.mesh import Mesh
+from parallelisms.sums import sums_of
 from trainer.loss import chunk_rows
-from trainer.planning.block import Block, block_widths, checkpointed_layers
+from trainer.planning.activations import measure_blocks
+from trainer.planning.block_memory import BlockMemory
 from trainer.planning.skeleton import Shape, Skeleton, skeleton
 from trainer.planning.states import BYTES, always_frozen, optimizer_bytes
 
@@ -90,9 +86,9 @@ class MemoryEstimate:
         return transient if self.offloaded else transient + self.parameters + self.copies + self.optimizer
 
 
-def estimate_memory(config: Config, sizes: MeshSizes, device_type: str) -> MemoryEstimate:
-    """Estimate the memory of one rank of a mesh of `sizes`, on "cpu" or "cuda"."""
-    estimates = [RankMemory(config, sizes, device_type, rank).estimate() for rank in range(config.mesh.pp)]
+def estimate_memory(config: Config, sizes: MeshSizes, device_type: str, mesh: Mesh | None = None) -> MemoryEstimate:
+    """Estimate the memory of one rank of a mesh of `sizes`, on "cpu" or "cuda"; `mesh` is as for `measure_blocks`."""
+    estimates = [RankMemory(config, sizes, device_type, rank, mesh).estimate() for rank in range(config.mesh.pp)]
     return max(estimates, key=lambda estimate: estimate.device)
 
 
@@ -124,6 +120,7 @@ class RankMemory:
     sizes: MeshSizes
     device_type: str
     pipeline_rank: int
+    mesh: Mesh | None = None
 
     def estimate(self) -> MemoryEstimate:
         """The state that persists from step to step, and the worst moment."""
@@ -300,13 +297,11 @@ class RankMemory:
         below = [layer for layer in self.layers if group.layer is not None and layer < group.layer]
         kept = self._waiting(len(below))
         waiting_losses = self._loss(peak=False) + self._waiting_for_embedding(place)
-        gathered = self._gathered(place, self.config.comm.prefetch_backward)
+        gathered = self._gathered(place, self.config.comm.prefetch)
         if group.layer is not None:
-            block = self.blocks[group.layer]
-            down = self.config.model.dim * block.ffn * self.compute_bytes  # the first gradient that it computes
-            computing = self._tokens * block.in_backward(self.config) * self.compute_bytes + self._fetched()
+            computing = self.blocks[group.layer].backward(self._samples) + self._fetched()
             sent = self._reduced(place + 1) if place + 1 < len(self.groups) and not self.reduces_once else 0
-            yield Moment(name, gradients + ceil(down), gathered + sent, kept + ceil(computing), waiting_losses)
+            yield Moment(name, gradients, gathered + sent, kept + computing, waiting_losses)
         made = group.trained * self.compute_bytes
         if (self.keeps_copies or self.frees_copies) and not accumulated:  # the last is added up, all others are whole
             freed = group.trained * self.compute_bytes * self.frees_copies
@@ -338,7 +333,7 @@ class RankMemory:
 
     @property
     def is_exact(self) -> bool:
-        return self.config.training.reduction == "exact"
+        return not sums_of(self.config.training).mesh_changes_bits
 
     def _held(self, group: _Group) -> int:
         """Bytes of the group's gradients between two micro-batches; if exact, of a partial sum for each bit of their
@@ -379,29 +374,28 @@ class RankMemory:
     # ------------------------------------------------------------------------- activations and loss
 
     @property
+    def _samples(self) -> int:
+        """Samples of a micro-batch."""
+        return self.config.training.micro_batch_size
+
+    @property
     def _tokens(self) -> int:
         """Tokens of a micro-batch on one rank: with context parallelism, a part of every sequence."""
         return self.config.training.micro_batch_size * self.config.training.seq_len // self.sizes.cp
 
     @cached_property
-    def blocks(self) -> dict[int, "Block"]:
-        return {layer: block_widths(self.config, layer, self.sizes.tp, self.frozen) for layer in self.layers}
+    def blocks(self) -> dict[int, BlockMemory]:
+        return measure_blocks(self.config, self.layers, self.sizes, self.device_type == "cuda", self.mesh)
 
     def _waiting(self, n_layers: int) -> int:
         """Bytes of activations waiting for backward, counting only `n_layers` layers of the current micro-batch."""
-        config = self.config
-        recomputed = set(checkpointed_layers(config.activation_checkpoint, config.model.n_layers))
-        kept = [
-            0 if layer in self._idle_layers else block.kept(config, layer in recomputed)
-            for layer, block in self.blocks.items()
-        ]
-        stream = config.model.dim / self.sizes.tp
+        kept = [0 if layer in self._idle_layers else block.kept * self._samples for layer, block in self.blocks.items()]
+        stream = self._tokens * self.config.model.dim * self.compute_bytes // self.sizes.tp
         whole = sum(kept) + stream
-        part = sum(kept[:n_layers]) + stream  # with the first block's input
-        elements = part + (self._in_flight - 1) * whole
+        n_bytes = sum(kept[:n_layers]) + stream + (self._in_flight - 1) * whole  # with the first block's input
         if self.has_head and n_layers == len(kept):
-            elements += stream + (config.model.dim if self.sizes.tp > 1 else 0)  # the final norm's output, gathered
-        return ceil(self._tokens * elements * self.compute_bytes)
+            n_bytes += stream * (1 + self.sizes.tp * (self.sizes.tp > 1))  # the final norm's output, gathered
+        return ceil(n_bytes)
 
     @cached_property
     def _in_flight(self) -> float:

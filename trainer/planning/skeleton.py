@@ -4,23 +4,18 @@ They are read from the model itself, built on the meta device, so that an estima
 """
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from itertools import accumulate
-from math import prod
 
 import torch
 
-from configs.layout import parameter_count
-from configs.plan import Plan, plan_of
+from configs.plan import TENSOR_PARALLEL_DIM, Plan, plan_of
 from configs.schema import Model
 from models import build_model
 
 Shape = tuple[int, ...]
-
-_CUT_DIMENSIONS = {"embedding": -2, "head": -2, "column": -2, "row": -1, "part_column": -2, "part_row": -1}
-"""The dimension along which tensor parallelism shards the parameters of a role; other roles are not sharded."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +35,27 @@ class Skeleton:
         """The last module of the group, for each module that a group names."""
         return {module: group[-1] for group in self.plan.fsdp_groups for module in group}
 
-    @cached_property
-    def _tp_dimensions(self) -> dict[str, int]:
-        """The dimension that is sharded, by module or parameter, for those that have one."""
-        names = {*self.shapes, *(name.rpartition(".")[0] for name in self.shapes)}
-        found: dict[str, int] = {}
-        for pattern, role in self.plan.tensor_parallel.items():
-            if role in _CUT_DIMENSIONS:
-                matches = [pattern] if pattern in names else [name for name in names if fnmatchcase(name, pattern)]
-                found |= dict.fromkeys(matches, _CUT_DIMENSIONS[role])
-        return found
-
     def block_of(self, name: str) -> int | None:
         """Number of the block that contains a parameter; None if no block does."""
         return next((self._blocks[module] for module in _modules_of(name) if module in self._blocks), None)
+
+    @cached_property
+    def _parameters_of_blocks(self) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for name in self.shapes:
+            block = self.block_of(name)
+            if block is not None:
+                found.setdefault(block, []).append(name)
+        return found
+
+    def of_block(self, block: int) -> list[str]:
+        """Names of a block's parameters."""
+        return self._parameters_of_blocks[block]
+
+    def kind_of_block(self, block: int, frozen: AbstractSet[str]) -> tuple:
+        """The same for blocks with the same parameters, of which the same are frozen."""
+        prefix = len(self.plan.blocks[block - self.plan.first_block])
+        return tuple((name[prefix:], self.shapes[name], name in frozen) for name in self.of_block(block))
 
     def fsdp_group_of(self, name: str) -> str:
         """The last module of the group that gathers a parameter; "root" if no group names it."""
@@ -61,8 +63,9 @@ class Skeleton:
 
     def tp_dimension(self, name: str) -> int | None:
         """The dimension along which tensor parallelism shards a parameter, -1 or -2; None: each rank has all of it."""
-        cut = self._tp_dimensions
-        return cut.get(name, cut.get(name.rpartition(".")[0]))
+        roles = self.plan.tensor_parallel
+        role = roles.get(name) or roles.get(name.rpartition(".")[0])
+        return TENSOR_PARALLEL_DIM.get(role) if role else None
 
     def is_of_experts(self, name: str) -> bool:
         """Whether a parameter stacks a matrix of each expert."""
@@ -78,22 +81,9 @@ def _modules_of(name: str) -> list[str]:
     return list(accumulate(name.split(".")[:-1], "{}.{}".format))
 
 
+@cache
 def skeleton(model: Model) -> Skeleton:
     """The skeleton of the model that `[model]` describes."""
-    return _skeleton(model.model_dump_json())
-
-
-@cache
-def _skeleton(model: str) -> Skeleton:
-    config = Model.model_validate_json(model)
     with torch.device("meta"):
-        built = build_model(config)
-    shapes = {name: tuple(p.shape) for name, p in built.named_parameters()}
-    counted = parameter_count(config)
-    has = sum(map(prod, shapes.values()))
-    if counted != has:  # FLOPs and the balance of pipeline stages depend on this arithmetic
-        raise NotImplementedError(
-            f"configs/layout.py counts {counted:,} parameters of this {config.architecture}, which has {has:,}: teach "
-            "parameter_count and active_matrices the architecture"
-        )
-    return Skeleton(shapes, plan_of(built))
+        built = build_model(model)
+    return Skeleton({name: tuple(p.shape) for name, p in built.named_parameters()}, plan_of(built))

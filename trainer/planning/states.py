@@ -56,12 +56,10 @@ def checkpoint_bytes(config: Config) -> int:
     model = skeleton(config.model)
     frozen = always_frozen(config, model)
     total = 0
-    most = BYTES["bfloat16"] if config.checkpoint.optimizer_dtype == "bfloat16" else math.inf
     for name, shape in model.shapes.items():
         total += prod(shape) * BYTES[config.training.dtype]
         for tensor in () if name in frozen else _state(config, model, name).values():
-            is_rounded = tensor.shape == shape  # a count of steps is not
-            total += tensor.numel() * int(min(tensor.itemsize, most) if is_rounded else tensor.itemsize)
+            total += tensor.nbytes
     return total
 
 

@@ -8,6 +8,8 @@ from configs.errors import ConfigError
 from configs.layout import mesh_sizes
 from configs.reading.toml_text import value_text
 from configs.schema import ActivationCheckpoint, Config
+from parallelisms.mesh import Mesh
+from parallelisms.sums import sums_of
 from trainer.planning.least_recomputation import freeing_copies
 from trainer.planning.memory import estimate_memory
 from trainer.report.units import size
@@ -26,20 +28,28 @@ def takes_less(config: Config, on_gpu: bool) -> list[str]:
     ]
 
 
-def does_not_fit(config: Config, ranks: int, device_bytes: int) -> str:
+def does_not_fit(config: Config, ranks: int, device_bytes: int, mesh: Mesh | None = None) -> str:
     """The warning if the job's estimate exceeds a GPU's memory, with what would make it fit; "" if it fits."""
+
+    def needed(changed: Config, n_ranks: int) -> int:
+        sizes = mesh_sizes(changed, n_ranks)
+        job = freeing_copies(changed, sizes)  # as is done where they do not fit
+        return estimate_memory(job, sizes, "cuda", mesh).device + CONTEXT_BYTES
+
     memory = f"each GPU's memory ({size(CONTEXT_BYTES)} of it for CUDA itself)"
-    return _does_not_fit(config, ranks, memory, device_bytes, _on_gpu, _CHANGES)
+    return _does_not_fit(config, ranks, memory, device_bytes, needed, _CHANGES)
 
 
-def host_does_not_fit(config: Config, ranks: int, ranks_here: int, device_type: str, free_bytes: int) -> str:
+def host_does_not_fit(
+    config: Config, ranks: int, ranks_here: int, device_type: str, free_bytes: int, mesh: Mesh | None = None
+) -> str:
     """The warning if the job's estimate exceeds the free memory of this host; "" if it fits.
 
     On a CPU that is everything that the host's ranks allocate, on GPUs the states that `fsdp.cpu_offload` keeps there.
     """
 
     def needed(changed: Config, n_ranks: int) -> int:
-        estimate = estimate_memory(changed, mesh_sizes(changed, n_ranks), device_type)
+        estimate = estimate_memory(changed, mesh_sizes(changed, n_ranks), device_type, mesh)
         return ranks_here * (estimate.device if device_type == "cpu" else estimate.states * estimate.offloaded)
 
     memory = f"this host's memory for its {ranks_here} rank{'s' * (ranks_here > 1)}"
@@ -89,12 +99,6 @@ def _more(ranks: int) -> Iterator[int]:
         yield ranks
 
 
-def _on_gpu(config: Config, ranks: int) -> int:
-    sizes = mesh_sizes(config, ranks)
-    job = freeing_copies(config, sizes)  # as is done where they do not fit
-    return estimate_memory(job, sizes, "cuda").device + CONTEXT_BYTES
-
-
 def _estimated(needed: _Needed, config: Config, ranks: int) -> int:
     """Bytes needed, as far as they can be estimated."""
     try:
@@ -108,7 +112,7 @@ def _estimated(needed: _Needed, config: Config, ranks: int) -> int:
 
 def _smaller_micro_batch(config: Config) -> Iterator[Config]:
     micro_batch = config.training.micro_batch_size
-    if config.training.reduction == "exact":  # another one would be another run
+    if not sums_of(config.training).mesh_changes_bits:  # another one would be another run
         return
     for smaller in range(micro_batch // 2, 0, -1):
         if micro_batch % smaller == 0:

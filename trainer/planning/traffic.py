@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import schedules
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from configs.layout import accumulation_steps, mesh_sizes
 from configs.schema import Attention, Config
-from parallelisms.mesh import Mesh, build_mesh, end_process_group, groups_of_axes
+from parallelisms.fake_ranks import fake_ranks
+from parallelisms.mesh import Mesh, build_mesh, groups_of_axes
 from parallelisms.ties import ties_kept
 from trainer.data.loader import MicroBatch
 from trainer.step import Learner, assemble_learner, build_stages
@@ -94,16 +94,6 @@ def record_step(learner: Learner) -> dict[Collective, Traffic]:
     return dict(sorted(recorder.traffic.items(), key=lambda item: -item[1].n_bytes))
 
 
-@contextmanager
-def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Act as one rank of a process group whose other ranks do not exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        end_process_group()
-
-
 def _train(learner: Learner) -> None:
     """Run a step without its waits for values, which fake tensors do not have."""
     training = learner.config.training
@@ -112,7 +102,7 @@ def _train(learner: Learner) -> None:
     n_micro_batches = accumulation_steps(learner.config, learner.mesh.sizes)
     calls = [learner.call(batch[0], learner.loss) for _ in range(n_micro_batches)]
     learner.passes.train(calls, scale=torch.ones((), dtype=torch.float64))
-    learner.update.clip(learner.grad_norm())
+    learner.optimizer.clip(learner.grad_norm())
     for group in learner.optimizer.param_groups:
         group |= {"fused": True} if "fused" in group else {}  # other kernels read a count, too
     learner.optimizer.step()

@@ -1,4 +1,4 @@
-"""Names in a job that only the model or torch knows: patterns of parameters, ops, and options of the compiler.
+"""Names in a job that only the model or torch knows: patterns of parameters, and ops.
 
 They are checked before anything is built, and by `--validate`, which needs torch for it.
 """
@@ -15,14 +15,12 @@ from configs.reading.keys import key_path
 from configs.schema import Config
 from models import build_model
 from parallelisms.activation_checkpoint import select
-from parallelisms.compile import compiler_options
 from trainer.optimizers.build import frozen_until
 from trainer.planning.skeleton import skeleton
 
 
 def require_known_names(job: LoadedConfig) -> None:
-    """Check the patterns of `optimizer.groups`, the ops and matrices of `[activation_checkpoint]`, and the options of
-    `[compile]`.
+    """Check the patterns of `optimizer.groups`, and the ops and matrices of `[activation_checkpoint]`.
 
     Raises:
         ConfigError: lists all mistakes, one per line, each with where its key was set.
@@ -41,8 +39,6 @@ def _mistakes(config: Config) -> Iterator[tuple[str, str]]:
     if table.mode == "selective" and (table.save_ops or table.save_every_nth_matmul > 1):
         key = "save_ops" if table.save_ops else "save_every_nth_matmul"
         yield from _mistake(f"activation_checkpoint.{key}", lambda: _select(config))
-    if config.compile.options:
-        yield from _mistake("compile.options", lambda: compiler_options(config.compile))
 
 
 def _mistake(key: str, check: Callable[[], object]) -> Iterator[tuple[str, str]]:

@@ -1,1 +1,1 @@
-"""Proves what a run computed: fingerprints of its steps, chained by hash, and replays of steps that must agree."""
+"""Fingerprints of a run's steps; `keel replay` compares them with those of the steps computed again."""

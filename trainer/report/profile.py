@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from configs.checks.job import TRACED_STEPS
 from configs.errors import ConfigError
 from configs.files import link_refused
 from configs.schema import Config
@@ -23,7 +24,7 @@ _SNAPSHOT_EVENTS = 200_000  # allocations and frees kept, with stacks: about 100
 
 
 class StepProfiler:
-    """Profiles from the beginning of step `start_step`, counted from 1, to that of step `start_step + steps`."""
+    """Profiles TRACED_STEPS steps, from the beginning of step `start_step`, counted from 1."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class StepProfiler:
         Returns:
             The path of a trace that was written.
         """
-        if step == self._config.start_step + self._config.steps:
+        if step == self._config.start_step + TRACED_STEPS:
             return self.finish()
         if step == self._config.start_step:
             self._start()

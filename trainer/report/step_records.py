@@ -52,7 +52,9 @@ class StepRecords:
         self._console = console
         self._ledger = ledger
         self._peak = peak
-        self._fingerprints = fingerprints
+        self.fingerprints = fingerprints
+        self.shows_mfu = peak is not None
+        """Whether the device's peak is known."""
         self._log: MetricsLog | None = None
         self._wall_clock = WallClock(ledger, launch)
 
@@ -63,7 +65,7 @@ class StepRecords:
             UserError: the files can't be written.
         """
         on_rank_zero(None, lambda: self._open(run.step))
-        self._fingerprints.open(run, next_sample)
+        self.fingerprints.open(run, next_sample)
 
     def _open(self, step: int) -> None:
         if self._log:
@@ -139,7 +141,7 @@ class StepRecords:
             self._log.write(result)
 
     def _after_metrics(self, step: int, writes_status: bool) -> None:
-        self._fingerprints.flush()
+        self.fingerprints.flush()
         if not writes_status:
             return
         with self._console.outages.tolerate(self._config.job.folder / "status.json"):
@@ -149,13 +151,13 @@ class StepRecords:
         """Wait until all records are written."""
         if self._log:
             self._log.flush()
-            self._fingerprints.flush()
+            self.fingerprints.flush()
 
     def close(self) -> None:
         """Write the records still pending, or report that they are missing."""
         if self._log:
             self._log.close()
-            self._fingerprints.close()
+            self.fingerprints.close()
 
 
 def tokens_per_step(config: Config) -> int:

@@ -9,19 +9,13 @@ from pathlib import Path
 
 import torch
 
-from configs.layout import (
-    MeshSizes,
-    accumulation_steps,
-    active_parameter_count,
-    expert_dim,
-    head_dim,
-    n_kv_heads,
-    named_axes,
-    parameter_count,
-)
+from configs.architectures.llama import expert_dim, head_dim, n_kv_heads
+from configs.layout import MeshSizes, accumulation_steps, active_parameter_count, named_axes, parameter_count
 from configs.schema import Config, Model, Training
 from configs.stages import layers_of_stages
 from models.documents import has_kernel
+from parallelisms.mesh import Mesh
+from parallelisms.sums import sums_of
 from trainer.lifecycle import LAUNCHER, State
 from trainer.optimizers.adamw import kernel_of_adamw
 from trainer.optimizers.build import rule_name
@@ -45,6 +39,7 @@ def startup_rows(
     data: Sequence[str],
     run_folder: Path,
     resumed_step: int = 0,
+    mesh: Mesh | None = None,
 ) -> list[Row]:
     """What will be trained, how it is computed and where it is written.
 
@@ -55,6 +50,7 @@ def startup_rows(
         data: one line per source, such as "python_stdlib: 3.5 M tokens".
         run_folder: where everything is written.
         resumed_step: steps already completed; 0: a new run.
+        mesh: as for `measure_blocks`.
     """
     device_type = "cpu" if device_name == "cpu" else "cuda"
     rows = [
@@ -65,7 +61,7 @@ def startup_rows(
         ("batch", _batch(config, sizes)),
         ("steps", _steps(config, resumed_step)),
         ("FLOPs", _flops(config, peak)),
-        ("memory", _memory(config, sizes, device_type)),
+        ("memory", _memory(config, sizes, device_type, mesh)),
         ("a resume", promise(config.training, device_type)),
         ("data", "\n".join(data)),
         ("validation", _validation(config)),
@@ -169,9 +165,8 @@ def _optimizer(config: Config, device_type: str) -> str:
     if not has_adamw or device_type == "cpu" or config.fsdp.cpu_offload:
         return used
     dtype = getattr(torch, config.training.dtype)
-    is_exact = config.training.reduction == "exact"
     said = {"keel": "Keel's kernel of AdamW", "torch": "torch's kernel of AdamW", "separate": "AdamW without a kernel"}
-    kernel = said[kernel_of_adamw(config.optimizer, device_type, dtype, is_exact)]
+    kernel = said[kernel_of_adamw(config.optimizer, device_type, dtype, sums_of(config.training))]
     return f"{used}, {kernel}" if used else kernel
 
 
@@ -227,8 +222,8 @@ def _flops(config: Config, peak: float | None) -> str:
     return f"{count(flops.causal)} per token, {without_mask}\n{of_peak}"
 
 
-def _memory(config: Config, sizes: MeshSizes, device_type: str) -> str:
-    estimate = estimate_memory(config, sizes, device_type)
+def _memory(config: Config, sizes: MeshSizes, device_type: str, mesh: Mesh | None) -> str:
+    estimate = estimate_memory(config, sizes, device_type, mesh)
     peak = estimate.peak
     transient = {
         "gradients": 0 if estimate.offloaded else peak.gradients,

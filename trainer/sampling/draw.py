@@ -30,6 +30,8 @@ class Distribution:
     """Number of the most likely tokens to choose from, at least 1; None: all tokens."""
     top_p: float = 1.0
     """Share of the most likely tokens' probability to choose from, above 0; 1: all tokens."""
+    vocab_size: int | None = None
+    """The tokenizer's; the model's further logits are padding, and never drawn. None: there are none."""
 
 
 def generators(seed: int, n: int, *key: int) -> list[np.random.Generator]:
@@ -48,6 +50,7 @@ def draw(logits: Tensor, distribution: Distribution, numbers: Sequence[float]) -
     Returns:
         (rows,) int64, in CPU memory; `NOT_FINITE` where the logits are not.
     """
+    logits = logits[:, : distribution.vocab_size]
     if distribution.temperature == 0:
         chosen = logits.argmax(-1)
     else:

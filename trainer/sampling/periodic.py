@@ -24,6 +24,9 @@ from trainer.sampling.draw import NOT_FINITE, Distribution, draw, generators
 from trainer.sampling.text import prompt_tokens
 from trainer.step import Learner
 
+MAX_TOKENS = 64
+"""Tokens by which a text is continued, at most: each takes a forward pass over a whole window."""
+TEMPERATURE = 0.8
 Sample = dict[str, str]
 """`prompt`, and the `text` that follows it."""
 
@@ -44,14 +47,16 @@ class Sampler:
             return
         assert job.config.tokenizer.path is not None  # configs/checks/data.py
         self._tokenizer = load_tokenizer(job.config.tokenizer.path)
-        room = job.config.training.seq_len - settings.sample_tokens
+        seq_len = job.config.training.seq_len
+        self._n_tokens = min(MAX_TOKENS, seq_len // 2)
+        room = seq_len - self._n_tokens
         for number, text in enumerate(settings.samples, 1):
             try:
                 self._prompts.append(prompt_tokens(self._tokenizer, text, room))
             except UserError as error:
-                sizes = f"training.seq_len {room + settings.sample_tokens} - sample_tokens {settings.sample_tokens}"
+                sizes = f"training.seq_len {seq_len} - {self._n_tokens} that follow"
                 raise job.error("validation.samples", f"text {number} {error} ({sizes})") from None
-        self._distribution = Distribution(settings.sample_temperature)
+        self._distribution = Distribution(TEMPERATURE, vocab_size=self._tokenizer.vocab_size)
 
     def sample(self, learner: Learner, step: int, is_over: Callable[[], bool]) -> list[Sample] | None:
         """Continue the texts; all ranks must call it, and get the same result.
@@ -69,7 +74,7 @@ class Sampler:
         texts = [list(prompt) for prompt in self._prompts]
         randomness = generators(self._config.training.seed, len(texts), step)
         growing = set(range(len(texts)))
-        for _ in range(self._config.validation.sample_tokens):
+        for _ in range(self._n_tokens):
             if is_over():
                 return None
             tokens = self._next(learner, texts, growing, [generator.random() for generator in randomness])

@@ -82,7 +82,7 @@ def _inputs(folder: Path) -> Path:
 
 
 def _read_inputs(path: Path) -> str:
-    changed, gone = changes(read_list(path.parent) or [], ["text"])
+    changed, gone = changes(read_list(path.parent), ["text"])
     return "\n".join([*changed, *gone])
 
 
@@ -127,7 +127,14 @@ _SETTINGS = Settings(["a"], "text", "0" * 32, 500, 0.0)
 
 def _prepared(folder: Path) -> Path:
     split = {"documents": 1, "tokens": 2, "text_bytes": 3}
-    values = {"settings": _SETTINGS.__dict__, "bad_files": ["x"], "empty_documents": 0, "train": split}
+    values = {
+        "settings": _SETTINGS.__dict__,
+        "inputs": {"files": 1, "bytes": 3, "xxh3_128": "0" * 32},
+        "skipped": {"empty files": {"count": 1, "first": ["x"]}},
+        "bad_files": ["x"],
+        "empty_documents": 0,
+        "train": split,
+    }
     (folder / RECORD).write_text(json.dumps(values, indent=2))
     return folder / RECORD
 

@@ -5,9 +5,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+from scripts.export.hf_tokenizer import tokenizer_files
 from tests.torture.kinds.kind import TEXT, Kind
 from tests.torture.mutations import mutated_bytes, mutated_json
-from trainer.data.hf_tokenizer import tokenizer_files
 from trainer.data.tokenizer import encode_document, load_tokenizer, train_sentencepiece
 
 

@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoint.index import INDEX_NAME, METADATA_NAME, read_metadata
+from checkpoint.storage import FolderStorage
 from checkpoint.tensor_stream import write_tensors
 from configs.errors import UserError
 from tests.torture.damage import process_group, state, write_checkpoint
@@ -21,7 +22,7 @@ def folder(tmp_path):
     """As an import writes it, with tensors of several types and dimensions."""
     tensors = {"weight": torch.randn(4, 4), "half": torch.zeros(2, dtype=torch.bfloat16), "step": torch.tensor(3.0)}
     (tmp_path / "checkpoint").mkdir()
-    write_tensors(tmp_path / "checkpoint", tensors.items())
+    write_tensors(FolderStorage(), tmp_path / "checkpoint", tensors.items())
     return tmp_path / "checkpoint"
 
 

@@ -6,7 +6,8 @@ import subprocess
 import pytest
 
 from checkpoint.folder import is_own, prepare
-from checkpoint.manifest import begin, read_manifest, step_folder, steps_in
+from checkpoint.manifest import read_manifest, step_folder, steps_in
+from checkpoint.storage import FolderStorage
 from tests.unit.checkpoint.test_checkpoint_manager import (  # noqa: F401
     begun,
     make_manager,
@@ -101,7 +102,7 @@ def test_the_newest_as_a_link_counts_as_the_runs_own(tmp_path, given):
     load = {"latest": "latest", "step": 10, "link": str(step_folder(root, 10)), "target": str(target)}[given]
     manager = make_manager(root, load=load)
     assert manager.resume(make_state(99))["step"] == 10
-    manager.begin_line()
+    manager.begin_lineage()
     manager.save(15, make_state(15), {"tokens": 15, "step": 15})
     manager.close()
     assert steps_in(root) == [5, 10, 15]
@@ -136,7 +137,7 @@ def test_a_link_in_the_place_of_a_save_is_not_followed(tmp_path):
     (precious / "file").write_text("precious")
     root.mkdir()
     (root / "step-00000007.tmp").symlink_to(precious)
-    assert not begin(step_folder(root, 7)).is_symlink()
+    assert not FolderStorage().begin(step_folder(root, 7)).is_symlink()
     (root / ".probe").symlink_to(precious / "probe")
     prepare(root, lambda line: None, pytest.fail)
     assert [path.name for path in precious.iterdir()] == ["file"]

@@ -18,14 +18,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpoint import manager as managers
 from checkpoint import manifest as manifests
-from checkpoint import store
+from checkpoint import reader, store
+from checkpoint import storage as storages
 from checkpoint.folder import set_aside
 from checkpoint.incarnation import Alone
-from checkpoint.index import read_metadata
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import Damaged, read_manifest, step_folder, steps_in
+from checkpoint.reader import Description, Log
+from checkpoint.staging import Stager
+from checkpoint.storage import FolderStorage
 from checkpoint.store import SaveFailed
 from configs.errors import ConfigError, UserError
 from configs.schema import Checkpoint
@@ -56,24 +58,29 @@ def make_state(seed=0, dim=8):
     }
 
 
-def key_diff(old, new):
-    return [f"{key}: {old[key]} -> {new[key]}" for key in old if old[key] != new[key]]
-
-
-def make_manager(folder, log=None, config=CONFIG, allow_run_change=False, tokenizer_hash=None, **settings):
-    settings = Checkpoint(**{"mode": "sync", "interval": 10, "max_save_failures": 1, **settings})
+def make_manager(
+    folder,
+    log=None,
+    config=CONFIG,
+    allow_run_change=False,
+    tokenizer_hash=None,
+    incarnation=None,
+    max_save_failures=1,
+    **settings,
+):
+    settings = Checkpoint(**{"mode": "sync", "interval": 10, **settings})
     log = [] if log is None else log
-    mesh = {"dp_shard": 1}
-    return CheckpointManager(
-        folder, settings, config, mesh, key_diff, allow_run_change, log.append, log.append, tokenizer_hash
-    )
+    run = Description(config, {"dp_shard": 1}, tokenizer_hash, allow_run_change=allow_run_change)
+    manager = CheckpointManager(folder, settings, run, Log(log.append, log.append), incarnation)
+    manager.max_save_failures = max_save_failures
+    return manager
 
 
 def begun(folder, state=None, **options):
     """A manager that is ready to save."""
     manager = make_manager(folder, **options)
     manager.resume(make_state(99) if state is None else state)
-    manager.begin_line()
+    manager.begin_lineage()
     return manager
 
 
@@ -107,7 +114,7 @@ def resumed(folder, **options):
     manager = make_manager(folder, **options)
     state = make_state(99)
     trainer_state = manager.resume(state)
-    manager.begin_line()
+    manager.begin_lineage()
     manager.close()
     return trainer_state, state
 
@@ -118,7 +125,7 @@ def test_state_comes_back_bit_for_bit(tmp_path, mode):
     manager = make_manager(tmp_path / "run" / "checkpoints", mode=mode)
     assert manager.resume(make_state(99)) is None
     assert manager.latest_step() is None
-    manager.begin_line()
+    manager.begin_lineage()
     assert manager.save(8, make_state(8), trainer_state) > 0
     manager.close()
     assert manager.latest_step() == 8
@@ -183,10 +190,10 @@ def test_memory_that_changes_while_it_is_written(tmp_path, monkeypatch, when):
     """A bit flips in what is staged: the files' hashes are of the wrong bytes, so they cannot show it."""
     write = store.write
 
-    def flipping(folder, shards, group):
-        files = write(folder, shards, group) if when == "after" else None
+    def flipping(storage, folder, shards, group):
+        files = write(storage, folder, shards, group) if when == "after" else None
         shards["model.weight"].local.view(torch.int32)[0, 0] ^= 1 << 22
-        return files or write(folder, shards, group)
+        return files or write(storage, folder, shards, group)
 
     save_steps(tmp_path, 1)
     log = []
@@ -232,7 +239,7 @@ def test_error_in_the_background_surfaces_at_a_poll(tmp_path, monkeypatch):
 
     save_steps(tmp_path, 1)
     manager = begun(tmp_path, mode="async")
-    monkeypatch.setattr(managers.manifests, "commit", full)
+    monkeypatch.setattr(FolderStorage, "commit", full)
     manager.save(2, make_state(2), {"tokens": 2})
     with pytest.raises(UserError, match=r"step-00000002 could not be written.*No space left"):
         poll_until_over(manager)
@@ -303,7 +310,7 @@ def test_saving_the_step_again_finds_the_checkpoint_that_was_taken_for_failed(tm
     manager = begun(tmp_path, max_save_failures=2, log=log)
     with monkeypatch.context() as patch:
         refuse_late(patch, times=1)
-        patch.setattr(manifests, "_is_there", lambda *_: False)
+        patch.setattr(storages, "_is_there", lambda *_: False)
         manager.save(2, make_state(2), {"tokens": 2})
     assert manager.latest_step() is None
     assert any("failed saves in a row: 1" in line for line in log), log
@@ -357,7 +364,7 @@ def test_a_save_that_cannot_begin_keeps_nobody_waiting(tmp_path, monkeypatch):
     def refuse(*_):
         raise MemoryError("no room to stage")
 
-    monkeypatch.setattr(store.Stager, "stage", refuse)
+    monkeypatch.setattr(Stager, "stage", refuse)
     manager = begun(tmp_path, mode="async", timeout_seconds=20)
     for action in (lambda: manager.save(1, make_state(1), {"tokens": 1}), manager.wait):
         with pytest.raises(MemoryError):
@@ -380,14 +387,16 @@ def test_an_error_after_a_save_does_not_make_it_fail(tmp_path, monkeypatch):
     assert any("can't look for checkpoints to remove" in line for line in log), log
 
 
-@pytest.mark.parametrize("moment", ["data", "manifest", "rename"])
+@pytest.mark.parametrize(
+    "moment", ["data", pytest.param("manifest", marks=pytest.mark.slow), pytest.param("rename", marks=pytest.mark.slow)]
+)
 def test_kill_in_a_save_leaves_the_checkpoint_before(tmp_path, moment):
     save_steps(tmp_path, 1)
     script = """
         import os, signal, sys
         from pathlib import Path
         import torch.distributed as dist
-        from checkpoint import manifest
+        from checkpoint import storage
         from tests.unit.checkpoint.test_checkpoint_manager import begun, make_state
         def kill(*_):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -397,7 +406,7 @@ def test_kill_in_a_save_leaves_the_checkpoint_before(tmp_path, moment):
         if moment == "data":
             os.fsync = kill
         elif moment == "manifest":
-            manifest.asdict = kill
+            storage.asdict = kill
         else:
             Path.rename = kill
         manager.save(2, make_state(2), {"tokens": 2})
@@ -577,14 +586,14 @@ def test_changed_run_keys(tmp_path):
     save_steps(tmp_path, 1)
     changed = {**CONFIG, "model": {"dim": 9}}
     state = make_state(5)
-    with pytest.raises(ConfigError, match=r"model: \{'dim': 8\} -> \{'dim': 9\}\n.*allow_run_change"):
+    with pytest.raises(ConfigError, match=r"model\.dim: 8 -> 9\n.*allow_run_change"):
         make_manager(tmp_path, config=changed).resume(state)
     assert_equal(state, make_state(5))
     save_steps(tmp_path, 2, config=changed, allow_run_change=True)
     save_steps(tmp_path, 3, config=changed)
     [change] = read_manifest(step_folder(tmp_path, 3)).run_changes
     assert change.step == 1
-    assert "'dim': 9" in change.changes[0]
+    assert change.changes == ["model.dim: 8 -> 9"]
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "trainer.json"])
@@ -598,20 +607,21 @@ def test_damaged_file_is_named_and_nothing_is_loaded(tmp_path, name, damage):
         os.truncate(path, path.stat().st_size + (1 if damage == "long" else -1))
     state = make_state(5)
     with pytest.raises(UserError, match=f"step-00000002 is damaged: {name} (is missing|has .* bytes)") as caught:
-        make_manager(tmp_path, on_damage="stop").resume(state)
+        make_manager(tmp_path, load=2).resume(state)
     assert not isinstance(caught.value, ConfigError)
     assert_equal(state, make_state(5))
     assert resumed(tmp_path, load=1, go_back=1)[0]["step"] == 1
 
 
-def test_content_that_torch_cannot_read(tmp_path):
+def test_content_that_torch_cannot_read(tmp_path, monkeypatch):
     save_steps(tmp_path, 1)
     path = step_folder(tmp_path, 1) / "__0_0.distcp"
     path.write_bytes(bytes(path.stat().st_size))
-    with pytest.raises(UserError, match="step-00000001 is damaged: rank 0: "):
-        make_manager(tmp_path, verify="size").resume(make_state())
     with pytest.raises(UserError, match=r"step-00000001 is damaged: __0_0.distcp has changed"):
-        make_manager(tmp_path, verify="hash").resume(make_state())
+        make_manager(tmp_path).resume(make_state())
+    monkeypatch.setattr(reader, "content_damages", lambda *_: [])
+    with pytest.raises(UserError, match="step-00000001 is damaged: rank 0: "):
+        make_manager(tmp_path).resume(make_state())
 
 
 def flip_a_bit(path, position=100):
@@ -626,8 +636,6 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(tmp_path, name):
     flip_a_bit(step_folder(tmp_path, 3) / name, 10)
     (step_folder(tmp_path, 2) / name).unlink()
     log, state = [], make_state(99)
-    with pytest.raises(Damaged, match=f"step-00000003 is damaged: {name} (has changed|can't be read: .)"):
-        make_manager(tmp_path, on_damage="stop").resume(state)
     with pytest.raises(Damaged, match=f"step-00000003 is damaged: {name} (has changed|can't be read: .)"):
         make_manager(tmp_path, load=3).resume(state)
     assert_equal(state, make_state(99))
@@ -689,7 +697,7 @@ def test_another_tokenizer(tmp_path):
 def init_from(folder, source, state, **options):
     manager = make_manager(folder, init_from=str(source), **options)
     assert manager.resume(state) is None
-    manager.begin_line()
+    manager.begin_lineage()
     return manager
 
 
@@ -740,19 +748,6 @@ def test_weights_of_another_model_are_refused(tmp_path):
         init_from(tmp_path / "new", tmp_path / "nowhere", make_state())
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_optimizer_state_in_bfloat16(tmp_path, mode):
-    save_steps(tmp_path, 3, mode=mode, optimizer_dtype="bfloat16")
-    save_steps(tmp_path / "full", 3, mode=mode)
-    _, state = resumed(tmp_path)
-    expected = make_state(3)
-    expected["optimizer.weight.exp_avg"] = expected["optimizer.weight.exp_avg"].bfloat16().double()
-    assert_equal(state, expected)
-    assert read_metadata(step_folder(tmp_path, 3)).state_dict_metadata["optimizer.weight.step"].properties.dtype == (
-        torch.float32
-    )
-
-
 def test_what_is_kept(tmp_path):
     manager = begun(tmp_path, keep_last=2, keep_every=4, keep_best=1)
     for step, loss in enumerate([9, 8, 1, 7, math.nan, 6, 5, 4, 3, 2], start=1):
@@ -775,8 +770,8 @@ def test_nothing_is_removed_for_a_checkpoint_that_went_wrong(tmp_path, monkeypat
     manager = begun(tmp_path, keep_last=1, max_save_failures=2, log=log)
     write = store.write
 
-    def write_badly(folder, *arguments):
-        files = write(folder, *arguments)
+    def write_badly(storage, folder, *arguments):
+        files = write(storage, folder, *arguments)
         flip_a_bit(folder / "__0_0.distcp")
         return files
 
@@ -788,21 +783,6 @@ def test_nothing_is_removed_for_a_checkpoint_that_went_wrong(tmp_path, monkeypat
     manager.save(3, make_state(3), {"tokens": 3})
     manager.close()
     assert steps_in(tmp_path) == [3]
-
-
-def test_minutes(tmp_path, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(managers.time, "monotonic", lambda: now[0])
-    manager = begun(tmp_path, interval=0, interval_minutes=10)
-    saved = []
-    for minute in range(1, 36):
-        now[0] = 60.0 * minute
-        manager.poll()
-        if manager.should_save(minute):
-            manager.save(minute, make_state(1), {"tokens": 1})
-            saved.append(minute)
-    manager.close()
-    assert saved == [11, 22, 33]  # due after 10, 10 and 10; one poll later all ranks know
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -828,14 +808,14 @@ def test_training_goes_on_while_the_disk_is_full(tmp_path, monkeypatch, mode):
     monkeypatch.setattr(os, "fsync", full)
     for step in (5, 6):
         save_and_wait(manager, step, make_state(step), {"tokens": step})
-    with pytest.raises(SaveFailed, match=r"failed saves in a row: 3 \(checkpoint.max_save_failures is 3\)"):
+    with pytest.raises(SaveFailed, match=r"failed saves in a row: 3$"):
         save_and_wait(manager, 7, make_state(7), {"tokens": 7})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000004"]
 
 
 def test_a_run_whose_last_save_failed_does_not_end_well(tmp_path, monkeypatch):
     manager = begun(tmp_path, max_save_failures=3)
-    monkeypatch.setattr(manifests, "begin", lambda *_: os.open("/proc/nothing", os.O_RDONLY))
+    monkeypatch.setattr(FolderStorage, "begin", lambda *_: os.open("/proc/nothing", os.O_RDONLY))
     manager.save(1, make_state(1), {"tokens": 1})
     with pytest.raises(SaveFailed, match=r"step-00000001 could not be written: .*No such file"):
         manager.close()

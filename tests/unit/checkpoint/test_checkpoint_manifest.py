@@ -11,17 +11,16 @@ from checkpoint.manifest import (
     Manifest,
     Origin,
     RunChange,
-    begin,
-    commit,
     config_hash,
     read_manifest,
-    remove_unfinished,
     sealed,
     step_folder,
     steps_in,
 )
+from checkpoint.storage import FolderStorage, commit, remove_unfinished
 from configs.errors import UserError
 
+STORAGE = FolderStorage()
 DRAFT = Manifest(
     step=100,
     tokens=4096,
@@ -37,11 +36,13 @@ DRAFT = Manifest(
 
 
 def committed(root):
-    unfinished = begin(step_folder(root, 100))
+    checkpoint = step_folder(root, 100)
+    unfinished = STORAGE.begin(checkpoint)
     assert unfinished.name == "step-00000100.tmp"
     (unfinished / "data").write_bytes(b"12345")
-    commit(unfinished, DRAFT, {"data": FileEntry(5, xxhash.xxh3_128_hexdigest(b"12345"))}, '{"step": 100}')
-    return step_folder(root, 100)
+    files = {"data": FileEntry(5, xxhash.xxh3_128_hexdigest(b"12345"))}
+    commit(STORAGE, unfinished, checkpoint, DRAFT, files, '{"step": 100}')
+    return checkpoint
 
 
 def edit(folder, **changes):
@@ -65,15 +66,16 @@ def test_what_is_committed_is_read_back(tmp_path):
 
 
 def test_a_file_that_rank_0_cannot_see(tmp_path):
-    unfinished = begin(step_folder(tmp_path, 100))
+    checkpoint = step_folder(tmp_path, 100)
+    unfinished = STORAGE.begin(checkpoint)
     with pytest.raises(UserError, match=r"data was written by another rank, .*all nodes share"):
-        commit(unfinished, DRAFT, ["data"], "{}")
+        commit(STORAGE, unfinished, checkpoint, DRAFT, ["data"], "{}")
     assert steps_in(tmp_path) == []
 
 
 def test_leftovers_are_removed_and_reported(tmp_path):
     committed(tmp_path)
-    (begin(step_folder(tmp_path, 7)) / "data").write_bytes(b"1")
+    (STORAGE.begin(step_folder(tmp_path, 7)) / "data").write_bytes(b"1")
     (tmp_path / "step-00000008.tmp").write_bytes(b"no folder")
     removed, refused = [], []
     remove_unfinished(tmp_path, removed.append, refused.append)

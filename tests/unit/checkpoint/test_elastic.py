@@ -15,10 +15,11 @@ from multiprocessing import get_context
 import pytest
 import torch.distributed as dist
 
+from checkpoint import manager as managers
 from checkpoint import manifest as manifests
 from checkpoint.incarnation import FOLDER, Superseded, claim, facts_of, last_sign_of_life, newest_number
-from checkpoint.lock import FolderInUse
-from checkpoint.takeover import lock_or_take_over
+from checkpoint.lock import FolderInUse, lock_or_take_over
+from checkpoint.storage import FolderStorage
 from configs.elastic import describe
 from configs.errors import ConfigError
 from configs.load import load
@@ -117,10 +118,9 @@ def test_an_older_launch_learns_of_the_newer_one(tmp_path):
 
 
 def elastic_manager(folder, log=None):
-    manager = make_manager(folder / "checkpoints", log)
-    manager._incarnation = manager._writer._incarnation = claim(folder, {})
+    manager = make_manager(folder / "checkpoints", log, incarnation=claim(folder, {}))
     manager.resume(make_state(99))
-    manager.begin_line()
+    manager.begin_lineage()
     return manager
 
 
@@ -159,9 +159,9 @@ def comes_before(monkeypatch, owner, name, newer):
 def test_an_older_launch_that_is_halted_in_a_save_commits_nothing(tmp_path, monkeypatch, moment):
     older = elastic_manager(tmp_path)
     if moment == "before its folder is made":
-        comes_before(monkeypatch, manifests, "begin", lambda: save(elastic_manager(tmp_path), 5))
+        comes_before(monkeypatch, FolderStorage, "begin", lambda: save(elastic_manager(tmp_path), 5))
     elif moment == "before it looks":
-        comes_before(monkeypatch, manifests, "commit", lambda: save(elastic_manager(tmp_path), 5))
+        comes_before(monkeypatch, managers, "commit", lambda: save(elastic_manager(tmp_path), 5))
     else:
         comes_before(monkeypatch, manifests.Path, "rename", lambda: save(elastic_manager(tmp_path), 5))
     with pytest.raises(Superseded):

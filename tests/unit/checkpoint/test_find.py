@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from checkpoint import manifest as manifests
+from checkpoint import storage as storages
 from checkpoint.find import find_checkpoint, find_model, keep_tokenizer, kept_tokenizer, require_run, tokenizer_of
 from checkpoint.manifest import FileEntry, Manifest, step_folder
+from checkpoint.storage import FolderStorage
 from configs.errors import UserError
 
 
@@ -21,7 +23,8 @@ def commit(folder: Path, tokenizer: str | None = None, tokenizer_hash: str | Non
     files: dict[str, FileEntry] = {}
     config = {"tokenizer": {"path": tokenizer}}
     draft = Manifest(1, 1, config, "", {}, "", "", None, [], files, tokenizer_hash=tokenizer_hash)
-    manifests.commit(manifests.begin(folder), draft, files, "{}")
+    storage = FolderStorage()
+    storages.commit(storage, storage.begin(folder), folder, draft, files, "{}")
     return folder
 
 

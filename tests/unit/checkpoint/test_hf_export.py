@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint.export.hf import TokenizerFiles, export_hf
-from configs.errors import ConfigError, UserError
-from configs.load import load as load_job
+from configs.errors import UserError
 from configs.schema import Model
 from scripts import export_hf as script
 from tests.conftest import ROOT
@@ -116,6 +115,7 @@ print(
 """
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_shard(tmp_path):
     """A model of 101 MB, beside as much optimizer state, in shards of 64 MB; its largest tensor has 17 MB."""
     config = Model(dim=512, n_layers=4, n_heads=8, ffn_dim=2048, vocab_size=8192)
@@ -206,10 +206,3 @@ def test_a_shape_that_transformers_refuses(tmp_path):
     with pytest.raises(UserError, match=r"dim 30 is not a multiple of n_heads 4"):
         export_hf(checkpoint, tmp_path / "out", NO_TOKENIZER)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-
-
-def test_exports_during_training_need_a_checkpoint_at_their_step():
-    words = ["--checkpoint.interval", "50", "--checkpoint.export_every"]
-    assert load_job("debug.toml", [*words, "100"]).config.checkpoint.export_every == 100
-    with pytest.raises(ConfigError, match="export_every 120 is not a multiple of interval 50"):
-        load_job("debug.toml", [*words, "120"])

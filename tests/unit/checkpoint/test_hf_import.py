@@ -15,9 +15,10 @@ from checkpoint.export.hf_config import tensor_shapes, to_hf, to_keel
 from checkpoint.index import read_metadata
 from checkpoint.manifest import read_manifest
 from checkpoint.tensor_stream import read_tensor
+from configs.architectures.llama import RopeScaling
 from configs.errors import UserError
 from configs.load import load
-from configs.schema import Model, RopeScaling
+from configs.schema import Model
 from models import build_model
 from scripts import import_hf as script
 from tests.unit.hf_support import TINY, make_model, save
@@ -46,7 +47,9 @@ def edit_config(folder, **changes):
     path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("untied", "float32"), ("tied", "bfloat16"), ("stretched", "float32")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("untied", "float32"), ("tied", "bfloat16"), ("stretched", "float32"), ("qwen3", "bfloat16")]
+)
 def test_save_pretrained_comes_back_bit_equal(tmp_path, name, dtype):
     from transformers import AutoModelForCausalLM
 
@@ -78,6 +81,53 @@ def load_model_toml(folder):
         'optimizer.lr = 1e-3\nlr_schedule.total_steps = 1\n[[data.sources]]\nname = "x"\nkind = "synthetic"\n'
     )
     return load(str(job)).config.model
+
+
+def test_qwen3_0_6b_as_it_is_published():
+    """The fields of Qwen/Qwen3-0.6B's config.json of April 2025."""
+    published = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "initializer_range": 0.02,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    assert to_keel(published, "config.json") == load("qwen3_0.6b").config.model
+    with pytest.raises(UserError, match="use_sliding_window = True is not supported; Keel's Qwen3 has False"):
+        to_keel(published | {"use_sliding_window": True}, "config.json")
+    with pytest.raises(UserError, match="attention_bias = True"):
+        to_keel(published | {"attention_bias": True}, "config.json")
+
+
+def test_qwen3s_defaults_are_those_of_transformers():
+    from transformers import Qwen3Config
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 32}
+    model = to_keel({"model_type": "qwen3", "vocab_size": 96} | sizes, "config.json")
+    theirs = Qwen3Config(vocab_size=96, **sizes)
+    assert (model.head_dim, model.n_kv_heads) == (theirs.head_dim, theirs.num_key_value_heads)
+    assert (model.norm_eps, model.init_std) == (theirs.rms_norm_eps, theirs.initializer_range)
+    assert model.rope_theta == theirs.rope_parameters["rope_theta"]
 
 
 def test_types(tmp_path, exported):
@@ -137,6 +187,7 @@ positive = st.floats(1e-8, 1e8)
         norm_eps=positive,
         init_std=positive,
         tie_embeddings=st.booleans(),
+        qk_norm=st.sampled_from(["none", "head"]),
         rope_scaling=st.none()
         | st.builds(
             RopeScaling,
@@ -279,7 +330,7 @@ def test_a_full_disk_leaves_nothing(exported, tmp_path, monkeypatch):
         file.error = OSError(28, "No space left on device")
         raise file.error
 
-    monkeypatch.setattr("checkpoint.tensor_stream.SyncedFile.write", full)
+    monkeypatch.setattr("checkpoint.storage.HashedFile.write", full)
     with pytest.raises(UserError, match=r"out could not be written: .*No space left on device"):
         import_hf(exported, tmp_path / "out", None)
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "hf"}

@@ -11,8 +11,8 @@ from checkpoint.export.hf import TokenizerFiles, export_hf, import_hf
 from checkpoint.manifest import read_manifest
 from configs.errors import UserError
 from scripts import export_hf as script
+from scripts.export.hf_tokenizer import find_tokenizer, tokenizer_files
 from tests.unit.hf_support import TINY, make_model, save
-from trainer.data.hf_tokenizer import find_tokenizer, tokenizer_files
 from trainer.data.tokenizer import load_tokenizer, train_sentencepiece
 
 CASES = [

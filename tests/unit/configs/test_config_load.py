@@ -1,5 +1,7 @@
 """Layers of a job, origins, and the resolved config that loads back to an equal one."""
 
+import copy
+import json
 import string
 
 import pytest
@@ -9,9 +11,11 @@ from hypothesis import strategies as st
 
 from configs.errors import ConfigError
 from configs.load import JOB_FILES, leaves, load
-from configs.reading.keys import dotted
+from configs.reading.keys import dotted, schema_keys
+from configs.reading.removed import REMOVED
 from configs.reading.toml_text import table_text
 from configs.run_change import run_key_diff
+from tests.removed_keys import add_removed_keys
 
 BASE = """[job]
 name = "base"
@@ -328,3 +332,32 @@ def test_a_source_more_is_a_change(folder):
     lines = run_key_diff(old, load("shared/base.toml").config.model_dump())
     assert 'data.sources.0.name: "only" -> "one"' in lines
     assert 'data.sources.1.name: (not set) -> "two"' in lines
+
+
+def with_removed(values, **others):
+    values = copy.deepcopy(values)
+    add_removed_keys(values, **others)
+    return values
+
+
+def test_the_config_of_an_old_run_with_removed_keys_is_valid_and_may_be_resumed(folder):
+    new = load("shared/base.toml").config
+    (folder / "old.toml").write_text(table_text(with_removed(new.model_dump())))
+    assert load("old.toml").config == new
+    assert load("shared/base.toml", ["--checkpoint.verify=hash"]).config == new
+    old = json.loads(json.dumps(with_removed(new.model_dump(mode="json"))))
+    assert run_key_diff(old, new.model_dump(mode="json")) == []
+    old = with_removed(new.model_dump(), **{"optimizer.newton_schulz_steps": 3, "checkpoint.verify": "size"})
+    assert run_key_diff(old, new.model_dump()) == ["optimizer.newton_schulz_steps: 3 -> 5"]
+
+
+def test_a_removed_key_with_another_value_says_what_to_do(folder):
+    (folder / "old.toml").write_text('base = "shared/base.toml"\n[comm]\nprefetch_forward = 2\n')
+    with pytest.raises(ConfigError) as error:
+        load("old.toml", ["--compile.options", "{max_autotune = true}"])
+    assert str(error.value).split("\n") == [
+        "old.toml:3: comm.prefetch_forward is no longer a key; set comm.prefetch, for both directions",
+        "--compile.options: compile.options is no longer a key; set compile.mode, or the compiler's environment "
+        "variables (TORCHINDUCTOR_...)",
+    ]
+    assert not REMOVED.keys() & schema_keys().keys()

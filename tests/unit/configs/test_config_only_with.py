@@ -114,7 +114,7 @@ BUDGET = "[activation_checkpoint]\nmemory_budget = 0.25\n"
 )
 def test_a_key_in_vain_is_a_warning(files, words, message):
     loaded = load(inheriting(**files), words)
-    assert list(idle_keys(loaded.config)) == []
+    assert list(idle_keys(loaded.config, {})) == []
     if message is None:
         assert loaded.warnings == ()
     else:
@@ -270,6 +270,6 @@ def test_any_job_is_a_message_or_loads_back_equal(tmp_path, base, layers, more_b
     except ConfigError as error:
         assert not [line for line in str(error).split("\n") if not line.startswith(("above.toml", "below.toml"))]  # noqa: PT017
         return
-    assert not list(idle_keys(loaded.config))
+    assert not list(idle_keys(loaded.config, {}))
     (tmp_path / "resolved.toml").write_text(loaded.to_toml())
     assert load("resolved.toml").config == loaded.config

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,17 @@ from configs.errors import ConfigError, UserError
 from configs.layout import MeshSizes, named_axes
 from configs.load import load
 from configs.run_change import function_diff
-from configs.schema import Evaluation
 from scripts import checkpoint, data, plan, runs
 from tests.conftest import ROOT
 from tests.end_to_end.launch import launch_here
-from trainer.evaluation.tasks import find_tasks, named_nowhere
 
 TINY = str(ROOT / "tests/end_to_end/tiny.toml")
 SOURCES = "--data.sources"
 EXPERTS = ["--model.n_experts", "4"]
-EXPORT = ["--checkpoint.interval", "1", "--checkpoint.export_every", "1"]
+EXPORT = [
+    *("--checkpoint.interval", "1", "--checkpoint.after_save"),
+    '[{name = "export", command = "keel export {checkpoint} {output}/model", every = 1}]',
+]
 
 
 def refused(*words):
@@ -55,8 +55,11 @@ def refused(*words):
             "factor must be a number >= 1",
         ),
         (["--data.document_mask", "true", "--data.sources.0.document_length", "1"], "have no token to predict"),
-        ([*EXPERTS, "--model.n_shared_experts", "1", *EXPORT], "n_shared_experts is 1, not 0; leave export_every out"),
-        ([*EXPERTS, "--model.router.load_balance", "bias", *EXPORT], "Mixtral's router has no bias"),
+        ([*EXPERTS, "--model.n_shared_experts", "1", *EXPORT], "n_shared_experts is 1, not 0"),
+        (
+            [*EXPERTS, "--model.router.load_balance", "bias", *EXPORT],
+            "router.load_balance is 'bias', not 'auxiliary_loss' or 'none'",
+        ),
         ([*EXPERTS, "--model.router.scoring", "sigmoid", *EXPORT], "router.scoring is 'sigmoid', not 'softmax'"),
         (["--model.n_heads", "5", "--model.n_kv_heads", "5", "--model.head_dim", "8", *EXPORT], "not a multiple of"),
     ],
@@ -70,7 +73,7 @@ def test_an_unknown_key_is_not_taken_for_a_table():
 
 
 def test_exports_that_are_possible_are_accepted():
-    assert load(TINY, EXPORT).config.checkpoint.export_every == 1
+    assert load(TINY, EXPORT).config.checkpoint.after_save[0].name == "export"
     assert load(TINY, [*EXPERTS, *EXPORT]).config.model.n_experts == 4
 
 
@@ -225,20 +228,6 @@ def test_runs_are_listed_with_their_last_metrics(tmp_path, capsys, monkeypatch):
     ]
     assert runs.main([str(tmp_path / "other")]) == 1
     assert "no runs here" in capsys.readouterr().err
-
-
-def test_a_task_that_lm_eval_has_not_is_known_without_importing_it(tmp_path, monkeypatch):
-    (tmp_path / "lm_eval/tasks").mkdir(parents=True)
-    (tmp_path / "lm_eval/__init__.py").write_text("raise AssertionError('imported')")
-    (tmp_path / "lm_eval/tasks/some.yaml").write_text("task: hellaswag")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "lm_eval", raising=False)
-    with pytest.raises(UserError) as caught:
-        find_tasks(Evaluation(tasks=["hellaswag", "hellaswog"]))
-    assert str(caught.value) == (
-        "lm-eval has no task hellaswog; lm-eval ls tasks lists its own; --task-folder FOLDER has your own"
-    )
-    assert named_nowhere(["hellaswag", "mine"], [tmp_path]) == ["mine"]
 
 
 def test_a_run_folder_that_cannot_be_written_is_one_message(tmp_path, monkeypatch, capsys):

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
+from configs.architectures.llama import head_dim
 from configs.errors import ConfigError
-from configs.layout import head_dim, layer_matrices
+from configs.layout import layer_matrices
 from configs.load import load
 from configs.schema import ActivationCheckpoint, Mesh, Pipeline
 from configs.stages import layers_of_stages, n_stages, rank_of_stage, stages_of_rank

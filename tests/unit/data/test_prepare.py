@@ -244,29 +244,6 @@ def test_text_that_is_only_touched_or_gone_is_no_change(corpus, tmp_path):
     assert "is gone" in said[0]
 
 
-def test_a_folder_of_an_earlier_keel_is_accepted_and_its_inputs_recorded(corpus, tmp_path):
-    copy = copy_of(corpus, tmp_path)
-    run(copy, tmp_path / "out")
-    (tmp_path / "out" / "inputs.jsonl").unlink()
-    path = tmp_path / "out" / "prepare.json"
-    record = json.loads(path.read_text())
-    old = ("settings", "train", "validation", "empty_documents", "bad_files", "read_from")
-    record = {key: record[key] for key in old}
-    for key in ("separator", "drop_duplicates", "pack"):
-        del record["settings"][key]
-    path.write_text(json.dumps(record))
-    said = []
-    for _ in range(2):
-        assert run(copy, tmp_path / "out", say=said.append) == record
-    assert len(said) == 1
-    assert "prepared by an earlier Keel" in said[0]
-    with pytest.raises(UserError, match="separator: '' then, 'x' now"):
-        run(copy, tmp_path / "out", separator="x")
-    add(copy / "text")
-    with pytest.raises(UserError, match="added"):
-        run(copy, tmp_path / "out")
-
-
 def test_after_a_failure_the_corrected_command_starts_again(corpus, tmp_path, capsys):
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text('{"content": "some text"}\n' * 9)

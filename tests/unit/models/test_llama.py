@@ -1,10 +1,13 @@
-"""The model against Hugging Face's LlamaForCausalLM, and its parts against brute force."""
+"""The model against Hugging Face's LlamaForCausalLM and Qwen3ForCausalLM, and its parts against brute force."""
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from configs.schema import Model, RopeScaling
+from configs.architectures.llama import RopeScaling
+from configs.schema import Model
 from models import build_model
 from models.documents import Documents
 from models.llama import document_mask
@@ -65,6 +68,50 @@ def test_logits_are_those_of_transformers(change):
         difference = (ours(tokens) - expected).abs().max()
     assert expected.abs().max() > 1
     assert difference <= 1e-5
+
+
+def rms_norm(self, x):
+    """Qwen3RMSNorm without its cast to float32."""
+    return self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_qk_norm_is_qwen3s_in_loss_and_gradients(monkeypatch, tied):
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", rms_norm)
+    config = Model(**SHAPE, head_dim=24, qk_norm="head", tie_embeddings=tied, rope_theta=1e6, norm_eps=1e-3)
+    theirs = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=512,
+            hidden_size=64,
+            intermediate_size=176,
+            num_hidden_layers=3,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=24,
+            rms_norm_eps=1e-3,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            tie_word_embeddings=tied,
+        )
+    ).double()
+    torch.manual_seed(0)
+    ours = build_model(config).double()
+    ours.rotary.init_buffers()  # angles in float32, as in transformers
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.normal_(std=0.1).add_(parameter.ndim == 1)
+    state = {name if name.startswith("lm_head") else f"model.{name}": p for name, p in ours.state_dict().items()}
+    assert theirs.load_state_dict(state).missing_keys == []
+    tokens, targets = torch.randint(0, 512, (2, 2, 64))
+    losses = [
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()) for logits in (ours(tokens), theirs(tokens).logits)
+    ]
+    torch.testing.assert_close(*losses, rtol=1e-10, atol=0)
+    for loss in losses:
+        loss.backward()
+    gradients = {name.removeprefix("model."): p.grad for name, p in theirs.named_parameters()}
+    assert gradients["layers.1.self_attn.q_norm.weight"].abs().min() > 0
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-8, atol=1e-10)
 
 
 def test_documents_do_not_see_each_other():

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from configs.schema import Model, Router
+from configs.architectures.llama import Router
+from configs.schema import Model
 from models.grouped_mm import grouped_mm
 from models.llama import Llama
 from models.moe import MixtureOfExperts

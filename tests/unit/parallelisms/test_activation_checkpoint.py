@@ -301,6 +301,7 @@ def compiled_saved_bytes(settings: dict) -> int:
     return sum(kept.values())
 
 
+@pytest.mark.slow
 def test_modes_order_the_memory_of_compiled_blocks():
     modes = [{"mode": "full"}, {"mode": "selective", "save_every_nth_matmul": 2}, {"mode": "selective"}, {}]
     sizes = [compiled_saved_bytes(settings) for settings in modes]
@@ -331,6 +332,7 @@ def test_budget_does_not_change_the_values():
     assert plain_backward_flops() < count.flops < plain_backward_flops() + added_flops("q k v o gate up", 4)
 
 
+@pytest.mark.slow
 def test_works_with_the_default_backend():
     torch._dynamo.reset()
     model = build({"mode": "selective", "save_every_nth_matmul": 2})

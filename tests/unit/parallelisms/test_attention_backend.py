@@ -43,6 +43,7 @@ def test_the_kernel_that_is_named_is_used_whatever_torch_would_take():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_one_graph_serves_all_compiled_blocks():
     expected = loss_and_gradients("flash2", dtype=torch.float32)
     torch._dynamo.reset()
@@ -86,6 +87,7 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(backend):
         attention_kernel(load("llama_1b.toml", words).config, CPU)
 
 
+@pytest.mark.slow
 def test_a_run_says_its_kernel_and_may_change_it(tmp_path, capsys):
     assert launch_here(tmp_path / "auto") == 0
     assert "torch's kernel for CPUs" in capsys.readouterr().out

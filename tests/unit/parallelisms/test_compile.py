@@ -2,10 +2,8 @@
 
 from functools import partial
 
-import pytest
 import torch
 
-from configs.errors import ConfigError
 from configs.schema import Compile, Model
 from models import build_model
 from parallelisms import compile as compiling
@@ -42,24 +40,6 @@ def test_each_block_may_have_other_frozen_parameters(monkeypatch):
     assert len(graphs) == 2 * SHAPE.n_layers
 
 
-def test_the_options_of_a_mode_and_those_of_the_job():
+def test_the_options_of_a_mode():
     assert compiler_options(Compile()) == {}
     assert compiler_options(Compile(mode="reduce-overhead")) == {"triton.cudagraphs": True}
-    assert compiler_options(Compile(options={"cpp": {"threads": 2}, "max-autotune": True})) == {
-        "cpp.threads": 2,
-        "max-autotune": True,
-    }
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_autotun": True}, r'no compiler option "max_autotun"; did you mean "max_autotune"\?'),
-        ({"cpp.thread": 2}, r'did you mean "cpp.threads"\?'),
-        ({"quite_different": 2}, r"torch._inductor.list_options\(\) lists them"),
-        ({"max_autotune": 2}, "wrong type: .*max_autotune, got int should be bool"),
-    ],
-)
-def test_an_option_that_the_compiler_does_not_have(options, message):
-    with pytest.raises(ConfigError, match=message):
-        compiler_options(Compile(options=options))

@@ -229,6 +229,7 @@ def test_a_job_that_fits_without_copies_is_not_said_not_to_fit():
     assert does_not_fit(config, 1, 140 * GIB) == ""
 
 
+@pytest.mark.slow
 def test_a_limit_weighs_casts_against_recomputation():
     """More memory never costs more; there are limits under which each of both is the cheaper one."""
     config = job("llama_8b.toml", "--activation_checkpoint.memory_limit_gib", "1")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from checkpoint import manager as checkpoint_manager
+from checkpoint.reader import Description, Log
 from configs.layout import mesh_sizes
 from configs.load import load
 from parallelisms.mesh import allow_open_files, build_mesh
@@ -51,16 +52,7 @@ def test_a_rank_opens_few_connections(gloo_groups, monkeypatch, tmp_path, job, r
     try:
         mesh = build_mesh(sizes, torch.device("cuda"))
         assert mesh.tp.size() == sizes.tp
-        checkpoint_manager.CheckpointManager(
-            folder=tmp_path,
-            settings=config.checkpoint,
-            resolved={},
-            mesh={},
-            run_key_diff=lambda old, new: [],
-            allow_run_change=False,
-            log=str,
-            warn=str,
-        )
+        checkpoint_manager.CheckpointManager(tmp_path, config.checkpoint, Description({}, {}), Log())
         # The watch over the grace time, whose other collectives need real ranks.
         monkeypatch.setattr(grace, "on_rank_zero", lambda *_: "name")
         grace.Grace(None, 30, None, torch.device("cpu"), 600)
@@ -80,7 +72,7 @@ def test_nothing_else_makes_groups():
         for path in (root / folder).rglob("*.py")
     }
     assert {path: count for path, count in makes.items() if count} == {
-        "checkpoint/writer.py": 1,
+        "checkpoint/manager.py": 1,
         "trainer/guards/grace.py": 1,
     }
 
@@ -114,6 +106,7 @@ if dist.get_rank() == 0:
 """
 
 
+@pytest.mark.long  # what gloo does, whatever Keel does
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="connections are counted in /proc")
 def test_gloo_connects_only_ranks_that_speak_to_each_other():
     """Real ranks: 6 in a group would be 5 connections each, at once."""

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from configs.schema import Optimizer
-from parallelisms.exact_numbers import exact_grad_norm
-from parallelisms.exact_reduction import ExactReduction, PartialSums, _add_pairs
+from parallelisms.sums.exact import ExactSums
+from parallelisms.sums.fast import Sums
+from parallelisms.sums.tree import PartialSums, TreeReduction, _add_pairs
 from trainer.optimizers.build import build_optimizer
 
 
@@ -67,7 +68,7 @@ def test_the_norm_has_the_same_bits_for_any_rows_on_any_rank(seed, cuts, norm_ty
     whole = [values(31, 17, seed=seed), values(31, seed=seed + 10), values(31, 2, 5, seed=seed + 20)]
     bounds = [0, *sorted(cuts), 31]
     parts = [each[a:b] for each in whole for a, b in pairwise(bounds)]
-    found, cut = (exact_grad_norm(with_gradients(tensors), norm_type) for tensors in (whole, parts[::-1]))
+    found, cut = (ExactSums().grad_norm(with_gradients(tensors), norm_type) for tensors in (whole, parts[::-1]))
     assert found.equal(cut)
     flat = torch.cat([each.flatten() for each in whole]).double()
     assert found.item() == pytest.approx(torch.linalg.vector_norm(flat, norm_type).item(), rel=1e-6)
@@ -77,17 +78,19 @@ def test_the_norm_has_the_same_bits_for_any_rows_on_any_rank(seed, cuts, norm_ty
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_the_norm_of_small_and_large_gradients(dtype, size):
     gradient = (values(300, 70) * size).to(dtype)
-    found = exact_grad_norm(with_gradients([gradient, torch.zeros(3, dtype=dtype)]))
+    found = ExactSums().grad_norm(with_gradients([gradient, torch.zeros(3, dtype=dtype)]))
     bound = 1e-9 if dtype == torch.float64 else 1e-6
     assert found.item() == pytest.approx(gradient.double().norm().item(), rel=bound)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_the_norm_of_nothing_and_of_what_is_not_finite(norm_type):
-    assert exact_grad_norm(with_gradients([torch.zeros(3, 2), torch.zeros(0, 2)]), norm_type).item() == 0
-    assert exact_grad_norm([torch.nn.Parameter(torch.ones(2))], norm_type).item() == 0
-    assert exact_grad_norm(with_gradients([torch.tensor([[1.0, -math.inf]]), torch.ones(2)]), norm_type).isposinf()
-    assert exact_grad_norm(with_gradients([torch.tensor([math.nan, math.inf])]), norm_type).isnan()
+    assert ExactSums().grad_norm(with_gradients([torch.zeros(3, 2), torch.zeros(0, 2)]), norm_type).item() == 0
+    assert ExactSums().grad_norm([torch.nn.Parameter(torch.ones(2))], norm_type).item() == 0
+    assert (
+        ExactSums().grad_norm(with_gradients([torch.tensor([[1.0, -math.inf]]), torch.ones(2)]), norm_type).isposinf()
+    )
+    assert ExactSums().grad_norm(with_gradients([torch.tensor([math.nan, math.inf])]), norm_type).isnan()
 
 
 def with_gradients(tensors: list[Tensor]) -> list[torch.nn.Parameter]:
@@ -117,7 +120,7 @@ def updated(weights: Tensor, gradients: list[Tensor], bounds: list[int], divisor
     """Weights and moments after AdamW has updated each part separately, each in its own memory; it skips some."""
     parts = [slice(a, b) for a, b in pairwise(bounds)]
     named = [(f"{part}", torch.nn.Parameter(weights[part].clone()[None])) for part in parts]
-    optimizer = build_optimizer(Optimizer(lr=1e-2), named, exact=True)
+    optimizer = build_optimizer(Optimizer(lr=1e-2), named, sums=ExactSums())
     for step, gradient in enumerate(gradients):
         for (_, parameter), part in zip(named, parts, strict=True):
             parameter.grad = gradient[part].clone()[None]
@@ -155,6 +158,7 @@ for case in range(36):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
 def test_an_exact_adamw_has_the_same_bits_in_vectors_of_any_size_on_any_number_of_threads(capability):
     """Brute force, as if on other processors."""
@@ -177,15 +181,15 @@ def test_the_exact_adamw_follows_the_fused_kernel_where_that_is_vectorized():
     """A tensor of whole vectors has the bits that torch's kernel gives it; so have the gradients, which it divides."""
     start, gradient = values(64), values(64, seed=1)
     found = []
-    for is_exact in (True, False):
+    for sums in (ExactSums(), Sums()):
         parameter = torch.nn.Parameter(start.clone())
-        optimizer = build_optimizer(Optimizer(lr=1e-2), [("w", parameter)], exact=is_exact)
+        optimizer = build_optimizer(Optimizer(lr=1e-2), [("w", parameter)], sums=sums)
         parameter.grad = gradient.clone()
         optimizer.step(divisor=torch.tensor(1.7))
         found.append((parameter.detach(), parameter.grad, optimizer.state[parameter]["exp_avg_sq"]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     short = torch.nn.Parameter(start[:5].clone())
-    optimizer = build_optimizer(Optimizer(lr=1e-2), [("w", short)], exact=True)
+    optimizer = build_optimizer(Optimizer(lr=1e-2), [("w", short)], sums=ExactSums())
     short.grad = gradient[:5].clone()
     optimizer.step(divisor=torch.tensor(1.7))
     assert torch.equal(short.detach(), found[0][0][:5])
@@ -197,7 +201,7 @@ def test_a_rank_without_fsdp_adds_its_micro_batches_in_the_tree(n, seed):
     """Of a tied parameter, too; and one that is frozen has no gradient."""
     first, frozen = torch.nn.Linear(5, 3, bias=False), torch.nn.Linear(3, 5, bias=False)
     model = torch.nn.Sequential(first, frozen, first)
-    reduction = ExactReduction(model)
+    reduction = TreeReduction(model)
     frozen.weight.requires_grad_(False)
     inputs = values(2, n, 4, 5, seed=seed)
     for of_step in inputs:

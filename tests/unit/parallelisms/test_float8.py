@@ -14,6 +14,7 @@ from configs.run_change import run_key_diff
 from configs.schema import Float8, further_run_keys, is_run_key
 from models import build_model
 from parallelisms.float8 import apply_float8, check_float8, choice_of
+from scripts import export_hf
 from scripts.parity_float8 import E4M3, E5M2, in_8_bits, to_format
 from tests.end_to_end.launch import curve, launch_here
 from trainer.planning.float8 import float8_products
@@ -186,7 +187,7 @@ def test_one_layer_has_the_second_implementations_bits(torchao, recipe, dtype):
 
 
 def test_a_run_in_8_bits_is_said_resumed_and_exported_in_full_precision(torchao, tmp_path, capsys):
-    words = (*EMULATED, "--checkpoint.interval", "10", "--checkpoint.export_every", "10", "--training.steps")
+    words = (*EMULATED, "--checkpoint.interval", "10", "--training.steps")
     assert launch_here(tmp_path / "whole", *words, "20") == 0
     assert "14 of the blocks' 14 matrices; one scale for a tensor; emulated, slowly" in " ".join(
         capsys.readouterr().out.replace("│", " ").split()
@@ -201,8 +202,8 @@ def test_a_run_in_8_bits_is_said_resumed_and_exported_in_full_precision(torchao,
     assert 'float8.recipe: "tensorwise" -> "none"' in capsys.readouterr().err
     from safetensors.torch import load_file
 
-    exports = sorted((tmp_path / "stopped" / "run" / "exports").glob("*/model*.safetensors"))
-    weights = load_file(exports[0])
+    assert export_hf.main([str(tmp_path / "stopped" / "run"), str(tmp_path / "hf"), "--tokenizer", "none"]) == 0
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(weight.dtype == torch.float32 for weight in weights.values())
     assert "model.layers.0.mlp.up_proj.weight" in weights
 

@@ -14,7 +14,7 @@ from parallelisms.ranks import error_as_json, error_of, gather, on_rank_zero
 from tests.conftest import ROOT
 
 HARMLESS = {
-    "checkpoint/tensor_stream.py": "writes the index of torch's format",
+    "checkpoint/index.py": "writes the index of torch's format",
     "parallelisms/torch_internals.py": "reads this process's own memory: torch's flight recorder returns a pickle",
 }
 """Files of the product that may name pickle, and why."""

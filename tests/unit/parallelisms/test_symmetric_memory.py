@@ -4,24 +4,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
-from configs.errors import ConfigError
 from configs.load import load
 from parallelisms import symmetric_memory
-from parallelisms.symmetric_memory import async_tp_is_off, fast_paths, fsdp_buffers_are_off, set_fsdp_buffers
-from tests.end_to_end.launch import curve, launch_here
+from parallelisms.symmetric_memory import async_tp_is_off, fast_paths
 
 ASYNC_TP = ("--comm.async_tp", "true")
-HAS_SYMMETRIC = hasattr(FSDPModule, "set_symm_mem_for_comm")
 
 
 def config(*words):
     return load("llama_1b.toml", words, 1).config
 
 
-def mesh(tp=2, fsdp_shard=2, device="cuda"):
-    sizes = SimpleNamespace(tp=tp, fsdp_shard=fsdp_shard)
+def mesh(tp=2, device="cuda"):
+    sizes = SimpleNamespace(tp=tp)
     return SimpleNamespace(sizes=sizes, device=torch.device(device), tp=SimpleNamespace(get_group=lambda: None))
 
 
@@ -59,56 +55,7 @@ def test_and_off_with_the_reason_elsewhere(two_gpus):
     assert async_tp_is_off(job, mesh()) == "GPU 0 of a cannot reach the memory of GPU 1"
 
 
-@pytest.mark.parametrize("buffers", ["registered", "symmetric", "copy_engine"])
-def test_fsdps_buffers(buffers, monkeypatch):
-    monkeypatch.setenv("NCCL_CTA_POLICY", "")
-    monkeypatch.delenv("NCCL_CTA_POLICY")
-    job = config("--comm.fsdp_buffers", buffers)
-    assert fsdp_buffers_are_off(job, mesh(device="cpu")) == "this run is on CPUs"
-    assert fsdp_buffers_are_off(job, mesh(fsdp_shard=1)) == "FSDP shards over one rank"
-    reason = fsdp_buffers_are_off(job, mesh())
-    if buffers != "registered" and not HAS_SYMMETRIC:
-        assert reason.startswith("torch 2.11")
-        return
-    assert reason is None
-    called = []
-    module = SimpleNamespace(
-        set_allocate_memory_from_process_group_for_comm=lambda on: called.append(on),
-        set_symm_mem_for_comm=lambda: called.append("symmetric"),
-    )
-    monkeypatch.setattr(symmetric_memory, "fsdp_modules", lambda _: [module])
-    set_fsdp_buffers([torch.nn.Linear(1, 1)], job, mesh())
-    assert called == [True if buffers == "registered" else "symmetric"]
-    import os
-
-    assert os.environ.get("NCCL_CTA_POLICY") == ("2" if buffers == "copy_engine" else None)
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("--comm.fsdp_buffers", "symmetric", *ASYNC_TP), 'set fsdp_buffers = "registered", or async_tp = false'),
-        (("--comm.fsdp_buffers", "registered", "--training.reduction", "exact"), 'training.reduction "exact" replaces'),
-    ],
-)
-def test_what_contradicts_the_job_is_refused(words, reason):
-    with pytest.raises(ConfigError) as error:
-        config(*words)
-    assert reason in " ".join(str(error.value).split())
-
-
-def test_the_same_file_runs_on_a_laptop_and_says_what_is_off(tmp_path, capsys):
-    assert launch_here(tmp_path / "plain", "--training.steps", "3") == 0
-    capsys.readouterr()
-    assert launch_here(tmp_path / "asks", "--training.steps", "3", "--comm.fsdp_buffers", "copy_engine") == 0
-    assert "copy_engine buffers of FSDP: off, this run is on CPUs" in " ".join(capsys.readouterr().out.split())
-    assert curve(tmp_path / "asks" / "run") == curve(tmp_path / "plain" / "run")
-
-
 def test_nothing_is_said_of_what_nobody_asked_for():
     assert fast_paths(config(), mesh(device="cpu")) == ""
-    said = fast_paths(config(*ASYNC_TP, "--comm.fsdp_buffers", "registered"), mesh(device="cpu"))
-    assert said.splitlines() == [
-        "asynchronous tensor parallelism: off, this run is on CPUs",
-        "registered buffers of FSDP: off, this run is on CPUs",
-    ]
+    said = fast_paths(config(*ASYNC_TP), mesh(device="cpu"))
+    assert said == "asynchronous tensor parallelism: off, this run is on CPUs"

@@ -159,6 +159,7 @@ def test_process_groups_have_a_timeout_a_count_and_a_record_of_their_collectives
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_listening_begins_and_ends_beside_a_thread_that_issues_collectives(ranks):
     """As the writer of checkpoints does amid guarded steps. Kernels that come and go lead it to another operator's."""
     assert ranks(1, broadcasts_in_a_thread, 3.0) == [[]]

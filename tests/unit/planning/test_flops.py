@@ -41,16 +41,16 @@ FIRST_BLOCKS = ("embed_tokens.*", "layers.0.*", "layers.1.*")
     [
         ("embed_tokens.*",),
         FIRST_BLOCKS,
-        (*FIRST_BLOCKS, "layers.2.input_layernorm.*", "layers.2.self_attn.[qkv]_proj.*"),
+        (*FIRST_BLOCKS, "layers.2.input_layernorm.*", "layers.2.self_attn.[qkv]_*"),
         (*FIRST_BLOCKS, "layers.2.input_layernorm.*", "layers.2.self_attn.*", "layers.2.post*", "layers.2.mlp.up*"),
         ("layers.*", "norm.*"),
         ("embed_tokens.*", "layers.*"),
         ("lm_head.*", "*.mlp.*"),
     ],
 )
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_is_frozen_is_not_counted(patterns, tied):
-    config, seq_len = Model(**TOY, tie_embeddings=tied), 8
+@pytest.mark.parametrize("keys", [{}, {"tie_embeddings": True}, {"qk_norm": "head"}], ids=str)
+def test_what_is_frozen_is_not_counted(patterns, keys):
+    config, seq_len = Model(**TOY, **keys), 8
     model = build_model(config)
     names = [name for name, _ in model.named_parameters()]
     frozen = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}

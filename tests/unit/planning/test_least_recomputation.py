@@ -81,11 +81,12 @@ def test_every_kind_of_answer_is_among_those_limits():
     assert len(kinds) == 7, kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "words"),
     [
-        ("mixtral_8x7b.toml", 64, ("--compile.enable", "false")),
-        ("deepseek_moe_16b.toml", 32, ()),
+        pytest.param("mixtral_8x7b.toml", 64, ("--compile.enable", "false"), marks=pytest.mark.slow),
+        pytest.param("deepseek_moe_16b.toml", 32, (), marks=pytest.mark.slow),
         ("llama_8b.toml", 8, ("--mesh.pp", "4", "--pipeline.split", "[9, 8, 8, 7]")),
         ("llama_8b.toml", 8, ("--mesh.pp", "4", "--pipeline.schedule", "interleaved_1f1b")),
         ("llama_8b.toml", 8, ("--mesh.pp", "2", "--pipeline.schedule", "zero_bubble_v", "--compile.enable", "false")),
@@ -105,6 +106,7 @@ def test_a_choice_can_be_built_on_any_model_and_mesh(name, ranks, words):
         apply_activation_checkpoint(build_model(config.model), choice.table)
 
 
+@pytest.mark.slow
 def test_each_stage_of_a_pipeline_recomputes_as_many_layers():
     config = job("llama_8b.toml", 8, "--mesh.pp", "4", "--pipeline.split", "[8, 8, 8, 8]")
     ends = [needed(config, 8, ActivationCheckpoint(mode=mode)) for mode in ("none", "full")]
@@ -135,11 +137,13 @@ def test_a_cpu_has_no_card(device, tmp_path, capsys):
     assert "is about a GPU's memory, and this run is on a CPU; set a number of GiB" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_card_gives_nine_tenths_of_its_memory():
     config = job("llama_7b.toml", 8, LIMIT, "device")
     assert planned_choice(config, 8, 80 * GIB).limit == int(72 * GIB) == int(SHARE_OF_A_CARD * 80 * GIB)
 
 
+@pytest.mark.slow
 def test_a_run_says_its_choice_trains_the_same_and_may_change_it(tmp_path, capsys):
     plain, limited = tmp_path / "plain", tmp_path / "limited"
     assert launch_here(plain) == 0
@@ -187,6 +191,7 @@ def test_validate_says_the_choice(limit, environment, expected, capsys):
     assert expected in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_train_py_says_it_with_torch_only_where_the_key_is_set():
     program = """
 import sys, train

@@ -68,6 +68,7 @@ def test_what_no_change_brings_in_needs_more_ranks():
     assert re.search(r"With (.* and )?[248] ranks \(now 1\) it would take about", said), said
 
 
+@pytest.mark.slow
 def test_and_a_gpu_may_be_too_small_for_any():
     assert "No change that Keel knows of" in does_not_fit(job("llama_8b.toml", 1), 1, 2 * GIB)
 

@@ -25,7 +25,7 @@ def run(tmp_path):
 def save(run, *steps, **settings):
     manager = make_manager(run / "checkpoints", **settings)
     manager.resume(state())
-    manager.begin_line()
+    manager.begin_lineage()
     for step in steps:
         scaled = {name: tensor * step for name, tensor in state().items()}
         manager.save(step, scaled, {"tokens": step * 100}, validation_loss=abs(step - 2.5))

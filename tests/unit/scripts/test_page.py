@@ -144,6 +144,7 @@ def test_results_of_an_evaluation_join_their_steps(tmp_path):
     assert "0.5000" in cells
 
 
+@pytest.mark.slow
 def test_a_long_run_gives_a_small_page_soon_with_every_extreme(tmp_path):
     n = 100_000
     losses = np.random.default_rng(0).normal(4, 0.05, n)

@@ -75,7 +75,11 @@ def test_from_the_initial_weights(recorded):
     assert "from the initial weights" in said
 
 
-@pytest.mark.parametrize("words", [(), ("--fsdp.reshard_after_forward", "always")], ids=["kept", "freed"])
+@pytest.mark.parametrize(
+    "words",
+    [(), pytest.param(("--fsdp.reshard_after_forward", "always"), marks=pytest.mark.slow)],
+    ids=["kept", "freed"],
+)
 def test_a_run_that_computes_with_copies_of_its_parameters(tmp_path, words):
     """On a single rank, in bfloat16: copies that are kept, and those that each pass makes anew, give the same bits."""
     mixed = ("--training.compute_dtype", "bfloat16", "--training.steps", "8")
@@ -123,7 +127,7 @@ def flip(monkeypatch, step: int, name: str, bit: int, element: int = 5) -> None:
     monkeypatch.setattr(Learner, "grad_norm", patched)
 
 
-@pytest.mark.parametrize("bit", [0, 22, 29])
+@pytest.mark.parametrize("bit", [pytest.param(0, marks=pytest.mark.slow), 22, pytest.param(29, marks=pytest.mark.slow)])
 def test_a_flipped_bit_is_named_by_step_and_parameter(bit, tmp_path, monkeypatch):
     """From the lowest bit of the mantissa, in a step that nothing samples, to one of the exponent."""
     name = "layers.1.mlp.down_proj.weight"
@@ -137,6 +141,7 @@ def test_a_flipped_bit_is_named_by_step_and_parameter(bit, tmp_path, monkeypatch
     assert f"the gradient of {name}" in said
 
 
+@pytest.mark.slow
 def test_random_steps_find_it(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         flip(patch, 13, "norm.weight", 3)
@@ -215,6 +220,7 @@ def test_a_changed_record(kind, expected, copy):
             said_by(replay, copy, 7)
 
 
+@pytest.mark.slow
 def test_an_exchanged_checkpoint_is_found(copy, tmp_path):
     """Of a run with the same run keys, whole in itself; with other keys, it is refused as that of another run."""
     assert launch_here(tmp_path, *JOB, "--training.steps", "5") == 0

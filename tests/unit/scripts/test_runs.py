@@ -38,7 +38,7 @@ def folder(tmp_path):
             *(f"checkpoints/step-0000000{n}/weights" for n in (1, 2, 3)),
             "checkpoints/step-00000004.tmp/weights",
             "checkpoints/abandoned-001/step-00000002/weights",
-            "exports/step-00000002/model.safetensors",
+            *("after_save/export/step-00000002/model.safetensors", "after_save/export/step-00000002.log"),
             "tensorboard/events.out.tfevents.1.host.2.0",
             "profile/step-00000002-rank-0.json.gz",
             "hangs/step-00000002/rank-0.txt",

@@ -25,6 +25,7 @@ def run_script(name, *words):
     )
 
 
+@pytest.mark.slow
 def test_a_plan_of_7b_over_8_ranks_takes_no_memory_for_it():
     done = run_script("plan.py", "--config", "llama_7b.toml", "--ranks", "8")
     assert done.returncode == 0, done.stderr
@@ -42,6 +43,7 @@ def test_a_plan_that_no_mesh_fits_is_refused():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_what_it_says(tmp_path):
     path = tmp_path / "speed.json"
     variants = ["--variants", "bare-eager,keel-eager", "--rounds", "2", "--steps", "1"]
@@ -71,6 +73,7 @@ def test_the_axes_are_measured_beside_one_process(tmp_path):
         assert f"{sum(each) / 2:.2f} ({min(each):.2f} to {max(each):.2f})" in line
 
 
+@pytest.mark.slow
 def test_a_mesh_that_the_job_does_not_fit_is_a_message_before_anything_runs():
     done = run_script("benchmark.py", "axes", *TINY)
     assert done.returncode == 78
@@ -132,6 +135,7 @@ def run_peers(*words):
     return subprocess.run([sys.executable, "-m", "tests.peers", *words], cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_keel_and_the_bare_loop_take_turns_as_processes(tmp_path):
     path = tmp_path / "peers.json"
     words = ["--modes", "eager", "--rounds", "3", "--steps", "1", "--json", str(path), *TINY]
@@ -149,6 +153,7 @@ def test_keel_and_the_bare_loop_take_turns_as_processes(tmp_path):
     assert done.stdout.splitlines()[1].startswith("bare-eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

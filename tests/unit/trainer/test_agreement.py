@@ -1,5 +1,6 @@
 """What ranks that differ are told, at any number of them, and what is compared."""
 
+import pytest
 import torch.distributed as dist
 
 from configs.errors import SHOWN, UserError
@@ -22,6 +23,7 @@ def compared(facts_of_rank: list[dict[str, str]]) -> tuple[str, list[str]]:
     return agreement._message("do this", differing) if differing else "", issued
 
 
+@pytest.mark.slow
 def test_ranks_that_agree_need_one_gather_of_a_few_bytes(ranks):
     facts = {"a": "1", "b": "2"}
     assert ranks(4, compared, [facts, dict(reversed(facts.items())), facts, facts]) == [("", ["all_gather"])] * 4

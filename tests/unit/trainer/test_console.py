@@ -261,6 +261,7 @@ def test_failed_work_is_not_said_to_be_done(streams):
     assert "done" not in streams[0].getvalue()
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_bar_and_ends_with_the_plain_rows():
     program = (
         "from tests.unit.trainer.test_console import metrics\n"

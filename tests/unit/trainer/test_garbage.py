@@ -6,6 +6,8 @@ import pytest
 
 from trainer.guards.garbage import Garbage
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def collections():

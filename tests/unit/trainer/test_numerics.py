@@ -67,6 +67,7 @@ print(torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.cudnn_sd
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

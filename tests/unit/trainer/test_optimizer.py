@@ -9,6 +9,8 @@ from torch.nn import Parameter
 
 from configs.errors import ConfigError
 from configs.schema import Optimizer, ParameterGroup
+from parallelisms.sums.exact import ExactSums
+from parallelisms.sums.fast import Sums
 from trainer.optimizers import adamw
 from trainer.optimizers.build import build_optimizer, frozen_until, optimizer_state, saved_weights, set_lr
 
@@ -257,22 +259,22 @@ def test_which_kernel_updates(monkeypatch):
     plain, by_torch = Optimizer(lr=1.0), Optimizer(lr=1.0, kernel="torch")
     rounded_by_torch = ROUNDED.model_copy(update={"kernel": "torch"})
     cases = [  # config, device, type, exact reductions, kernel
-        (plain, "cuda", torch.float32, False, "keel"),
+        (plain, "cuda", torch.float32, Sums(), "keel"),
         (plain, "cuda", torch.float32, True, "keel"),
-        (plain, "cuda", torch.bfloat16, False, "torch"),
-        (plain, "cuda", torch.float64, False, "torch"),
-        (plain, "cpu", torch.float32, False, "torch"),
-        (plain, "cpu", torch.float32, True, "padded"),
-        (by_torch, "cuda", torch.float32, False, "torch"),
-        (ROUNDED, "cuda", torch.float32, False, "keel"),
-        (ROUNDED, "cpu", torch.float32, False, "separate"),
-        (rounded_by_torch, "cuda", torch.float32, False, "separate"),
+        (plain, "cuda", torch.bfloat16, Sums(), "torch"),
+        (plain, "cuda", torch.float64, Sums(), "torch"),
+        (plain, "cpu", torch.float32, Sums(), "torch"),
+        (plain, "cpu", torch.float32, ExactSums(), "padded"),
+        (by_torch, "cuda", torch.float32, Sums(), "torch"),
+        (ROUNDED, "cuda", torch.float32, Sums(), "keel"),
+        (ROUNDED, "cpu", torch.float32, Sums(), "separate"),
+        (rounded_by_torch, "cuda", torch.float32, Sums(), "separate"),
     ]
     for config, *where, expected in cases:
         assert adamw.kernel_of_adamw(config, *where) == expected
     monkeypatch.setattr(adamw, "_has_triton", lambda: False)
-    assert adamw.kernel_of_adamw(plain, "cuda", torch.float32, False) == "torch"
-    assert adamw.kernel_of_adamw(ROUNDED, "cuda", torch.float32, False) == "separate"
+    assert adamw.kernel_of_adamw(plain, "cuda", torch.float32, Sums()) == "torch"
+    assert adamw.kernel_of_adamw(ROUNDED, "cuda", torch.float32, Sums()) == "separate"
 
 
 def test_lr_scale_stays_with_the_group():

@@ -40,18 +40,18 @@ def names(trace):
 
 
 def test_the_trace_holds_exactly_its_steps(tmp_path):
-    profiler = StepProfiler(config(start_step=3, steps=2), tmp_path, rank=1, device_type="cpu")
-    traces = run(profiler, range(1, 7))
+    profiler = StepProfiler(config(start_step=3), tmp_path, rank=1, device_type="cpu")
+    traces = run(profiler, range(1, 8))
     expected = tmp_path / "profile" / "step-00000003-rank-1.json.gz"
-    assert traces == [None, None, None, None, expected, None]
+    assert traces == [None, None, None, None, None, expected, None]
     found = names(expected)
-    assert {name for name in found if name.startswith("this is")} == {"this is step 3", "this is step 4"}
+    assert {name for name in found if name.startswith("this is")} == {f"this is step {step}" for step in (3, 4, 5)}
     assert "aten::mm" in found
     assert profiler.finish() is None
 
 
 def test_a_run_that_ends_earlier_writes_what_there_is(tmp_path):
-    profiler = StepProfiler(config(start_step=2, steps=10), tmp_path, rank=0, device_type="cpu")
+    profiler = StepProfiler(config(start_step=2), tmp_path, rank=0, device_type="cpu")
     assert run(profiler, [1, 2]) == [None, None]
     assert "this is step 2" in names(profiler.finish())
 
@@ -83,7 +83,7 @@ def test_a_memory_snapshot_lies_beside_the_trace(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **settings: calls.append(settings))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(path))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    profiler = StepProfiler(config(start_step=2, steps=1, memory_snapshot=True), tmp_path, 0, device_type="cuda")
-    run(profiler, [1, 2, 3])
+    profiler = StepProfiler(config(start_step=2, memory_snapshot=True), tmp_path, 0, device_type="cuda")
+    run(profiler, range(1, 6))
     snapshot = str(tmp_path / "profile" / "step-00000002-rank-0.memory.pickle")
     assert calls == [{"max_entries": 200_000}, snapshot, {"enabled": None}]

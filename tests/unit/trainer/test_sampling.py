@@ -1,5 +1,7 @@
 """Drawing tokens, the cache of keys and values, and text as its tokens arrive, each against a reference."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tokenizers
@@ -7,15 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.architectures.llama import Router
 from configs.errors import UserError
-from configs.schema import Model, Router
+from configs.schema import Model
 from models import build_model
+from scripts.sampling.cache import CachedModel
+from scripts.sampling.generate import generate
+from scripts.sampling.stream import TextStream
 from tests.unit.hf_support import TINY, make_model
 from trainer.data.tokenizer import load_tokenizer, train_sentencepiece
-from trainer.sampling.cache import CachedModel
 from trainer.sampling.draw import NOT_FINITE, Distribution, draw, generators, probabilities
-from trainer.sampling.generate import generate
-from trainer.sampling.text import TextStream, prompt_tokens
+from trainer.sampling.text import prompt_tokens
 
 CPU = torch.device("cpu")
 MODELS = TINY | {
@@ -93,6 +97,15 @@ def test_logits_that_are_not_finite_give_no_token(temperature, value):
     logits = torch.zeros(3, 10)
     logits[1, 4] = value
     assert draw(logits, Distribution(temperature), [0.0] * 3).tolist() == [0, NOT_FINITE, 0]
+
+
+@pytest.mark.parametrize("distribution", [Distribution(0), Distribution(), Distribution(2.0, 3, 0.9)])
+def test_padding_of_the_vocabulary_is_never_drawn(distribution):
+    logits = torch.randn(50, 12, generator=torch.Generator().manual_seed(3))
+    padded = torch.cat((logits, torch.full((50, 4), 9.0)), dim=1)
+    numbers = generators(5, 1)[0].random(50).tolist()
+    drawn = draw(padded, replace(distribution, vocab_size=12), numbers)
+    assert drawn.tolist() == draw(logits, distribution, numbers).tolist()
 
 
 def test_a_generators_numbers_depend_on_seed_place_and_key_alone():

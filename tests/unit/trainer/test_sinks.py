@@ -17,8 +17,8 @@ from configs.errors import UserError
 from configs.schema import Metrics
 from tests.conftest import ROOT
 from tests.unit.trainer.test_metrics import metrics
-from trainer.evaluation.results import recorded, unrecorded, write_result
 from trainer.guards.outages import Outages
+from trainer.report.evaluations import recorded, unrecorded, write_result
 from trainer.report.metrics import EvaluationMetrics, MetricsLog
 from trainer.report.sinks import worker
 from trainer.report.sinks.choose import choose_sinks
@@ -348,6 +348,7 @@ def mlflow_curve(folder, key="train/loss"):
     return [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, key)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "curve"), [("wandb", wandb_curve), ("mlflow", mlflow_curve)])
 def test_a_service_has_every_step_once_after_stops_kills_and_going_back(tmp_path, name, curve):
     pytest.importorskip(name, reason=f"{name} is not installed")
@@ -361,6 +362,7 @@ def test_a_service_has_every_step_once_after_stops_kills_and_going_back(tmp_path
     assert curve(tmp_path, "evaluation/arc/acc") == [(10, 8.0), (30, 4.0), (40, 2.0), (50, 1.0)]
 
 
+@pytest.mark.slow
 def test_a_run_writes_to_all_of_them(tmp_path, monkeypatch):
     """A run of eight steps, which then goes back to step 4: everyone has each step once, with the run's own losses."""
     pytest.importorskip("wandb", reason="the extra wandb is not installed")

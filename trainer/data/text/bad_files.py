@@ -1,7 +1,7 @@
 """What of an input was not read: unreadable parts, counted against a limit, and files that are not text, counted."""
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from configs.errors import UserError
 
@@ -12,6 +12,14 @@ PATIENCE = 100
 HIDDEN = "hidden files and folders, and __pycache__"
 BINARY = "binary files (they contain a NUL byte)"
 LINKED = "folders that a link leads to a second time"
+
+
+def skipped_lines(summary: Mapping[str, dict[str, Any]]) -> list[str]:
+    """A line for each reason for which files were skipped."""
+    return [
+        f"skipped: {found['count']:,} {reason}" + ": " * bool(found["first"]) + ", ".join(found["first"][:3])
+        for reason, found in summary.items()
+    ]
 
 
 class BadFiles:
@@ -26,10 +34,8 @@ class BadFiles:
         self.limit = limit
         self._patience = patience
         self.messages: list[str] = []
-        self.skipped: Counter[str] = Counter()
-        """Number of files and folders that were skipped because they are not text, by reason."""
-        self.examples: dict[str, list[str]] = {}
-        """The first files for each reason but HIDDEN."""
+        self.skipped: dict[str, list[str]] = {}
+        """The files and folders that were skipped because they are not text, by reason."""
 
     def add(self, message: str) -> None:
         """Count one more.
@@ -51,26 +57,25 @@ class BadFiles:
         self.check()
 
     def skip(self, reason: str, path: str) -> None:
-        """Count a file or folder that is skipped because it is not text."""
-        self.skipped[reason] += 1
-        if reason != HIDDEN and len(examples := self.examples.setdefault(reason, [])) < _SHOWN:
-            examples.append(path)
+        """Note a file or folder that is skipped because it is not text."""
+        self.skipped.setdefault(reason, []).append(path)
 
     def merge(self, other: "BadFiles") -> None:
         """Take over what another one has collected, without checking the limit."""
         self.messages += other.messages
-        self.skipped.update(other.skipped)
-        for reason, paths in other.examples.items():
-            examples = self.examples.setdefault(reason, [])
-            examples += paths[: _SHOWN - len(examples)]
+        for reason, paths in other.skipped.items():
+            self.skipped.setdefault(reason, []).extend(paths)
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """The number of skipped files for each reason, and the first of them; of hidden ones only the number."""
+        return {
+            reason: {"count": len(paths), "first": paths[: 0 if reason == HIDDEN else _SHOWN]}
+            for reason, paths in self.skipped.items()
+        }
 
     def described(self) -> list[str]:
         """A line for each reason for which files were skipped."""
-        examples = {reason: ", ".join(paths[:3]) for reason, paths in self.examples.items()}
-        return [
-            f"skipped: {count:,} {reason}" + (f": {examples[reason]}" if reason in examples else "")
-            for reason, count in self.skipped.items()
-        ]
+        return skipped_lines(self.summary())
 
     def check(self) -> None:
         """Raise UserError, which names them, if there are more than the limit."""

@@ -13,9 +13,17 @@ the input's documents.
 | any of them but `.parquet` and `.arrow` with `.gz`, `.zst` or `.bz2` | as without |
 | `hub:NAME` | the rows of a Hugging Face dataset, as of one commit (`hub`) |
 
-Lines are read here and not by `datasets`, which gives up a whole file for one bad line, and whose CSV reader takes the
-word "NA" for a missing text. A file with a NUL byte is binary: it is skipped and counted. Anything else that cannot be
-read as UTF-8 is named, and counted against a limit (`BadFiles`).
+Each reader gives a piece's records with their numbers; `read` takes the texts from them and names what has none, in
+one way for all formats. What cannot be read as UTF-8 text is counted against a limit (`BadFiles`). A file with a NUL
+byte is binary: it is skipped and counted.
+
+The package `datasets` reads the hub, saved datasets and .arrow files. It does not read the rest (measured with 5.2),
+since every bad record must be named, and nothing else lost with it:
+
+- .jsonl, .json: one bad line or record ends its file, and a list of objects takes 4 to 7 times as long.
+- .csv: a row with a field too many loses it, and one with a field too few gets "", both silently.
+- .parquet: a piece is a row group, and version 3.1 reads only whole files.
+- text: line ends change. .zst: a further package is needed.
 """
 
 import codecs
@@ -24,10 +32,10 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -99,18 +107,46 @@ def pieces(input: str, bad: BadFiles | None = None) -> list[Piece]:
 
 def read(piece: Piece, text_key: str, bad: BadFiles, separator: str = "") -> Iterator[str]:
     """The documents of a piece, in order; unreadable parts are added to `bad`."""
-    if piece.kind == "file":
-        yield from _read_file(piece, bad, separator)
+    path = piece.path
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        bad.add(f"{path}: not a regular file")  # reading a pipe or a device might never end
         return
-    readers: dict[str, Callable[[Piece, str, BadFiles], Iterator[str]]] = {
-        "jsonl": _read_jsonl,
-        "json": _read_json,
-        "csv": _read_csv,
-        "parquet": _read_parquet,
-        "arrow": _read_arrow,
-        "hub": _read_hub,
-    }
-    yield from readers[piece.kind](piece, text_key, bad)
+    # For a damaged file pyarrow and `datasets` raise a dozen types.
+    damage = Exception if piece.kind in ("parquet", "arrow") else (OSError, ValueError, csv.Error)
+    try:
+        if piece.kind == "file":
+            yield from _read_file(path, separator)
+            return
+        for number, record in _READERS[piece.kind](piece, text_key):
+            try:
+                text = _text_of(record, text_key)
+            except ValueError as error:
+                bad.add(f"{_place(piece, number)}: {error}")
+                continue
+            yield text
+    except UserError:
+        raise
+    except _IsBinary:
+        bad.skip(BINARY, path)
+    except damage as error:
+        bad.add(f"{path}: {_reason(error)}")
+
+
+_PLACES = {
+    "jsonl": "{path}:{number}",
+    "json": "{path}, record {number}",
+    "csv": "{path}:{number}",
+    "parquet": "{path}, row group {start}, row {number}",
+    "arrow": "{path}, row {number}",
+    "hub": HUB + "{path}, shard {start}, row {number}",
+}
+
+
+def _place(piece: Piece, number: int) -> str:
+    """Where a record is, for a message; `number` is what its reader gives with it."""
+    if piece.kind == "jsonl":
+        number = _line_number(piece.path, number)
+    return _PLACES[piece.kind].format(path=piece.path, start=piece.start, number=number)
 
 
 # ------------------------------------------------------------------------------------------- dividing into pieces
@@ -124,10 +160,13 @@ def file_pieces(path: Path) -> list[Piece]:
         starts = range(0, max(size, 1), PIECE_BYTES)
         stops = [*starts[1:], size]
         return [Piece("jsonl", str(path), a, b, b - a) for a, b in zip(starts, stops, strict=True)]
-    if kind == "parquet":
-        return _parquet_pieces(path, size)
-    if kind == "arrow":
-        return _arrow_pieces(path, size)
+    if kind in ("parquet", "arrow") and size:
+        try:
+            return _row_groups(path) if kind == "parquet" else _row_ranges(path, size)
+        except UserError:
+            raise
+        except Exception:  # for a damaged file pyarrow raises a dozen types; it is reported when it is read
+            pass
     return [Piece(kind, str(path), 0, size, size)]
 
 
@@ -161,23 +200,14 @@ def _has_json_lines(path: Path) -> bool:
         return False
 
 
-def _parquet_pieces(path: Path, size: int) -> list[Piece]:
-    parquet = import_package("pyarrow.parquet", f"{path}: .parquet files")
-    if not path.is_file():
-        return [Piece("parquet", str(path), 0, 1, size)]  # reported when it is read
-    try:
-        metadata = parquet.read_metadata(path)
-    except Exception:  # for a damaged file pyarrow raises a dozen types; it is reported when it is read
-        return [Piece("parquet", str(path), 0, 1, size)]
+def _row_groups(path: Path) -> list[Piece]:
+    metadata = import_package("pyarrow.parquet", f"{path}: .parquet files").read_metadata(path)
     sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
     return [Piece("parquet", str(path), i, i + 1, size) for i, size in enumerate(sizes)]
 
 
-def _arrow_pieces(path: Path, size: int) -> list[Piece]:
-    try:
-        n_rows = len(_open_arrow(str(path)))
-    except _NotReadable:
-        n_rows = 1  # reported when it is read
+def _row_ranges(path: Path, size: int) -> list[Piece]:
+    n_rows = len(_open_arrow(str(path)))
     n_pieces = max(1, min(n_rows, size // PIECE_BYTES))
     bounds = [n_rows * i // n_pieces for i in range(n_pieces + 1)]
     return [Piece("arrow", str(path), a, b, size // n_pieces) for a, b in pairwise(bounds)]
@@ -186,44 +216,45 @@ def _arrow_pieces(path: Path, size: int) -> list[Piece]:
 # ------------------------------------------------------------------------------------------- reading
 
 
-def _read_file(piece: Piece, bad: BadFiles, separator: str) -> Iterator[str]:
-    raw = _whole(piece.path, bad)
-    if raw is None:
-        return
+class _IsBinary(Exception):
+    """A file is not text."""
+
+
+def _read_file(path: str, separator: str) -> list[str]:
+    raw = _whole(path)
     if b"\0" in raw:
-        bad.skip(BINARY, piece.path)
-        return
-    text = _decoded(raw, piece.path, bad)
-    if text is not None:
-        yield from text.split(separator) if separator and _suffix(piece.path) == ".txt" else (text,)
+        raise _IsBinary
+    text = _decoded(raw)
+    return text.split(separator) if separator and _suffix(path) == ".txt" else [text]
 
 
-def _whole(path: str, bad: BadFiles) -> bytes | None:
-    """The content of a file that is one document, unpacked; None, and added to `bad`, if it can't be read."""
+def _whole(path: str) -> bytes:
+    """The content of a file that is one document, unpacked.
+
+    Raises:
+        OSError, ValueError: it can't be read.
+    """
+    if not _is_compressed(path):
+        return read_file(Path(path), MAX_TEXT_BYTES)  # bytes, so that line ends stay unchanged
+    most = max(64 << 20, MAX_GROWTH * os.path.getsize(path))
+    with _open(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(f"unpacks to more than {most:,} bytes")
+    return content
+
+
+def _decoded(raw: bytes) -> str:
+    """The text without a byte order mark.
+
+    Raises:
+        ValueError: it isn't UTF-8.
+    """
+    text = _without_mark(raw)
     try:
-        if not _is_compressed(path):
-            return read_file(Path(path), MAX_TEXT_BYTES)  # bytes, so that line ends stay unchanged
-        if not _is_regular(path, bad):
-            return None
-        most = max(64 << 20, MAX_GROWTH * os.path.getsize(path))
-        with _open(path) as file:
-            content = file.read(most + 1)
-        if len(content) > most:
-            raise OSError(f"unpacks to more than {most:,} bytes")
-        return content
-    except (OSError, ValueError) as error:
-        bad.add(f"{path}: {_reason(error)}")
-        return None
-
-
-def _decoded(raw: bytes, path: str, bad: BadFiles) -> str | None:
-    """The text without a byte order mark; None, and added to `bad`, if it isn't UTF-8."""
-    try:
-        return _without_mark(raw).decode()
+        return text.decode()
     except UnicodeDecodeError as error:
-        mark = len(raw) - len(_without_mark(raw))
-        bad.add(f"{path}: not UTF-8 at byte {error.start + mark}")
-        return None
+        raise ValueError(f"not UTF-8 at byte {len(raw) - len(text) + error.start}") from None
 
 
 def _open(path: str | Path) -> IO[bytes]:
@@ -243,38 +274,24 @@ def _without_mark(raw: bytes) -> bytes:
     return raw.removeprefix(codecs.BOM_UTF8)
 
 
-def _read_jsonl(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
-    if not _is_regular(piece.path, bad):
-        return
+def _read_jsonl(piece: Piece, text_key: str) -> Iterator[tuple[int, object]]:
+    """The values on the lines that begin in the piece, each with the byte where its line begins."""
     at = piece.start
     stop = sys.maxsize if _is_compressed(piece.path) else piece.stop
-    try:
-        with _open(piece.path) as file:
-            if piece.start:
-                file.seek(piece.start - 1)
-                at += _pass_line(file, piece.stop - piece.start + 1) - 1
-            while at < stop and (line := file.readline(MAX_LINE_BYTES + 1)):
-                begin = at
-                at = at + len(line)
-                if not line.strip():
-                    continue
-                try:
-                    if len(line) > MAX_LINE_BYTES:
-                        at += _pass_line(file, stop - at)
-                        raise ValueError(f"the line is longer than {MAX_LINE_BYTES:,} bytes")
-                    yield _text_of(_parse(line if begin else _without_mark(line)), text_key)
-                except ValueError as error:
-                    bad.add(f"{piece.path}:{_line_number(piece.path, begin)}: {error}")
-    except (OSError, ValueError) as error:
-        bad.add(f"{piece.path}: {_reason(error)}")
-
-
-def _is_regular(path: str, bad: BadFiles) -> bool:
-    """Whether a path that exists is a regular file; reading a pipe or a device might never end."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        bad.add(f"{path}: not a regular file")
-        return False
-    return True
+    with _open(piece.path) as file:
+        if piece.start:
+            file.seek(piece.start - 1)
+            at += _pass_line(file, piece.stop - piece.start + 1) - 1
+        while at < stop and (line := file.readline(MAX_LINE_BYTES + 1)):
+            begin = at
+            at += len(line)
+            if not line.strip():
+                continue
+            if len(line) > MAX_LINE_BYTES:
+                at += _pass_line(file, stop - at)
+                yield begin, ValueError(f"the line is longer than {MAX_LINE_BYTES:,} bytes")
+            else:
+                yield begin, _parse(line if begin else _without_mark(line))
 
 
 def _pass_line(file: IO[bytes], most: int) -> int:
@@ -289,86 +306,47 @@ def _pass_line(file: IO[bytes], most: int) -> int:
     return n_bytes
 
 
-def _read_json(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
+def _read_json(piece: Piece, text_key: str) -> Iterable[tuple[int, object]]:
     """The records of a list of objects, or of one object with the key; any other JSON is a text like other files."""
-    raw = _whole(piece.path, bad)
-    text = None if raw is None else _decoded(raw, piece.path, bad)
-    if text is None:
-        return
+    text = _decoded(_whole(piece.path))
     try:
         value = parse_json(text)
-    except ValueError as error:
+    except ValueError:
         if text.lstrip().startswith("[") and text.lstrip()[1:].lstrip().startswith("{"):
-            bad.add(f"{piece.path}: {error}")
-            return
+            raise
         value = None  # such as JSON with comments
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        for number, record in enumerate(value):
-            try:
-                yield _text_of(record, text_key)
-            except ValueError as error:
-                bad.add(f"{piece.path}, record {number}: {error}")
-    elif isinstance(value, dict) and isinstance(value.get(text_key), str):
-        yield value[text_key]
-    else:
-        yield text
+        return enumerate(value)
+    is_record = isinstance(value, dict) and isinstance(value.get(text_key), str)
+    return [(0, value if is_record else {text_key: text})]
 
 
-def _read_csv(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
-    if not _is_regular(piece.path, bad):
-        return
+def _read_csv(piece: Piece, text_key: str) -> Iterator[tuple[int, object]]:
+    """The rows, each with the number of its last line."""
     csv.field_size_limit(MAX_LINE_BYTES)
     delimiter = "\t" if _suffix(piece.path) == ".tsv" else ","
-    try:
-        with io.TextIOWrapper(_open(piece.path), "utf-8-sig", newline="") as file:
-            rows = csv.DictReader(file, delimiter=delimiter, strict=True)
-            if not _has_column(list(rows.fieldnames or []), text_key, piece, bad):
-                return
-            for row in rows:
-                try:
-                    if None in row:
-                        raise ValueError("more fields than the first line has names")
-                    yield _text_of(row, text_key)
-                except ValueError as error:
-                    bad.add(f"{piece.path}:{rows.line_num}: {error}")
-    except (OSError, ValueError, csv.Error) as error:
-        bad.add(f"{piece.path}: {_reason(error)}")
+    with io.TextIOWrapper(_open(piece.path), "utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file, delimiter=delimiter, strict=True)
+        _require_column(rows.fieldnames or [], text_key)
+        for row in rows:
+            is_whole = None not in row
+            yield rows.line_num, row if is_whole else ValueError("more fields than the first line has names")
 
 
-def _read_parquet(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
+def _read_parquet(piece: Piece, text_key: str) -> Iterator[tuple[int, object]]:
     parquet = import_package("pyarrow.parquet", f"{piece.path}: .parquet files")
-    if not _is_regular(piece.path, bad):
-        return
-    try:
-        if not _has_column(parquet.read_schema(piece.path).names, text_key, piece, bad):
-            return
-        with parquet.ParquetFile(piece.path, read_dictionary=[text_key]) as file:
-            batches = file.iter_batches(1024, row_groups=range(piece.start, piece.stop), columns=[text_key])
-            yield from _texts_of(batches, f"{piece.path}, row group {piece.start}, row ", 0, bad)
-    except UserError:
-        raise
-    except Exception as error:  # for a damaged file pyarrow raises a dozen types
-        bad.add(f"{piece.path}: {error}")
+    _require_column(parquet.read_schema(piece.path).names, text_key)
+    with parquet.ParquetFile(piece.path, read_dictionary=[text_key]) as file:
+        batches = file.iter_batches(1024, row_groups=range(piece.start, piece.stop), columns=[text_key])
+        yield from _rows(batches, text_key, 0)
 
 
-def _read_arrow(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
-    if not Path(piece.path).is_dir() and not _is_regular(piece.path, bad):
-        return
-    try:
-        dataset = _open_arrow(piece.path)
-        if not _has_column(dataset.column_names, text_key, piece, bad):
-            return
-        chosen = dataset.select_columns([text_key]).select(range(piece.start, piece.stop)).with_format("arrow")
-        batches = (batch for table in chosen.iter(1024) for batch in table.to_batches())
-        yield from _texts_of(batches, f"{piece.path}, row ", piece.start, bad)
-    except UserError:
-        raise
-    except Exception as error:  # for a damaged file pyarrow raises a dozen types
-        bad.add(f"{piece.path}: {error}")
-
-
-class _NotReadable(Exception):
-    """`datasets` can't read a file or folder."""
+def _read_arrow(piece: Piece, text_key: str) -> Iterator[tuple[int, object]]:
+    dataset = _open_arrow(piece.path)
+    _require_column(dataset.column_names, text_key)
+    chosen = dataset.select_columns([text_key]).select(range(piece.start, piece.stop)).with_format("arrow")
+    batches = chain.from_iterable(table.to_batches() for table in chosen.iter(1024))
+    yield from _rows(batches, text_key, piece.start)
 
 
 @cache
@@ -376,9 +354,10 @@ def _open_arrow(path: str) -> Any:
     """A memory-mapped dataset: a folder of `save_to_disk`, or an .arrow file.
 
     Raises:
-        _NotReadable: it is damaged, or of another format.
+        OSError: it is damaged, or of another format.
     """
     datasets = import_package("datasets", f"{path}: .arrow files")
+    pyarrow = import_package("pyarrow", f"{path}: .arrow files")
     try:
         if os.path.isdir(path):
             return datasets.load_from_disk(path)
@@ -386,52 +365,48 @@ def _open_arrow(path: str) -> Any:
             is_stream = file.read(6) != b"ARROW1"
         if is_stream:  # as `datasets` writes them
             return datasets.Dataset.from_file(path)
-        pyarrow = import_package("pyarrow", f"{path}: .arrow files")
-        return datasets.Dataset(
-            datasets.table.InMemoryTable(pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all())
-        )
-    except UserError:
-        raise
-    except Exception as error:
-        raise _NotReadable(f"datasets can't read it ({shortened(str(error), 400)})") from None
+        table = pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all()
+        return datasets.Dataset(datasets.table.InMemoryTable(table))
+    except Exception as error:  # of a dozen types
+        raise OSError(f"datasets can't read it ({shortened(str(error), 400)})") from None
 
 
-def _texts_of(batches: Any, place: str, row: int, bad: BadFiles) -> Iterator[str]:
-    """The values of the only column of Arrow's record batches; `place` and a row's number name one that is no text."""
-    for batch in batches:
-        for scalar in batch.column(0):  # one by one: a dictionary may share one long text among all rows
-            value = scalar.as_py()
-            if isinstance(value, str):
-                yield value
-            else:
-                bad.add(f"{place}{row}: not text but {value!r:.40}")
-            row += 1
+def _rows(batches: Iterable[Any], text_key: str, first: int) -> Iterator[tuple[int, object]]:
+    """The values of the only column of Arrow's record batches, numbered from `first`."""
+    scalars = chain.from_iterable(batch.column(0) for batch in batches)
+    for number, scalar in enumerate(scalars, first):  # one by one: a dictionary may share one long text among all rows
+        yield number, {text_key: scalar.as_py()}
 
 
-def _has_column(names: list[str], text_key: str, piece: Piece, bad: BadFiles) -> bool:
+def _require_column(names: Sequence[str], text_key: str) -> None:
+    """Raise ValueError if the text's column is not among those of a file."""
     if text_key not in names:
-        bad.add(f"{piece.path}: no column {text_key!r}; there are {shortened(str(names), 400)}{_KEY_HINT}")
-    return text_key in names
+        raise ValueError(f"no column {text_key!r}; there are {shortened(str(list(names)), 200)}{_KEY_HINT}")
 
 
-def _read_hub(piece: Piece, text_key: str, bad: BadFiles) -> Iterator[str]:
-    for row, record in enumerate(hub.rows(HUB + piece.path, piece.start)):
-        try:
-            yield _text_of(record, text_key)
-        except ValueError as error:
-            bad.add(f"{HUB}{piece.path}, shard {piece.start}, row {row}: {error}")
+def _read_hub(piece: Piece, text_key: str) -> Iterable[tuple[int, object]]:
+    return enumerate(hub.rows(HUB + piece.path, piece.start))
+
+
+_READERS: dict[str, Callable[[Piece, str], Iterable[tuple[int, object]]]] = {
+    "jsonl": _read_jsonl,
+    "json": _read_json,
+    "csv": _read_csv,
+    "parquet": _read_parquet,
+    "arrow": _read_arrow,
+    "hub": _read_hub,
+}
+"""Each gives the numbers and records of a piece; in place of a bad record, the ValueError that says what is wrong."""
 
 
 def _parse(line: bytes) -> object:
-    """Parse the JSON value on a line.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The JSON value on a line, or the ValueError that says why there is none."""
     try:
         return parse_json(line.rstrip().decode())
     except json.JSONDecodeError as error:  # its own text would mention a second line number
-        raise ValueError(f"no JSON at column {error.colno} ({error.msg})") from None
+        return ValueError(f"no JSON at column {error.colno} ({error.msg})")
+    except ValueError as error:
+        return error
 
 
 _KEY_HINT = "; --text-key (text_key in a job) names another"
@@ -441,8 +416,10 @@ def _text_of(record: object, text_key: str) -> str:
     """The text of a JSON object or row.
 
     Raises:
-        ValueError: it has none.
+        ValueError: it has none, or is itself the reason for that.
     """
+    if isinstance(record, ValueError):
+        raise record
     if not isinstance(record, dict):
         raise ValueError(f"expected an object with the key {text_key!r}, found {type(record).__name__}")
     if text_key not in record:

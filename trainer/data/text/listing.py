@@ -93,7 +93,8 @@ def _examine(text_key: str, file: tuple[str, Path]) -> tuple[list[InputFile], Ba
     entries = [_entry(name, each) for each in _plain_files(path)]
     bad = BadFiles()
     try:
-        next(read(file_pieces(path)[0], text_key, bad), None)
+        for piece in file_pieces(path)[:1]:  # a .parquet file may have none
+            next(read(piece, text_key, bad), None)
     except UserError:
         if not bad.messages:  # such as a missing package
             raise
@@ -136,8 +137,8 @@ def write_list(folder: Path, files: Sequence[InputFile]) -> None:
     write_atomically(folder / NAME, [json.dumps(astuple(file)) + "\n" for file in files])
 
 
-def read_list(folder: Path) -> list[InputFile] | None:
-    """The list in a folder; None if there is none, because an earlier Keel made the folder.
+def read_list(folder: Path) -> list[InputFile]:
+    """The list in a folder.
 
     Raises:
         UserError: it is damaged.
@@ -148,10 +149,8 @@ def read_list(folder: Path) -> list[InputFile] | None:
         if not all(isinstance(row, list) and list(map(type, row)) == [str, str, int, int, str] for row in rows):
             raise ValueError("not in the form that Keel writes")
         return [InputFile(*row) for row in rows]
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError) as error:
-        what = shortened(str(error), 400)
+        what = getattr(error, "strerror", None) or shortened(str(error), 400)
         raise UserError(f"{path}: cannot be read ({what}); delete its folder to have it made again") from None
 
 

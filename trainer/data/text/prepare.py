@@ -358,17 +358,14 @@ def _record(settings: Settings, reports: list[dict[str, Any]], bad: BadFiles) ->
             )
     for report in reports:
         skipped = BadFiles()
-        skipped.skipped.update(report["skipped"])
-        skipped.examples = report["examples"]
+        skipped.skipped = report["skipped"]
         bad.merge(skipped)
     record = {
         "settings": asdict(settings),
         **{name: asdict(split) for name, split in splits.items()},
         "empty_documents": sum(report["empty_documents"] for report in reports),
         "bad_files": [message for report in reports for message in report["bad_files"]],
-        "skipped": {
-            reason: {"count": count, "first": bad.examples.get(reason, [])} for reason, count in bad.skipped.items()
-        },
+        "skipped": bad.summary(),
     }
     if settings.drop_duplicates:
         record["duplicates"] = sum(report["duplicates"] for report in reports)

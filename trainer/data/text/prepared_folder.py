@@ -9,8 +9,8 @@ from typing import Any
 from configs.errors import UserError
 from configs.files import write_atomically
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, shortened
-from trainer.data.text.bad_files import BadFiles
-from trainer.data.text.listing import changes, examine, list_files, read_list, write_list
+from trainer.data.text.bad_files import skipped_lines
+from trainer.data.text.listing import changes, read_list
 
 RECORD = "prepare.json"
 TRAIN = "train"
@@ -59,12 +59,8 @@ class Split:
 
 def described(record: dict[str, Any], output: Path) -> list[str]:
     """A record in lines for people."""
-    lines = []
-    if "inputs" in record:
-        lines.append(f"read {record['inputs']['files']:,} files of {record['inputs']['bytes']:,} bytes")
-    for reason, found in record.get("skipped", {}).items():
-        first = ", ".join(found["first"][:3])
-        lines.append(f"skipped: {found['count']:,} {reason}" + (f": {first}" if first else ""))
+    lines = [f"read {record['inputs']['files']:,} files of {record['inputs']['bytes']:,} bytes"]
+    lines += skipped_lines(record["skipped"])
     if record["empty_documents"]:
         lines.append(f"skipped: {record['empty_documents']:,} empty documents")
     if "duplicates" in record:
@@ -114,11 +110,7 @@ def check_inputs(
     Raises:
         UserError: text was added, removed or changed since.
     """
-    before = read_list(output)
-    if before is None:
-        _adopt_inputs(output, settings, say)
-        return
-    changed, gone = changes(before, settings.inputs)
+    changed, gone = changes(read_list(output), settings.inputs)
     if changed and if_changed is None:
         raise UserError("\n".join([f"{output}: was made from other files:", *changed, ADVICE]))
     if changed and if_changed:
@@ -127,27 +119,13 @@ def check_inputs(
         say(f"{output}: the text that it was made from is gone ({', '.join(gone)}), so it was not compared")
 
 
-def _adopt_inputs(output: Path, settings: Settings, say: Callable[[str], None]) -> None:
-    """Record the inputs of a folder that was prepared before Keel recorded them."""
-    try:
-        write_list(output, examine(list_files(settings.inputs, BadFiles()), settings.text_key, BadFiles()))
-        further = "they are recorded as they are now, so that later changes are noticed"
-    except (UserError, OSError) as error:
-        further = f"they can't be recorded now ({error})"
-    say(f"{output}: prepared by an earlier Keel, so whether its inputs have changed since is unknown; {further}")
-
-
 def check_same(folder: Path, before: Any, settings: Settings, advice: str) -> None:
     now = asdict(settings)
-    then = _DEFAULTS | (before if isinstance(before, dict) else {})
+    then = before if isinstance(before, dict) else {}
     values = {key: shortened(repr(then.get(key)), 400) for key in now}
     changed = [f"  {key}: {values[key]} then, {now[key]!r} now" for key in now if then.get(key) != now[key]]
     if changed:
         raise UserError(f"{folder}: was made with other settings:\n" + "\n".join(changed) + f"\n{advice}")
-
-
-_DEFAULTS = {"separator": "", "drop_duplicates": False, "pack": None}
-"""Settings that folders of an earlier Keel lack."""
 
 
 def read_record(output: Path) -> dict[str, Any]:
@@ -169,8 +147,8 @@ _FORM = {
     "empty_documents": int,
     TRAIN: _SPLIT,
     f"{VALIDATION}?": _SPLIT,
-    "inputs?": {"files": int, "bytes": int, "xxh3_128": str},
-    "skipped?": {"*": {"count": int, "first": [str]}},
+    "inputs": {"files": int, "bytes": int, "xxh3_128": str},
+    "skipped": {"*": {"count": int, "first": [str]}},
     "duplicates?": int,
     "packed?": {"*": _PACKED},
 }

@@ -112,8 +112,7 @@ def write_shard(shard: Shard) -> dict[str, Any]:
         "duplicates": duplicates,
         "packed": packed,
         "bad_files": bad.messages,
-        "skipped": dict(bad.skipped),
-        "examples": bad.examples,
+        "skipped": bad.skipped,
         "inputs_hash": shard.inputs_hash,
     }
 

@@ -1,11 +1,11 @@
 """Text that is tokenized while training, as exact on a resume and at any number of ranks as token files.
 
-The rows (documents) of the text, numbered consecutively through its epochs, are dealt out to a fixed number V of
-*virtual shards*: row j goes to shard j mod V. A shard packs its rows, one after another, into windows of seq_len
-tokens, each with the first token of the next as its last target. Sample i of the source is window i div V of shard
-i mod V, and so depends only on the text, the tokenizer and V. A rank tokenizes only the shards that its samples come
-from. That is its fair share if the global batch is a multiple of V (or V of it), and V is at least the number of
-data-parallel ranks.
+The rows (documents) of the text, numbered consecutively through its epochs, are dealt out to V *virtual shards*: row j
+goes to shard j mod V. V is 64, or the number of documents if that is smaller. A shard packs its rows, one after
+another, into windows of seq_len tokens, each with the first token of the next as its last target. Sample i of the
+source is window i div V of shard i mod V, and so depends only on the text, the tokenizer and V. A rank tokenizes only
+the shards that its samples come from. That is its fair share if the global batch is a multiple of V (or V of it), and
+V is at least the number of data-parallel ranks.
 
 Nothing is dropped or repeated: a document that does not fit continues in its shard's next window, and a shard's last,
 unfilled window of an epoch is filled with its first rows of the next epoch. Each epoch has every row once, in the order
@@ -23,8 +23,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -38,30 +37,34 @@ from trainer.data.text.hub import pin
 from trainer.data.text.inputs import content_files
 from trainer.data.tokenizer import Tokenizer, encode_document
 
+VIRTUAL_SHARDS = 64
+"""More than most jobs have data-parallel ranks, so that they share the tokenizing."""
 FULL_CHECK_BYTES = 1 << 30
 """Text of no more bytes than this is read whole when its source is made (0.1 to 0.5 s, from memory)."""
 _BLOCK_BYTES = 1 << 18
+_NO_TEXT = "no text, so there would be no token to train on"
 
 
+@dataclass
 class Rows:
     """The documents of a text, repeated, numbered consecutively from 0 through the epochs."""
 
-    def __init__(
-        self, path: str, text_key: str, layout: list[Piece], sizes: list[int], min_rows: int, repeat: bool
-    ) -> None:
-        """Read the pieces of `layout`; `sizes` has the numbers of rows of its first pieces, as far as known."""
-        self.path = path
-        self.text_key = text_key
-        self.pieces = layout
-        self.sizes = sizes
-        self.min_rows = min_rows
-        self.repeat = repeat
+    path: str
+    text_key: str
+    pieces: list[Piece]
+    sizes: list[int]
+    """Numbers of rows of the first pieces, as far as known."""
+    repeat: bool
+
+    def count(self, most: int) -> int:
+        """Number of rows, up to `most`."""
+        return sum(1 for _ in islice(self._epoch_from(0), most))
 
     def from_row(self, row: int) -> Iterator[tuple[int, str]]:
         """Yield rows `row`, `row` + 1, ... with their numbers, endlessly.
 
         Raises:
-            UserError: a row can't be read, the text has fewer rows than `min_rows`, or it ended and does not repeat.
+            UserError: a row can't be read, or the text has no tokens, or it ended and does not repeat.
         """
         epoch_start = 0
         if len(self.sizes) == len(self.pieces) and any(self.sizes):
@@ -89,25 +92,18 @@ class Rows:
                 self.sizes.append(number - start)
 
     def _check_end(self, has_text: bool) -> None:
-        n_rows = sum(self.sizes)
-        documents = f"only {n_rows} document{'s' * (n_rows != 1)}"
         if not has_text:
-            raise UserError(f"{self.path}: no text, so there would be no token to train on")
-        if n_rows < self.min_rows:
-            raise UserError(
-                f"{self.path}: {documents} for {self.min_rows} virtual shards; set virtual_shards = {n_rows} in this "
-                "source, or make token files of it with scripts/prepare_data.py"
-            )
+            raise UserError(f"{self.path}: {_NO_TEXT}")
         if not self.repeat:
             raise UserError(
-                f"{self.path}: validation needs more text: it has {documents}, and reads none twice; "
-                "lower validation.sequences, or give it more"
+                f"{self.path}: validation needs more text: it has only {sum(self.sizes)} document(s), and reads none "
+                "twice; lower validation.sequences, or give it more"
             )
 
 
 @dataclass
 class Shard:
-    """A virtual shard: rows waiting to be tokenized, and the tokens from its current window on."""
+    """A virtual shard: its tokens from the current window on."""
 
     next_row: int
     """The next row that it must receive."""
@@ -116,9 +112,7 @@ class Shard:
     offset: int = 0
     """Where that window begins in the first document."""
     documents: deque[tuple[int, np.ndarray]] = field(default_factory=deque)
-    """Tokenized rows: number and tokens."""
-    texts: deque[tuple[int, str]] = field(default_factory=deque)
-    """Rows not yet tokenized: number and text."""
+    """Its rows from there on: number and tokens."""
 
     @property
     def n_tokens(self) -> int:
@@ -154,26 +148,25 @@ class TextSource:
         text_key: str,
         tokenizer: Tokenizer,
         seq_len: int,
-        virtual_shards: int,
         repeat: bool = True,
         state: dict[str, Any] | None = None,
     ) -> None:
-        """Stream the text `path`, once or in epochs, from the cursors in `state` if it has any.
+        """Stream the text `path` in epochs, or once and in order, from the cursors in `state` if it has any.
 
         Raises:
-            UserError: there is no such text, or no file in its folder.
+            UserError: there is no such text, it has no documents, or one of its first cannot be read.
         """
         self._tokenizer = tokenizer
         self._seq_len = seq_len
-        self._n_shards = virtual_shards
         self._path = path = pin(path, state.get("path") if state else None)
         layout = pieces(path)
-        if not layout:
-            raise UserError(f"{path}: no text, so there would be no token to train on")
-        self._fingerprint = text_fingerprint(layout, tokenizer.hash, virtual_shards)
+        self._fingerprint = text_fingerprint(layout, tokenizer.hash)
         if state is None or state["fingerprint"] != self._fingerprint:  # cursors into another text are meaningless
             state = {"sizes": [], "cursors": {}}
-        self._rows = Rows(path, text_key, layout, list(state["sizes"]), virtual_shards, repeat)
+        self._rows = Rows(path, text_key, layout, list(state["sizes"]), repeat)
+        self._n_shards = self._rows.count(VIRTUAL_SHARDS if repeat else 1)
+        if not self._n_shards:
+            raise UserError(f"{path}: {_NO_TEXT}")
         self._cursors: dict[str, list[int]] = state["cursors"]
         self._shards: dict[int, Shard] = {}
         self._furthest = -1  # the last window known to exist in a text that is read once
@@ -233,16 +226,12 @@ class TextSource:
         return shard
 
     def _fill(self, shard: Shard, n_tokens: int) -> None:
-        """Tokenize rows of the shard until `n_tokens` are available."""
+        """Read rows until `n_tokens` of the shard are available."""
         while shard.n_tokens < n_tokens:
-            while not shard.texts:
-                self._read_row(shard)
-            row, text = shard.texts.popleft()
-            tokens = np.array(encode_document(self._tokenizer, text), dtype=np.int64)
-            shard.documents.append((row, tokens))
+            self._read_row(shard)
 
     def _read_row(self, shard: Shard) -> None:
-        """Read the next row, going back first if `shard` needs an earlier one, and give it to its shard."""
+        """Read the next row, going back first if `shard` needs an earlier one, and give its tokens to its shard."""
         if self._stream_row is None or self._stream_row > shard.next_row:
             self._stream_row = min(other.next_row for other in self._shards.values())
             self._stream = self._rows.from_row(self._stream_row)
@@ -250,11 +239,11 @@ class TextSource:
         self._stream_row = row + 1
         owner = self._shards.get(row % self._n_shards)
         if owner is not None and row == owner.next_row:
-            owner.texts.append((row, text))
+            owner.documents.append((row, np.array(encode_document(self._tokenizer, text), dtype=np.int32)))
             owner.next_row += self._n_shards
 
 
-def text_fingerprint(layout: Sequence[Piece], tokenizer_hash: str, virtual_shards: int) -> str:
+def text_fingerprint(layout: Sequence[Piece], tokenizer_hash: str) -> str:
     """Hash of everything that decides which window is which: the text, its division into pieces, and the tokenizer.
 
     At most FULL_CHECK_BYTES of text are read, in blocks spread evenly over each file: a replaced file is noticed, a
@@ -263,22 +252,14 @@ def text_fingerprint(layout: Sequence[Piece], tokenizer_hash: str, virtual_shard
     paths = dict.fromkeys(Path(piece.path) for piece in layout if piece.kind != "hub")
     files = [file for path in paths for file in content_files(path)]
     share = min(1.0, FULL_CHECK_BYTES / max(1, sum(piece.n_bytes for piece in layout if piece.kind != "hub")))
-    contents = [_content_hash(file, share, *_version(file)) for file in files]
+    contents = [_content_hash(file, share) for file in files]
     parts = [(piece.path, piece.start, piece.stop) for piece in layout]
-    return xxhash.xxh3_128_hexdigest(repr((tokenizer_hash, virtual_shards, parts, contents)).encode())
+    return xxhash.xxh3_128_hexdigest(repr((tokenizer_hash, VIRTUAL_SHARDS, parts, contents)).encode())
 
 
-def _version(file: Path) -> tuple[int, int, int]:
-    """Size, inode and change time of a file; zeros if it is not a file, which its reader will report."""
-    if not file.is_file():
-        return 0, 0, 0
-    status = file.stat()
-    return status.st_size, status.st_ino, status.st_ctime_ns
-
-
-@cache  # needed twice in a launch: when the ranks compare their data, and by the source
-def _content_hash(file: Path, share: float, size: int, _inode: int, _changed: int) -> str:
+def _content_hash(file: Path, share: float) -> str:
     """Hash of a file's blocks, or of an evenly spread `share` of them, including the first and the last."""
+    size = file.stat().st_size if file.is_file() else 0
     if not size:  # may be a pipe, which must not be waited for
         return ""
     digest = xxhash.xxh3_128(str(size).encode())

@@ -1,0 +1,163 @@
+"""The copies of a state in CPU memory, from which it is written while training continues.
+
+Whether a host has enough memory for them is checked before training starts, not at the first save, an hour later.
+"""
+
+import mmap
+import os
+import socket
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from checkpoint.store import SaveFailed, Shard, places
+from configs.errors import listed
+from parallelisms.ranks import gather
+
+ALIGNMENT = 64
+"""Bytes in a cache line."""
+MEMORY_SHARE = 0.95
+"""Fraction of a host's free memory that staging may take: the writer, the loader and the page cache need some, too."""
+
+
+class Stager:
+    """Copies shards to CPU memory, so that training can continue while they are written.
+
+    The memory is kept from one save to the next (pages are touched, and pinned for a GPU, only once), which is safe
+    because at most one save is in flight. It takes exactly as many bytes of CPU memory as the rank's state. Torch's own
+    pinned memory is allocated in powers of two, which takes half as much again for a 7B model's feed-forwards.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def stage(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
+        """Copy the shards to CPU memory; later changes of the originals do not affect the copies.
+
+        Names, shapes and dtypes must be the same at each call.
+        """
+        if not self._buffers:
+            self._buffers = self._allocate(shards)
+        staged = {
+            name: replace(shard, local=self._buffers[name].copy_(shard.local, non_blocking=True))
+            for name, shard in shards.items()
+        }
+        if any(shard.local.device.type != "cpu" for shard in shards.values()):
+            torch.accelerator.current_stream().synchronize()
+        return staged
+
+    def _allocate(self, shards: Mapping[str, Shard]) -> dict[str, Tensor]:
+        """Allocate a tensor for each shard, all in one block of memory.
+
+        Each tensor has its own storage of its own size, since torch.save writes a tensor's whole storage.
+        """
+        starts = {}
+        end = 0
+        for name, shard in shards.items():
+            starts[name] = end
+            end += -(-shard.local.nbytes // ALIGNMENT) * ALIGNMENT
+        memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if any(shard.local.is_cuda for shard in shards.values()):
+            weakref.finalize(self, _unpin, _pinned(memory))
+        buffers = {}
+        for name, shard in shards.items():
+            shape = shard.local.shape
+            kind = shard.local.dtype
+            n = shard.local.numel()
+            empty = (
+                torch.frombuffer(memory, dtype=kind, count=n, offset=starts[name]) if n else torch.empty(0, dtype=kind)
+            )
+            buffers[name] = empty.view(shape)
+        return buffers
+
+
+def _pinned(memory: mmap.mmap) -> Tensor:
+    """The memory as bytes, page-locked, so that the GPU can write to it asynchronously."""
+    raw = torch.frombuffer(memory, dtype=torch.uint8)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0))
+    return raw
+
+
+def _unpin(raw: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(raw.data_ptr())
+
+
+def hashes(shards: Mapping[str, Shard]) -> dict[str, int]:
+    """Hash the bytes of each staged shard, by name. If a hash differs after the write, memory has changed."""
+    return {name: xxhash.xxh3_64_intdigest(_bytes(shard.local)) for name, shard in shards.items()}
+
+
+def require_unchanged(
+    shards: Mapping[str, Shard], staged: Mapping[str, int], name: str, group: dist.ProcessGroup
+) -> None:
+    """Raise SaveFailed on all ranks if staged memory has changed while the checkpoint `name` was written.
+
+    The files' hashes are computed from the bytes as they are written, so they cannot reveal a bit that flipped in
+    memory before: it is in both the file and its hash.
+    """
+    now = hashes(shards)
+    if changed := places([shard for shard, value in staged.items() if now[shard] != value], group):
+        raise SaveFailed(
+            f"checkpoint {name} is not kept: memory that nothing writes to has changed during the save, in "
+            f"{listed(changed)}; if that host is named again, stop using it"
+        )
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+HostsMemory = Mapping[str, tuple[int, int]]
+"""The bytes that a host's ranks stage together, and its free memory, by host."""
+
+
+def too_little_memory(shards: Mapping[str, Shard], group: dist.ProcessGroup) -> str:
+    """The message to the user if a host can't stage its ranks' state; "" if all can. Arguments: `measure_memory`."""
+    crowded = crowded_hosts(measure_memory(shards, group))
+    if not crowded:
+        return ""
+    hosts = ", ".join(f"{host} has {free:,} of {staged:,} bytes" for host, (staged, free) in crowded.items())
+    return (
+        f'checkpoint.mode = "async" copies the state to host memory, of which there is too little: {hosts}. Training '
+        "will wait for each save of this launch"
+    )
+
+
+def crowded_hosts(memory: HostsMemory) -> HostsMemory:
+    """The hosts without enough memory for what their ranks stage."""
+    return {host: (staged, free) for host, (staged, free) in memory.items() if staged > MEMORY_SHARE * free}
+
+
+def measure_memory(shards: Mapping[str, Shard], group: dist.ProcessGroup) -> HostsMemory:
+    """Measure on every rank of `group`; all must call it, before anything is staged. The result is the same on all."""
+    staged = sum(shard.local.nbytes for shard in shards.values())
+    hosts: dict[str, tuple[int, int]] = {}
+    for host, of_rank, free in gather((socket.gethostname(), staged, free_memory()), group):
+        before, least = hosts.get(host, (0, free))
+        hosts[host] = (before + of_rank, min(least, free))
+    return hosts
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be allocated now: free on this machine without swapping, within a cluster's or container's limit.
+
+    On systems other than Linux, all memory of the machine.
+    """
+    if not (root / "proc/meminfo").exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    groups = (root / "proc/self/cgroup").read_text().splitlines()
+    group = root / "sys/fs/cgroup" / next((line[4:] for line in groups if line.startswith("0::/")), "")
+    limit = group / "memory.max"
+    used = group / "memory.current"
+    if not limit.exists() or limit.read_text().strip() == "max":
+        return free
+    return min(free, int(limit.read_text()) - int(used.read_text()))

@@ -1,0 +1,66 @@
+"""One description for each model family, from which all that needs no module of the model follows.
+
+A description has the family's keys, its weights (name, shape, role under tensor parallelism, initial values, name in
+Hugging Face's format) and the Hugging Face classes that compute it. The plan and the initialization of the modules, the
+counts of parameters and FLOPs, and the import and export of Hugging Face folders read it; a test compares it with the
+modules. Nothing here imports torch.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import cache
+
+from configs.architectures import llama
+from configs.architectures.llama import LlamaKeys
+from configs.architectures.parts import Family, HfClass, Weight
+from configs.plan import PARAMETER_ROLES, TensorRole
+
+_FAMILIES: dict[str, Family] = {"llama": llama}
+
+HF_CLASSES: dict[str, HfClass] = {each.model_type: each for family in _FAMILIES.values() for each in family.HF_CLASSES}
+"""Hugging Face's classes by `model_type`."""
+
+
+def family_of(model: LlamaKeys) -> Family:
+    """The file with the description of the model's family."""
+    return _FAMILIES[model.architecture]
+
+
+def all_weights(model: LlamaKeys) -> Iterator[Weight]:
+    """The weights of a model, in the order of the forward pass; a tied head is one of them."""
+    family = family_of(model)
+    yield from family.before_blocks(model)
+    for layer in range(model.n_layers):
+        yield from (weight.inside(f"layers.{layer}") for weight in family.block(model, layer))
+    yield from family.after_blocks(model)
+
+
+def own_weights(model: LlamaKeys) -> Iterator[Weight]:
+    """The weights of a model, a tied matrix once."""
+    return (weight for weight in all_weights(model) if not weight.tied_to)
+
+
+def tensor_parallel_roles(model: LlamaKeys) -> dict[str, TensorRole]:
+    """The role of each module or parameter that has one, by its name."""
+    roles: dict[str, TensorRole] = {}
+    for layer in range(model.n_layers):
+        around = family_of(model).around(model, layer)
+        roles |= {f"layers.{layer}.{module}": role for module, role in around.items()}
+    for weight in all_weights(model):
+        of_parameter = weight.role in PARAMETER_ROLES
+        roles[weight.name if of_parameter else weight.name.removesuffix(".weight")] = weight.role
+    return roles
+
+
+@cache
+def init_stds(model: LlamaKeys) -> dict[str, float | None]:
+    """Standard deviation of each parameter's initial values, by name; None for those that start at one."""
+    return {weight.name: _std(model, weight) for weight in own_weights(model)}
+
+
+def _std(model: LlamaKeys, weight: Weight) -> float | None:
+    if weight.start == "ones":
+        return None
+    if weight.start == "normal":
+        return model.init_std
+    return model.init_std / math.sqrt(2 * (int(weight.name.split(".")[1]) + 1))

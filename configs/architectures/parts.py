@@ -1,0 +1,104 @@
+"""What every description of a model family is made of: its weights, and the Hugging Face classes that compute it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal, Protocol
+
+from configs.plan import TensorRole
+
+Shape = tuple[int, ...]
+
+Start = Literal["normal", "residual", "ones"]
+"""Initial values. normal: with model.init_std; residual: normal, but scaled down by sqrt(2 * layer), layers counted
+from one, for the matrices that write to the residual stream: it keeps the stream's variance from growing with depth
+(Zhang, Titov and Sennrich 2019, section 3; each layer writes twice); ones: all 1."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of a model."""
+
+    name: str
+    """Name as in `model.named_parameters()`; in a block, without the block's name."""
+    shape: Shape
+    """Three dimensions stack the same matrix of all experts."""
+    role: TensorRole
+    """Role under tensor parallelism, of the parameter or of its module (`Plan.tensor_parallel`)."""
+    start: Start = "normal"
+    hf: str = ""
+    """Hugging Face's name, of the whole name or in a block; {} stands for the number of a stacked expert; default:
+    `name`."""
+    used: int | None = None
+    """Stacked experts that a token is sent to."""
+    tied_to: str = ""
+    """Name of the parameter that it shares the matrix with."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix, or a stack of them, and not a norm's vector."""
+        return len(self.shape) > 1
+
+    @property
+    def active(self) -> int:
+        """Number of elements that a token is multiplied with."""
+        return self.size if self.used is None else self.size // self.shape[0] * self.used
+
+    @property
+    def hf_names(self) -> list[str]:
+        """Hugging Face's names: one, or one for each stacked expert."""
+        name = self.hf or self.name
+        return [name] if len(self.shape) < 3 else [name.format(expert) for expert in range(self.shape[0])]
+
+    def inside(self, block: str) -> "Weight":
+        """The same weight with its whole name, in the block called `block`."""
+        return replace(self, name=f"{block}.{self.name}", hf=f"model.{block}.{self.hf or self.name}")
+
+
+@dataclass(frozen=True)
+class HfClass:
+    """A class of the package `transformers` that computes models of a family."""
+
+    model_type: str
+    name: str
+    """Name of the class."""
+    title: str
+    """Name of its models, for messages."""
+    fields: Mapping[str, str]
+    """Field of config.json -> key of [model]."""
+    defaults: Mapping[str, Any]
+    """Default of a field where Keel's differs, or might come to differ."""
+    rope_theta: float
+    """Default of rope_theta, which has several places in config.json."""
+    fixed: Mapping[str, Any]
+    """Field of config.json -> the only value with which Keel computes the same; another value is another model."""
+    keys: Mapping[str, tuple[Any, ...]]
+    """Key of [model], dotted -> the values that its models may have. It imports models with the first."""
+
+
+class Family(Protocol):
+    """The content of a family's file; `model` is an instance of its keys."""
+
+    ATTENTION: str
+    """A block's module that mixes tokens."""
+    HF_CLASSES: tuple[HfClass, ...]
+
+    def hf_class(self, model: Any, /) -> HfClass:
+        """The class that computes the model, if it has the values of `HfClass.keys`."""
+
+    def before_blocks(self, model: Any, /) -> list[Weight]:
+        """The weights before the first block."""
+
+    def block(self, model: Any, layer: int, /) -> Sequence[Weight]:
+        """The weights of a block, in the order of the forward pass, with their names in the block."""
+
+    def around(self, model: Any, layer: int, /) -> dict[str, TensorRole]:
+        """Roles of the modules in a block that have no weights of their own."""
+
+    def after_blocks(self, model: Any, /) -> list[Weight]:
+        """The weights after the last block."""

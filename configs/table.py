@@ -1,0 +1,20 @@
+"""The base of every table of a job file, and the types of its keys."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Seconds = Annotated[int, Field(gt=0, lt=2**31)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Pattern = Annotated[str, Field(min_length=1, max_length=256)]
+"""Shell-style. The time of a match grows with a power of the length."""
+
+
+class Table(BaseModel):
+    """A TOML table: strict types, no unknown keys, immutable."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)

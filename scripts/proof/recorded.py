@@ -1,0 +1,85 @@
+"""Reads the fingerprints that a run has recorded in `fingerprints.jsonl`."""
+
+import base64
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.errors import UserError
+from configs.untrusted import parse_json
+from trainer.proof.record import FILE_NAME, TYPES, Launch, Step
+from trainer.report.metrics import read_lines
+
+
+def _array(text: str, kind: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype=kind)
+
+
+def _read_line(line: str) -> Launch | Step | None:
+    """Read one line; None if it is neither."""
+    try:
+        values = parse_json(line)
+        return _launch(values) if "job" in values else _step(values)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _launch(values: dict[str, Any]) -> Launch:
+    parameters = [(str(name), int(size)) for name, size in values["parameters"]]
+    return Launch(**values | {"parameters": parameters})
+
+
+def _step(values: dict[str, Any]) -> Step:
+    arrays = {name: _array(values[name], kind) for name, kind in TYPES.items()}
+    if len(arrays["norms"]) * 2 == len(arrays["samples"]):
+        arrays["samples"] = _array(values["samples"], "<f8")
+    loss, grad_norm = (float.fromhex(values[key]) for key in ("loss", "grad_norm"))
+    return Step(int(values["step"]), loss, grad_norm, *arrays.values())
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive steps, each with the launch that computed it."""
+
+    steps: dict[int, Step] = field(default_factory=dict)
+    launches: dict[int, Launch] = field(default_factory=dict)
+
+
+def read_stretch(folder: Path, first: int, last: int) -> Stretch:
+    """Read the fingerprints of the steps from `first` to `last`, as far as they are recorded; other lines are skipped.
+
+    Raises:
+        UserError: the run has none.
+    """
+    stretch = Stretch()
+    launch = None
+    for found in _read(folder):
+        if isinstance(found, Launch):
+            launch = found
+        elif launch and first <= found.step <= last and found.is_of(launch):
+            stretch.steps[found.step] = found
+            stretch.launches[found.step] = launch
+    return stretch
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """The steps that a run has fingerprints of, in order.
+
+    Raises:
+        UserError: it has none.
+    """
+    return sorted({found.step for found in _read(folder) if isinstance(found, Step)})
+
+
+def _read(folder: Path) -> Iterator[Launch | Step]:
+    path = folder / FILE_NAME
+    if not path.is_file():
+        raise UserError(
+            f"{folder} has no {FILE_NAME}: the run's fingerprints are recorded with metrics.fingerprint = true"
+        )
+    for line in read_lines(path):
+        if found := _read_line(line):
+            yield found

@@ -1,0 +1,206 @@
+"""Computes steps of a run again, from a checkpoint, in a run folder of its own."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from checkpoint.find import kept_tokenizer, tokenizer_of
+from checkpoint.manifest import step_folder, steps_in
+from checkpoint.reproducibility import changed_settings, changes
+from configs.errors import UserError
+from configs.load import LoadedConfig, load
+from configs.run_change import run_key_diff
+from scripts.proof.compare import MAX_STEPS_APART, Difference, Gap, bound_of, difference, gaps
+from scripts.proof.recorded import read_stretch
+from trainer.opening import Opened, Runtime, open_loader
+from trainer.proof.record import FILE_NAME, Launch, Step
+from trainer.trainer import Trainer
+
+JOB_NAME = "job.toml"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which steps of a run are computed again, and from what."""
+
+    run: Path
+    checkpoint: Path | None
+    """None: from the initial weights."""
+    first_sample: int | None
+    """The first sample of the steps, if the run went back to the checkpoint, but not in its data; None: the next."""
+    launch: Launch
+    """The launch that computed the last step."""
+    steps: dict[int, Step]
+    """Their fingerprints."""
+
+    @property
+    def first(self) -> int:
+        """The first step that is computed again."""
+        return min(self.steps)
+
+    @property
+    def last(self) -> int:
+        """The step that was asked for."""
+        return max(self.steps)
+
+    def words(self, folder: Path) -> list[str]:
+        """The keys of the replay's command line that are not the run's, for a replay in `folder`."""
+        load_from = "none" if self.checkpoint is None else str(self.checkpoint.resolve())
+        values = {
+            "job.output_dir": str(folder),
+            "checkpoint.load": load_from,
+            "checkpoint.mode": "sync",
+            "checkpoint.interval": 0,
+            "checkpoint.after_save": "[]",
+            "training.steps": self.last,
+            "validation.interval": 0,
+            "metrics.tensorboard": "false",
+            "metrics.fingerprint": "true",
+            "profile.start_step": 0,
+        }
+        tokenizer = tokenizer_of(self.checkpoint) if self.checkpoint else kept_tokenizer(self.run)
+        if tokenizer:
+            values["tokenizer.path"] = str(tokenizer.resolve())
+        return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+
+
+def plan(run: Path, step: int, folder: Path) -> Plan:
+    """Find the newest checkpoint before a step, and what the run recorded of the steps from there on.
+
+    Args:
+        run: run folder, in which nothing is changed.
+        step: number of the last step to replay.
+        folder: a new folder, which gets the job file.
+
+    Raises:
+        UserError: the step was not recorded, or there is nothing to begin from.
+    """
+    steps = [each for each in steps_in(run / "checkpoints") if each < step]
+    begin = max(steps, default=0)
+    checkpoint = step_folder(run / "checkpoints", begin) if steps else None
+    stretch = read_stretch(run, begin + 1, step)
+    if step not in stretch.steps:
+        raise UserError(f"{run / FILE_NAME} has no fingerprint of step {step}")
+    launches = [stretch.launches[number] for number in sorted(stretch.steps)]
+    _check_same_run(launches, folder, f"between step {begin} and step {step}, {run}")
+    moved_to = launches[0].next_sample if launches[0].step == begin else None
+    return Plan(run, checkpoint, moved_to, launches[-1], stretch.steps)
+
+
+def _check_same_run(launches: Sequence[Launch], folder: Path, where: str) -> None:
+    """Raise UserError if the launches have different run keys; leaves the job file of the last in `folder`."""
+    before: dict[str, Any] | None = None
+    for job in dict.fromkeys(launch.job for launch in launches):
+        (folder / JOB_NAME).write_text(job)
+        config = load(str(folder / JOB_NAME)).config.model_dump(mode="json")
+        if before and (changed := run_key_diff(before, config)):
+            raise UserError(
+                f"{where} was resumed with other run keys ({'; '.join(changed)}): keep a checkpoint in between to "
+                "replay such a step"
+            )
+        before = config
+
+
+# --------------------------------------------------------------------------- computing
+
+
+def reporting_to_nobody(job: LoadedConfig) -> LoadedConfig:
+    """The job of a replay: no logger hears of it, and no code is run that the run names."""
+    metrics = job.config.metrics.model_copy(update={"wandb": False, "sink": None})
+    return replace(job, config=job.config.model_copy(update={"metrics": metrics}))
+
+
+class Replayer(Trainer):
+    """Trains the steps of a replay, and leaves no checkpoint."""
+
+    def __init__(self, first_sample: int | None, runtime: Runtime, before_build: Callable[[Opened], None]) -> None:
+        """Set up the trainer like `Trainer`; `first_sample` is the plan's.
+
+        Raises:
+            UserError: the data can't begin there.
+        """
+        super().__init__(runtime, before_build)
+        position = self.loader.state_dict()
+        if first_sample is None or position["next_sample"] == first_sample:
+            return
+        if any(source.kind == "text" for source in self.config.data.sources):
+            raise UserError(
+                "the run went back to this checkpoint after a spike of the loss, but not in its data, and text that "
+                "is tokenized while training can't be read from another sample on; choose a step up to the checkpoint"
+            )
+        self.loader.close()
+        self.loader = open_loader(self.config, self.learner.mesh, position | {"next_sample": first_sample})
+
+    def _save(self) -> None:
+        pass
+
+
+# --------------------------------------------------------------------------- the verdict
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A replay's result."""
+
+    last: int
+    """The step that was asked for."""
+    last_compared: int
+    """The last step that was compared."""
+    changed: dict[str, str]
+    """What may have changed the bits: mesh, settings and environment, "old -> new" by name."""
+    expects_bits: bool
+    """Whether any difference in bits is a fault: nothing has changed, or what has left the first step's bits equal."""
+    difference: Difference | None
+    """The difference in the first step that is not equal in bits; None if all are."""
+    largest: Gap | None
+    """The largest gap relative to its bound, if bits may differ."""
+    first_outside: Gap | None
+    """The first gap beyond its bound."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the replay agrees with the run."""
+        if self.difference is None:
+            return True
+        return not self.expects_bits and self.first_outside is None and self.last_compared == self.last
+
+
+def judge(plan: Plan, folder: Path) -> Verdict:
+    """Compare the replay that was computed in `folder` with the run.
+
+    Raises:
+        UserError: the replay did not come to its end.
+    """
+    replayed = read_stretch(folder, plan.first, plan.last)
+    if absent := sorted(plan.steps.keys() - replayed.steps.keys()):
+        raise UserError(f"the replay has no fingerprint of step {absent[0]}")
+    changed = _changed(plan.launch, replayed.launches[plan.last], folder)
+    pairs = [(plan.steps[number], replayed.steps[number]) for number in sorted(plan.steps)]
+    names = [name for name, _ in plan.launch.parameters]
+    found = next(filter(None, (difference(*pair, names, plan.launch.ranks) for pair in pairs)), None)
+    expects_bits = not changed or not difference(*pairs[0], names, plan.launch.ranks)
+    if found is None or expects_bits:
+        return Verdict(plan.last, plan.last, changed, expects_bits, found, None, None)
+    largest = None
+    outside = None
+    pairs = pairs[:MAX_STEPS_APART]
+    dtype = load(str(folder / "config.toml")).config.training.compute_dtype
+    for recorded, again in pairs:
+        bound = bound_of(recorded.step - plan.first + 1, dtype)
+        for gap in gaps(recorded, again, plan.launch.parameters, bound):
+            if largest is None or gap.value / gap.bound > largest.value / largest.bound:
+                largest = gap
+            if outside is None and gap.value > gap.bound:
+                outside = gap
+    return Verdict(plan.last, pairs[-1][0].step, changed, expects_bits, found, largest, outside)
+
+
+def _changed(was: Launch, now: Launch, folder: Path) -> dict[str, str]:
+    configs = []
+    for number, launch in enumerate((was, now)):
+        file = folder / f"launch-{number}.toml"
+        file.write_text(launch.job)
+        configs.append(load(str(file)).config.model_dump(mode="json"))
+    settings = changed_settings(configs[0], was.mesh, configs[1], now.mesh)
+    return settings | changes(was.environment, now.environment)

@@ -1,0 +1,95 @@
+"""A model that remembers the keys and values of the tokens it has seen, so that a further token costs one position.
+
+The model is not changed but for the `attend` of its plan's attention modules, the only place that reads other tokens. A
+sequence's token at position i has row i of its cache. Prompts of different lengths are padded at their end, and the
+rows of the padding are overwritten as the sequence grows, so no token ever attends to padding.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from configs.plan import attention_of
+
+Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+
+
+class CachedModel:
+    """A whole model in one process, which continues a batch of sequences token by token."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._layers: list[list[Tensor]] = []
+        """Keys and values of each attention module, (batch, heads, length, head_dim); empty before `start`."""
+        for module in attention_of(model):
+            self._layers.append([])
+            module.attend = partial(self._attend, self._layers[-1], module.attend)
+        self._length = self._end = 0
+        self._is_even = True
+        """Whether all sequences have the same length."""
+        self._places = torch.empty(0, dtype=torch.int64)
+        """(batch,): the position of each sequence's newest token."""
+        self._mask: Tensor | None = None
+        """(batch, 1, 1, end): the rows of the cache that belong to a sequence; None: all of them, for each."""
+
+    @torch.no_grad()
+    def start(self, prompts: Sequence[Sequence[int]], length: int) -> Tensor:
+        """Forget the last batch and read these prompts.
+
+        Args:
+            prompts: the tokens of each, at least one.
+            length: tokens that each sequence has room for, the longest prompt's included.
+
+        Returns:
+            The logits of the tokens after the prompts, (batch, vocab).
+        """
+        for layer in self._layers:
+            layer.clear()
+        lengths = [len(prompt) for prompt in prompts]
+        self._is_even = len(set(lengths)) == 1
+        tokens = torch.tensor([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts])
+        self._length = length
+        self._end = max(lengths)
+        self._places = torch.tensor(lengths, device=self._device) - 1
+        return self._logits(tokens.to(self._device), None, self._places)
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append a token, (batch,), to each sequence; returns the logits of the next ones, (batch, vocab).
+
+        A sequence that has no more room keeps overwriting its last token: its logits mean nothing.
+        """
+        self._end = min(self._end + 1, self._length)
+        self._places = (self._places + 1).clamp(max=self._length - 1)
+        rows = torch.arange(self._end, device=self._device)
+        self._mask = None if self._is_even else (rows <= self._places[:, None])[:, None, None]
+        return self._logits(tokens.to(self._device)[:, None], self._places[:, None], torch.zeros_like(self._places))
+
+    def _logits(self, tokens: Tensor, positions: Tensor | None, last: Tensor) -> Tensor:
+        """Run the model; returns the logits at the index `last`, (batch,), of each sequence of `tokens`."""
+
+        def at_last(hidden: Tensor, weight: Tensor) -> Tensor:
+            return F.linear(hidden[torch.arange(len(last), device=self._device), last], weight)
+
+        return self._model(tokens, positions, loss=at_last)
+
+    def _attend(self, layer: list[Tensor], attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        """Attend to all tokens so far; (batch, heads, seq, head_dim), where seq is 1 after the prompts."""
+        if not layer:
+            # Zeros: a masked row still enters a product with a weight of zero, and must not be NaN.
+            layer += [new.new_zeros(*new.shape[:2], self._length, new.shape[3]) for new in (k, v)]
+            for cached, new in zip(layer, (k, v), strict=True):
+                cached[:, :, : new.shape[2]] = new
+            return attend(q, k, v, mask)
+        batch = torch.arange(len(k), device=self._device)
+        for cached, new in zip(layer, (k, v), strict=True):
+            cached[batch, :, self._places] = new[:, :, 0]
+        keys, values = (cached[:, :, : self._end] for cached in layer)
+        return F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=self._mask, enable_gqa=q.shape[1] != keys.shape[1]
+        )

@@ -1,0 +1,75 @@
+"""A run learns before its first save whether it has room in the hosts' memory."""
+
+import torch
+
+from checkpoint import staging
+from checkpoint.manifest import steps_in
+from checkpoint.staging import Stager, free_memory
+from checkpoint.store import shards_of
+from tests.unit.checkpoint.test_checkpoint_manager import assert_equal, begun, make_state, process_group, resumed
+
+__all__ = ["process_group"]
+NEEDED = 8 * 4 * 4 + 3 * 2 + 4 * 8 * 8 + 4  # of make_state
+
+
+def test_what_is_free(tmp_path):
+    for name, text in {
+        "proc/meminfo": "MemTotal:   900 kB\nMemAvailable:   500 kB\n",
+        "proc/self/cgroup": "0::/job/step_0\n",
+        "sys/fs/cgroup/job/step_0/memory.max": "max\n",
+        "sys/fs/cgroup/job/step_0/memory.current": "1000\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert free_memory(tmp_path) == 500 * 1024
+    (tmp_path / "sys/fs/cgroup/job/step_0/memory.max").write_text("4000\n")
+    assert free_memory(tmp_path) == 3000
+    assert free_memory() > 1 << 20
+
+
+def checked(folder, **settings):
+    """A manager that has looked for room, and what it has said."""
+    log = []
+    manager = begun(folder, log=log, **settings)
+    log.clear()
+    manager.check_memory(make_state())
+    return manager, log
+
+
+def test_enough(tmp_path):
+    manager, log = checked(tmp_path, mode="async")
+    assert log == []
+    manager.close()
+
+
+def test_a_small_host_saves_while_training_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(staging, "free_memory", lambda: NEEDED)
+    staged = []
+    monkeypatch.setattr(Stager, "stage", lambda *arguments: staged.append(1))
+    manager, log = checked(tmp_path, mode="async")
+    assert f"has {NEEDED:,} of {NEEDED:,} bytes. Training will wait for each save of this launch" in log[0]
+    manager.save(1, make_state(1), {"tokens": 1})
+    assert steps_in(tmp_path) == [1]
+    assert manager.under_way is None
+    assert not staged
+    manager.close()
+    assert_equal(resumed(tmp_path)[1], make_state(1))
+
+
+def test_staged_memory_is_as_large_as_what_it_holds():
+    """Bit for bit, no storage larger than its tensor, and all of it in one piece."""
+    state = {
+        "odd": torch.randn(7, 3),
+        "half": torch.randn(5).bfloat16(),
+        "none": torch.empty(0, 4),
+        "one": torch.ones(()),
+    }
+    stager = Stager()
+    for _ in range(2):
+        state["odd"] += 1
+        staged = stager.stage(shards_of(state))
+        assert_equal({name: shard.local for name, shard in staged.items()}, state)
+        for shard in staged.values():
+            assert shard.local.untyped_storage().nbytes() == shard.local.numel() * shard.local.element_size()
+    places = [shard.local.data_ptr() for shard in staged.values() if shard.local.numel()]
+    assert max(places) - min(places) < 4 * staging.ALIGNMENT

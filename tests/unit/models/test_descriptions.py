@@ -1,0 +1,78 @@
+"""Each description of a family, in configs/architectures/, against the family's modules, which repeat its facts."""
+
+from functools import cache
+from math import prod
+
+import pytest
+import torch
+
+from configs.architectures import init_stds, own_weights, tensor_parallel_roles
+from configs.layout import active_matrices, active_parameter_count, layer_matrices, parameter_count
+from configs.load import load
+from configs.plan import PARAMETER_ROLES, Attention, LocalWeights, PlannedModel, Router
+from configs.schema import Model
+from models import build_model
+from tests.conftest import ROOT
+
+TOY = {"dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": 80}
+MIXTURE = TOY | {"n_experts": 5, "n_shared_experts": 2, "expert_dim": 24, "n_dense_layers": 1}
+JOBS = {path.stem: None for path in (ROOT / "configs").glob("*.toml")}
+TOYS = {"toy": TOY, "tied": TOY | {"tie_embeddings": True}, "mixture": MIXTURE, "wide heads": TOY | {"head_dim": 24}}
+TOYS |= {"normed": TOY | {"qk_norm": "head"}, "normed mixture": MIXTURE | {"qk_norm": "head"}}
+
+
+@pytest.fixture(params=(JOBS | TOYS).items(), ids=lambda param: param[0])
+def model(request):
+    name, keys = request.param
+    return Model(**keys) if keys else load(name).config.model
+
+
+@cache
+def built(model):
+    with torch.device("meta"):
+        return build_model(model)
+
+
+def test_names_and_shapes_are_the_modules_in_their_order(model):
+    modules = {name: tuple(parameter.shape) for name, parameter in built(model).named_parameters()}
+    assert list(modules.items()) == [(weight.name, weight.shape) for weight in own_weights(model)]
+    assert parameter_count(model) == sum(map(prod, modules.values()))
+
+
+def test_a_layer_has_the_matrices_of_its_block(model):
+    blocks = built(model).layers.values()
+    for layer, block in list(enumerate(blocks))[:: max(1, model.n_layers - 1)]:
+        sizes = {name: p.numel() for name, p in block.named_parameters() if p.ndim > 1}
+        experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        idle = experts * (1 - model.experts_per_token / (model.n_experts or 1))
+        assert layer_matrices(model, layer) == sum(sizes.values())
+        assert active_matrices(model, layer) == sum(sizes.values()) - idle
+    idle_matrices = sum(layer_matrices(model, i) - active_matrices(model, i) for i in range(model.n_layers))
+    assert parameter_count(model) - active_parameter_count(model) == idle_matrices
+
+
+def test_every_weight_has_one_role_and_every_role_a_place(model):
+    modules = built(model)
+    roles = tensor_parallel_roles(model)
+    parameters = dict(modules.named_parameters(remove_duplicate=False))
+    assert {name for name, role in roles.items() if role in PARAMETER_ROLES} <= parameters.keys()
+    assert {name for name, role in roles.items() if role not in PARAMETER_ROLES} <= dict(modules.named_modules()).keys()
+    assert all(roles.keys() & {name, name.rpartition(".")[0]} for name in parameters)
+    assert modules.plan.tensor_parallel == roles
+
+
+def test_only_norms_start_at_one(model):
+    stds = init_stds(model)
+    assert stds.keys() == dict(built(model).named_parameters()).keys()
+    assert {name for name, std in stds.items() if std is None} == {name for name in stds if "norm" in name}
+
+
+def test_modules_have_what_techniques_read_and_replace(model):
+    modules = built(model)
+    plan = modules.plan
+    wanted = [(modules, PlannedModel)]
+    wanted += [(modules.get_submodule(name), Attention) for name in plan.attention]
+    wanted += [(modules.get_submodule(name), LocalWeights) for name in plan.experts]
+    wanted += [(modules.get_submodule(name), kind) for name in plan.routers for kind in (LocalWeights, Router)]
+    for module, protocol in wanted:
+        assert all(hasattr(module, name) for name in protocol.__annotations__), (module, protocol)

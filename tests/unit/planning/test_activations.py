@@ -1,0 +1,75 @@
+"""What a block takes is measured on any block, against what autograd keeps of a real one, and remembered."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from configs.layout import MeshSizes
+from configs.load import load
+from tests.end_to_end.launch import TINY
+from trainer.planning import activations
+from trainer.planning.activations import measure_blocks
+from trainer.planning.block_memory import measure_eager, worst
+
+
+class UnknownBlock(nn.Module):
+    """None of Keel's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up = nn.Linear(32, 96)
+        self.down = nn.Linear(96, 32)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def test_a_block_that_keel_does_not_know_is_measured():
+    block = UnknownBlock()
+    given = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    x = torch.randn(2, 64, 32, requires_grad=True)
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = block(x)
+    kept[output.untyped_storage().data_ptr()] = output.nbytes
+    expected = sum(size for storage, size in kept.items() if storage not in {*given, x.untyped_storage().data_ptr()})
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        memory = measure_eager(UnknownBlock(), (torch.empty(2, 64, 32, requires_grad=True),))
+    assert memory.kept == expected
+    weights = sum(p.nbytes for p in block.parameters())
+    ends = max(memory.moments, key=lambda moment: moment[1])
+    assert ends[1] == weights
+    assert x.nbytes <= ends[0] < memory.backward(1) < expected + 4 * 2 * 64 * 96 * 4
+
+
+def test_only_moments_that_can_be_the_worst_are_kept():
+    assert worst([(1, 5), (3, 2), (2, 2), (3, 1), (1, 4)]) == ((3, 2), (1, 5))
+
+
+@pytest.mark.parametrize("change", ["", "--training.seq_len=64", "--activation_checkpoint.mode=full"])
+def test_an_answer_is_remembered_until_what_it_depends_on_changes(monkeypatch, tmp_path, change):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(activations, "_answers", {})
+    config = load(str(TINY), [], 1).config
+    one = MeshSizes(1, 1, 1)
+    first = measure_blocks(config, [0], one, on_gpu=False)
+    monkeypatch.setattr(activations, "_answers", {})  # as in another process
+    measured = []
+    monkeypatch.setattr(activations, "_measure", lambda *_: measured.append(first[0]) or first[0])
+    again = measure_blocks(load(str(TINY), change.split(), 1).config, [0], one, on_gpu=False)
+    assert again == first
+    assert len(measured) == bool(change)
+
+
+def test_a_tensor_parallel_rank_keeps_half_of_the_stream_in_the_compute_dtype():
+    words = ["--training.compute_dtype=bfloat16", "--activation_checkpoint.mode=full", "--mesh.tp=2"]
+    config = load(str(TINY), words, 2).config
+    (memory,) = measure_blocks(config, [0], MeshSizes(1, 1, 2), on_gpu=False).values()
+    assert memory.kept == config.training.seq_len * config.model.dim * 2 // 2

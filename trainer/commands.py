@@ -1,0 +1,216 @@
+"""Commands that run beside the training after a save: `checkpoint.after_save`, such as an export or an evaluation.
+
+They run one at a time, in order, on the first rank's host. No rank waits for one before the end of the run, and the
+checkpoint is kept as long as one needs it. What a command writes to {output} appears as a whole, in
+`after_save/NAME/step-00000100/`, when it has succeeded; that folder also records that it has. If a command fails,
+training continues. What a stop interrupts, the next launch runs again.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from checkpoint.folder import set_aside
+from checkpoint.lock import ReadLock
+from checkpoint.manifest import UNFINISHED, step_folder, steps_in
+from checkpoint.storage import remove_unfinished
+from configs.after_save import filled_in, search_path, words_of
+from configs.errors import UserError
+from configs.schema import AfterSave, Config
+from configs.secret import SECRET
+from parallelisms.ranks import on_rank_zero
+from trainer import beside
+from trainer.guards.watchdog import Watchdog
+from trainer.lifecycle import StopRequest
+from trainer.report import evaluations
+from trainer.report.console import Console
+from trainer.report.metrics import EvaluationMetrics
+
+FOLDER = "after_save"
+LOG = ".log"
+"""Suffix of the files, beside the folders of the steps, with what the commands print."""
+_OF_THE_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", SECRET)
+
+
+@dataclass(frozen=True)
+class _Due:
+    """A command that is to run, or runs."""
+
+    command: AfterSave
+    step: int
+    lock: ReadLock
+    """Keeps the checkpoint, however long the command has to wait for others."""
+
+    def __str__(self) -> str:
+        return f"{self.command.name} after step {self.step}"
+
+
+class Commands:
+    """The commands of one run; every rank has them, and the first rank does the work."""
+
+    def __init__(
+        self,
+        config: Config,
+        console: Console,
+        stop: StopRequest,
+        watchdog: Watchdog,
+        committed: Callable[[], int | None],
+        record: Callable[[EvaluationMetrics], None],
+    ) -> None:
+        """
+        Args:
+            committed: returns the step of the newest checkpoint.
+            record: called on the first rank with each new result of `keel evaluate`, by whomever it was run.
+        """
+        self._commands = config.checkpoint.after_save
+        self._run = config.job.folder.absolute()
+        self._console = console
+        self._stop = stop
+        self._watchdog = watchdog
+        self._committed = committed
+        self._record = record
+        self._due: deque[_Due] = deque()
+        self._running: tuple[_Due, subprocess.Popen[bytes]] | None = None
+
+    def open(self) -> None:
+        """Begin after the newest checkpoint, or begin again after a rewind to it; all ranks call it.
+
+        Raises:
+            UserError: what belongs to later steps can't be set aside.
+        """
+        self._seen: int | None = None
+        self._recorded: set[tuple[int, float]] | None = None
+        step = self._committed()
+        on_rank_zero(None, lambda: self._prepare(step))
+
+    def _prepare(self, step: int | None) -> None:
+        log = self._console.line
+        for folder in [self._run / evaluations.FOLDER, *sorted((self._run / FOLDER).glob("*/"))]:
+            remove_unfinished(folder, log, self._console.warning)
+            if aside := set_aside(folder, step):
+                log(f"what belongs to steps that this run does not resume from was moved to {aside}")
+
+    def poll(self) -> None:
+        """Begin what is due and report what has ended; never waits. Call it before a save removes old checkpoints."""
+        if dist.get_rank() > 0:
+            return
+        committed = self._committed()
+        is_new = committed is not None and committed != self._seen
+        if is_new and committed is not None:
+            for command in self._commands:
+                self._queue(command, committed)
+            self._seen = committed
+        has_ended = self._running and self._running[1].poll() is not None
+        try:
+            if has_ended:
+                self._end()
+            if self._due and not self._running:
+                self._start(self._due.popleft())
+            if is_new or has_ended:
+                self._collect()
+        except OSError as error:
+            where = error.filename or self._run / FOLDER
+            self._console.warning(f"{where} can't be used ({error.strerror}); training continues without it")
+
+    def finish(self, is_done: bool) -> None:
+        """Run what is due, the last checkpoint's as well; after a signal, the next launch does. All ranks call it.
+
+        Args:
+            is_done: whether the run has come to its last step.
+        """
+        if is_done:
+            self.poll()
+        if self._commands:
+            self._watchdog.on_first_rank("commands after the save", lambda: self._finish(is_done))
+
+    def _finish(self, is_done: bool) -> None:
+        while self._running or self._due:
+            if not is_done or self._stop:
+                self._abandon()
+            self.poll()
+            time.sleep(0.05)
+
+    def _abandon(self) -> None:
+        while self._due:
+            self._due.popleft().lock.release()
+        if self._running:
+            self._running[1].communicate()  # closes its standard input, which ends it
+
+    def _queue(self, command: AfterSave, committed: int) -> None:
+        """Queue a command for the newest checkpoint; first in a launch, also for those since its last success.
+
+        It pins them at once, since the next save removes old checkpoints.
+        """
+        after = self._seen
+        if after is None:
+            after = max(steps_in(self._run / FOLDER / command.name), default=committed - 1)
+        for step in steps_in(self._run / "checkpoints"):
+            if after < step <= committed and step % command.every == 0:
+                try:
+                    self._due.append(_Due(command, step, ReadLock(step_folder(self._run / "checkpoints", step))))
+                except UserError as error:
+                    self._console.warning(f"{command.name} after step {step} does not run: {error}")
+
+    def _start(self, due: _Due) -> None:
+        try:
+            self._running = due, self._process(due)
+        except OSError:
+            due.lock.release()
+            raise
+
+    def _process(self, due: _Due) -> "subprocess.Popen[bytes]":
+        output = self._output(due)
+        output.mkdir(parents=True, exist_ok=True)
+        checkpoint = step_folder(self._run / "checkpoints", due.step)
+        values = {"checkpoint": str(checkpoint), "step": str(due.step), "run": str(self._run), "output": str(output)}
+        words = filled_in(words_of(due.command.command), values)
+        kept = {name: value for name, value in os.environ.items() if name not in _OF_THE_LAUNCH}
+        with output.with_suffix(LOG).open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-I", beside.__file__, *words],
+                env={name: value for name, value in kept.items() if not name.startswith("TORCHELASTIC")}
+                | {"PATH": search_path(), "CUDA_VISIBLE_DEVICES": ""},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # a Ctrl-C of the terminal is for the run
+            )
+
+    def _output(self, due: _Due) -> Path:
+        folder = step_folder(self._run / FOLDER / due.command.name, due.step)
+        return folder.with_name(folder.name + UNFINISHED)
+
+    def _end(self) -> None:
+        assert self._running is not None
+        (due, process) = self._running
+        self._running = None
+        due.lock.release()
+        code = process.returncode
+        output = self._output(due)
+        if code == 0:
+            output.rename(step_folder(output.parent, due.step))
+            self._console.line(f"{due}: done")
+            return
+        shutil.rmtree(output, ignore_errors=True)
+        if code < 0:
+            self._console.line(f"{due}: interrupted; the next launch runs it")
+        else:
+            log = output.with_suffix(LOG)
+            lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
+            self._console.warning(f"{due} failed, training continues: {lines[-1]} (see {log})")
+
+    def _collect(self) -> None:
+        """Record the results of `keel evaluate` that metrics.jsonl lacks."""
+        if self._recorded is None:
+            self._recorded = evaluations.recorded(self._run)
+        for result in evaluations.unrecorded(self._run, self._recorded):
+            self._record(result)
+            self._console.line(evaluations.described(result))

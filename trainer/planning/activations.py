@@ -1,0 +1,194 @@
+"""The memory that a block of the model takes for its activations, measured: one block of each kind runs without memory.
+
+The block is the one that trains: the model's own code, with a rank's shard of the matrices and the job's activation
+checkpointing. Its tensors are fake: they have shapes, but no memory, so that a block of a 405B model costs as little as
+a toy's. Nothing is known here of any model.
+
+The fake tensors are the CPU's on every machine, so that all ranks, and `keel plan`, find the same bytes. They are found
+once: in memory, and in the user's cache folder, by a hash of all that they depend on.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import astuple
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from configs.layout import MeshSizes
+from configs.plan import plan_of
+from configs.schema import ActivationCheckpoint, Config
+from models import build_model
+from parallelisms.activation_checkpoint import apply_activation_checkpoint, selected_layers
+from parallelisms.fake_ranks import mesh_of_a_block, split_blocks
+from parallelisms.mesh import Mesh
+from parallelisms.torch_internals import count_grouped_queries
+from trainer.planning.block_memory import BlockMemory, measure_eager, norm_of_a_gpu
+from trainer.planning.compiled_block import measure_compiled
+from trainer.planning.skeleton import skeleton
+from trainer.planning.states import always_frozen
+
+
+def measure_blocks(
+    config: Config, layers: Iterable[int], sizes: MeshSizes, on_gpu: bool, mesh: Mesh | None = None
+) -> dict[int, BlockMemory]:
+    """What each of some layers' blocks takes; each kind of block is measured once.
+
+    Args:
+        config, layers: the job, and numbers of its blocks.
+        sizes: of the mesh; only the axes that split a block matter.
+        on_gpu: whether the job runs on GPUs.
+        mesh: the mesh itself, needed in a process group where it splits blocks. Nothing is sent over it.
+    """
+    model = skeleton(config.model)
+    frozen = always_frozen(config, model)
+    part = MeshSizes(dp_replicate=1, dp_shard=sizes.ep, tp=sizes.tp, cp=sizes.cp, ep=sizes.ep)
+    table = config.activation_checkpoint
+    plain = ActivationCheckpoint()
+    of_layers = ("layers", "every_nth_layer", "memory_limit_gib")
+    everywhere = table.model_copy(update={key: getattr(plain, key) for key in of_layers})
+    checkpointed = selected_layers(table, model.plan.n_blocks)
+    known: dict[tuple, BlockMemory] = {}
+    found: dict[int, BlockMemory] = {}
+    for layer in layers:
+        own = everywhere if layer in checkpointed or table.mode == "budget" else plain
+        kind = (own.mode, model.kind_of_block(layer, frozen))
+        if kind not in known:
+            asked = _Asked(config, layer, own, frozenset(model.of_block(layer)) & frozen, part, on_gpu)
+            known[kind] = _remembered(asked, mesh)
+        found[layer] = known[kind]
+    return found
+
+
+class _Asked(NamedTuple):
+    """A block to measure, and how."""
+
+    config: Config
+    layer: int
+    checkpointing: ActivationCheckpoint
+    """How this block is checkpointed."""
+    frozen: frozenset[str]
+    """Names of the block's parameters that never train."""
+    part: MeshSizes
+    """The ranks among which a block is split."""
+    on_gpu: bool
+
+    @property
+    def key(self) -> str:
+        """A hash of all that the answer depends on."""
+        training = self.config.training
+        context = self.config.context.method, self.config.attention.backend
+        parts = [
+            self.config.model.model_dump(mode="json"),
+            [training.seq_len, training.compute_dtype, self.config.compile.enable, self.on_gpu],
+            [self.layer, sorted(self.frozen), astuple(self.part), context if self.part.cp > 1 else ""],
+            self.checkpointing.model_dump(mode="json"),
+            _source(),
+        ]
+        return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def _source() -> str:
+    """A hash of the code that an answer depends on, and of torch's version."""
+    root = Path(__file__).parents[2]
+    folders = (root / name for name in ("configs", "models", "parallelisms", "trainer/planning"))
+    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
+    version = str(torch.__version__)
+    return sha256(version.encode() + b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+_answers: dict[str, BlockMemory] = {}
+
+
+def _remembered(asked: _Asked, mesh: Mesh | None) -> BlockMemory:
+    """The answer of this process or, from a file, of an earlier one; else the block is measured."""
+    key = asked.key
+    if key in _answers:
+        return _answers[key]
+    file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keel" / "blocks" / f"{key}.json"
+    with suppress(OSError, ValueError, TypeError):  # there is none, or none that can be read
+        kept, moments, *costs = json.loads(file.read_text())
+        _answers[key] = BlockMemory(kept, tuple((a, g) for a, g in moments), *costs)
+        return _answers[key]
+    answer = _answers[key] = _measure(asked, mesh)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        written = file.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(astuple(answer)))
+        written.replace(file)
+    return answer
+
+
+def _measure(asked: _Asked, mesh: Mesh | None) -> BlockMemory:
+    config = asked.config
+    count_grouped_queries()
+    with torch.device("meta"):
+        model = build_model(config.model)
+    cast_parameters(model, getattr(torch, config.training.compute_dtype))
+    name = plan_of(model).blocks[asked.layer]
+    for other in plan_of(model).blocks:
+        parent, _, child = other.rpartition(".")
+        if other != name:
+            delattr(model.get_submodule(parent), child)
+    with mesh_of_a_block(asked.part, mesh) as splitting:
+        split_blocks(model, config, splitting)
+        tokens = torch.Size((1, config.training.seq_len // asked.part.cp))
+        with fake_memory(model, "cpu"):
+            block = model.get_submodule(name)
+            inputs = inputs_of(block, model, tokens, "cpu")
+            for parameter_name, parameter in model.named_parameters():
+                parameter.requires_grad_(parameter_name not in asked.frozen)
+            if config.compile.enable:
+                return measure_compiled(block, inputs, asked.checkpointing, plan_of(model))
+            apply_activation_checkpoint(model, asked.checkpointing)
+            with patch.object(F, "rms_norm", norm_of_a_gpu) if asked.on_gpu else nullcontext():
+                return measure_eager(block, inputs)
+
+
+# --------------------------------------------------------------------------- a block without memory
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give parameters another dtype, but not buffers; not of a model that is split, as a DTensor would ignore it."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+@contextmanager
+def fake_memory(model: nn.Module, device: str | torch.device) -> Iterator[None]:
+    """Give a model on the meta device fake parameters; it must not be used afterwards."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device=device)
+        yield
+
+
+class _Reached(Exception):
+    """Carries a block's inputs out of the model's forward pass, whose rest need not run."""
+
+
+def inputs_of(block: nn.Module, model: nn.Module, tokens: torch.Size, device: str | torch.device) -> tuple:
+    """What a model gives to one of its blocks, for tokens of a shape."""
+
+    def stop(_block: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        raise _Reached(*inputs)
+
+    handle = block.register_forward_pre_hook(stop)
+    try:
+        with torch.no_grad():
+            model(torch.empty(tokens, dtype=torch.int64, device=device), torch.arange(tokens[1], device=device)[None])
+    except _Reached as reached:
+        first, *others = reached.args
+        return first.detach().requires_grad_(), *others
+    finally:
+        handle.remove()
+    raise RuntimeError("the model's forward pass never ran the block")

@@ -1,0 +1,80 @@
+"""The results of evaluations: `evaluations/step-00000100/TIME.json` in the run folder, then lines of metrics.jsonl.
+
+Every evaluation leaves a file. Whoever has the run's folder (the run itself while it trains, otherwise `keel evaluate`)
+records those that metrics.jsonl lacks. So a result is recorded once, whatever dies in between.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from checkpoint.manifest import step_folder, steps_in
+from configs.files import write_atomically
+from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
+from trainer.report.metrics import METRICS_NAME, EvaluationMetrics
+
+FOLDER = "evaluations"
+Scores = dict[str, dict[str, float]]
+"""Metrics, such as `acc` and `acc_stderr`, by task and group of tasks."""
+
+
+def write_result(run_folder: Path, step: int, scores: Scores) -> Path:
+    """Write the scores of the checkpoint of `step`; returns the file.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    folder = step_folder(run_folder / FOLDER, step)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{time.time():.6f}.json"
+    write_atomically(path, [json.dumps({"step": step, "evaluation": scores}, indent=2) + "\n"])
+    return path
+
+
+def unrecorded(run_folder: Path, known: set[tuple[int, float]]) -> Iterator[EvaluationMetrics]:
+    """The results that are not `known` by step and time; they are from then on. Files in another form are left out."""
+    root = run_folder / FOLDER
+    for step in steps_in(root):
+        for path in sorted(step_folder(root, step).glob("*.json")):
+            result = _read(path, step)
+            if result and (step, result.time) not in known:
+                known.add((step, result.time))
+                yield result
+
+
+def _read(path: Path, step: int) -> EvaluationMetrics | None:
+    try:
+        said = parse_json(read_file(path, MAX_JSON_BYTES))["evaluation"].items()
+        scores = {task: {name: float(value) for name, value in each.items()} for task, each in said}
+        return EvaluationMetrics(step, scores, float(path.stem))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def recorded(run_folder: Path) -> set[tuple[int, float]]:
+    """Step and time of each evaluation in metrics.jsonl."""
+    found = set()
+    with (run_folder / METRICS_NAME).open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if '"evaluation"' in line:
+                said = parse_json(line)
+                found.add((said["step"], said.get("time")))
+    return found
+
+
+def described(result: EvaluationMetrics, name: str | None = None) -> str:
+    """A line for people. `name`: what was done, if it was not the evaluation of a run's step."""
+    scores = [
+        f"{task} {name} {value:.4f}{_plus_minus(metrics, name)}"
+        for task, metrics in result.evaluation.items()
+        for name, value in metrics.items()
+        if "_stderr" not in name
+    ]
+    return f"{name or f'evaluation of step {result.step}'}: {', '.join(scores)}"
+
+
+def _plus_minus(metrics: dict[str, float], name: str) -> str:
+    metric, comma, how = name.partition(",")
+    error = metrics.get(f"{metric}_stderr{comma}{how}")
+    return "" if error is None else f" ± {error:.4f}"
