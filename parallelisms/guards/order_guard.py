@@ -10,7 +10,10 @@ Before the optimizer changes anything, all ranks compare checksums. Given groups
 on the order of A's collectives, of B's, and of A's relative to B's, so there is a checksum for every pair of groups.
 Point-to-point messages are compared between the two ranks, in order, for each direction.
 
-Only if checksums differ are the logs themselves exchanged, to name the first collective that differs.
+The comparison is one sum of one number over all ranks. Of the m ranks that share a checksum c, the first adds (m - 1) c
+and each other subtracts its own: the terms cancel where all are equal, and leave a random remainder where one is not.
+So its cost does not grow with the number of ranks. Only if the sum is not zero are the checksums themselves exchanged,
+and then the logs, to name the first collective that differs.
 
 Only the groups that training computes with are watched. A background thread, such as the one that writes a checkpoint,
 has its own groups, and issues their collectives at any time.
@@ -21,11 +24,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
-from itertools import combinations_with_replacement, zip_longest
+from itertools import combinations, zip_longest
 from pathlib import Path
 from sys import _getframe
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,8 +42,22 @@ from parallelisms.torch_internals import issuing_group, listening, prepare_liste
 _HOME = str(Path(__file__).resolve().parents[2]) + os.sep
 _NOT_CALLERS = {str(Path(__file__).resolve()), str(Path(__file__).resolve().parents[1] / "torch_internals.py")}
 
-Channel = tuple[str, tuple[int, ...]]
-"""The ranks that must agree: a process group's name and ranks, or a message's sender and receiver."""
+_MODULUS = 2**40
+"""The range of a checksum: terms of a million ranks can be summed in 64 bits."""
+
+
+class Channel(NamedTuple):
+    """The ranks that must agree on an order."""
+
+    name: str
+    """A process group's, or that of the group through which messages go."""
+    ranks: tuple[int, ...]
+    """The group's, or a message's sender and receiver."""
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # in a large job there are thousands of ranks
+
+
 Key = tuple[Channel, ...]
 """One channel, or two whose relative order is compared."""
 
@@ -65,6 +83,8 @@ class OrderGuard:
         """
         self._interval = interval
         self._watched = {str(group.group_name) for group in groups} | {world_name()}
+        self._channels: dict[str, Channel] = {}
+        self._members: dict[Key, list[int]] = {}
         self._step = 0
         self._is_noting = False
         self.log: list[Issued] = []
@@ -97,9 +117,13 @@ class OrderGuard:
         self._is_noting = False  # exclude the comparison's own collectives
         log = self.log
         self.log = []
-        checksums = _checksums(log)
-        told = gather({_name(key): checksum for key, checksum in checksums.items()})
-        if wrong := _first_of_all(_first_difference(checksums, told)):
+        checksums = _checksums(log, self._members)
+        remainder = torch.tensor(term(checksums, self._members, dist.get_rank()))
+        # Zero, as explained above, if all ranks agree.
+        dist.all_reduce(remainder)
+        if int(remainder) % _MODULUS:
+            told = gather({_name(key): checksum for key, checksum in checksums.items()})
+            wrong = _first_of_all(_first_difference(checksums, told))
             logs = gather(_lines(log, wrong))
             raise UserError(_message(wrong, logs, self._step + 1))
         self._is_noting = True
@@ -109,9 +133,14 @@ class OrderGuard:
         self._step += 1
 
     def _note(self, operator: str, group: dist.ProcessGroup, arguments: tuple[Any, ...]) -> None:
-        ranks = tuple(dist.get_process_group_ranks(group))
         name = str(group.group_name)
-        if not self._is_noting or len(ranks) == 1 or name not in self._watched:
+        if not self._is_noting or name not in self._watched:
+            return
+        if name not in self._channels:
+            self._channels[name] = Channel(name, tuple(dist.get_process_group_ranks(group)))
+        channel = self._channels[name]
+        ranks = channel.ranks
+        if len(ranks) == 1:
             return
         if operator in ("send", "recv_"):  # the sender's and the receiver's code lines differ
             here = dist.get_rank()
@@ -119,10 +148,10 @@ class OrderGuard:
             pair = (here, there) if operator == "send" else (there, here)
             # By count: torch 2.11's pipelining opens a connection by sending a scalar, received with shape (1,).
             message = " and ".join(f"{t.numel()} elements {_dtype(t)}" for t in tensors_of(arguments))
-            self.log.append(Issued((f"messages of {name}", pair), f"message of {message}", True))
+            self.log.append(Issued(Channel(f"messages of {name}", pair), f"message of {message}", True))
         else:
             what = f"{operator.strip('_')} of {_shapes(operator, arguments)} for {issuing_group() or _caller()}"
-            self.log.append(Issued((name, ranks), what, False))
+            self.log.append(Issued(channel, what, False))
 
 
 def _shapes(operator: str, arguments: tuple[Any, ...]) -> str:
@@ -152,13 +181,30 @@ def _caller() -> str:
     return "the backward pass"
 
 
-def _checksums(log: list[Issued]) -> dict[Key, str]:
-    """A checksum for every channel, and one for every two process groups."""
+def _checksums(log: list[Issued], members: dict[Key, list[int]]) -> dict[Key, int]:
+    """A checksum for every channel, and one for every two process groups that share ranks besides this one.
+
+    Args:
+        log: a rank's collectives and messages.
+        members: the ranks in all channels of a key; keys that it lacks are added.
+    """
     channels = sorted({issued.channel for issued in log})
     groups = sorted({issued.channel for issued in log if not issued.is_message})
     keys: list[Key] = [(channel,) for channel in channels]
-    keys += [pair for pair in combinations_with_replacement(groups, 2) if pair[0] != pair[1]]
-    return {key: _checksum(_lines(log, key)) for key in keys}
+    keys += combinations(groups, 2)
+    for key in keys:
+        if key not in members:
+            members[key] = _members(key)
+    return {key: _checksum([_name(key), *_lines(log, key)]) for key in keys if len(members[key]) > 1}
+
+
+def term(checksums: dict[Key, int], members: dict[Key, list[int]], rank: int) -> int:
+    """A rank's term of the sum over all ranks that is 0, modulo the range of checksums, where they agree."""
+    balance = 0
+    for key, checksum in checksums.items():
+        first, *others = members[key]
+        balance += len(others) * checksum if rank == first else -checksum
+    return balance % _MODULUS
 
 
 def _lines(log: Sequence[Issued], key: Key) -> list[str]:
@@ -166,21 +212,22 @@ def _lines(log: Sequence[Issued], key: Key) -> list[str]:
     return [f"{key.index(issued.channel)} {issued.what}" for issued in log if issued.channel in key]
 
 
-def _checksum(lines: list[str]) -> str:
-    return blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+def _checksum(lines: list[str]) -> int:
+    return int.from_bytes(blake2b("\n".join(lines).encode(), digest_size=8).digest(), "big") % _MODULUS
 
 
+@cache
 def _name(key: Key) -> str:
     """The name that ranks send in place of a key, which lists ranks: 4,096 of them, for each group of 4,096 ranks."""
-    return _checksum([repr(key)])
+    return str(_checksum([repr(key)]))
 
 
 def _members(key: Key) -> list[int]:
     """The ranks that take part in all channels of a key."""
-    return sorted(set.intersection(*(set(ranks) for _, ranks in key)))
+    return sorted(set.intersection(*(set(channel.ranks) for channel in key)))
 
 
-def _first_difference(mine: Collection[Key], told: list[dict[str, str]]) -> Key | None:
+def _first_difference(mine: Collection[Key], told: list[dict[str, int]]) -> Key | None:
     """The first of this rank's keys on which its members differ; a rank that has not used it differs, too."""
     for key in sorted(mine, key=_order):
         name = _name(key)
@@ -189,14 +236,10 @@ def _first_difference(mine: Collection[Key], told: list[dict[str, str]]) -> Key 
     return None
 
 
-def _first_of_all(found: Key | None) -> Key | None:
+def _first_of_all(found: Key | None) -> Key:
     """The first of the keys that ranks have found, the same on all."""
-    is_found = torch.tensor(int(found is not None))
-    dist.all_reduce(is_found, op=dist.ReduceOp.MAX)
-    if not is_found:
-        return None
-    keys = [tuple((name, tuple(ranks)) for name, ranks in key) for key in gather(found) if key]
-    return min(keys, key=_order)
+    told = [key for key in gather(found) if key]
+    return min((tuple(Channel(name, tuple(ranks)) for name, ranks in key) for key in told), key=_order)
 
 
 def _order(key: Key) -> tuple[int, Key]:

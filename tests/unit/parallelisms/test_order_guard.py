@@ -1,8 +1,14 @@
 """How the order guard compares logs, on logs made by hand."""
 
+import random
+import time
+from itertools import product
+
 import pytest
 
 from parallelisms.guards.order_guard import (
+    _MODULUS,
+    Channel,
     Issued,
     _checksums,
     _first_difference,
@@ -11,9 +17,10 @@ from parallelisms.guards.order_guard import (
     _message,
     _name,
     _order,
+    term,
 )
 
-DENSE, EXPERTS = ("dense", (0, 1, 2, 3)), ("experts", (0, 1))
+DENSE, EXPERTS = Channel("dense", (0, 1, 2, 3)), Channel("experts", (0, 1))
 
 
 def logs(*lines: str) -> list[list[Issued]]:
@@ -21,7 +28,7 @@ def logs(*lines: str) -> list[list[Issued]]:
     channels = {"d": DENSE, "e": EXPERTS}
     return [
         [
-            Issued(("messages", (int(w[1]), int(w[2]))), "message", True)
+            Issued(Channel("messages", (int(w[1]), int(w[2]))), "message", True)
             if w[0] == "m"
             else Issued(channels[w[0]], f"gather {w[1]}", False)
             for w in line.split()
@@ -31,10 +38,21 @@ def logs(*lines: str) -> list[list[Issued]]:
 
 
 def difference(ranks: list[list[Issued]]):
-    """The first difference that any rank sees."""
-    checksums = [_checksums(log) for log in ranks]
+    """The first difference that any rank sees; there is one where the ranks' terms do not cancel."""
+    checksums = [_checksums(log, {}) for log in ranks]
     told = [{_name(key): checksum for key, checksum in each.items()} for each in checksums]
-    return min(filter(None, (_first_difference(each, told) for each in checksums)), key=_order, default=None)
+    first = min(filter(None, (_first_difference(each, told) for each in checksums)), key=_order, default=None)
+    assert is_balanced(ranks) == (first is None)
+    return first
+
+
+def is_balanced(ranks: list[list[Issued]]) -> bool:
+    """Whether the sum over all ranks, which the guard reduces, says that they agree."""
+    terms = []
+    for rank, log in enumerate(ranks):
+        members = {}
+        terms.append(term(_checksums(log, members), members, rank))
+    return sum(terms) % _MODULUS == 0
 
 
 @pytest.mark.parametrize(
@@ -57,7 +75,7 @@ def test_ranks_that_agree(lines):
         (("d1", "d1", "d1", ""), (DENSE,)),
         (("d1 e1", "d1 e2", "d1", "d1"), (EXPERTS,)),
         (("d1 e1", "e1 d1", "d1", "d1"), (DENSE, EXPERTS)),  # each group's own order is right
-        (("d1 m01 m01", "d1 m01", "d1", "d1"), (("messages", (0, 1)),)),
+        (("d1 m01 m01", "d1 m01", "d1", "d1"), (Channel("messages", (0, 1)),)),
     ],
 )
 def test_ranks_that_differ(lines, key):
@@ -74,3 +92,55 @@ def test_the_message_names_the_rank_and_the_first_that_differs():
     lines = [_lines(log, (DENSE,)) for log in shorter]
     assert "rank 1 issued as number 2 nothing more, where rank 0" in _message((DENSE,), lines, 1)
     assert _members((DENSE, EXPERTS)) == [0, 1]
+
+
+SIZES = {"replicate": 2, "shard": 2, "cp": 2, "tp": 2}
+AXES = [("replicate", "shard"), ("replicate", "shard", "cp"), ("shard", "cp"), ("cp",), ("tp",), tuple(SIZES)]
+"""Groups of a mesh; two of them, (replicate, shard) and (shard, cp), share ranks that are no group themselves."""
+
+
+def groups_of(rank: int, sizes: dict[str, int], axes: list[tuple[str, ...]]) -> list[Channel]:
+    """The groups of a rank; ranks count the last axis first."""
+    places = list(product(*map(range, sizes.values())))
+    mine = dict(zip(sizes, places[rank], strict=True))
+
+    def is_in(place: tuple[int, ...], group: tuple[str, ...]) -> bool:
+        return all(name in group or mine[name] == at for name, at in zip(sizes, place, strict=True))
+
+    return [Channel("-".join(group), tuple(n for n, at in enumerate(places) if is_in(at, group))) for group in axes]
+
+
+def test_one_number_of_each_rank_finds_any_difference():
+    draw = random.Random(7)
+    for _ in range(200):
+        order = [(draw.randrange(len(AXES)), draw.randrange(3)) for _ in range(12)]
+        ranks = [
+            [Issued(groups[group], f"gather {what}", False) for group, what in order]
+            for groups in (groups_of(rank, SIZES, AXES) for rank in range(16))
+        ]
+        assert is_balanced(ranks)
+        changed = ranks[draw.randrange(16)]
+        at = draw.randrange(11)
+        kind = draw.choice(["swap", "lose", "repeat"])
+        if kind == "swap":
+            changed[at], changed[at + 1] = changed[at + 1], changed[at]
+        elif kind == "lose":
+            del changed[at]
+        else:
+            changed.insert(at, changed[at])
+        # A swap of equal collectives, or of collectives of groups that share no other rank, is none: both agree on it.
+        difference(ranks)
+
+
+def test_the_cost_does_not_grow_with_the_number_of_ranks():
+    spent = {}
+    for n_ranks in (64, 4096):
+        sizes = {"replicate": n_ranks // 64, "shard": 8, "tp": 8}
+        groups = groups_of(n_ranks - 1, sizes, [("replicate", "shard"), ("shard",), ("tp",), tuple(sizes)])
+        log = [Issued(groups[n % 4], f"allgather of ({n % 7}, 4096) bfloat16", False) for n in range(2000)]
+        members = {}
+        _checksums(log, members)  # the first comparison of a launch also finds which groups share ranks
+        began = time.process_time()
+        term(_checksums(log, members), members, n_ranks - 1)
+        spent[n_ranks] = time.process_time() - began
+    assert spent[4096] < 4 * spent[64] + 0.01, spent
