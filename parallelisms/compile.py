@@ -22,8 +22,12 @@ MOST_GRAPHS = 64
 
 
 def compiler_options(config: Compile) -> dict[str, Any]:
-    """The settings of `torch._inductor.config` that the job's mode stands for."""
-    return dict(torch._inductor.list_mode_options(config.mode))
+    """The settings of `torch._inductor.config` that Keel needs, and those that the job's mode stands for."""
+    # Inductor's own launcher holds the interpreter's lock while a launch waits for room in the device's queue. If the
+    # device hangs, that is for good, and no other thread could report it: not the watchdog, nor the one that saves.
+    # Triton's launcher releases the lock. It costs 12 ms of host time for 452 launches, which a full queue hides.
+    needed = {"use_static_cuda_launcher": False}
+    return needed | torch._inductor.list_mode_options(config.mode)
 
 
 def apply_compile(model: nn.Module, options: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """The shared part of the scripts' command lines: help from the module's docstring, and how a command ends."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from checkpoint.find import find_checkpoint
 from configs.errors import ConfigError, KeelError, UserError, files_that_fail
 from configs.files import FULL, whole
 from configs.process import cannot_print, prepare_streams, require_current_folder, silence_stdout
+from trainer.guards.fragmentation import let_segments_grow
 from trainer.report.console import Console
 
 EXIT_PIPE_CLOSED = 141
@@ -124,6 +126,7 @@ def require_file(path: Path | None, flag: str) -> None:
 def end(main: Callable[[], int]) -> NoReturn:
     """Run a command to its end as this process; a reader that closes its pipe, as `head` does, is no error."""
     prepare_streams()
+    let_segments_grow(os.environ)  # a benchmark measures the allocator that training has
     code = EXIT_PIPE_CLOSED
     try:
         require_current_folder()

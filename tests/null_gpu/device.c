@@ -21,6 +21,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "driver_types.h"
 
@@ -70,7 +71,16 @@ static double cpu_seconds(void) {
 /* CPU seconds that the host took, after each synchronization, to its next launch: a device had nothing to do then. */
 double null_gpu_idle_seconds(void) { return idle_seconds; }
 
+static _Atomic int block_ms;
+
+/* The next launch of a Triton kernel blocks the host for so long, as if the device hung and its queue were full. */
+void null_gpu_block(int milliseconds) { block_ms = milliseconds; }
+
 static int launched(_Atomic long *counter) {
+    if (counter == &launch_triton_count) {
+        usleep(1000 * block_ms);
+        block_ms = 0;
+    }
     if (idle_since) {
         idle_seconds += cpu_seconds() - idle_since;
         idle_since = 0;
