@@ -14,6 +14,7 @@ from configs.command_line import answer, load_for_run, parse_command_line
 from configs.errors import KeelError
 from configs.process import prepare_streams, require_current_folder
 from trainer.guards.fragmentation import let_segments_grow
+from trainer.kernels.toolchain import require_cache_folders
 from trainer.lifecycle import install_signal_handlers, tell_torchrun
 from trainer.planning.for_validate import check_names, say_choice
 
@@ -32,6 +33,7 @@ def main() -> int:
         if answer(command, chooser=say_choice, check_names=check_names):
             return 0
         job = load_for_run(command)
+        require_cache_folders(os.environ)
     except KeelError as error:
         tell_torchrun(str(error))
         rank = os.environ.get("RANK", "0")

@@ -31,6 +31,7 @@ from trainer.guards.out_of_memory import out_of_memory
 from trainer.guards.peers import Loss
 from trainer.guards.shared_folder import MARK, NotShared, require_shared
 from trainer.guards.watchdog import Watchdog, append_to_log, said_of
+from trainer.kernels.toolchain import require_compiler
 from trainer.lifecycle import (
     EXIT_FAILED,
     EXIT_PREEMPTED,
@@ -107,6 +108,7 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
             threading.Thread(target=_end_with_launcher, args=(launch,), name="launcher", daemon=True).start()
         try:
             kind = device_type(job)
+            require_compiler(job, kind)
             set_numerics(job.config.training, kind)
             with forming():
                 device = start_process_group(kind, timeout)

@@ -12,8 +12,6 @@ bfloat16 are updated by that kernel or, elsewhere, by separate operations that c
 """
 
 import importlib.util
-import os
-import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cache
@@ -32,6 +30,7 @@ from trainer.kernels import separate
 from trainer.kernels.keyed import Key
 from trainer.kernels.padded import whole_vectors
 from trainer.kernels.separate import Rates
+from trainer.kernels.toolchain import c_compiler
 from trainer.optimizers import rule
 from trainer.optimizers.training import TrainingOptimizer
 
@@ -199,8 +198,7 @@ def kernel_of_adamw(config: Optimizer, device_type: str, dtype: torch.dtype, sum
 @cache
 def _has_triton() -> bool:
     """Whether Triton can compile a kernel and its launcher here, for the GPU that is there."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    has_both = importlib.util.find_spec("triton") is not None and compiler is not None
+    has_both = importlib.util.find_spec("triton") is not None and c_compiler() is not None
     is_nvidia = torch.cuda.is_available() and torch.version.hip is None
     return has_both and is_nvidia and torch.cuda.get_device_capability() >= _TRITON_CAPABILITY
 
