@@ -109,7 +109,7 @@ class CheckpointManager:
         # be paired up wrongly. That a write has finished, the main threads agree on the group of all ranks.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
         self._reader = Reader(folder, self._storage, settings, self._run, self._log, self._group)
-        self._stager = Stager()
+        self._stager = Stager(self._log.warning)
         self._mode = settings.mode
         self._pending: _Save | None = None
         self._vote: Vote | None = None

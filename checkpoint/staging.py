@@ -7,7 +7,8 @@ import mmap
 import os
 import socket
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,12 @@ class Stager:
     pinned memory is allocated in powers of two, which takes half as much again for a 7B model's feed-forwards.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        """
+        Args:
+            warn: told if the memory cannot be pinned.
+        """
+        self._warn = warn
         self._buffers: dict[str, Tensor] = {}
 
     def stage(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
@@ -65,7 +71,7 @@ class Stager:
             end += -(-shard.local.nbytes // ALIGNMENT) * ALIGNMENT
         memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if any(shard.local.is_cuda for shard in shards.values()):
-            weakref.finalize(self, _unpin, _pinned(memory))
+            self._pin(memory)
         buffers = {}
         for name, shard in shards.items():
             shape = shard.local.shape
@@ -77,12 +83,20 @@ class Stager:
             buffers[name] = empty.view(shape)
         return buffers
 
-
-def _pinned(memory: mmap.mmap) -> Tensor:
-    """The memory as bytes, page-locked, so that the GPU can write to it asynchronously."""
-    raw = torch.frombuffer(memory, dtype=torch.uint8)
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0))
-    return raw
+    def _pin(self, memory: mmap.mmap) -> None:
+        """Lock the memory's pages, so that the GPU can write to it asynchronously; without that, saves wait longer."""
+        raw = torch.frombuffer(memory, dtype=torch.uint8)
+        try:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0))
+        except RuntimeError as error:  # some sandboxes and virtual machines, and a limit on locked memory
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # CUDA keeps the error for the next launch, which would fail with it
+            self._warn(
+                f"this host cannot pin the {raw.numel():,} bytes that a checkpoint is copied to ({error}): each save "
+                "copies through pageable memory, for which training waits longer"
+            )
+        else:
+            weakref.finalize(self, _unpin, raw)
 
 
 def _unpin(raw: Tensor) -> None:

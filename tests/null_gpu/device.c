@@ -25,7 +25,7 @@
 
 #include "driver_types.h"
 
-enum { SUCCESS = 0, OUT_OF_MEMORY = 2 };
+enum { SUCCESS = 0, OUT_OF_MEMORY = 2, NOT_SUPPORTED = 801 };
 static const size_t DEVICE_BYTES = (size_t)143771 << 20; /* of an H200, as nvidia-smi shows it */
 static const size_t PAGE = 4096, ALIGNMENT = (size_t)2 << 20;
 
@@ -168,7 +168,17 @@ int cudaHostAlloc(void **pointer, size_t size, unsigned flags) {
     return allocate(pointer, size, PINNED);
 }
 int cudaFreeHost(void *pointer) { return release(pointer); }
-int cudaHostRegister(void *pointer, size_t size, unsigned flags) { return SUCCESS; }
+
+static int refuses_pinning, last_error;
+
+/* As some sandboxes do. The error stays until it is read, and a launch that reads it fails. */
+void null_gpu_refuse_pinning(int refuses) { refuses_pinning = refuses; }
+
+int cudaHostRegister(void *pointer, size_t size, unsigned flags) {
+    return refuses_pinning ? (last_error = NOT_SUPPORTED) : SUCCESS;
+}
+int cudaGetLastError(void) { return __atomic_exchange_n(&last_error, SUCCESS, __ATOMIC_SEQ_CST); }
+int cudaPeekAtLastError(void) { return last_error; }
 int cudaHostUnregister(void *pointer) { return SUCCESS; }
 int cudaGetSymbolAddress(void **pointer, const void *symbol) { return allocate(pointer, PAGE, DEVICE); }
 int cudaMemGetInfo(size_t *available, size_t *total) {
@@ -493,12 +503,10 @@ IGNORED(cudaDeviceGetDefaultMemPool)
 IGNORED(cudaEventDestroy)
 IGNORED(cudaEventQuery)
 IGNORED(cudaFuncSetAttribute)
-IGNORED(cudaGetLastError)
 IGNORED(cudaMemPoolGetAttribute)
 IGNORED(cudaMemPoolSetAccess)
 IGNORED(cudaMemPoolSetAttribute)
 IGNORED(cudaMemPoolTrimTo)
-IGNORED(cudaPeekAtLastError)
 IGNORED(cudaProfilerStart)
 IGNORED(cudaProfilerStop)
 IGNORED(cudaStreamAddCallback)
