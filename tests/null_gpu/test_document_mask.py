@@ -1,6 +1,7 @@
 """Documents are kept apart by FlashAttention's kernels, without a mask of all pairs and without a wait for the host."""
 
 import os
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
@@ -38,11 +39,18 @@ def step(words: str, documents: str = "true") -> dict:
     """On a rank: the counts of a step, and how often each attention kernel was called in all of `STEPS`."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     config = (*SMALL.split(), "--training.seq_len", str(SEQ_LEN), "--training.global_batch_size", "4", *words.split())
-    with (
-        patch.object(null_step, "SYNTHETIC", SOURCES),
-        patch.object(QueuedStep, "read", zeros),
-        profile() as profiler,
-    ):
+    profiler = profile()
+    build = null_step.build
+    with ExitStack() as stack:
+
+        def build_then_profile(job) -> tuple:
+            built = build(job)  # this may run blocks on fake tensors, to see what they keep
+            stack.enter_context(profiler)
+            return built
+
+        stack.enter_context(patch.object(null_step, "SYNTHETIC", SOURCES))
+        stack.enter_context(patch.object(null_step, "build", build_then_profile))
+        stack.enter_context(patch.object(QueuedStep, "read", zeros))
         words_of_job = (*config, "--data.document_mask", documents)
         counts = null_step.measure("llama_1b.toml", words_of_job, warm_up=2, timed=1)
     calls = {event.key: event.count for event in profiler.key_averages() if "attention" in event.key}
