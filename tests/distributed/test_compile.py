@@ -71,14 +71,20 @@ def compile_counts(overrides: tuple[str, ...]) -> tuple[int, int, int]:
         slow=[
             "plain",
             "FSDP, full",
-            "FSDP, selective",
-            "FSDP, every second matmul",
-            "FSDP, budget",
             "TP, selective",
             "ZeRO 1",
         ],
         # "TP, selective" has collectives; a ring has the values of a gather in test_context.py and test_parity.py.
-        long=["HSDP, bfloat16", "FSDP x TP", "CP by gather, selective", "CP by ring", "CP x TP by all_to_all, full"],
+        long=[
+            "FSDP, selective",
+            "FSDP, every second matmul",
+            "FSDP, budget",
+            "HSDP, bfloat16",
+            "FSDP x TP",
+            "CP by gather, selective",
+            "CP by ring",
+            "CP x TP by all_to_all, full",
+        ],
     ),
 )
 def test_no_graph_break_and_no_recompile(ranks, name):

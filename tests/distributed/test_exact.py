@@ -139,16 +139,18 @@ def test_other_meshes_have_the_bits_of_one_rank(sha, mesh):
     assert sha(n_ranks, machine | run, dtype) == sha(1, run, dtype)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "machine",
+    ("machine", "run"),
     [
-        pytest.param({"mesh.pp": 2}, id="PP 2"),
-        pytest.param({"mesh.dp_shard": 2}, id="FSDP 2"),
-        pytest.param({"mesh.dp_replicate": 2, **OWNER}, id="owner 2"),
+        pytest.param({"mesh.dp_shard": 2}, {}, id="FSDP 2", marks=pytest.mark.slow),
+        pytest.param({"mesh.pp": 2}, EXPERTS, id="PP 2, experts", marks=pytest.mark.slow),
+        # Each of what follows is in one of these.
+        pytest.param({"mesh.pp": 2}, {}, id="PP 2", marks=pytest.mark.long),
+        pytest.param({"mesh.dp_replicate": 2, **OWNER}, {}, id="owner 2", marks=pytest.mark.long),
+        pytest.param({"mesh.dp_shard": 2}, EXPERTS, id="FSDP 2, experts", marks=pytest.mark.long),
+        pytest.param({"mesh.dp_replicate": 2, **OWNER}, EXPERTS, id="owner 2, experts", marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize("run", [{}, EXPERTS], ids=["dense", "experts"])
 def test_meshes_with_tensor_parallelism_have_the_bits_of_tensor_parallelism(sha, machine, run):
     """In bfloat16: the gradients of norms and routers are sums over the tensor-parallel ranks, too."""
     one = sha(2, run | {"mesh.tp": 2, "mesh.dp_shard": 1}, "bfloat16")

@@ -160,6 +160,7 @@ def test_full_logits_never_exist():
     assert ours.numel == 512 * 8192  # 16 MiB
 
 
+@pytest.mark.slow
 def test_compiled_is_exact_without_breaks_or_recompilation(monkeypatch: pytest.MonkeyPatch):
     _limit_chunks(monkeypatch, rows=8, row_bytes=50 * 8)
     torch._dynamo.reset()
