@@ -55,9 +55,6 @@ from parallelisms.ranks import Json, gather, on_rank_zero
 State = Mapping[str, Tensor]
 Result = TypeVar("Result")
 
-GPU_COPY_AHEAD_BYTES = 10_000_000
-"""How much is copied from the GPU ahead of writing; DCP's default."""
-
 
 class SaveFailed(UserError):
     """The checkpoint could not be written; earlier checkpoints are unchanged."""
@@ -154,7 +151,7 @@ def write(
     Raises:
         SaveFailed: a rank could not write. All ranks raise it.
     """
-    writer = _Writer(storage, folder, shards)
+    writer = _Writer(storage, folder)
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         dcp.save(dict(shards), storage_writer=writer, planner=planner, process_group=group)
@@ -256,6 +253,8 @@ def _first_line(error: BaseException) -> str:
 class _SavePlanner(dcp.DefaultSavePlanner):
     n_bytes: int | None = None
     """What all ranks together will write; set on the first rank, once all have planned."""
+    _copy: Tensor | None = None
+    """The copy that is being written."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
@@ -264,6 +263,21 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].local
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The shard in CPU memory, copied there unless it is a whole storage there already.
+
+        DCP would copy it as well, but keeps all that it has written until a file is complete: in a save that is not
+        staged, the rank's whole state (`tensor_dict` in torch 2.11 and 2.13). So the last copy is emptied here.
+        """
+        if self._copy is not None:
+            self._copy.untyped_storage().resize_(0)
+            self._copy = None
+        tensor = self.lookup_object(write_item.index)
+        if tensor.is_cpu and tensor.untyped_storage().nbytes() == tensor.nbytes:
+            return tensor
+        self._copy = tensor.to("cpu", copy=True)
+        return self._copy
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -278,11 +292,9 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class _Writer(dcp.FileSystemWriter):
-    def __init__(self, storage: Storage, folder: Path, shards: Mapping[str, Shard]) -> None:
-        on_cpu = all(shard.local.device.type == "cpu" for shard in shards.values())
-        # Copying ahead needs the thread's current GPU, which a background thread has not set; staged shards need none.
-        copy_ahead = 0 if on_cpu else GPU_COPY_AHEAD_BYTES
-        super().__init__(folder, per_thread_copy_ahead=copy_ahead, sync_files=False)  # the storage does
+    def __init__(self, storage: Storage, folder: Path) -> None:
+        # Nothing is copied ahead: the planner holds one copy at a time. The storage syncs.
+        super().__init__(folder, per_thread_copy_ahead=0, sync_files=False)
         self.fs: _Files = _Files(storage)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
