@@ -109,7 +109,7 @@ def _figures(config: Config, mesh: Mesh, seconds: dict[str, list[float]]) -> dic
     for variant, each in seconds.items():
         speed = tokens / statistics.median(each)
         tflops = tflops_per_device(speed, flops, mesh.sizes.world_size)
-        peak = peak_flops(name, config.training.compute_dtype)
+        peak = peak_flops(name, config.training)
         rows[variant] = {"tokens_per_second": speed, "seconds": each, "tflops": tflops, "mfu": mfu(tflops, peak)}
     return {
         "job": config.job.name,
