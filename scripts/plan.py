@@ -17,12 +17,11 @@ from collections.abc import Sequence
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from configs.errors import KeelError
 from configs.layout import mesh_sizes, parameter_count
 from configs.load import load
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
-from scripts.command import add_job_argument, end, job_of, positive, without_overrides
+from scripts.command import add_job_argument, end, job_of, positive, run_command, without_overrides
 from trainer.report.console import Console, Row
 from trainer.report.metrics import memory_peak_bytes
 from trainer.report.units import count, duration, size
@@ -131,18 +130,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")
     own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(own)
-    try:
-        device_bytes = int(options.memory_gib * 2**30) if options.memory_gib else None
+    device_bytes = int(options.memory_gib * 2**30) if options.memory_gib else None
+
+    def work(console: Console) -> None:
         config = load(job_of(options), overrides, options.ranks).config
-        console = Console()
         config = decided(config, options.ranks, device_bytes, console)
         console.table(f"{config.job.name} on {options.ranks} ranks", rows(config, options.ranks, device_bytes))
         for kinds, traffic in _traced(config, options.ranks).items() if options.trace else ():
             console.table(f"one step of {kinds}", traffic)
-    except KeelError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    return run_command(work, "stopped")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from scripts.command import INPUT_HELP, add_text_arguments, end, parser_of, positive, run_command
+from scripts.command import add_text_arguments, end, parser_of, positive, run_command
 from trainer.data.text.prepare import prepare
 from trainer.data.text.prepared_folder import RECORD, described
 from trainer.report.console import Console
@@ -55,7 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("inputs", nargs="+", metavar="INPUT", help=INPUT_HELP)
     add("--output", type=Path, required=True, metavar="FOLDER", help="folder to create, with train/ and validation/")
     add("--tokenizer", type=Path, required=True, metavar="FILE", help="SentencePiece .model, or a tokenizer.json")
     add(
