@@ -175,6 +175,18 @@ def _whole_number(text: str, at_least: int) -> int:
     return int(text)
 
 
+def number_of(is_valid: Callable[[float], bool], what: str) -> Callable[[str], float]:
+    """The type of an argument that is a number; `what` says which are valid, in the message about others."""
+
+    def parse(text: str) -> float:
+        if not is_valid(value := float(text)):
+            raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        return value
+
+    parse.__name__ = "float"  # argparse shows it if the text is no number
+    return parse
+
+
 def run_command(work: Callable[[Console], int | None], if_stopped: str, out: TextIO | None = None) -> int:
     """Run a script's work with a console; returns the exit code.
 

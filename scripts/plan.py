@@ -21,7 +21,7 @@ from configs.layout import mesh_sizes, parameter_count
 from configs.load import load
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
-from scripts.command import add_job_argument, end, job_of, positive, run_command, without_overrides
+from scripts.command import add_job_argument, end, job_of, number_of, positive, run_command, without_overrides
 from trainer.report.console import Console, Row
 from trainer.report.metrics import memory_peak_bytes
 from trainer.report.units import count, duration, size
@@ -115,18 +115,13 @@ def _traced(config: Config, ranks: int) -> dict[str, list[Row]]:
     return {" and of ".join(kinds): [*traffic, took] for traffic, (kinds, took) in found.items()}
 
 
-def _gib(text: str) -> float:
-    if not 0 < (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return value
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Further words override the config.")
     add_job_argument(parser)
     parser.add_argument("--ranks", type=positive, required=True, help="number of ranks to run the job on")
-    parser.add_argument("--memory-gib", type=_gib, help="memory of a GPU, to check whether the job fits")
+    gib = number_of(lambda n: 0 < n < math.inf, "a number above 0")
+    parser.add_argument("--memory-gib", type=gib, help="memory of a GPU, to check whether the job fits")
     parser.add_argument("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")
     own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(own)
