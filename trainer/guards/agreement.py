@@ -23,6 +23,7 @@ import xxhash
 
 from checkpoint.reproducibility import CODE
 from configs.errors import ConfigError, KeelError, UserError, listed
+from configs.layout import used_sources
 from configs.load import LoadedConfig
 from configs.reading.keys import flat
 from configs.reading.toml_text import NOT_SET, text_or_not_set
@@ -70,12 +71,9 @@ def compare_data(config: Config) -> None:
     if config.tokenizer.path:
         tokenizer = _fact(lambda: xxhash.xxh3_128_hexdigest(Path(str(config.tokenizer.path)).read_bytes()))
         facts[f"the content of tokenizer.path ({config.tokenizer.path})"] = tokenizer
-    validation = config.validation.sources if config.validation.interval else []
-    for table, sources in (("data", config.data.sources), ("validation", validation)):
-        for index, source in enumerate(sources):
-            if source.kind != "synthetic":
-                name = f"the content of {table}.sources.{index} ({source.path})"
-                facts[name] = _fact(partial(_fingerprint, source, tokenizer))
+    for key, source in used_sources(config):
+        if source.kind != "synthetic":
+            facts[f"the content of {key} ({source.path})"] = _fact(partial(_fingerprint, source, tokenizer))
     differing = _differences(facts)
     if differing:
         raise UserError(_message("the data must be in a place where all of them see the same files", differing))
