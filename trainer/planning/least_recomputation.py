@@ -66,13 +66,16 @@ def least_recomputation(config: Config, mesh: Mesh) -> Choice | None:
     Raises:
         ConfigError: the job does not fit, or asks for a GPU's memory on a CPU.
     """
+    is_by_card = config.activation_checkpoint.memory_limit_gib == "device"
     on_gpu = mesh.device.type == "cuda"
-    if config.activation_checkpoint.memory_limit_gib == "device" and not on_gpu:
+    if is_by_card and not on_gpu:
         raise ConfigError(
             'activation_checkpoint.memory_limit_gib = "device" is about a GPU\'s memory, and this run is on a CPU; set '
             "a number of GiB, or 0 to choose activation_checkpoint.mode yourself"
         )
-    card_bytes = min(gather(torch.cuda.mem_get_info(mesh.device)[1])) if on_gpu else None
+    card_bytes = torch.cuda.mem_get_info(mesh.device)[1] if on_gpu else None
+    if is_by_card:
+        card_bytes = min(gather(card_bytes))  # ranks may have different GPUs
     return _choice(config, mesh.sizes, mesh.device.type, card_bytes, mesh)
 
 
@@ -140,7 +143,8 @@ def choose(config: Config, sizes: MeshSizes, device_type: str, limit: float, mes
 
     freeing = freeing_copies(config, sizes)
     ways = list(_ways(config))
-    for job in [_with(config, way) for way in ways[:2]] + [_with(freeing, way) for way in ways]:
+    with_copies = [_with(config, way) for way in ways[:2]] if freeing != config else []
+    for job in with_copies + [_with(freeing, way) for way in ways]:
         choice = estimated(job)
         is_allowed = not check(job, sizes.world_size)  # a zero-bubble pipeline can't keep single ops
         if choice.needed <= limit and is_allowed:
