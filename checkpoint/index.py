@@ -119,9 +119,8 @@ def metadata_of(text: str | bytes) -> Metadata:
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             chunks.append(chunk)
             metadata.storage_data[MetadataIndex(name, chunk.offsets)] = _StorageInfo(file, start, length)
-        if len({chunk.offsets for chunk in chunks}) < len(chunks) or sum(map(_n_elements, chunks)) != prod(
-            tensor.shape
-        ):
+        n_elements = sum(prod(chunk.sizes) for chunk in chunks)
+        if len({chunk.offsets for chunk in chunks}) < len(chunks) or n_elements != prod(tensor.shape):
             raise ValueError(f"parts of {name} are missing or duplicated")
         properties = TensorProperties(dtype=dtype)
         metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
@@ -145,7 +144,3 @@ def _check_part(name: str, tensor: _Tensor, offsets: list[int], sizes: list[int]
     for offset, length, whole in zip(offsets, sizes, tensor.shape, strict=True):
         if offset + length > whole:
             raise ValueError(f"a part of {name} is outside of it")
-
-
-def _n_elements(chunk: ChunkStorageMetadata) -> int:
-    return prod(chunk.sizes)

@@ -12,6 +12,7 @@ from configs.layout import (
     parameter_count,
     rank_counts,
     smallest_world_size,
+    tokens_per_step,
 )
 from configs.load import LoadedConfig
 from configs.reading.keys import Key, schema_keys
@@ -89,7 +90,7 @@ def summary(loaded: LoadedConfig, world_size: int | None) -> str:
     """Summarize a valid job in one line: parameters, global batch, length, ranks."""
     config = loaded.config
     batch = config.training.global_batch_size
-    tokens = batch * config.training.seq_len
+    tokens = tokens_per_step(config)
     steps = config.training.steps
     return (
         f"{loaded.file} is valid ({_parameters(config.model)}, global batch {batch} sequences = "

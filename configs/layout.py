@@ -5,15 +5,15 @@ the trainer uses the same functions, so that what was checked is what runs.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import lcm
 from typing import Literal
 
-from configs.architectures import family_of
-from configs.architectures.parts import Weight
+from configs.architectures import family_of, own_weights
 from configs.errors import ConfigError
-from configs.schema import Config, Fsdp, LrSchedule, Mesh, Model
+from configs.schema import Config, Fsdp, LrSchedule, Mesh, Model, Source
 
 MOST_RANKS = 2**17
 """Ranks that are considered where their number is open."""
@@ -131,6 +131,19 @@ def mesh_sizes(config: Config, world_size: int) -> MeshSizes:
     return MeshSizes(mesh.dp_replicate, dp_shard, mesh.tp, cp=mesh.cp, pp=mesh.pp, ep=mesh.ep, by_owner=by_owner)
 
 
+def tokens_per_step(config: Config) -> int:
+    """Tokens of a global batch."""
+    return config.training.global_batch_size * config.training.seq_len
+
+
+def used_sources(config: Config) -> list[tuple[str, Source]]:
+    """The sources that a run reads, each with its key: "data.sources.0"; those of validation only if there is any."""
+    found = [(f"data.sources.{index}", source) for index, source in enumerate(config.data.sources)]
+    if config.validation.interval:
+        found += [(f"validation.sources.{index}", source) for index, source in enumerate(config.validation.sources)]
+    return found
+
+
 def accumulation_steps(config: Config, sizes: MeshSizes) -> int:
     """Number of micro-batches per optimizer step on each rank: global_batch_size / (dp x micro_batch_size).
 
@@ -179,23 +192,15 @@ def decay_steps(schedule: LrSchedule) -> int:
     return schedule.decay_steps or max(1, schedule.total_steps // 10)
 
 
+@cache
 def parameter_count(model: Model) -> int:
     """Number of parameters; a tied matrix counts once."""
-    return sum(weight.size for weight in _all_weights(model))
+    return sum(weight.size for weight in own_weights(model))
 
 
 def active_parameter_count(model: Model) -> int:
     """Number of parameters that one token uses: all except the parameters of experts that it is not routed to."""
-    return sum(weight.active for weight in _all_weights(model))
-
-
-def _all_weights(model: Model) -> Iterator[Weight]:
-    """The weights without their whole names; as quick for a number of layers that is a slip of the hand."""
-    family = family_of(model)
-    yield from family.before_blocks(model)
-    for layer in range(model.n_layers):
-        yield from family.block(model, layer)
-    yield from (weight for weight in family.after_blocks(model) if not weight.tied_to)
+    return sum(weight.active for weight in own_weights(model))
 
 
 def layer_matrices(model: Model, layer: int) -> int:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -21,7 +20,7 @@ from configs.elastic import Choice, check_elastic
 from configs.errors import ConfigError
 from configs.files import whole
 from configs.reading.explain import MAX_EXPLAINED, Mistake, explain, wrong_paths
-from configs.reading.keys import KeyPath, dotted, key_path
+from configs.reading.keys import dotted, key_path, leaves
 from configs.reading.merge import JOB_FILES, Layers, read_layers, shown
 from configs.reading.overrides import parse_overrides
 from configs.reading.removed import without_removed
@@ -49,7 +48,7 @@ class LoadedConfig:
     @cached_property
     def origins(self) -> dict[str, str]:
         """Where each key was set, by dotted name: "file:line", "--key" or "default"."""
-        paths = leaves(self.config.model_dump())
+        paths = (path for path, _ in leaves(self.config.model_dump()))
         return {dotted(path): self.layers.origins.get(path, "default") for path in paths}
 
     def error(self, key: str, message: str) -> ConfigError:
@@ -125,16 +124,6 @@ def find_job_file(name_or_path: str) -> Path:
     advice = f"did you mean {near[0]}.toml?" if near else f"{shown(JOB_FILES)} has {', '.join(names)}"
     place = "no job file at {} or in configs/" if len(candidates) > 1 else "no job file at {}"
     raise ConfigError(f"job {name_or_path}: {place.format(whole(path))}; {advice}")
-
-
-def leaves(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Yield the paths of the keys in nested tables and lists of tables; plain and empty lists are single values."""
-    is_tables = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
-    if isinstance(value, dict) or is_tables:
-        for part, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(item, (*path, part))
-    else:
-        yield path
 
 
 def _override_all(layers: Layers, words: Sequence[str]) -> Iterator[Mistake]:

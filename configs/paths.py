@@ -11,6 +11,7 @@ from pathlib import Path
 
 from configs.after_save import search_path, words_of
 from configs.files import whole
+from configs.layout import used_sources
 from configs.load import LoadedConfig
 from configs.reading.keys import key_path
 from configs.schema import Config, Source
@@ -64,12 +65,9 @@ def _data(config: Config) -> Iterator[Missing]:
     if prepare and not _has_any(Path(prepare.output), "*"):
         to_be_made = Path(prepare.output)
         yield from _texts("data.prepare.input", prepare.input)
-    validation = config.validation.sources if config.validation.interval else []
-    for table, sources in (("data", config.data.sources), ("validation", validation)):
-        for index, source in enumerate(sources):
-            if source.path and to_be_made not in Path(source.path).parents:
-                key = f"{table}.sources.{index}.path"
-                yield from _looked_at(key, source.path, _source(key, source, source.path))
+    for key, source in used_sources(config):
+        if source.path and to_be_made not in Path(source.path).parents:
+            yield from _looked_at(f"{key}.path", source.path, _source(f"{key}.path", source, source.path))
 
 
 def _source(key: str, source: Source, path: str) -> Iterator[Missing]:

@@ -6,10 +6,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from configs.architectures.llama import expert_dim, head_dim, n_kv_heads
-from configs.load import leaves
-from configs.reading.keys import KeyPath, dotted, find, general
+from configs.reading.keys import KeyPath, dotted, find, general, leaves
 from configs.reading.removed import REMOVED
-from configs.reading.toml_text import value_text
+from configs.reading.toml_text import text_or_not_set
 from configs.schema import Model, further_run_keys, is_run_key
 
 
@@ -28,7 +27,7 @@ def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     for path in sorted(before.keys() | after.keys(), key=lambda path: list(map(str, path))):
         was, now = (values.get(path, default_of(path)) for values in (before, after))
         if was != now:
-            lines.append(f"{dotted(path)}: {_text(was)} -> {_text(now)}")
+            lines.append(f"{dotted(path)}: {text_or_not_set(was)} -> {text_or_not_set(now)}")
     return lines
 
 
@@ -46,7 +45,7 @@ def function_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     except ValidationError:
         return []
     changed = [key for key in after if before.get(key) != after[key] and key not in _NOT_COMPUTED]
-    return [f"model.{key}: {_text(before.get(key))} -> {_text(after[key])}" for key in changed]
+    return [f"model.{key}: {text_or_not_set(before.get(key))} -> {text_or_not_set(after[key])}" for key in changed]
 
 
 def _computed(model: Model) -> dict[str, Any]:
@@ -59,22 +58,14 @@ def _computed(model: Model) -> dict[str, Any]:
 
 def _run_values(config: dict[str, Any], further: Collection[str]) -> dict[KeyPath, Any]:
     # virtual_shards was a key of sources; the loader compares the number of shards itself, with the order of samples.
-    kept = [path for path in leaves(config) if path[-1] != "virtual_shards"]
-    return {path: value_at(config, path) for path in kept if is_run_key(dotted(path), further)}
-
-
-def value_at(config: Any, path: KeyPath) -> Any:
-    """Return the value at `path` in nested tables."""
-    for part in path:
-        config = config[part]
-    return config
+    return {
+        path: value
+        for path, value in leaves(config)
+        if path[-1] != "virtual_shards" and is_run_key(dotted(path), further)
+    }
 
 
 def default_of(path: KeyPath) -> Any:
     """The default of a key, also of a removed one; None if it has none."""
     key = find(path)
     return key.default if key else REMOVED.get(general(path), (None,))[0]
-
-
-def _text(value: Any) -> str:
-    return "(not set)" if value is None else value_text(value)

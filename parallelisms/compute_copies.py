@@ -27,11 +27,6 @@ from configs.plan import plan_of
 from configs.schema import Config
 from parallelisms.sums import sums_of
 
-CAST_BYTES = 12
-"""Bytes that transient copies move per parameter and micro-batch more than kept ones, of float32 parameters that
-compute in bfloat16: a cast, of 6, for each pass. (The gradient's sum takes both 10, 6 in a step's first micro-batch;
-kept copies are written once per step. FSDP moves 46, 20 of them on other streams than the computation's.)"""
-
 
 def computes_with_copies(world_size: int, config: Config) -> bool:
     """Whether a rank computes with copies; exact sums, rounded masters, float8 all-gathers and states in CPU memory are

@@ -40,15 +40,11 @@ def squared_grad_norms(parameters: Mapping[str, Tensor], parts: Sequence[str], m
         for number, found in shards.items():
             filled = [shard for shard in found if shard.numel()]
             if filled:
-                squares[number] = _squares(filled).to(mesh.device)
+                squares[number] = norms_of(filled).double().square().sum().to(mesh.device)
         for group in groups:
             dist.all_reduce(squares, group=group)
         whole += squares
     return mesh.sum_over_pp(whole)
-
-
-def _squares(tensors: list[Tensor]) -> Tensor:
-    return norms_of(tensors).double().square().sum()
 
 
 class Activations:

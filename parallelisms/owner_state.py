@@ -85,20 +85,3 @@ def numbered(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         numbered_groups.append({**settings_of(group), "params": list(range(first, last))})
         first = last
     return numbered_groups
-
-
-def select_groups(state_dict: Mapping[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
-    """Extract from a state dict what an optimizer over only the chosen groups, in this order, loads.
-
-    This separates groups of different optimizers: `torch.optim.Muon` loads
-    `select_groups(partition.state_dict(), muon_groups)`.
-    """
-    state: dict[int, Any] = {}
-    groups = []
-    first = 0
-    for number in chosen:
-        group = state_dict["param_groups"][number]
-        state |= {at: state_dict["state"].get(i, {}) for at, i in enumerate(group["params"], start=first)}
-        groups.append({**group, "params": list(range(first, first + len(group["params"])))})
-        first += len(group["params"])
-    return {"state": {i: values for i, values in state.items() if values}, "param_groups": groups}

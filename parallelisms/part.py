@@ -46,7 +46,7 @@ class Part:
 def part_of(parameter: Tensor) -> Part:
     """The part of a parameter, sharded or not, that this rank holds."""
     indices = local_indices(parameter)
-    strides = _strides(parameter.shape)
+    strides = [parameter.shape[dimension + 1 :].numel() for dimension in range(parameter.dim())]
     if not all(map(len, indices)):
         return Part(0, rows=1, run=1, outer=0, inner=0)
     assert all(int(index[-1] - index[0]) == len(index) - 1 for index in indices), "a shard has gaps"
@@ -56,10 +56,6 @@ def part_of(parameter: Tensor) -> Part:
     assert len(levels) <= _MOST_LEVELS, (parameter.shape, levels)
     (_, outer), (rows, inner), (run, _) = [(1, 0)] * (_MOST_LEVELS - len(levels)) + levels
     return Part(first, rows, run, outer, inner)
-
-
-def _strides(shape: torch.Size) -> list[int]:
-    return [shape[dimension + 1 :].numel() for dimension in range(len(shape))]
 
 
 def _joined(levels: list[tuple[int, int]], level: tuple[int, int]) -> list[tuple[int, int]]:

@@ -167,13 +167,9 @@ def gather_asynchronously(root: FSDPModule) -> None:
     root._set_unshard_async_op(True)
 
 
-def issuing_group(depth: int = 0) -> str | None:
-    """Name of the FSDP group on whose behalf the caller issues a collective; None if there is none.
-
-    Args:
-        depth: frames between the caller and this function to skip.
-    """
-    frame = sys._getframe(depth + 1)
+def issuing_group() -> str | None:
+    """Name of the FSDP group on whose behalf the caller issues a collective; None if there is none."""
+    frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in ("unshard", "post_backward"):
             group = frame.f_locals.get("self")

@@ -28,18 +28,18 @@ class OwnPackages:
         return PathFinder.find_spec(name, [str(ROOT)]) if name in NAMES else None
 
 
-def packages_in_the_way(root: Path = ROOT) -> Iterator[str]:
+def packages_in_the_way() -> Iterator[str]:
     """Yield a message for each of Keel's names that belongs to another package in this process or on the disk."""
     for name in NAMES:
         file = getattr(sys.modules.get(name), "__file__", None)
         if file and ROOT not in Path(file).resolve().parents:
             yield f"{Path(file).parent} was imported as {name}, which is the name of a package of Keel's; rename it"
-    for record in root.glob("keel-*.dist-info/RECORD"):  # installed, and not editable
+    for record in ROOT.glob("keel-*.dist-info/RECORD"):  # installed, and not editable
         hashes = dict(line.split(",")[:2] for line in record.read_text().splitlines())
         for file in (*(f"{name}/__init__.py" for name in NAMES if name != "train"), "train.py"):
-            if file in hashes and hashes[file] != _hash(root / file):
+            if file in hashes and hashes[file] != _hash(ROOT / file):
                 yield (
-                    f"{root / file} is not Keel's: another package of that name was installed over it. "
+                    f"{ROOT / file} is not Keel's: another package of that name was installed over it. "
                     "Install Keel in an environment of its own"
                 )
 

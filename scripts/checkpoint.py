@@ -25,12 +25,13 @@ from checkpoint.folder import to_be_pruned
 from checkpoint.lock import BeingRead, lock
 from checkpoint.manifest import MANIFEST_NAME, Manifest, Origin, read_manifest, step_folder, steps_in
 from checkpoint.storage import FolderStorage
-from configs.errors import KeelError, UserError, files_that_fail
+from configs.errors import UserError
 from configs.files import whole
 from configs.layout import named_axes
+from configs.reading.keys import flat
 from configs.reading.toml_text import table_text
 from configs.schema import Checkpoint
-from scripts.command import checkpoint_in, end, parser_of, positive
+from scripts.command import checkpoint_in, end, parser_of, positive, run_command
 from trainer.report.console import Console, Row
 from trainer.report.units import count, duration, size
 
@@ -38,15 +39,7 @@ from trainer.report.units import count, duration, size
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     options = _parser().parse_args(arguments)
-    with Console() as console:
-        try:
-            with files_that_fail():
-                return options.command(options, console)
-        except KeelError as error:
-            console.error(str(error))
-            return error.exit_code
-        except KeyboardInterrupt:
-            return 130
+    return run_command(lambda console: options.command(options, console), "stopped")
 
 
 # --------------------------------------------------------------------------- commands
@@ -229,16 +222,8 @@ def _size(manifest: Manifest) -> str:
 def _facts(manifest: Manifest) -> dict[str, object]:
     """The properties that `diff` compares, by name."""
     facts = {"step": manifest.step, "tokens": manifest.tokens, "tokenizer's hash": manifest.tokenizer_hash}
-    return (
-        facts | {f"hash of {name}": value for name, value in manifest.data_fingerprint.items()} | _flat(manifest.config)
-    )
-
-
-def _flat(config: object, prefix: str = "") -> dict[str, object]:
-    """Nested tables as dotted keys."""
-    if isinstance(config, dict):
-        return {key: leaf for name, value in config.items() for key, leaf in _flat(value, f"{prefix}.{name}").items()}
-    return {prefix.removeprefix("."): config}
+    data = {f"hash of {name}": value for name, value in manifest.data_fingerprint.items()}
+    return facts | data | flat(manifest.config)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,7 +16,6 @@ from trainer.report.console import Console
 
 EXIT_PIPE_CLOSED = 141
 """The exit code by which a shell reports a program that SIGPIPE ends."""
-INPUT_HELP = "file, folder, glob pattern, hub:NAME[:CONFIG][@REVISION][#SPLIT], or python_stdlib"
 
 
 def parser_of(docstring: str | None, keeps_lines: bool = False) -> argparse.ArgumentParser:
@@ -27,8 +26,10 @@ def parser_of(docstring: str | None, keeps_lines: bool = False) -> argparse.Argu
 
 
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say how documents are read: text_key, separator and max_bad_files."""
+    """Add the arguments that say where documents are and how they are read."""
     add = parser.add_argument
+    inputs = "file, folder, glob pattern, hub:NAME[:CONFIG][@REVISION][#SPLIT], or python_stdlib"
+    add("inputs", nargs="+", metavar="INPUT", help=inputs)
     add(
         "--max-bad-files",
         type=not_negative,
@@ -177,22 +178,33 @@ def _whole_number(text: str, at_least: int) -> int:
     return int(text)
 
 
-def run_command(work: Callable[[Console], None], if_stopped: str, out: TextIO | None = None) -> int:
+def number_of(is_valid: Callable[[float], bool], what: str) -> Callable[[str], float]:
+    """The type of an argument that is a number; `what` says which are valid, in the message about others."""
+
+    def parse(text: str) -> float:
+        if not is_valid(value := float(text)):
+            raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        return value
+
+    parse.__name__ = "float"  # argparse shows it if the text is no number
+    return parse
+
+
+def run_command(work: Callable[[Console], int | None], if_stopped: str, out: TextIO | None = None) -> int:
     """Run a script's work with a console; returns the exit code.
 
     Args:
-        work: raises KeelError for what the user can fix.
+        work: may return an exit code (None: 0); raises KeelError for what the user can fix.
         if_stopped: message after Ctrl-C.
         out: where the console prints (default: standard output).
     """
     with Console(out=out) as console:
         try:
             with files_that_fail():
-                work(console)
+                return work(console) or 0
         except KeelError as error:
             console.error(str(error))
             return error.exit_code
         except KeyboardInterrupt:
             console.error(if_stopped)
             return 130
-    return 0

@@ -23,7 +23,7 @@ from checkpoint.find import find_checkpoint, require_run
 from configs.errors import ConfigError, KeelError, UserError
 from configs.files import write_atomically
 from configs.load import find_job_file, load
-from scripts.command import end, parser_of, positive, run_command, without_overrides
+from scripts.command import end, number_of, parser_of, positive, run_command, without_overrides
 from scripts.score import load_for_scoring, with_tokenizer_of
 from trainer.lifecycle import EXIT_PREEMPTED, STOP_SIGNALS, read_status
 from trainer.report.console import Console
@@ -323,15 +323,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks", type=positive, default=1, metavar="N", help="ranks of each run on this host (default: 1)")
     add("--output", type=Path, metavar="FOLDER", help="folder of the runs (default: runs/compare-...)")
     add("--json", type=Path, metavar="FILE", help="also write the report to FILE")
-    add("--confidence", type=_confidence, default=0.98, metavar="C", help="of the intervals (default: %(default)s)")
+    confidence = number_of(lambda c: 0.5 <= c < 1, "a confidence, such as 0.95")
+    add("--confidence", type=confidence, default=0.98, metavar="C", help="of the intervals (default: %(default)s)")
     return parser
-
-
-def _confidence(text: str) -> float:
-    number = float(text)
-    if not 0.5 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a confidence, such as 0.95")
-    return number
 
 
 if __name__ == "__main__":

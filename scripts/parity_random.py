@@ -15,7 +15,6 @@ import shlex
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -344,11 +343,8 @@ def _less(drawn: Draw, where: str, key: str) -> Draw:
         return replace(drawn, move_at=0, moved={})
     if where == "evaluate_at":
         return replace(drawn, evaluate_at=())
-    return replace(drawn, **{where: _without(getattr(drawn, where), key)})  # type: ignore[arg-type]
-
-
-def _without(keys: Mapping[str, Any], left_out: str) -> Keys:
-    return {key: value for key, value in keys.items() if key != left_out}
+    kept: Any = {name: value for name, value in getattr(drawn, where).items() if name != key}
+    return replace(drawn, **{where: kept})
 
 
 # --------------------------------------------------------------------------- many

@@ -17,12 +17,11 @@ from collections.abc import Sequence
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from configs.errors import KeelError
 from configs.layout import mesh_sizes, parameter_count
 from configs.load import load
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
-from scripts.command import add_job_argument, end, job_of, positive, without_overrides
+from scripts.command import add_job_argument, end, job_of, number_of, positive, run_command, without_overrides
 from trainer.report.console import Console, Row
 from trainer.report.metrics import memory_peak_bytes
 from trainer.report.units import count, duration, size
@@ -116,33 +115,26 @@ def _traced(config: Config, ranks: int) -> dict[str, list[Row]]:
     return {" and of ".join(kinds): [*traffic, took] for traffic, (kinds, took) in found.items()}
 
 
-def _gib(text: str) -> float:
-    if not 0 < (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return value
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Further words override the config.")
     add_job_argument(parser)
     parser.add_argument("--ranks", type=positive, required=True, help="number of ranks to run the job on")
-    parser.add_argument("--memory-gib", type=_gib, help="memory of a GPU, to check whether the job fits")
+    gib = number_of(lambda n: 0 < n < math.inf, "a number above 0")
+    parser.add_argument("--memory-gib", type=gib, help="memory of a GPU, to check whether the job fits")
     parser.add_argument("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")
     own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(own)
-    try:
-        device_bytes = int(options.memory_gib * 2**30) if options.memory_gib else None
+    device_bytes = int(options.memory_gib * 2**30) if options.memory_gib else None
+
+    def work(console: Console) -> None:
         config = load(job_of(options), overrides, options.ranks).config
-        console = Console()
         config = decided(config, options.ranks, device_bytes, console)
         console.table(f"{config.job.name} on {options.ranks} ranks", rows(config, options.ranks, device_bytes))
         for kinds, traffic in _traced(config, options.ranks).items() if options.trace else ():
             console.table(f"one step of {kinds}", traffic)
-    except KeelError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    return run_command(work, "stopped")
 
 
 if __name__ == "__main__":

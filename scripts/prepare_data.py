@@ -13,7 +13,7 @@ from pathlib import Path
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from scripts.command import INPUT_HELP, add_text_arguments, end, parser_of, positive, run_command
+from scripts.command import add_text_arguments, end, number_of, parser_of, positive, run_command
 from trainer.data.text.prepare import prepare
 from trainer.data.text.prepared_folder import RECORD, described
 from trainer.report.console import Console
@@ -55,7 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("inputs", nargs="+", metavar="INPUT", help=INPUT_HELP)
     add("--output", type=Path, required=True, metavar="FOLDER", help="folder to create, with train/ and validation/")
     add("--tokenizer", type=Path, required=True, metavar="FILE", help="SentencePiece .model, or a tokenizer.json")
     add(
@@ -65,7 +64,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of processes (default: %(default)s)",
     )
-    add("--validation-fraction", type=_fraction, default=0.0, metavar="F", help="fraction of the documents to hold out")
+    add(
+        "--validation-fraction",
+        type=number_of(lambda f: 0 <= f < 1, "in [0, 1)"),
+        default=0.0,
+        metavar="F",
+        help="fraction of the documents to hold out",
+    )
     add_text_arguments(parser)
     add("--drop-duplicates", action="store_true", help="use only the first of documents with exactly the same text")
     add(
@@ -75,12 +80,6 @@ def _parser() -> argparse.ArgumentParser:
         help="pack whole documents into windows of this training.seq_len; the default is one stream, cut into windows",
     )
     return parser
-
-
-def _fraction(text: str) -> float:
-    if not 0 <= (value := float(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not in [0, 1)")
-    return value
 
 
 if __name__ == "__main__":

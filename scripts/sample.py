@@ -10,9 +10,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
@@ -21,7 +21,16 @@ from checkpoint.find import find_model
 from configs.errors import UserError
 from configs.files import whole
 from configs.untrusted import printable
-from scripts.command import add_computing_arguments, end, parser_of, require_file, run_command
+from scripts.command import (
+    add_computing_arguments,
+    end,
+    not_negative,
+    number_of,
+    parser_of,
+    positive,
+    require_file,
+    run_command,
+)
 from trainer.report.console import Console
 from trainer.report.units import count
 
@@ -183,7 +192,6 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    positive = _number(int, lambda n: n >= 1, "at least 1")
     add("model", type=Path, metavar="MODEL", help="run folder, checkpoint or Hugging Face folder")
     add("prompt", nargs="*", metavar="PROMPT", help="text to continue; several are computed as a batch")
     add("--file", type=Path, metavar="FILE", help="also continue each line of this file; -: of standard input")
@@ -191,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=positive, default=200, metavar="N", help="new tokens per text (default: %(default)s)")
     add(
         "--temperature",
-        type=_number(float, lambda t: 0 <= t < math.inf, "a number of at least 0"),
+        type=number_of(lambda t: 0 <= t < math.inf, "a number of at least 0"),
         default=0.8,
         metavar="T",
         help="0: always the most likely token; 1: the model's own distribution (default: %(default)s)",
@@ -199,31 +207,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-k", type=positive, metavar="K", help="draw from the K most likely tokens only (default: all)")
     add(
         "--top-p",
-        type=_number(float, lambda p: 0 < p <= 1, "above 0 and at most 1"),
+        type=number_of(lambda p: 0 < p <= 1, "above 0 and at most 1"),
         default=1.0,
         metavar="P",
         help="draw from the fewest tokens with this share of the probability (default: %(default)s, all)",
     )
-    add(
-        "--seed",
-        type=_number(int, lambda n: n >= 0, "at least 0"),
-        default=0,
-        metavar="N",
-        help="another seed draws other texts (default: %(default)s)",
-    )
+    add("--seed", type=not_negative, default=0, metavar="N", help="another seed draws other texts (default: 0)")
     add("--batch-size", type=positive, default=16, metavar="N", help="texts computed at once (default: %(default)s)")
     add_computing_arguments(parser)
     return parser
-
-
-def _number(kind: type, is_valid: Callable[[Any], bool], what: str) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        if not is_valid(number := kind(text)):
-            raise argparse.ArgumentTypeError(f"{text} is not {what}")
-        return number
-
-    parse.__name__ = kind.__name__  # argparse shows it if `kind` refuses the text
-    return parse
 
 
 if __name__ == "__main__":

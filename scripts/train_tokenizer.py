@@ -11,7 +11,7 @@ from pathlib import Path
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from scripts.command import INPUT_HELP, add_text_arguments, end, parser_of, run_command
+from scripts.command import add_text_arguments, end, parser_of, run_command
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import documents
 from trainer.data.tokenizer import train_sentencepiece
@@ -39,7 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("inputs", nargs="+", metavar="INPUT", help=INPUT_HELP)
     add("--output", type=Path, required=True, metavar="FILE", help="the .model file to write")
     add(
         "--vocab-size",

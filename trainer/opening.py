@@ -66,7 +66,7 @@ class Opened:
         self.device = device
         self.choice = job.choice
         self.warnings = job.warnings
-        self.peak = peak_flops(device_name(device), config.training.compute_dtype)
+        self.peak = peak_flops(device_name(device), config.training)
         """The device's peak FLOP/s; None if it is unknown."""
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), device)
         with mistakes_of_the_job():

@@ -11,6 +11,7 @@ from checkpoint.folder import Choice, choose
 from checkpoint.manifest import read_manifest
 from configs.errors import KeelError, UserError
 from configs.files import replacing
+from configs.layout import used_sources
 from configs.load import LoadedConfig
 from configs.paths import missing_paths
 from configs.schema import Config, Prepare
@@ -152,8 +153,7 @@ def _look_at_text(config: Config, console: Console, stop: StopRequest) -> None:
     Raises:
         UserError: some are unreadable; the error names them all.
     """
-    validation = config.validation.sources if config.validation.interval else []
-    for source in [*config.data.sources, *validation]:
+    for _, source in used_sources(config):
         if source.kind == "text" and source.path:
             bad = BadFiles()
             examine(list_files([source.path], bad), source.text_key, bad, report=lambda n_bytes: _check(stop))

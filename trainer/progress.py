@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from configs.errors import UserError
+from configs.layout import tokens_per_step
 from configs.schema import Config
 from trainer.guards.spikes import loss_limit
 from trainer.guards.verdict import StepResult
-from trainer.report.step_records import tokens_per_step
 from trainer.saved_state import RunState, too_many_skipped
 
 

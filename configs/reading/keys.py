@@ -67,6 +67,21 @@ def key_path(name: str) -> KeyPath:
     return tuple(int(part) if part.isascii() and part.isdigit() else part for part in name.split("."))
 
 
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield path and value of each key in nested tables and lists of tables; plain and empty lists are values."""
+    is_tables = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    if isinstance(value, dict) or is_tables:
+        for part, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(item, (*path, part))
+    else:
+        yield path, value
+
+
+def flat(tables: dict[str, Any]) -> dict[str, Any]:
+    """The values of nested tables by dotted name."""
+    return {dotted(path): value for path, value in leaves(tables)}
+
+
 def table_in(annotation: Any) -> type[Table] | None:
     """Return the table class in a field's type: the type itself, or inside `| None` or a list."""
     if isinstance(annotation, type) and issubclass(annotation, Table):

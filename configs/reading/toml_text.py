@@ -8,6 +8,7 @@ from configs.reading.keys import KeyPath
 
 Comment = Callable[[KeyPath], str]
 """Returns the comment to write after the key at a path."""
+NOT_SET = "(not set)"
 
 
 def value_text(value: Any) -> str:
@@ -21,6 +22,11 @@ def value_text(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key_text(key)} = {value_text(item)}" for key, item in value.items()) + "}"
     return str(value)
+
+
+def text_or_not_set(value: Any) -> str:
+    """Write one value as TOML, or say that it is not set (None)."""
+    return NOT_SET if value is None else value_text(value)
 
 
 def table_text(values: dict[str, Any], comment: Comment | None = None) -> str:

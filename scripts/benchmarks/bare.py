@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from configs.errors import UserError
-from configs.layout import mesh_sizes
+from configs.layout import mesh_sizes, tokens_per_step
 from configs.load import LoadedConfig, load
 from configs.schema import Config, Data, Source
 from models import build_model
@@ -102,14 +102,14 @@ def _batches_in_memory(config: Config, device: torch.device) -> Iterator[tuple[t
 
 
 def _figures(config: Config, mesh: Mesh, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    tokens = config.training.global_batch_size * config.training.seq_len
+    tokens = tokens_per_step(config)
     flops = flops_per_token(config.model, config.training.seq_len).causal
     name = torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu"
     rows = {}
     for variant, each in seconds.items():
         speed = tokens / statistics.median(each)
         tflops = tflops_per_device(speed, flops, mesh.sizes.world_size)
-        peak = peak_flops(name, config.training.compute_dtype)
+        peak = peak_flops(name, config.training)
         rows[variant] = {"tokens_per_second": speed, "seconds": each, "tflops": tflops, "mfu": mfu(tflops, peak)}
     return {
         "job": config.job.name,

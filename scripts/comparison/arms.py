@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from configs.errors import ConfigError
-from configs.load import LoadedConfig, leaves, load
-from configs.reading.keys import KeyPath, dotted, find, key_path, nearest
-from configs.reading.toml_text import value_text
-from configs.run_change import value_at
+from configs.load import LoadedConfig, load
+from configs.reading.keys import find, flat, key_path, nearest
+from configs.reading.toml_text import text_or_not_set
 from configs.schema import Config, is_run_key
 from models import build_model
 
@@ -94,12 +93,11 @@ def folder_name(label: str) -> str:
 
 def differences(first: Config, second: Config) -> list[str]:
     """One line for each key that differs, `"optimizer.lr: 0.003 -> 0.004"`; not the name, folder and seed of a run."""
-    before, after = (
-        {dotted(path): _at(config, path) for path in leaves(config.model_dump())} for config in (first, second)
-    )
+    before, after = (flat(config.model_dump()) for config in (first, second))
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key) and key not in _EXPECTED]
     marks = {key: "" if is_run_key(key) else " (machine key)" for key in keys}
-    return [f"{key}: {_text(before.get(key))} -> {_text(after.get(key))}{marks[key]}" for key in keys]
+    changes = {key: f"{text_or_not_set(before.get(key))} -> {text_or_not_set(after.get(key))}" for key in keys}
+    return [f"{key}: {change}{marks[key]}" for key, change in changes.items()]
 
 
 def require_same_scoring(first: Config, second: Config) -> None:
@@ -155,11 +153,3 @@ def _initial(config: Config) -> dict[str, tuple[Any, ...]]:
         model: Any = build_model(config.model)
     common = (config.training.seed, config.training.dtype, config.checkpoint.init_from)
     return {name: (*common, tuple(p.shape), model.init_std(name)) for name, p in model.named_parameters()}
-
-
-def _at(config: Config, path: KeyPath) -> Any:
-    return value_at(config.model_dump(), path)
-
-
-def _text(value: Any) -> str:
-    return "(not set)" if value is None else value_text(value)

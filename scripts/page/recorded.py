@@ -14,6 +14,7 @@ import tomli
 from checkpoint.manifest import RunChange, read_manifest, step_folder, steps_in
 from configs.errors import UserError
 from configs.files import whole
+from configs.reading.keys import flat
 from configs.reading.toml_text import value_text
 from configs.untrusted import MAX_JSON_BYTES, parse_json, printable, read_file, shortened
 from trainer.lifecycle import read_status
@@ -334,15 +335,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         return {}
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a job file: {error}") from None
-
-
-def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys; a list of tables is numbered ("data.sources.0.path")."""
-    is_tables = isinstance(config, list) and any(isinstance(each, dict) for each in config)
-    if not isinstance(config, dict) and not is_tables:
-        return {prefix.removeprefix("."): config}
-    items = config.items() if isinstance(config, dict) else enumerate(config)
-    return {key: leaf for name, value in items for key, leaf in flat(value, f"{prefix}.{name}").items()}
 
 
 IDENTITY = re.compile(r"job\.(name|output_dir)")

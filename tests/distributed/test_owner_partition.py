@@ -14,7 +14,6 @@ from torch.optim import SGD, Adagrad, AdamW, Muon, RMSprop
 
 from parallelisms import owner_partition as zero
 from parallelisms.owner_partition import OwnerPartition
-from parallelisms.owner_state import select_groups
 
 SHAPES = {"a": (4, 6), "b": (5,), "c": (6, 3), "d": (2, 2), "e": (7,), "f": (3, 3)}
 MATRICES, VECTORS = [n for n, s in SHAPES.items() if len(s) == 2], [n for n, s in SHAPES.items() if len(s) == 1]
@@ -257,6 +256,17 @@ def test_parameters_that_another_axis_cuts(ranks, names, make, needs_whole, stat
     assert {name: results[0][name] + results[2][name] for name in names} == state
 
 
+def of_groups(state_dict, chosen):
+    """What an optimizer over only the chosen groups, in this order, loads."""
+    state, groups, first = {}, [], 0
+    for number in chosen:
+        group = state_dict["param_groups"][number]
+        state |= {at: state_dict["state"].get(i, {}) for at, i in enumerate(group["params"], start=first)}
+        groups.append({**group, "params": list(range(first, first + len(group["params"])))})
+        first += len(group["params"])
+    return {"state": {i: values for i, values in state.items() if values}, "param_groups": groups}
+
+
 def export_muon():
     """Groups of two optimizers, the second group Muon's: each torch optimizer takes its part."""
     params = parameters()
@@ -268,8 +278,8 @@ def export_muon():
     copies = {name: Parameter(p.detach().clone()) for name, p in params.items()}
     muon, adamw = Muon([copies[n] for n in MATRICES]), AdamW([copies[n] for n in VECTORS])
     state = optimizer.state_dict()
-    muon.load_state_dict(select_groups(state, [1]))
-    adamw.load_state_dict(select_groups(state, [0]))
+    muon.load_state_dict(of_groups(state, [1]))
+    adamw.load_state_dict(of_groups(state, [0]))
     for step in (1, 2):
         set_gradients(params, step)
         set_gradients(copies, step)

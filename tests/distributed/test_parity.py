@@ -167,8 +167,8 @@ def test_the_memory_limits_of_rows_fall_on_some_layers(name):
     config = load(CONFIG, row.overrides, row.ranks).config
     choice = planned_choice(config, row.ranks, None)
     assert choice
-    assert choice.table.mode != "none"
-    assert choice.table.layers
+    assert choice.job.activation_checkpoint.mode != "none"
+    assert choice.job.activation_checkpoint.layers
 
 
 @pytest.mark.long

@@ -11,7 +11,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from configs.load import load
-from tests.end_to_end.launch import ENVIRONMENT, ROOT, TEXT, launch, records, status
+from tests.end_to_end.launch import ENVIRONMENT, ROOT, TEXT, launch, launch_here, records, status
+from trainer import opening
 
 VALIDATION_KEYS = [f"validation_{name}" for name in ("loss", "perplexity", "bits_per_byte", "by_source")]
 KEYS = [
@@ -105,3 +106,12 @@ def test_a_compiled_run_writes_no_warnings(tmp_path: Path):
     outcome = launch(tmp_path, words, ranks=2)
     warnings = [line for line in outcome.err.splitlines() if line.strip()]
     assert not [line for line in warnings if "OMP_NUM_THREADS" not in line]
+
+
+@pytest.mark.parametrize(("tf32", "peak"), [("false", 67e12), ("true", 494.5e12)])
+def test_mfu_is_of_the_peak_of_the_products_that_are_computed(tmp_path, monkeypatch, tf32, peak):
+    monkeypatch.setattr(opening, "device_name", lambda _: "NVIDIA H200")
+    words = ("--training.compute_dtype", "float32", "--job.device", "auto", "--training.tf32", tf32)
+    assert launch_here(tmp_path, *words, "--training.steps", "2", "--metrics.interval", "1") == 0
+    last = records(tmp_path / "run")[-1]
+    assert last["mfu"] == pytest.approx(last["tflops"] * 1e12 / peak)

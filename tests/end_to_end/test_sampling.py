@@ -230,7 +230,7 @@ def test_a_mistake_is_one_message(capsys, mistakes, words):
     ("words", "said"),
     [
         ("--top-p 0", "argument --top-p: 0 is not above 0 and at most 1"),
-        ("--top-k 0", "argument --top-k: 0 is not at least 1"),
+        ("--top-k 0", "argument --top-k: 0 is not a whole number of at least 1"),
         ("--temperature -1", "argument --temperature: -1 is not a number of at least 0"),
         ("--temperature nan", "argument --temperature: nan is not a number of at least 0"),
         ("--seed x", "argument --seed: invalid int value: 'x'"),

@@ -23,10 +23,10 @@ import xxhash
 
 from checkpoint.reproducibility import CODE
 from configs.errors import ConfigError, KeelError, UserError, listed
-from configs.load import LoadedConfig, leaves
-from configs.reading.keys import dotted
-from configs.reading.toml_text import value_text
-from configs.run_change import value_at
+from configs.layout import used_sources
+from configs.load import LoadedConfig
+from configs.reading.keys import flat
+from configs.reading.toml_text import NOT_SET, text_or_not_set
 from configs.schema import Config, Source
 from configs.secret import SECRET, keyed_hash
 from parallelisms.ranks import gather
@@ -38,7 +38,6 @@ from trainer.guards.environment import THREADS, code_hashes, environment, thread
 Facts = Mapping[str, str]
 Result = TypeVar("Result")
 _SHOWN_RANKS = 4
-_ABSENT = "(not set)"
 
 
 def compare_launches(job: LoadedConfig, device: torch.device) -> None:
@@ -49,7 +48,7 @@ def compare_launches(job: LoadedConfig, device: torch.device) -> None:
         UserError: anything else differs.
     """
     config = job.config.model_dump(mode="json")
-    settings = {dotted(path): _text(value_at(config, path)) for path in leaves(config)}
+    settings = {name: text_or_not_set(value) for name, value in flat(config).items()}
     machine = environment(device, job.config.fsdp.cpu_offload) | {THREADS: threads()}
     del machine[CODE]  # compared file by file instead
     code = {f"the code in {path}": digest for path, digest in code_hashes().items()}
@@ -72,12 +71,9 @@ def compare_data(config: Config) -> None:
     if config.tokenizer.path:
         tokenizer = _fact(lambda: xxhash.xxh3_128_hexdigest(Path(str(config.tokenizer.path)).read_bytes()))
         facts[f"the content of tokenizer.path ({config.tokenizer.path})"] = tokenizer
-    validation = config.validation.sources if config.validation.interval else []
-    for table, sources in (("data", config.data.sources), ("validation", validation)):
-        for index, source in enumerate(sources):
-            if source.kind != "synthetic":
-                name = f"the content of {table}.sources.{index} ({source.path})"
-                facts[name] = _fact(partial(_fingerprint, source, tokenizer))
+    for key, source in used_sources(config):
+        if source.kind != "synthetic":
+            facts[f"the content of {key} ({source.path})"] = _fact(partial(_fingerprint, source, tokenizer))
     differing = _differences(facts)
     if differing:
         raise UserError(_message("the data must be in a place where all of them see the same files", differing))
@@ -118,10 +114,6 @@ def _fact(read: Callable[[], str]) -> str:
         return str(error)
 
 
-def _text(value: Any) -> str:
-    return _ABSENT if value is None else value_text(value)
-
-
 def _differences(facts: Facts) -> dict[str, list[tuple[str, list[str]]]]:
     """The facts in which ranks differ: each value with the ranks that have it, the most common value first.
 
@@ -142,7 +134,7 @@ def _differences(facts: Facts) -> dict[str, list[tuple[str, list[str]]]]:
     names = dict.fromkeys(name for facts in by_rank for name in facts)
     found = {}
     for name in names:
-        values = _ranks_by_value([facts.get(name, _ABSENT) for facts in by_rank])
+        values = _ranks_by_value([facts.get(name, NOT_SET) for facts in by_rank])
         if len(values) > 1:
             found[name] = [(value, _named(ranks, hosts)) for value, ranks in values]
     return found

@@ -117,8 +117,8 @@ def _remembered(asked: _Asked, mesh: Mesh | None) -> BlockMemory:
         return _answers[key]
     file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keel" / "blocks" / f"{key}.json"
     with suppress(OSError, ValueError, TypeError):  # there is none, or none that can be read
-        kept, moments, *costs = json.loads(file.read_text())
-        _answers[key] = BlockMemory(kept, tuple((a, g) for a, g in moments), *costs)
+        kept, moments = json.loads(file.read_text())
+        _answers[key] = BlockMemory(kept, tuple((a, g) for a, g in moments))
         return _answers[key]
     answer = _answers[key] = _measure(asked, mesh)
     with suppress(OSError):

@@ -13,13 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from parallelisms.fake_ranks import is_sharded
 from parallelisms.ranks import local_part
-
-FLOPS_PER_BYTE = 200
-"""bfloat16 products that an H100 or H200 computes while it moves a byte: 989 TFLOP/s, 3.4 and 4.8 TB/s."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +27,6 @@ class BlockMemory:
     moments: tuple[tuple[int, int], ...]
     """The moments of the backward pass at which most can be alive: bytes of activations, their gradients included, and
     of the parameters' gradients, which are as large for a sample as for many."""
-    forward_cost: float
-    """FLOPs of its forward pass, in which a byte that is moved counts as `FLOPS_PER_BYTE`."""
-    backward_cost: float
-    """FLOPs of its backward pass, with what is computed again."""
 
     def backward(self, samples: int) -> int:
         """The most bytes that are alive in the backward pass of so many samples."""
@@ -56,7 +48,6 @@ def measure_eager(block: nn.Module, inputs: tuple) -> BlockMemory:
     with _Live() as live:
         outputs = block(*inputs)
         kept = live.bytes
-        forward_cost = live.cost
         output = next(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
         edge = get_gradient_edge(output)
         gradient = torch.empty_like(output)
@@ -70,11 +61,11 @@ def measure_eager(block: nn.Module, inputs: tuple) -> BlockMemory:
         by_activations, by_parameters = sums[-1]
         is_gradient = number in of_parameters
         sums.append((by_activations + n_bytes * (not is_gradient), by_parameters + n_bytes * is_gradient))
-    return BlockMemory(kept, worst(sums), forward_cost, live.cost - forward_cost)
+    return BlockMemory(kept, worst(sums))
 
 
 class _Live(TorchDispatchMode):
-    """Records the storages that operators make, when they are freed, and what the operators cost."""
+    """Records the storages that operators make, and when they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +73,6 @@ class _Live(TorchDispatchMode):
         """The storages in the order in which they are made and freed: a storage's number, and its bytes or less."""
         self.numbers: dict[int, int] = {}
         """Numbers of those alive, by address."""
-        self.cost = 0.0
 
     @property
     def bytes(self) -> int:
@@ -94,15 +84,11 @@ class _Live(TorchDispatchMode):
             return NotImplemented  # the operators on its shard follow
         given = _storages((args, kwargs))
         outputs = op(*args, **(kwargs or {}))
-        made = {address: storage for address, storage in _storages(outputs).items() if address not in given}
-        for address, storage in made.items():
-            if address not in self.numbers:
+        for address, storage in _storages(outputs).items():
+            if address not in given and address not in self.numbers:
                 number = self.numbers[address] = len(self.events)
                 self.events.append((number, storage.nbytes()))
                 weakref.finalize(storage, self._free, address, number, storage.nbytes())
-        if made:
-            moved = sum(storage.nbytes() for storage in (given | made).values())
-            self.cost += cost_of(op, args, kwargs or {}, outputs, moved)
         return outputs
 
     def _free(self, address: int, number: int, n_bytes: int) -> None:
@@ -133,15 +119,3 @@ class _FusedNorm(torch.autograd.Function):
 def norm_of_a_gpu(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """Replaces `rms_norm`, of which a CPU keeps each step."""
     return _FusedNorm.apply(x, weight)
-
-
-def cost_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any, moved: int) -> float:
-    """FLOPs of an operator, or of the products that a GPU could compute while the operator moves its bytes."""
-    packet = getattr(op, "overloadpacket", None)
-    is_attention = "attention" in str(packet)
-    if packet not in flop_registry and is_attention and "backward" not in str(packet):  # of a CPU, or Keel's own
-        packet = torch.ops.aten._scaled_dot_product_flash_attention
-    if packet not in flop_registry:
-        return FLOPS_PER_BYTE * moved
-    flops = flop_registry[packet](*args, **kwargs, out_val=outputs)
-    return flops / 2 if is_attention else flops  # the mask's other half is skipped

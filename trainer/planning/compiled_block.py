@@ -6,7 +6,7 @@ kernel have one result in memory, the last one's.
 """
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx import GraphModule, Node, traceback
-from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -28,7 +27,7 @@ from parallelisms.activation_checkpoint import (
     declare_attention_deterministic,
     select,
 )
-from trainer.planning.block_memory import BlockMemory, cost_of, worst
+from trainer.planning.block_memory import BlockMemory, worst
 
 
 def measure_compiled(block: nn.Module, inputs: tuple, checkpointing: ActivationCheckpoint, plan: Plan) -> BlockMemory:
@@ -47,13 +46,12 @@ def measure_compiled(block: nn.Module, inputs: tuple, checkpointing: ActivationC
     found: list[BlockMemory] = []
 
     def divide(joint: GraphModule, given: Any, **others: Any) -> tuple[GraphModule, GraphModule]:
-        forward_cost = _cost(joint, _forward_nodes(joint))
         if checkpointing.mode in ("full", "selective"):
             _mark(joint, selection)
         forward, backward = min_cut_rematerialization_partition(joint, given, **others)
         given_before = {node.name for node, base in _bases(forward).items() if base.op == "placeholder"}
         moments = worst(_moments(backward, given_before, n_parameters=len(names)))
-        found.append(BlockMemory(_kept(forward), moments, forward_cost, _cost(backward, backward.graph.nodes)))
+        found.append(BlockMemory(_kept(forward), moments))
         return forward, backward
 
     is_selective = checkpointing.mode == "selective"
@@ -80,19 +78,11 @@ def _as_it_is(graph: GraphModule, _inputs: Any) -> GraphModule:
     return graph
 
 
-def _forward_nodes(joint: GraphModule) -> list[Node]:
-    """The operations before the first that a gradient enters."""
-    nodes = []
+def _mark(joint: GraphModule, selection: Selection) -> None:
+    """Mark what of the forward pass is saved, and what is computed again."""
     for node in joint.graph.nodes:
         if any(given.name.startswith("tangents") for given in node.all_input_nodes):
-            break
-        nodes.append(node)
-    return nodes
-
-
-def _mark(joint: GraphModule, selection: Selection) -> None:
-    """Mark what is saved, and what is computed again."""
-    for node in _forward_nodes(joint):
+            return  # a gradient enters: the backward pass begins
         if node.op != "call_function":
             continue
         if node.target is operator.getitem:
@@ -139,17 +129,6 @@ def _moments(backward: GraphModule, given: AbstractSet[str], n_parameters: int) 
         alive += size * (node not in of_parameters)
         yield alive - size * (_fuses(node) and size in freed), gradients  # a fused kernel may write in place
         alive -= sum(freed)
-
-
-def _cost(graph: GraphModule, nodes: Iterable[Node]) -> float:
-    """The cost of some operations of a graph; fused ones move only what enters and leaves their kernel."""
-    made, reads = _made(graph)
-    total = 0.0
-    for node in set(nodes).intersection(made):
-        moved = _bytes(node) + sum(map(_bytes, reads[node]))
-        args, kwargs = map_arg((node.args, node.kwargs), lambda given: given.meta.get("val"))
-        total += cost_of(node.target, args, kwargs, node.meta.get("val"), moved)
-    return total
 
 
 def _made(graph: GraphModule) -> tuple[list[Node], dict[Node, set[Node]]]:

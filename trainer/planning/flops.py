@@ -30,7 +30,7 @@ from configs.architectures import all_weights, family_of
 from configs.architectures.llama import head_dim
 from configs.architectures.parts import Weight
 from configs.plan import TENSOR_PARALLEL_DIM
-from configs.schema import Model
+from configs.schema import Model, Training
 
 
 @dataclass(frozen=True)
@@ -122,20 +122,19 @@ _PEAKS = {
 }
 
 
-def peak_flops(device_name: str, compute_dtype: str, tf32: bool = False) -> float | None:
+def peak_flops(device_name: str, training: Training) -> float | None:
     """A device's dense peak FLOP/s for matrix products; None if it is not known for certain, as for any CPU.
 
     Args:
         device_name: from `torch.cuda.get_device_name()`, or "cpu".
-        compute_dtype: `training.compute_dtype`.
-        tf32: whether float32 products run on the tensor cores (`torch.get_float32_matmul_precision() != "highest"`).
+        training: says in what products are computed; float32 ones run on the tensor cores with `tf32`.
     """
     peak = _PEAKS.get(device_name)
-    if peak is None or compute_dtype == "float64":
+    if peak is None or training.compute_dtype == "float64":
         return None
-    if compute_dtype == "bfloat16":
+    if training.compute_dtype == "bfloat16":
         return peak.bfloat16 * 1e12
-    return (peak.tf32 if tf32 else peak.float32) * 1e12
+    return (peak.tf32 if training.tf32 else peak.float32) * 1e12
 
 
 def tflops_per_device(tokens_per_second: float | None, flops_a_token: int, world_size: int) -> float | None:

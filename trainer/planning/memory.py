@@ -13,8 +13,8 @@ hold more: the CUDA context (about half a GiB, more with many NCCL communicators
 reserved in pieces that nothing fits into (2 to 10 GiB in the jobs of this repository).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, prod
 
@@ -97,13 +97,10 @@ class _Group:
     """Parameters that FSDP gathers together."""
 
     name: str
-    elements: int
-    """Elements on one tensor-parallel rank."""
-    shard: int
-    """Elements of the largest FSDP shard."""
     trained: int
-    """Elements that have gradients."""
+    """Elements on one tensor-parallel rank that have gradients."""
     trained_shard: int
+    """Elements of the largest FSDP shard of these."""
     largest: int
     """Elements of the largest parameter that has a gradient."""
     gathered_bytes: int
@@ -150,10 +147,6 @@ class RankMemory:
         return [layer for stage in self.stages for layer in by_stage[stage]]
 
     @property
-    def has_embedding(self) -> bool:
-        return 0 in self.stages
-
-    @property
     def has_head(self) -> bool:
         return len(layers_of_stages(self.config)) - 1 in self.stages
 
@@ -170,7 +163,7 @@ class RankMemory:
         block = self.model.block_of(name)
         if block is not None:
             return block in self.layers
-        return self.has_embedding if self.model.is_before_blocks(name) else self.has_head
+        return 0 in self.stages if self.model.is_before_blocks(name) else self.has_head
 
     def _own_shape(self, name: str) -> Shape:
         """The part that FSDP gathers: a tensor-parallel rank's, and of experts an expert-parallel rank's."""
@@ -192,23 +185,24 @@ class RankMemory:
     @cached_property
     def groups(self) -> list[_Group]:
         """FSDP's groups in forward order; in a tied model the root's group has both ends, gathered throughout."""
-        groups: dict[str, _Group] = {}
-        for name, shape in self.shapes.items():
-            key = self.model.fsdp_group_of(name)
-            group = groups.get(key, _Group(key, 0, 0, 0, 0, 0, 0, self.model.block_of(name)))
-            elements = prod(shape)
-            shard = self._sharded(name)
-            trains = name not in self.frozen
-            groups[key] = replace(
-                group,
-                elements=group.elements + elements,
-                shard=group.shard + shard,
-                trained=group.trained + trains * elements,
-                trained_shard=group.trained_shard + trains * shard,
-                largest=max(group.largest, trains * elements),
-                gathered_bytes=group.gathered_bytes + elements * (1 if name in self.in_8_bits else self.compute_bytes),
-            )
-        return list(groups.values())
+        members: dict[str, list[str]] = {}
+        for name in self.shapes:
+            members.setdefault(self.model.fsdp_group_of(name), []).append(name)
+        return [self._group(key, names) for key, names in members.items()]
+
+    def _group(self, key: str, names: Sequence[str]) -> _Group:
+        elements = {name: prod(self.shapes[name]) for name in names}
+        trained = [name for name in names if name not in self.frozen]
+        return _Group(
+            key,
+            trained=sum(elements[name] for name in trained),
+            trained_shard=sum(map(self._sharded, trained)),
+            largest=max((elements[name] for name in trained), default=0),
+            gathered_bytes=sum(
+                n * (1 if name in self.in_8_bits else self.compute_bytes) for name, n in elements.items()
+            ),
+            layer=self.model.block_of(names[0]),
+        )
 
     @cached_property
     def in_8_bits(self) -> set[str]:

@@ -6,6 +6,7 @@ from typing import Any
 from configs.checks import check
 from configs.errors import ConfigError
 from configs.layout import mesh_sizes
+from configs.reading.keys import flat
 from configs.reading.toml_text import value_text
 from configs.schema import ActivationCheckpoint, Config
 from parallelisms.mesh import Mesh
@@ -166,13 +167,7 @@ def _with(config: Config, **tables: dict[str, Any]) -> Config:
 
 def _changes(before: Config, after: Config) -> str:
     """The keys that differ: "training.micro_batch_size = 1 (now 8), ..."."""
-    differing = []
-    for table in Config.model_fields:
-        old = getattr(before, table)
-        new = getattr(after, table)
-        for key in type(old).model_fields if old != new else ():
-            was = getattr(old, key)
-            becomes = getattr(new, key)
-            if was != becomes:
-                differing.append(f"{table}.{key} = {value_text(becomes)} (now {value_text(was)})")
-    return ", ".join(differing)
+    was = flat(before.model_dump())
+    becomes = flat(after.model_dump())
+    differing = [key for key, value in becomes.items() if value != was[key]]
+    return ", ".join(f"{key} = {value_text(becomes[key])} (now {value_text(was[key])})" for key in differing)

@@ -12,7 +12,7 @@ from pathlib import Path
 from checkpoint.manifest import step_folder, steps_in
 from configs.files import write_atomically
 from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file
-from trainer.report.metrics import METRICS_NAME, EvaluationMetrics
+from trainer.report.metrics import METRICS_NAME, EvaluationMetrics, read_records
 
 FOLDER = "evaluations"
 Scores = dict[str, dict[str, float]]
@@ -54,13 +54,8 @@ def _read(path: Path, step: int) -> EvaluationMetrics | None:
 
 def recorded(run_folder: Path) -> set[tuple[int, float]]:
     """Step and time of each evaluation in metrics.jsonl."""
-    found = set()
-    with (run_folder / METRICS_NAME).open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if '"evaluation"' in line:
-                said = parse_json(line)
-                found.add((said["step"], said.get("time")))
-    return found
+    records = read_records(run_folder / METRICS_NAME)
+    return {(record["step"], record.get("time", 0.0)) for record in records if "evaluation" in record}
 
 
 def described(result: EvaluationMetrics, name: str | None = None) -> str:

@@ -377,7 +377,7 @@ def cut_back(path: Path, step: int) -> int:
     require_plain(path)
     if not path.exists():
         return 0
-    steps = [_step_of(line) for line in read_lines(path)]
+    steps = [record["step"] if record else None for record in map(_record, read_lines(path))]
     keeps = [found is not None and found <= step for found in steps]
     if not all(keeps):
         write_atomically(path, compress(read_lines(path), keeps))
@@ -386,7 +386,13 @@ def cut_back(path: Path, step: int) -> int:
 
 def last_step(path: Path) -> int:
     """The last step of a `metrics.jsonl`; 0 if there is none."""
-    return max((step for line in read_lines(path) if (step := _step_of(line)) is not None), default=0)
+    return max((record["step"] for record in read_records(path)), default=0)
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a `metrics.jsonl`, each with its step; lines that are none are left out."""
+    if path.exists():
+        yield from filter(None, map(_record, read_lines(path)))
 
 
 def read_lines(path: Path) -> Iterator[str]:
@@ -395,10 +401,10 @@ def read_lines(path: Path) -> Iterator[str]:
         yield from iter(partial(file.readline, _MAX_RECORD_CHARACTERS), "")
 
 
-def _step_of(line: str) -> int | None:
-    """The step that a line records; None if the line is not a complete record."""
+def _record(line: str) -> dict[str, Any] | None:
+    """What a line records; None if the line is not a complete record."""
     try:
-        step = parse_json(line)["step"] if line.endswith("\n") else None
-    except (ValueError, KeyError, TypeError):
+        record = parse_json(line) if line.endswith("\n") else None
+    except ValueError:
         return None
-    return step if type(step) is int else None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None

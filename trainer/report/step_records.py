@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from checkpoint.incarnation import Incarnation
 from configs.errors import UserError
+from configs.layout import tokens_per_step
 from configs.schema import Config
 from parallelisms.load_balance import Balance
 from parallelisms.ranks import on_rank_zero
@@ -158,8 +159,3 @@ class StepRecords:
         if self._log:
             self._log.close()
             self.fingerprints.close()
-
-
-def tokens_per_step(config: Config) -> int:
-    """Tokens of a global batch."""
-    return config.training.global_batch_size * config.training.seq_len

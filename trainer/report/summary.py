@@ -10,7 +10,14 @@ from pathlib import Path
 import torch
 
 from configs.architectures.llama import expert_dim, head_dim, n_kv_heads
-from configs.layout import MeshSizes, accumulation_steps, active_parameter_count, named_axes, parameter_count
+from configs.layout import (
+    MeshSizes,
+    accumulation_steps,
+    active_parameter_count,
+    named_axes,
+    parameter_count,
+    tokens_per_step,
+)
 from configs.schema import Config, Model, Training
 from configs.stages import layers_of_stages
 from models.documents import has_kernel
@@ -191,14 +198,14 @@ def _batch(config: Config, sizes: MeshSizes) -> str:
     cut = f"{training.micro_batch_size} at once" + (f", {micro_batches} times" if micro_batches > 1 else "")
     ranks = f" on each of {sizes.dp} data-parallel ranks" if sizes.dp > 1 else ""
     return (
-        f"{training.global_batch_size:,} sequences of {training.seq_len:,} = {_tokens_per_step(config):,} tokens "
+        f"{training.global_batch_size:,} sequences of {training.seq_len:,} = {tokens_per_step(config):,} tokens "
         f"per step ({cut}{ranks})"
     )
 
 
 def _steps(config: Config, resumed_step: int) -> str:
     steps = config.training.steps
-    total = f"{steps:,} = {count(steps * _tokens_per_step(config))} tokens"
+    total = f"{steps:,} = {count(steps * tokens_per_step(config))} tokens"
     if steps > (scheduled := config.lr_schedule.total_steps):
         total += f"; after step {scheduled:,} (lr_schedule.total_steps) the learning rate stays at its minimum"
     return f"{total}; resuming from step {resumed_step:,}" if resumed_step else total
@@ -258,10 +265,6 @@ def slow_attention(config: Config, device_type: str) -> Iterator[str]:
 
 def _files(config: Config) -> str:
     return "run.log, metrics.jsonl, checkpoints/" + (", tensorboard/" if config.metrics.tensorboard else "")
-
-
-def _tokens_per_step(config: Config) -> int:
-    return config.training.global_batch_size * config.training.seq_len
 
 
 # --------------------------------------------------------------------------- after

@@ -8,8 +8,6 @@ seconds that trained steps which the run still has, over all seconds since its f
 
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,11 @@ import torch
 from checkpoint.incarnation import Incarnation
 from configs.elastic import Choice
 from configs.schema import Config
-from configs.untrusted import parse_json, shortened
+from configs.untrusted import shortened
 from parallelisms.mesh import Mesh
 from trainer.guards.environment import device_name, environment
 from trainer.lifecycle import read_status
-from trainer.report.metrics import Kind, TimeLedger, read_lines
+from trainer.report.metrics import Kind, TimeLedger, read_records
 
 _REASON_CHARACTERS = 500
 
@@ -47,7 +45,7 @@ class WallClock:
         self._trained = 0.0
         lost = []
         starts = [launch["started"] for launch in self._unwritten]
-        for record in _records(metrics) if goes_on else ():
+        for record in read_records(metrics) if goes_on else ():
             launches = record.get("launches")
             spent = record.get("seconds_by_kind")
             launches = [each for each in launches if _seconds(each, "started")] if isinstance(launches, list) else []
@@ -115,12 +113,3 @@ def _seconds(of: Any, key: str) -> float:
     """The number under `key`; 0 if a line, which anyone may have edited, has none there."""
     found = of.get(key) if isinstance(of, dict) else None
     return found if isinstance(found, int | float) else 0.0
-
-
-def _records(metrics: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file; lines that are none are left out."""
-    for line in read_lines(metrics) if metrics.exists() else ():
-        with suppress(ValueError):
-            record = parse_json(line)
-            if isinstance(record, dict) and type(record.get("step")) is int:
-                yield record

@@ -72,12 +72,7 @@ NAMES = {
     "trainer/numerics.py": {"torch._inductor.config"},
     "trainer/planning/activation_table.py": {DISPATCH, LEAVES, "*._cdata"},
     "trainer/planning/activations.py": {FAKE_TENSORS},
-    "trainer/planning/block_memory.py": {
-        DISPATCH,
-        LEAVES,
-        "*._cdata",
-        "aten._scaled_dot_product_flash_attention",
-    },
+    "trainer/planning/block_memory.py": {DISPATCH, LEAVES, "*._cdata"},
     "trainer/planning/compiled_block.py": {
         LEAVES,
         "torch._functorch.config",

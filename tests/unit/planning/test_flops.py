@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from configs.schema import Model
+from configs.schema import Model, Training
 from models import build_model
 from trainer.planning.flops import flops_per_token, mfu, peak_flops, tflops_per_device
 
@@ -19,6 +19,10 @@ SHAPES = [
 ]
 MIXTURE = TOY | {"n_experts": 5, "n_shared_experts": 2, "expert_dim": 24, "n_dense_layers": 1}
 LLAMA_7B = Model(dim=4096, n_layers=32, n_heads=32, ffn_dim=11008, vocab_size=32000)
+
+
+def training(dtype, tf32=False):
+    return Training(steps=1, seq_len=8, global_batch_size=1, compute_dtype=dtype, tf32=tf32)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -80,7 +84,7 @@ def test_the_causal_formula_halves_attention_alone():
 
 def test_published_utilization():
     """torchtrain PR 165: Llama 7B, 9,400 tokens/s an H100 at 2048 are 41.5%, full, with the embedding counted."""
-    peak = peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
+    peak = peak_flops("NVIDIA H100 80GB HBM3", training("bfloat16"))
     flops = flops_per_token(LLAMA_7B, 2048).full + 6 * LLAMA_7B.vocab_size * LLAMA_7B.dim
     assert mfu(tflops_per_device(8 * 9400, flops, world_size=8), peak) == pytest.approx(0.415, abs=0.0005)
 
@@ -98,7 +102,7 @@ def test_published_utilization():
     ],
 )
 def test_peaks_are_the_data_sheets_dense_ones(name, dtype, tf32, tflops):
-    assert peak_flops(name, dtype, tf32) == tflops * 1e12
+    assert peak_flops(name, training(dtype, tf32)) == tflops * 1e12
 
 
 @pytest.mark.parametrize(
@@ -113,12 +117,12 @@ def test_peaks_are_the_data_sheets_dense_ones(name, dtype, tf32, tflops):
     ],
 )
 def test_an_unknown_device_has_no_peak_and_no_mfu(name):
-    assert peak_flops(name, "bfloat16") is None
-    assert mfu(100.0, peak_flops(name, "bfloat16")) is None
+    assert peak_flops(name, training("bfloat16")) is None
+    assert mfu(100.0, peak_flops(name, training("bfloat16"))) is None
 
 
 def test_float64_has_no_peak():
-    assert peak_flops("NVIDIA H100 80GB HBM3", "float64") is None
+    assert peak_flops("NVIDIA H100 80GB HBM3", training("float64")) is None
 
 
 def test_no_speed_no_figures():

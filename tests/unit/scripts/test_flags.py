@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from configs.errors import UserError
+from configs.reading.keys import flat
 from scripts.page.flags import flags, spikes
 from scripts.page.ranking import ranking
-from scripts.page.recorded import differences, flat, read_run, read_runs, run_folders
+from scripts.page.recorded import differences, read_run, read_runs, run_folders
 
 BEGAN = 1.7e9
 

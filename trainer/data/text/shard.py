@@ -18,7 +18,7 @@ from trainer.data.text.documents import Piece, read
 from trainer.data.text.prepared_folder import TRAIN, VALIDATION, Settings, Split, read_json, write_json
 from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.token_file import SUFFIX
-from trainer.data.tokenizer import Tokenizer, encode_document, load_tokenizer
+from trainer.data.tokenizer import encode_document, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,7 @@ class _ReadBytes:
 read_bytes = _ReadBytes()
 
 
-@cache
-def _load_once(path: Path) -> Tokenizer:
-    return load_tokenizer(path)
+_load_once = cache(load_tokenizer)
 
 
 def _writer(shard: Shard, split: str) -> TokenFileWriter | PackingWriter:
