@@ -39,23 +39,38 @@ DTYPES = ("float64", "float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest relative differences of a row from the reference."""
+    """Relative differences of a row from the reference, by name in the order of the forward pass."""
 
     loss: float
+    """The largest of all steps, as is the norm's."""
     norm: float
-    gradient: float
-    weight: float
+    gradients: dict[str, float]
+    """Of the first step, before clipping."""
+    weights: dict[str, float]
+    """Of the last step, as are the buffers."""
+    buffers: dict[str, float]
     sha: str = ""
     """Digest of the bits of all losses and norms, and of the final weights."""
 
     @property
     def values(self) -> tuple[float, float, float, float]:
-        """The differences."""
-        return self.loss, self.norm, self.gradient, self.weight
+        """The largest difference of loss, norm, gradients, and weights with buffers; a NaN counts as infinite."""
+        gradient, weight, buffer = (_largest(each) for each in (self.gradients, self.weights, self.buffers))
+        return self.loss, self.norm, gradient, max(weight, buffer)
 
     def passes(self, dtype: str) -> bool:
         """Whether all are within the bounds for the type; a NaN is not."""
         return all(value <= bound for value, bound in zip(self.values, BOUNDS[dtype], strict=True))
+
+    def wrong(self, dtype: str = "float64") -> list[str]:
+        """Names of what is wrong: parameters by their gradients, in the order in which the backward pass reaches them.
+
+        An error spreads from the first that it reaches to those after it. Without a wrong gradient: weights, buffers.
+        """
+        _, _, bound, weight_bound = BOUNDS[dtype]
+        gradients = [name for name, value in self.gradients.items() if not value <= bound][::-1]
+        state = self.weights | self.buffers
+        return gradients or [name for name, value in state.items() if not value <= weight_bound]
 
 
 def exact(row: Row) -> Row:
@@ -65,6 +80,11 @@ def exact(row: Row) -> Row:
     kept = tuple(word for key, value in pairs if key not in without for word in (key, value))
     run = row.run_overrides + words({"training.reduction": "exact", "training.micro_batch_size": 1})
     return replace(row, overrides=kept, run_overrides=run)
+
+
+def _largest(values: Mapping[str, float]) -> float:
+    """The largest value; a NaN is larger than any."""
+    return max((math.inf if math.isnan(value) else value for value in values.values()), default=0.0)
 
 
 DECIDE_BITS = ("mesh.tp", "mesh.cp", "mesh.ep", "context.method", "compile.enable")

@@ -1,0 +1,174 @@
+"""Runs the rows of a proof: each technique alone, then rows that hold their pairs, and what is wrong in those."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from configs.errors import ConfigError
+from configs.load import load
+from scripts.parity import References
+from scripts.parity_rows import BOUNDS, Difference, Row
+from scripts.proving.techniques import Combination, Search, Technique, name_of, row_of
+
+if TYPE_CHECKING:
+    from scripts.rank_pool import RankPool
+
+Verdict = Literal["equal", "wrong", "refused", "not tried"]
+BOUND = BOUNDS["float64"][0]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of a row."""
+
+    name: str
+    techniques: tuple[str, ...]
+    ranks: int
+    verdict: Verdict
+    reason: str = ""
+    """Why it was refused or not tried, or what is wrong, in words."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Largest relative differences of loss, norm, gradients, and weights with buffers."""
+    wrong: tuple[str, ...] = ()
+    """Names of the parameters whose gradients are wrong, the first that the backward pass reaches first."""
+    block: str = ""
+    """The first block whose activations differ; empty if none does."""
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields, by name."""
+        return asdict(self)
+
+
+def call(function: Callable, *arguments: Any) -> Any:
+    """Call a function, as a rank does it; a test of a mistake calls it in a process that has the mistake."""
+    return function(*arguments)
+
+
+class Prover:
+    """Compares combinations of techniques with one process."""
+
+    def __init__(self, pool: "RankPool", job: str, folder: Path, on_ranks: Callable = call) -> None:
+        """
+        Args:
+            pool: the ranks.
+            job: the small job's file.
+            folder: for the references.
+            on_ranks: calls a function on each rank, in place of `call`.
+        """
+        self._pool = pool
+        self._job = job
+        self._references = References(pool, job, folder)
+        self._on_ranks = on_ranks
+        self._config = load(job, world_size=1).config
+        self._expected: dict[tuple[str, ...], Any] = {}
+
+    def row(self, techniques: Combination) -> Row:
+        """The row of a combination."""
+        training = self._config.training
+        return row_of(techniques, training.global_batch_size, 1 if training.reduction == "exact" else None)
+
+    def refusal(self, techniques: Combination) -> str:
+        """The job's reason to refuse a combination, in one line; "" if it accepts it."""
+        row = self.row(techniques)
+        try:
+            load(self._job, row.run_overrides + row.overrides, world_size=row.ranks)
+        except ConfigError as error:
+            return " ".join(str(error).split())
+        return ""
+
+    def outcome(self, techniques: Combination) -> Outcome:
+        """Train with a combination and compare."""
+        row = self.row(techniques)
+        what = (row.name, tuple(each.name for each in techniques), row.ranks)
+        if reason := self.refusal(techniques):
+            return Outcome(*what, "refused", reason)
+        started = time.perf_counter()
+        try:
+            difference = self._difference(row)
+        except RuntimeError as error:  # of a rank, with its traceback
+            last = str(error).strip().splitlines()[-1]
+            is_refusal = last.startswith("configs.errors.")
+            reason = last.partition(": ")[2] if is_refusal else f"a rank failed: {last}"
+            return Outcome(*what, "refused" if is_refusal else "wrong", reason, seconds=time.perf_counter() - started)
+        figures = dict(zip(("loss", "norm", "gradients", "weights"), difference.values, strict=True))
+        if difference.passes("float64"):
+            return Outcome(*what, "equal", figures=figures, seconds=time.perf_counter() - started)
+        wrong = tuple(difference.wrong())
+        block = self._first_block_apart(row)
+        reason = _in_words(difference, wrong, block)
+        return Outcome(*what, "wrong", reason, figures, wrong, block, time.perf_counter() - started)
+
+    def _difference(self, row: Row) -> Difference:
+        from scripts.parity_compare import compare
+
+        path = self._references.path(row.run_overrides)
+        overrides = row.run_overrides + row.overrides
+        found: Difference = self._pool.run(row.ranks, self._on_ranks, compare, self._job, overrides, path)[0]
+        return found
+
+    def _first_block_apart(self, row: Row) -> str:
+        from scripts.proving.activations import activations, first_block_apart
+
+        if row.run_overrides not in self._expected:
+            self._expected[row.run_overrides] = self._pool.run(1, activations, self._job, row.run_overrides)[0]
+        overrides = row.run_overrides + row.overrides
+        found = self._pool.run(row.ranks, self._on_ranks, activations, self._job, overrides)[0]
+        return first_block_apart(found, self._expected[row.run_overrides], BOUND)
+
+
+def prove_all(prover: Prover, techniques: Sequence[Technique], ranks: int, every_pair: bool) -> Iterator[Outcome]:
+    """Yield the outcomes of one process, of each technique alone, and of rows that hold their pairs.
+
+    A technique that is wrong alone is not tried with others. A row that is wrong is divided into its pairs.
+    """
+    yield prover.outcome(())
+    right: list[Technique] = []
+    for technique in techniques:
+        if technique.ranks > ranks:
+            yield not_tried((technique,), f"needs {technique.ranks} ranks: --ranks {technique.ranks}")
+            continue
+        outcome = prover.outcome((technique,))
+        right += [technique] if outcome.verdict == "equal" else []
+        yield outcome
+    search = Search(right, ranks, prover.refusal, every_pair)
+    pairs = search.pairs()
+    for pair, reason in pairs.refused.items():
+        yield Outcome(name_of(pair), tuple(each.name for each in pair), prover.row(pair).ranks, "refused", reason)
+    for pair, needed in pairs.too_large.items():
+        yield not_tried(pair, f"needs {needed} ranks: --ranks {needed}")
+    known_wrong: list[Combination] = []
+    for combination in search.rows(pairs.possible):
+        if any(set(pair) <= set(combination) for pair in known_wrong):
+            continue
+        outcome = prover.outcome(combination)
+        yield outcome
+        if outcome.verdict == "wrong" and len(combination) > 2:
+            for pair in combinations(combination, 2):
+                of_pair = prover.outcome(pair)
+                yield of_pair
+                if of_pair.verdict == "wrong":
+                    known_wrong.append(pair)
+                    break
+
+
+def not_tried(techniques: Combination, reason: str) -> Outcome:
+    """The outcome of a row that does not run."""
+    ranks = row_of(techniques, batch=1).ranks
+    return Outcome(name_of(techniques), tuple(each.name for each in techniques), ranks, "not tried", reason)
+
+
+def _in_words(difference: Difference, wrong: Sequence[str], block: str) -> str:
+    """What is wrong: values, parameters, and where it begins."""
+    scalars = {"loss": difference.loss, "norm": difference.norm}
+    parts = [f"{name} {value:.1e} off" for name, value in scalars.items() if not value <= BOUND]
+    if wrong:
+        first = wrong[0]
+        kinds = {"gradient": difference.gradients, "weight": difference.weights, "buffer": difference.buffers}
+        kind = next(kind for kind, values in kinds.items() if not values.get(first, 0.0) <= BOUND)
+        parts.append(f"{kind} of {first} {kinds[kind][first]:.1e} off ({len(wrong)} of {len(kinds[kind])} are)")
+    parts.append(f"activations part in {block}" if block else "activations of all blocks agree")
+    return "; ".join(parts)
