@@ -10,9 +10,11 @@ from trainer.report.units import duration
 
 _SIGNS: dict[Verdict, str] = {"equal": "=", "wrong": "WRONG", "refused": "refused", "not tried": "not tried"}
 _STYLE = """
-:root { --back: #f6f7f9; --card: #fff; --text: #1b2330; --soft: #5b6675; --line: #dfe3e9; --good: #1a7f4b; --bad: #c4262e; }
+:root { --back: #f6f7f9; --card: #fff; --text: #1b2330; --soft: #5b6675; --line: #dfe3e9;
+  --good: #1a7f4b; --bad: #c4262e; }
 @media (prefers-color-scheme: dark) {
-  :root { --back: #11151b; --card: #191f27; --text: #e3e8ef; --soft: #98a4b3; --line: #2b333e; --good: #54c98a; --bad: #ff7b78; }
+  :root { --back: #11151b; --card: #191f27; --text: #e3e8ef; --soft: #98a4b3; --line: #2b333e;
+    --good: #54c98a; --bad: #ff7b78; }
 }
 body { margin: 0 auto; padding: 24px; max-width: 1400px; background: var(--back); color: var(--text);
   font: 15px/1.5 system-ui, sans-serif; }

@@ -65,6 +65,7 @@ class Prover:
         self._on_ranks = on_ranks
         self._config = load(job, world_size=1).config
         self._expected: dict[tuple[str, ...], Any] = {}
+        self._refusals: dict[Combination, str] = {}
 
     def row(self, techniques: Combination) -> Row:
         """The row of a combination."""
@@ -73,12 +74,14 @@ class Prover:
 
     def refusal(self, techniques: Combination) -> str:
         """The job's reason to refuse a combination, in one line; "" if it accepts it."""
-        row = self.row(techniques)
-        try:
-            load(self._job, row.run_overrides + row.overrides, world_size=row.ranks)
-        except ConfigError as error:
-            return " ".join(str(error).split())
-        return ""
+        if techniques not in self._refusals:
+            row = self.row(techniques)
+            try:
+                load(self._job, row.run_overrides + row.overrides, world_size=row.ranks)
+                self._refusals[techniques] = ""
+            except ConfigError as error:
+                self._refusals[techniques] = " ".join(str(error).split())
+        return self._refusals[techniques]
 
     def outcome(self, techniques: Combination) -> Outcome:
         """Train with a combination and compare."""

@@ -1,8 +1,8 @@
 """The techniques that `keel prove` tries, and the rows in which it tries them: each alone, then in company.
 
 A row of several techniques proves all pairs of them at once, so that few rows cover all pairs. Techniques of one axis
-exclude each other. By default a technique meets each other axis at least once, in one of that axis' variants; with
-`every_pair` each technique meets each other.
+exclude each other, and so do those that divide the batch. A technique meets each other axis at least once, in one of
+that axis' variants; with `every_pair` each technique meets each other.
 """
 
 import math
@@ -104,9 +104,9 @@ def row_of(techniques: Combination, batch: int, micro_batch: int | None = None) 
 _MESH = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 
-def _exclude(one: Technique, other: Technique) -> bool:
-    same = one.axis == other.axis
-    return same or (one.axis in _DATA_PARALLEL and other.axis in _DATA_PARALLEL)
+def _kind(technique: Technique) -> str:
+    """The axis, where those that divide the same batch are one."""
+    return "data" if technique.axis in _DATA_PARALLEL else technique.axis
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Search:
         pairs = Pairs()
         for pair in combinations(self.techniques, 2):
             needed = ranks_of(pair)
-            if _exclude(*pair):
+            if _kind(pair[0]) == _kind(pair[1]):  # they exclude each other
                 continue
             if needed > self.ranks:
                 pairs.too_large[pair] = needed
@@ -150,21 +150,17 @@ class Search:
         return pairs
 
     def rows(self, possible: Collection[Combination]) -> Iterator[Combination]:
-        """Yield combinations that together cover the possible pairs: each begins with a pair that none has covered.
+        """Yield combinations that together cover the possible pairs.
 
-        A greedy cover: the pair takes in, one after the other, what covers most of the rest.
+        A greedy cover: each begins with the pair that covers most, and takes in what adds most of the rest.
         """
-        uncovered: set[Goal] = set()
-        for pair in possible:
-            uncovered |= self._goals(pair)
-        for pair in sorted(possible, key=_order):
-            if not self._goals(pair) & uncovered:
-                continue
-            row = pair
+        uncovered = {goal for pair in possible for goal in self._goals(pair)}
+        ordered = sorted(possible, key=_order)
+        while uncovered:
+            row = max(ordered, key=lambda pair: len(self._goals(pair) & uncovered))
             while larger := self._larger(row, possible, uncovered):
                 row = larger
-            for each in combinations(row, 2):
-                uncovered -= self._goals(each)
+            uncovered -= {goal for pair in combinations(row, 2) for goal in self._goals(pair)}
             yield row
 
     def _larger(self, row: Combination, possible: Collection[Combination], uncovered: set["Goal"]) -> Combination:
@@ -176,7 +172,7 @@ class Search:
             added = [pair for pair in combinations(larger, 2) if each in pair]
             if each in row or not all(pair in possible for pair in added):
                 continue
-            gained = sum(len(self._goals(pair) & uncovered) for pair in added)
+            gained = sum(len(self._goals(pair).intersection(uncovered)) for pair in added)
             if gained > most and ranks_of(larger) <= self.ranks and not self.refusal(larger):
                 best = larger
                 most = gained
@@ -185,7 +181,7 @@ class Search:
     def _goals(self, pair: Combination) -> set["Goal"]:
         """What a pair covers: itself, or each of its techniques with the other's axis."""
         one, other = pair
-        return {(one.name, other.name)} if self.every_pair else {(one.name, other.axis), (other.name, one.axis)}
+        return {(one.name, other.name)} if self.every_pair else {(one.name, _kind(other)), (other.name, _kind(one))}
 
 
 Goal = tuple[str, str]
