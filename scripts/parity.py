@@ -186,8 +186,8 @@ def _print_table(rows: list[Row], config_name: str, dtype: str, is_exact: bool) 
 
 
 def _fault(difference: Difference, bounds: str) -> str:
-    wrong = difference.wrong(bounds)
-    return f"FAILS: {len(wrong)} wrong, first {wrong[0]}" if wrong else "FAILS"
+    kind, names = difference.wrong(bounds)
+    return f"FAILS: {kind} of {names[0]}" if names else "FAILS"
 
 
 def _powers(bounds: str) -> str:

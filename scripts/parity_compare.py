@@ -22,7 +22,7 @@ from configs.load import load
 from configs.schema import Checkpoint, Config
 from parallelisms.mesh import build_mesh
 from parallelisms.ranks import Json, gather
-from scripts.parity_reference import Trajectory, batches, buffers_of
+from scripts.parity_reference import Trajectory, batches, buffers_of, copied
 from scripts.parity_rows import Difference
 from scripts.proving.equal import (
     GRADIENT_FLOOR,
@@ -62,6 +62,7 @@ def compare(config_name: str, overrides: tuple[str, ...], path: str, detour: Det
     difference = Difference(
         loss=_largest_ratio(losses, expected.losses + evaluated),
         norm=_largest_ratio(found.norms, expected.norms),
+        initial=_over_ranks(found.initial, expected.initial, WEIGHT_FLOOR),
         gradients=_over_ranks(found.gradients, expected.gradients, GRADIENT_FLOOR),
         weights=_over_ranks(found.weights, expected.weights, WEIGHT_FLOOR),
         buffers=_over_ranks(found.buffers, expected.buffers, WEIGHT_FLOOR),
@@ -116,15 +117,20 @@ def attention_that_compiles() -> Iterator[None]:
 def _train(config: Config, detour: Detour, later: Config) -> Trajectory:
     found = Trajectory()
     learner = _learner(config)
+    found.initial = _weights(learner) | copied(buffers_of(learner.stages.values()))
     end = detour.move_at or config.training.steps
     _go_on(learner, 0, end, detour, found)
     if detour.move_at:
         learner = _moved(learner, later, detour)
         _go_on(learner, end, config.training.steps, detour, found)
     learner.finish_update()
-    found.weights = {name: whole(p) for name, p in learner.parameters.items()}
+    found.weights = _weights(learner)
     found.buffers = buffers_of(learner.stages.values())
     return found
+
+
+def _weights(learner: Learner) -> dict[str, Tensor]:
+    return {name: whole(parameter) for name, parameter in learner.parameters.items()}
 
 
 def _learner(config: Config) -> Learner:

@@ -8,7 +8,7 @@ their scales are over a micro-batch.
 
 import fnmatch
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,8 @@ class Trajectory:
     norms: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
     """Losses of an evaluation without gradients, by the number of steps before it, of the next step's batch."""
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    """Weights and buffers before the first step."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Gradients of the first step, before clipping."""
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -53,7 +55,7 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
     if config.float8.recipe != "none":
         in_8_bits(model, config.float8)
     optimizers = _plain_optimizers(config, dict(model.named_parameters()))
-    found = Trajectory()
+    found = Trajectory(initial=copied(dict(model.named_parameters()) | buffers_of([model])))
     for step, micro_batches in enumerate(batches(config, 0, 1)):
         for name, p in model.named_parameters():
             p.requires_grad_(not _rests(config.optimizer, name, step))
@@ -85,6 +87,11 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
     found.weights = {name: p.detach() for name, p in model.named_parameters()}
     found.buffers = buffers_of([model])
     torch.save(vars(found), path)
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the tensors, without gradients."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def buffers_of(models: Iterable[torch.nn.Module]) -> dict[str, Tensor]:

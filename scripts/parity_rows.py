@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -44,6 +44,8 @@ class Difference:
     loss: float
     """The largest of all steps, as is the norm's."""
     norm: float
+    initial: dict[str, float]
+    """Of weights and buffers before the first step."""
     gradients: dict[str, float]
     """Of the first step, before clipping."""
     weights: dict[str, float]
@@ -54,23 +56,30 @@ class Difference:
 
     @property
     def values(self) -> tuple[float, float, float, float]:
-        """The largest difference of loss, norm, gradients, and weights with buffers; a NaN counts as infinite."""
-        gradient, weight, buffer = (_largest(each) for each in (self.gradients, self.weights, self.buffers))
-        return self.loss, self.norm, gradient, max(weight, buffer)
+        """The largest difference of loss, norm, gradients, and of weights and buffers; a NaN counts as infinite."""
+        state = (_largest(each) for each in (self.initial, self.weights, self.buffers))
+        return self.loss, self.norm, _largest(self.gradients), max(state)
 
     def passes(self, dtype: str) -> bool:
         """Whether all are within the bounds for the type; a NaN is not."""
         return all(value <= bound for value, bound in zip(self.values, BOUNDS[dtype], strict=True))
 
-    def wrong(self, dtype: str = "float64") -> list[str]:
-        """Names of what is wrong: parameters by their gradients, in the order in which the backward pass reaches them.
+    def wrong(self, dtype: str = "float64") -> tuple[str, list[str]]:
+        """What is wrong first, and the names of the tensors of which it is, in order; ("", []) for losses and norms.
 
-        An error spreads from the first that it reaches to those after it. Without a wrong gradient: weights, buffers.
+        Gradients are in the order in which the backward pass reaches them, since an error spreads from the first.
         """
         _, _, bound, weight_bound = BOUNDS[dtype]
-        gradients = [name for name, value in self.gradients.items() if not value <= bound][::-1]
-        state = self.weights | self.buffers
-        return gradients or [name for name, value in state.items() if not value <= weight_bound]
+        kinds = {
+            "initial value": (self.initial, weight_bound),
+            "gradient": (dict(reversed(self.gradients.items())), bound),
+            "buffer": (self.buffers, weight_bound),
+            "weight": (self.weights, weight_bound),
+        }
+        for kind, (values, limit) in kinds.items():
+            if names := [name for name, value in values.items() if not value <= limit]:
+                return kind, names
+        return "", []
 
 
 def exact(row: Row) -> Row:

@@ -33,7 +33,8 @@ class Outcome:
     figures: dict[str, float] = field(default_factory=dict)
     """Largest relative differences of loss, norm, gradients, and weights with buffers."""
     wrong: tuple[str, ...] = ()
-    """Names of the parameters whose gradients are wrong, the first that the backward pass reaches first."""
+    """Names of the first that is wrong: initial values, gradients (in the order of the backward pass), or buffers and
+    weights after the last step."""
     block: str = ""
     """The first block whose activations differ; empty if none does."""
     seconds: float = 0.0
@@ -91,7 +92,7 @@ class Prover:
             return Outcome(*what, "refused", reason)
         started = time.perf_counter()
         try:
-            difference = self._difference(row)
+            difference = self.difference(row)
         except RuntimeError as error:  # of a rank, with its traceback
             last = str(error).strip().splitlines()[-1]
             is_refusal = last.startswith("configs.errors.")
@@ -100,17 +101,19 @@ class Prover:
         figures = dict(zip(("loss", "norm", "gradients", "weights"), difference.values, strict=True))
         if difference.passes("float64"):
             return Outcome(*what, "equal", figures=figures, seconds=time.perf_counter() - started)
-        wrong = tuple(difference.wrong())
+        kind, wrong = difference.wrong()
         block = self._first_block_apart(row)
-        reason = _in_words(difference, wrong, block)
-        return Outcome(*what, "wrong", reason, figures, wrong, block, time.perf_counter() - started)
+        reason = _in_words(difference, kind, wrong, block)
+        return Outcome(*what, "wrong", reason, figures, tuple(wrong), block, time.perf_counter() - started)
 
-    def _difference(self, row: Row) -> Difference:
-        from scripts.parity_compare import compare
+    def difference(self, row: Row) -> Difference:
+        """Train a row, and evaluate a batch on the way; returns the difference from one process."""
+        from scripts.parity_compare import Detour, compare
 
         path = self._references.path(row.run_overrides)
-        overrides = row.run_overrides + row.overrides
-        found: Difference = self._pool.run(row.ranks, self._on_ranks, compare, self._job, overrides, path)[0]
+        words = row.run_overrides + row.overrides
+        detour = Detour(evaluate_at=(1,))
+        found: Difference = self._pool.run(row.ranks, self._on_ranks, compare, self._job, words, path, detour)[0]
         return found
 
     def _first_block_apart(self, row: Row) -> str:
@@ -164,14 +167,12 @@ def not_tried(techniques: Combination, reason: str) -> Outcome:
     return Outcome(name_of(techniques), tuple(each.name for each in techniques), ranks, "not tried", reason)
 
 
-def _in_words(difference: Difference, wrong: Sequence[str], block: str) -> str:
-    """What is wrong: values, parameters, and where it begins."""
+def _in_words(difference: Difference, kind: str, wrong: Sequence[str], block: str) -> str:
+    """What is wrong: values, tensors, and where it begins."""
     scalars = {"loss": difference.loss, "norm": difference.norm}
     parts = [f"{name} {value:.1e} off" for name, value in scalars.items() if not value <= BOUND]
     if wrong:
-        first = wrong[0]
-        kinds = {"gradient": difference.gradients, "weight": difference.weights, "buffer": difference.buffers}
-        kind = next(kind for kind, values in kinds.items() if not values.get(first, 0.0) <= BOUND)
-        parts.append(f"{kind} of {first} {kinds[kind][first]:.1e} off ({len(wrong)} of {len(kinds[kind])} are)")
+        count = f", the first of {len(wrong)}" if len(wrong) > 1 else ""
+        parts.insert(0, f"{kind} of {wrong[0]}{count}")
     parts.append(f"activations part in {block}" if block else "activations of all blocks agree")
     return "; ".join(parts)
