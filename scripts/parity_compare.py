@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.reader import Description, Log
+from configs.errors import UserError
 from configs.layout import mesh_sizes
 from configs.load import load
 from configs.schema import Checkpoint, Config
@@ -58,15 +59,19 @@ def compare(config_name: str, overrides: tuple[str, ...], path: str, detour: Det
     found = trajectory(config_name, overrides, detour)
     expected = Trajectory(**torch.load(path))
     evaluated = [expected.evaluations[step] for step in found.evaluations]
-    losses = found.losses + list(found.evaluations.values())
+    steps = len(found.losses)
+    scalars = {
+        "loss": _largest_ratio(found.losses + [*found.evaluations.values()], expected.losses[:steps] + evaluated),
+        "norm": _largest_ratio(found.norms, expected.norms[:steps]),
+    }
     difference = Difference(
-        loss=_largest_ratio(losses, expected.losses + evaluated),
-        norm=_largest_ratio(found.norms, expected.norms),
+        **merged_over_ranks(scalars),
         initial=_over_ranks(found.initial, expected.initial, WEIGHT_FLOOR),
         gradients=_over_ranks(found.gradients, expected.gradients, GRADIENT_FLOOR),
         weights=_over_ranks(found.weights, expected.weights, WEIGHT_FLOOR),
         buffers=_over_ranks(found.buffers, expected.buffers, WEIGHT_FLOOR),
         sha=_sha(found),
+        stopped=found.stopped,
     )
     return difference if dist.get_rank() == 0 else None
 
@@ -152,10 +157,15 @@ def _go_on(learner: Learner, first: int, end: int, detour: Detour, found: Trajec
             held = {name: p.grad for name, p in learner.parameters.items() if p.grad is not None}
             found.gradients = {name: whole(grad) for name, grad in held.items()}
         last = learner.judge(micro_batches, gradients)
-        learner.update(last, learning_rate(config.lr_schedule, config.optimizer.lr, step))
-        result = last.result()
-        found.losses.append(result.loss)
-        found.norms.append(result.grad_norm)
+        loss, norm = (each.item() for each in gradients)
+        found.losses.append(loss)
+        found.norms.append(norm)
+        try:
+            learner.update(last, learning_rate(config.lr_schedule, config.optimizer.lr, step))
+            last.result()
+        except UserError as error:  # the ranks hold different results
+            found.stopped = str(error)
+            return
 
 
 def _moved(learner: Learner, config: Config, detour: Detour) -> Learner:

@@ -44,6 +44,8 @@ class Trajectory:
     """Weights after the last step."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
     """Buffers after the last step."""
+    stopped: str = ""
+    """Why it ended before its last step; "" if it did not."""
 
 
 def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:

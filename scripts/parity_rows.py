@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -53,6 +53,8 @@ class Difference:
     buffers: dict[str, float]
     sha: str = ""
     """Digest of the bits of all losses and norms, and of the final weights."""
+    stopped: str = ""
+    """Why the run ended before its last step: the ranks hold different results; "" if it did not."""
 
     @property
     def values(self) -> tuple[float, float, float, float]:
@@ -61,8 +63,8 @@ class Difference:
         return self.loss, self.norm, _largest(self.gradients), max(state)
 
     def passes(self, dtype: str) -> bool:
-        """Whether all are within the bounds for the type; a NaN is not."""
-        return all(value <= bound for value, bound in zip(self.values, BOUNDS[dtype], strict=True))
+        """Whether all are within the bounds for the type; a NaN is not, nor is a run that stopped."""
+        return not self.stopped and all(value <= bound for value, bound in zip(self.values, BOUNDS[dtype], strict=True))
 
     def wrong(self, dtype: str = "float64") -> tuple[str, list[str]]:
         """What is wrong first, and the names of the tensors of which it is, in order; ("", []) for losses and norms.

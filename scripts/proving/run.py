@@ -63,7 +63,7 @@ class Prover:
         self._pool = pool
         self._job = job
         self._references = References(pool, job, folder)
-        self._on_ranks = on_ranks
+        self.on_ranks = on_ranks
         self._config = load(job, world_size=1).config
         self._expected: dict[tuple[str, ...], Any] = {}
         self._refusals: dict[Combination, str] = {}
@@ -113,7 +113,7 @@ class Prover:
         path = self._references.path(row.run_overrides)
         words = row.run_overrides + row.overrides
         detour = Detour(evaluate_at=(1,))
-        found: Difference = self._pool.run(row.ranks, self._on_ranks, compare, self._job, words, path, detour)[0]
+        found: Difference = self._pool.run(row.ranks, self.on_ranks, compare, self._job, words, path, detour)[0]
         return found
 
     def _first_block_apart(self, row: Row) -> str:
@@ -122,7 +122,7 @@ class Prover:
         if row.run_overrides not in self._expected:
             self._expected[row.run_overrides] = self._pool.run(1, activations, self._job, row.run_overrides)[0]
         overrides = row.run_overrides + row.overrides
-        found = self._pool.run(row.ranks, self._on_ranks, activations, self._job, overrides)[0]
+        found = self._pool.run(row.ranks, self.on_ranks, activations, self._job, overrides)[0]
         return first_block_apart(found, self._expected[row.run_overrides], BOUND)
 
 
@@ -174,5 +174,6 @@ def _in_words(difference: Difference, kind: str, wrong: Sequence[str], block: st
     if wrong:
         count = f", the first of {len(wrong)}" if len(wrong) > 1 else ""
         parts.insert(0, f"{kind} of {wrong[0]}{count}")
+    parts += ["the ranks hold different losses or norms"] if difference.stopped else []
     parts.append(f"activations part in {block}" if block else "activations of all blocks agree")
     return "; ".join(parts)
