@@ -63,6 +63,8 @@ def compare(config_name: str, overrides: tuple[str, ...], path: str, detour: Det
     scalars = {
         "loss": _largest_ratio(found.losses + [*found.evaluations.values()], expected.losses[:steps] + evaluated),
         "norm": _largest_ratio(found.norms, expected.norms[:steps]),
+        "first_loss": ratio(found.losses[0], expected.losses[0]),
+        "first_norm": ratio(found.norms[0], expected.norms[0]),
     }
     difference = Difference(
         **merged_over_ranks(scalars),

@@ -44,6 +44,9 @@ class Difference:
     loss: float
     """The largest of all steps, as is the norm's."""
     norm: float
+    first_loss: float
+    """Of the first step, before any update, as is the next: often right where gradients are wrong."""
+    first_norm: float
     initial: dict[str, float]
     """Of weights and buffers before the first step."""
     gradients: dict[str, float]
@@ -67,16 +70,18 @@ class Difference:
         return not self.stopped and all(value <= bound for value, bound in zip(self.values, BOUNDS[dtype], strict=True))
 
     def wrong(self, dtype: str = "float64") -> tuple[str, list[str]]:
-        """What is wrong first, and the names of the tensors of which it is, in order; ("", []) for losses and norms.
+        """What is wrong first in the course of the run, and the names of the tensors of which it is; ("", []): nothing.
 
         Gradients are in the order in which the backward pass reaches them, since an error spreads from the first.
         """
-        _, _, bound, weight_bound = BOUNDS[dtype]
+        loss_bound, norm_bound, bound, weight_bound = BOUNDS[dtype]
         kinds = {
             "initial value": (self.initial, weight_bound),
             "gradient": (dict(reversed(self.gradients.items())), bound),
+            "value": ({"gradient norm": self.first_norm}, norm_bound),
             "buffer": (self.buffers, weight_bound),
             "weight": (self.weights, weight_bound),
+            "later value": ({"loss": self.loss, "gradient norm": self.norm}, min(loss_bound, norm_bound)),
         }
         for kind, (values, limit) in kinds.items():
             if names := [name for name, value in values.items() if not value <= limit]:

@@ -168,12 +168,12 @@ def not_tried(techniques: Combination, reason: str) -> Outcome:
 
 
 def _in_words(difference: Difference, kind: str, wrong: Sequence[str], block: str) -> str:
-    """What is wrong: values, tensors, and where it begins."""
+    """What is wrong: tensors, values, and where it begins."""
+    count = f", the first of {len(wrong)}" if len(wrong) > 1 else ""
+    parts = [f"{kind} of {wrong[0]}{count}"] if kind in ("initial value", "gradient", "buffer", "weight") else []
     scalars = {"loss": difference.loss, "norm": difference.norm}
-    parts = [f"{name} {value:.1e} off" for name, value in scalars.items() if not value <= BOUND]
-    if wrong:
-        count = f", the first of {len(wrong)}" if len(wrong) > 1 else ""
-        parts.insert(0, f"{kind} of {wrong[0]}{count}")
-    parts += ["the ranks hold different losses or norms"] if difference.stopped else []
+    parts += [f"{name} {value:.1e} off" for name, value in scalars.items() if not value <= BOUND]
+    parts += ["the first loss is right"] * (difference.first_loss <= BOUND)
+    parts += ["the ranks hold different losses or norms"] * bool(difference.stopped)
     parts.append(f"activations part in {block}" if block else "activations of all blocks agree")
     return "; ".join(parts)

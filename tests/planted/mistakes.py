@@ -1,7 +1,7 @@
 """Mistakes that happened in real projects, as changes of Keel's own code in the process of a rank."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,10 +43,10 @@ class Mistake:
     on: tuple[str, ...]
     """The techniques on which it shows."""
     named: str
-    """The first wrong tensor that the proof names; "loss" or "norm" where no tensor is wrong at first."""
+    """The first wrong tensor that the proof names; "loss" or "gradient norm" where no tensor is wrong at first."""
     job: str = "dense"
-    loss_is_right: bool = False
-    """Whether the losses show nothing, so that only the rest of the comparison finds it."""
+    shows_in_loss: bool = False
+    """Whether the first step's loss is wrong, too."""
 
 
 # --------------------------------------------------------------------------- tensor parallelism
@@ -205,10 +205,6 @@ def every_rank_draws_the_first_shard() -> Iterator[None]:
 
     with patch.object(init, "local_indices", first):
         yield
-
-
-def tied_matrices_come_apart() -> AbstractContextManager:
-    return patch.object(init, "ties_kept", lambda _model: nullcontext())
 
 
 def gradients_are_reduced_in_less_precision() -> AbstractContextManager:
@@ -455,25 +451,15 @@ MISTAKES = {
         ("TP 2",),
         "layers.1.self_attn.k_norm.weight",
         job="norms",
-        loss_is_right=True,
     ),
     "terms of a router are not added": Mistake(
-        terms_of_a_replicated_weight_are_not_added,
-        "Automodel 2995; Megatron-LM 7452",
-        ("TP 2",),
-        ROUTER,
-        job="experts",
-        loss_is_right=True,
+        terms_of_a_replicated_weight_are_not_added, "Automodel 2995; Megatron-LM 7452", ("TP 2",), ROUTER, job="experts"
     ),
     "a norm's gradient stays that of a part of the sequence": Mistake(
-        norm_gradients_stay_local, "Megatron-LM 1446; gpt-neox 1259", ("TP 2",), "norm.weight", loss_is_right=True
+        norm_gradients_stay_local, "Megatron-LM 1446; gpt-neox 1259", ("TP 2",), "norm.weight"
     ),
     "the loss's gradient of the hidden states is one rank's": Mistake(
-        gradient_of_the_hidden_states_is_one_ranks,
-        "torchtitan 3412; SkyRL 1886",
-        ("TP 2",),
-        "norm.weight",
-        loss_is_right=True,
+        gradient_of_the_hidden_states_is_one_ranks, "torchtitan 3412; SkyRL 1886", ("TP 2",), "norm.weight"
     ),
     "the gradient of the experts' input is one rank's": Mistake(
         gradient_of_the_experts_input_is_one_ranks,
@@ -481,76 +467,83 @@ MISTAKES = {
         ("TP 2",),
         "layers.1.post_attention_layernorm.weight",
         job="experts",
-        loss_is_right=True,
     ),
     "the log-partition is of the own rows": Mistake(
-        log_partition_is_of_the_own_rows, "torchtune 2641", ("TP 2",), HEAD
+        log_partition_is_of_the_own_rows, "torchtune 2641", ("TP 2",), HEAD, shows_in_loss=True
     ),
     "targets are counted from the first rank": Mistake(
-        targets_are_counted_from_the_first_rank, "vocabulary-parallel loss over the wrong group", ("TP 2",), HEAD
+        targets_are_counted_from_the_first_rank,
+        "vocabulary-parallel loss over the wrong group",
+        ("TP 2",),
+        HEAD,
+        shows_in_loss=True,
     ),
     "replicas count several times in the norm": Mistake(
         replicas_count_several_times_in_the_norm,
         "Transformer Engine (ROCm) 715: norm off by 1.36 to 1.52",
         ("TP 2",),
-        "norm",
-        loss_is_right=False,
+        "gradient norm",
     ),
     "other ranks' shards miss in the norm": Mistake(
-        other_ranks_shards_miss_in_the_norm, "Megatron-LM 7452, finding 8; 5916", ("TP 2",), "norm"
+        other_ranks_shards_miss_in_the_norm, "Megatron-LM 7452, finding 8; 5916", ("TP 2",), "gradient norm"
     ),
     "the auxiliary loss grows with tensor parallelism": Mistake(
-        partial(_balance_scaled, lambda sizes: sizes.tp), "Megatron-LM 5047", ("TP 2",), ROUTER, "experts", True
+        partial(_balance_scaled, lambda sizes: sizes.tp), "Megatron-LM 5047", ("TP 2",), ROUTER, "experts"
     ),
     "an output in flight enters a compiled block": Mistake(
         output_in_flight_enters_a_compiled_block,
         "torch 2.13 (CONTRIBUTING.md): the embedding's gradient is zero",
         ("FSDP 2", "TP 2", "compile"),
         "embed_tokens.weight",
-        loss_is_right=True,
     ),
     "gradients are summed by a loss and averaged by FSDP": Mistake(
-        gradients_are_averaged_over_ranks_too, "torchtitan 2972", ("FSDP 2",), HEAD, loss_is_right=True
+        gradients_are_averaged_over_ranks_too, "torchtitan 2972", ("FSDP 2",), HEAD
     ),
     "every rank draws the first shard": Mistake(
         every_rank_draws_the_first_shard,
         "torch: in-place initialization of shards (CONTRIBUTING.md)",
         ("FSDP 2",),
         "embed_tokens.weight",
-    ),
-    "tied matrices come apart": Mistake(
-        tied_matrices_come_apart, "torch: to_empty (CONTRIBUTING.md)", ("FSDP 2",), HEAD, job="tied"
+        shows_in_loss=True,
     ),
     "gradients are reduced in less precision": Mistake(
-        gradients_are_reduced_in_less_precision, "Megatron-Bridge 5411", ("FSDP 2",), HEAD, loss_is_right=True
+        gradients_are_reduced_in_less_precision, "Megatron-Bridge 5411", ("FSDP 2",), HEAD
     ),
     "clipping uses the norm of the own shards": Mistake(
-        norm_is_of_the_own_shards, "torchtune 2420", ("FSDP 2",), "norm"
+        norm_is_of_the_own_shards, "torchtune 2420", ("FSDP 2",), "gradient norm"
     ),
     "each rank divides by its own tokens": Mistake(
-        loss_is_divided_by_the_own_tokens, "transformers 34191; mlx-lm 1544", ("FSDP 2", "documents"), HEAD
+        loss_is_divided_by_the_own_tokens,
+        "transformers 34191; mlx-lm 1544",
+        ("FSDP 2", "documents"),
+        HEAD,
+        shows_in_loss=True,
     ),
     "the auxiliary loss shrinks with data parallelism": Mistake(
-        partial(_balance_scaled, lambda sizes: 1 / sizes.dp), "Automodel 1412", ("FSDP 2",), ROUTER, "experts", True
+        partial(_balance_scaled, lambda sizes: 1 / sizes.dp), "Automodel 1412", ("FSDP 2",), ROUTER, "experts"
     ),
     "tokens of an expert are counted per rank": Mistake(
         tokens_of_an_expert_are_counted_per_rank, "torchtitan 4154", ("FSDP 2",), "layers.0.mlp.router.bias", "bias"
     ),
     "buffers stay empty after the meta device": Mistake(
-        partial(_frequencies, torch.zeros_like), "torchtitan 3775: loss 11.08 for 3.63", ("FSDP 2",), "rotary.inv_freq"
+        partial(_frequencies, torch.zeros_like),
+        "torchtitan 3775: loss 11.08 for 3.63",
+        ("FSDP 2",),
+        "rotary.inv_freq",
+        shows_in_loss=True,
     ),
     "the model's cast rounds the rotary frequencies": Mistake(
         partial(_frequencies, lambda frequencies: frequencies.bfloat16().float()),
         "torchtitan 4117; transformers' rotary buffers in bfloat16",
         ("FSDP 2",),
         "rotary.inv_freq",
+        shows_in_loss=True,
     ),
     "replicas are not reduced": Mistake(
         partial(_after_preparing_backward, lambda model: model.set_requires_all_reduce(False)),
         "no_sync left on for the last micro-batch",
         ("DDP 2",),
         HEAD,
-        loss_is_right=False,
     ),
     "shards are reduced, replicas are not": Mistake(
         partial(_after_preparing_backward, lambda model: model.set_requires_all_reduce(False)),
@@ -559,22 +552,29 @@ MISTAKES = {
         HEAD,
     ),
     "all ranks read the same samples": Mistake(
-        all_ranks_read_the_same_samples, "a sampler without its rank", ("DDP 2",), HEAD
+        all_ranks_read_the_same_samples, "a sampler without its rank", ("DDP 2",), HEAD, shows_in_loss=True
     ),
     "gathered parameters are kept over an update": Mistake(
         partial(_after_preparing_backward, lambda model: model.set_reshard_after_backward(False)),
         "ZeRO stages 1 and 2 with stale parameters",
         ("ZeRO 1",),
-        "embed_tokens.weight",
+        "loss",
     ),
     "owners do not send what they update": Mistake(
-        parameters_are_not_sent_by_their_owners, "ZeRO-1 by owner without its broadcast", ("owner 2",), "weights"
+        parameters_are_not_sent_by_their_owners,
+        "ZeRO-1 by owner without its broadcast",
+        ("owner 2",),
+        "embed_tokens.weight",
     ),
     "positions begin at zero on each rank": Mistake(
-        partial(_parts, _positions_from_zero), "Megatron-LM 560; sglang 28463", ("CP 2 gather",), HEAD
+        partial(_parts, _positions_from_zero),
+        "Megatron-LM 560; sglang 28463",
+        ("CP 2 gather",),
+        HEAD,
+        shows_in_loss=True,
     ),
     "sequences are cut in one piece, masks in two": Mistake(
-        sequences_are_cut_in_one_piece, "slime 73; pytorch 152261", ("CP 2 gather",), HEAD
+        sequences_are_cut_in_one_piece, "slime 73; pytorch 152261", ("CP 2 gather",), HEAD, shows_in_loss=True
     ),
     "gradients are scaled by the parts of a sequence": Mistake(
         gradients_are_scaled_by_the_parts_of_a_sequence,
@@ -591,12 +591,22 @@ MISTAKES = {
     "the ring forgets the sum so far": Mistake(
         ring_forgets_the_sum_so_far, "Megatron-LM 1464", ("CP 2 ring",), "layers.1.self_attn.v_proj.weight"
     ),
-    "later keys are seen": Mistake(later_keys_are_seen, "a causal mask per rank", ("CP 2 gather",), HEAD),
+    "later keys are seen": Mistake(
+        later_keys_are_seen, "a causal mask per rank", ("CP 2 gather",), HEAD, shows_in_loss=True
+    ),
     "blocks are averaged without their partition": Mistake(
-        blocks_are_averaged_without_their_partition, "torch: logsumexp of the CPU's kernel", ("CP 2 ring",), HEAD
+        blocks_are_averaged_without_their_partition,
+        "torch: logsumexp of the CPU's kernel",
+        ("CP 2 ring",),
+        HEAD,
+        shows_in_loss=True,
     ),
     "documents are forgotten between ranks": Mistake(
-        documents_are_forgotten_between_ranks, "packed sequences and CP", ("CP 2 gather", "documents"), HEAD
+        documents_are_forgotten_between_ranks,
+        "packed sequences and CP",
+        ("CP 2 gather", "documents"),
+        HEAD,
+        shows_in_loss=True,
     ),
     "load is counted per part of a sequence": Mistake(
         load_is_counted_per_part_of_a_sequence, "Megatron-LM 5047, 7452", ("CP 2 gather",), ROUTER, "experts"
@@ -608,7 +618,11 @@ MISTAKES = {
         schedule_divides_by_micro_batches, "torchtitan 1732, 1733", ("PP 2 1f1b",), HEAD
     ),
     "all micro-batches have the documents of the first": Mistake(
-        all_micro_batches_have_the_documents_of_the_first, "masks of a pipeline", ("PP 2 1f1b", "documents"), HEAD
+        all_micro_batches_have_the_documents_of_the_first,
+        "masks of a pipeline",
+        ("PP 2 1f1b", "documents"),
+        HEAD,
+        shows_in_loss=True,
     ),
     "experts' gradients are divided by fewer ranks": Mistake(
         experts_gradients_are_divided_by_fewer_ranks,
@@ -621,7 +635,12 @@ MISTAKES = {
         weights_of_the_choice_are_detached, "Automodel 2995", ("EP 2",), ROUTER, "experts"
     ),
     "rows reach other experts": Mistake(
-        rows_come_back_in_the_order_of_arrival, "gloo's all-to-all into another order", ("EP 2",), HEAD, "experts"
+        rows_come_back_in_the_order_of_arrival,
+        "gloo's all-to-all into another order",
+        ("EP 2",),
+        HEAD,
+        "experts",
+        shows_in_loss=True,
     ),
     "gradients are zeroed before each micro-batch": Mistake(
         partial(_one_by_one, _zeroed_before_each), "OpenNMT-py 526", ("accumulation",), HEAD
