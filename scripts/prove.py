@@ -107,7 +107,8 @@ def _announce(console: Console, job: str, small: SmallJob, ranks: int) -> None:
 
 def _tell(console: Console, outcome: Outcome) -> None:
     if outcome.verdict in ("refused", "not tried"):
-        console.line(f"{outcome.name:44s} {outcome.verdict}: {outcome.reason}", "dim")
+        reason = outcome.reason.split("; ")[0]  # without the advice, which the page has
+        console.line(f"{outcome.name:44s} {outcome.verdict}: {reason}", "dim")
         return
     figures = " ".join(f"{value:7.0e}" for value in outcome.figures.values()) or " " * 31
     style = "bold red" if outcome.verdict == "wrong" else ""

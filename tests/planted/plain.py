@@ -154,6 +154,7 @@ def gradient_of_an_input_is_one_ranks() -> Report:
     tp(model)
     for block in model.blocks:
         block.up._forward_pre_hooks.clear()
+        block.up._forward_hooks.clear()
         block.up.forward = _column_alone(block.up)
     return prove(reference, model, batch_of(), loss=loss)
 
