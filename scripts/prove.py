@@ -125,9 +125,14 @@ def _conclude(console: Console, found: Sequence[Outcome], seconds: float) -> Non
     ]
     console.line()
     console.line(f"{', '.join(words)}, to {BOUND:.0e}; {duration(seconds)}")
-    wrong = next((outcome for outcome in found if outcome.verdict == "wrong" and len(outcome.techniques) < 3), None)
+    wrong = min((outcome for outcome in found if outcome.verdict == "wrong"), key=_size, default=None)
     if wrong:
         console.line(f"first wrong: {wrong.name}: {wrong.reason}", "bold red")
+
+
+def _size(outcome: Outcome) -> int:
+    """Number of techniques."""
+    return len(outcome.techniques)
 
 
 def _write(

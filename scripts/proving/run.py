@@ -1,9 +1,9 @@
 """Runs the rows of a proof: each technique alone, then rows that hold their pairs, and what is wrong in those."""
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -94,7 +94,7 @@ class Prover:
         try:
             difference = self.difference(row)
         except RuntimeError as error:  # of a rank, with its traceback
-            last = str(error).strip().splitlines()[-1]
+            last = _error(str(error))
             is_refusal = last.startswith("configs.errors.")
             reason = last.partition(": ")[2] if is_refusal else f"a rank failed: {last}"
             return Outcome(*what, "refused" if is_refusal else "wrong", reason, seconds=time.perf_counter() - started)
@@ -129,7 +129,8 @@ class Prover:
 def prove_all(prover: Prover, techniques: Sequence[Technique], ranks: int, every_pair: bool) -> Iterator[Outcome]:
     """Yield the outcomes of one process, of each technique alone, and of rows that hold their pairs.
 
-    A technique that is wrong alone is not tried with others. A row that is wrong is divided into its pairs.
+    A technique that is wrong alone is not tried with others. Of a row that is wrong, techniques are left out as long as
+    it stays wrong.
     """
     yield prover.outcome(())
     right: list[Technique] = []
@@ -148,23 +149,41 @@ def prove_all(prover: Prover, techniques: Sequence[Technique], ranks: int, every
         yield not_tried(pair, f"needs {needed} ranks: --ranks {needed}")
     known_wrong: list[Combination] = []
     for combination in search.rows(pairs.possible):
-        if any(set(pair) <= set(combination) for pair in known_wrong):
+        if any(set(wrong) <= set(combination) for wrong in known_wrong):
             continue
         outcome = prover.outcome(combination)
         yield outcome
-        if outcome.verdict == "wrong" and len(combination) > 2:
-            for pair in combinations(combination, 2):
-                of_pair = prover.outcome(pair)
-                yield of_pair
-                if of_pair.verdict == "wrong":
-                    known_wrong.append(pair)
-                    break
+        if outcome.verdict == "wrong":
+            for outcome in _shrunk(prover, combination):
+                yield outcome
+                if outcome.verdict == "wrong":
+                    combination = tuple(each for each in combination if each.name in outcome.techniques)
+            known_wrong.append(combination)
+
+
+def _shrunk(prover: Prover, combination: Combination) -> Iterator[Outcome]:
+    """Yield the outcomes without one technique after the other, and leave out for good what a wrong one lacks."""
+    for technique in combination:
+        smaller = tuple(each for each in combination if each is not technique)
+        if len(smaller) > 1:
+            outcome = prover.outcome(smaller)
+            yield outcome
+            if outcome.verdict == "wrong":
+                combination = smaller
 
 
 def not_tried(techniques: Combination, reason: str) -> Outcome:
     """The outcome of a row that does not run."""
     ranks = row_of(techniques, batch=1).ranks
     return Outcome(name_of(techniques), tuple(each.name for each in techniques), ranks, "not tried", reason)
+
+
+def _error(trace: str) -> str:
+    """The line of a traceback that names the error; what follows it may be advice."""
+    lines = trace.strip().splitlines()
+    return next(
+        (line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception|Unsupported)\b", line)), lines[-1]
+    )
 
 
 def _in_words(difference: Difference, kind: str, wrong: Sequence[str], block: str) -> str:
