@@ -42,18 +42,21 @@ class Difference:
     """Relative differences of a row from the reference, by name in the order of the forward pass."""
 
     loss: float
-    """The largest of all steps, as is the norm's."""
+    """The largest of all steps."""
     norm: float
+    """The same."""
     first_loss: float
-    """Of the first step, before any update, as is the next: often right where gradients are wrong."""
+    """The first step's, before any update: often right where gradients are wrong."""
     first_norm: float
+    """The same of the norm."""
     initial: dict[str, float]
-    """Of weights and buffers before the first step."""
+    """Weights and buffers before the first step."""
     gradients: dict[str, float]
-    """Of the first step, before clipping."""
+    """The first step's gradients, before clipping."""
     weights: dict[str, float]
-    """Of the last step, as are the buffers."""
+    """Weights after the last step."""
     buffers: dict[str, float]
+    """Buffers after the last step."""
     sha: str = ""
     """Digest of the bits of all losses and norms, and of the final weights."""
     stopped: str = ""

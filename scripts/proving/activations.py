@@ -21,7 +21,7 @@ from scripts.parity_reference import batches
 from trainer.step import build_learner
 
 Activations = dict[str, list[float]]
-"""Of each block, a number for each token, in ascending order."""
+"""A number for each token, in ascending order, by block."""
 
 
 def activations(config_name: str, overrides: tuple[str, ...]) -> Activations:

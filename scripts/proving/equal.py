@@ -37,7 +37,7 @@ class Report:
     bound: float
     """Largest difference that counts as equal."""
     weights: dict[str, float]
-    """Of the initial weights and buffers."""
+    """Initial weights and buffers."""
     loss: float
     norm: float
     gradients: dict[str, float]

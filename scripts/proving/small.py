@@ -16,7 +16,7 @@ STEPS = 4
 _MAX_NORM = 0.1
 """Below the norms of the first steps, so that clipping is part of the proof."""
 _LEAST_EPS = 1e-6
-"""At 1e-8 Adam amplifies the round-off of gradients near zero."""
+"""Least epsilon: at 1e-8 Adam amplifies the round-off of gradients near zero."""
 _LEFT_OUT = ("tf32", "deterministic", "micro_batch_size", "max_skipped_steps")
 
 

@@ -143,6 +143,7 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel export runs/continued/checkpoints/step-00002000 continued-hf --dtype bfloat16": "keel export"
     " runs/continued/checkpoints/step-00000004 continued-hf --dtype bfloat16 && python -c 'import transformers;"
     ' transformers.AutoModelForCausalLM.from_pretrained("continued-hf")\'',
+    "keel prove JOB": "keel prove --help",
     "keel prove debug.toml": "keel prove debug.toml --axes fsdp --ranks 2",
     "keel import": "keel import --help",
     "keel export": "keel export --help",
