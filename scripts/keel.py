@@ -36,7 +36,8 @@ _SCRIPTS = {
     "export": ("export_hf", "export a checkpoint's model to Hugging Face format, or its optimizer state"),
     "import": ("import_hf", "import a Hugging Face model as a checkpoint"),
     "benchmark": ("benchmark", "measure speed"),
-    "parity": ("parity", "prove that the mesh does not change the run"),
+    "prove": ("prove", "prove that each parallelism computes what one process computes, for a job's model"),
+    "parity": ("parity", "compare a table of meshes with one process"),
 }
 """The module in scripts/ of each command, and what it does."""
 _QUESTIONS = {"--help", "-h", "--validate", "--print-config"}

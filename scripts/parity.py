@@ -47,16 +47,33 @@ def run_rows(
 ) -> Iterator[tuple[Row, Difference]]:
     """Yield the difference of each row from its reference, which is computed once per run."""
     from scripts.parity_compare import compare
-    from scripts.parity_reference import reference
 
-    references: dict[tuple[str, ...], str] = {}
     with tempfile.TemporaryDirectory() as folder:
+        references = References(pool, config_name, Path(folder))
         for row in rows:
             run = overrides + row.run_overrides
-            if run not in references:
-                references[run] = str(Path(folder) / f"reference-{len(references)}.pt")
-                pool.run(1, reference, config_name, run, references[run])
-            yield row, pool.run(row.ranks, compare, config_name, run + row.overrides, references[run])[0]
+            yield row, pool.run(row.ranks, compare, config_name, run + row.overrides, references.path(run))[0]
+
+
+class References:
+    """The references of a job, each computed once."""
+
+    def __init__(self, pool: "RankPool", config_name: str, folder: Path) -> None:
+        """Write them to `folder`, as the pool's one rank computes them."""
+        self._pool = pool
+        self._config_name = config_name
+        self._folder = folder
+        self._paths: dict[tuple[str, ...], str] = {}
+
+    def path(self, run: tuple[str, ...]) -> str:
+        """The file of the reference with these overrides of run keys."""
+        from scripts.parity_reference import reference
+
+        if run not in self._paths:
+            path = str(self._folder / f"reference-{len(self._paths)}.pt")
+            self._pool.run(1, reference, self._config_name, run, path)
+            self._paths[run] = path
+        return self._paths[run]
 
 
 def dtype_overrides(dtype: str) -> tuple[str, ...]:
@@ -148,7 +165,7 @@ def _print_table(rows: list[Row], config_name: str, dtype: str, is_exact: bool) 
     try:
         for row, difference in run_rows(pool, config_name, rows, dtype_overrides(dtype)):
             expected = shas.setdefault(same_bits(row), difference.sha) if is_exact else difference.sha
-            fault = "" if difference.passes(row.bounds or dtype) else "FAILS"
+            fault = "" if difference.passes(row.bounds or dtype) else _fault(difference, row.bounds or dtype)
             if difference.sha != expected:
                 fault = f"OTHER BITS than {expected[:12]}"
             failed += bool(fault)
@@ -166,6 +183,11 @@ def _print_table(rows: list[Row], config_name: str, dtype: str, is_exact: bool) 
         what += f" ({name}: {_powers(name)})"
     print(f"{len(rows) - failed} of {len(rows)} rows within {bounds}{what}; {time.perf_counter() - started:.0f} s")
     return min(failed, 1)
+
+
+def _fault(difference: Difference, bounds: str) -> str:
+    kind, names = difference.wrong(bounds)
+    return f"FAILS: {kind} of {names[0]}" if names else "FAILS"
 
 
 def _powers(bounds: str) -> str:

@@ -2,28 +2,38 @@
 
 import hashlib
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch._functorch.config
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.reader import Description, Log
+from configs.errors import UserError
 from configs.layout import mesh_sizes
 from configs.load import load
 from configs.schema import Checkpoint, Config
 from parallelisms.mesh import build_mesh
 from parallelisms.ranks import Json, gather
-from scripts.parity_reference import Trajectory, batches
+from scripts.parity_reference import Trajectory, batches, buffers_of, copied
 from scripts.parity_rows import Difference
+from scripts.proving.equal import (
+    GRADIENT_FLOOR,
+    WEIGHT_FLOOR,
+    differences,
+    merged_over_ranks,
+    ratio,
+    whole_tensor,
+    worst,
+)
 from trainer.lr_schedule import learning_rate
 from trainer.step import Learner, build_learner
 
@@ -47,18 +57,35 @@ STRAIGHT = Detour()
 def compare(config_name: str, overrides: tuple[str, ...], path: str, detour: Detour = STRAIGHT) -> Difference | None:
     """Train like the trainer, on this rank of the mesh; rank 0 returns the difference from the reference."""
     found = trajectory(config_name, overrides, detour)
-    if dist.get_rank() > 0:
-        return None
     expected = Trajectory(**torch.load(path))
     evaluated = [expected.evaluations[step] for step in found.evaluations]
-    losses = found.losses + list(found.evaluations.values())
-    return Difference(
-        loss=_largest_ratio(losses, expected.losses + evaluated),
-        norm=_largest_ratio(found.norms, expected.norms),
-        gradient=_largest(found.gradients, expected.gradients),
-        weight=_largest(found.weights, expected.weights),
+    steps = len(found.losses)
+    scalars = {
+        "loss": _largest_ratio(found.losses + [*found.evaluations.values()], expected.losses[:steps] + evaluated),
+        "norm": _largest_ratio(found.norms, expected.norms[:steps]),
+        "first_loss": ratio(found.losses[0], expected.losses[0]),
+        "first_norm": ratio(found.norms[0], expected.norms[0]),
+    }
+    difference = Difference(
+        **merged_over_ranks(scalars),
+        initial=_over_ranks(found.initial, expected.initial, WEIGHT_FLOOR),
+        gradients=_over_ranks(found.gradients, expected.gradients, GRADIENT_FLOOR),
+        weights=_over_ranks(found.weights, expected.weights, WEIGHT_FLOOR),
+        buffers=_over_ranks(found.buffers, expected.buffers, WEIGHT_FLOOR),
         sha=_sha(found),
+        stopped=found.stopped,
     )
+    return difference if dist.get_rank() == 0 else None
+
+
+def _over_ranks(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float) -> dict[str, float]:
+    """The largest difference of each tensor on the ranks that have it, in the order of the expected ones.
+
+    Each rank compares what it holds, so that replicas that differ are found, too. One that no rank has is infinitely
+    far, as is one that is not expected.
+    """
+    merged = merged_over_ranks(differences(found, expected, floor, names=found))
+    return {name: merged.get(name, math.inf) for name in {**expected, **merged}}
 
 
 def bits(config_name: str, overrides: tuple[str, ...], detour: Detour = STRAIGHT) -> str:
@@ -97,32 +124,24 @@ def attention_that_compiles() -> Iterator[None]:
 def _train(config: Config, detour: Detour, later: Config) -> Trajectory:
     found = Trajectory()
     learner = _learner(config)
-    _keep_first_gradients(learner, found)
+    found.initial = _weights(learner) | copied(buffers_of(learner.stages.values()))
     end = detour.move_at or config.training.steps
     _go_on(learner, 0, end, detour, found)
     if detour.move_at:
         learner = _moved(learner, later, detour)
         _go_on(learner, end, config.training.steps, detour, found)
     learner.finish_update()
-    found.weights = {name: whole(p) for name, p in learner.parameters.items()}
-    found.gradients = _of_all_stages(found.gradients)
-    found.weights = _of_all_stages(found.weights)
+    found.weights = _weights(learner)
+    found.buffers = buffers_of(learner.stages.values())
     return found
+
+
+def _weights(learner: Learner) -> dict[str, Tensor]:
+    return {name: whole(parameter) for name, parameter in learner.parameters.items()}
 
 
 def _learner(config: Config) -> Learner:
     return build_learner(config, build_mesh(mesh_sizes(config, dist.get_world_size()), torch.device("cpu")))
-
-
-def _keep_first_gradients(learner: Learner, found: Trajectory) -> None:
-    def keep(_optimizer: object, _arguments: object, given: dict[str, Any]) -> None:
-        if not found.losses:
-            divisor = given.get("divisor")  # clips in the optimizer's kernel
-            clipped = 1.0 if divisor is None else divisor
-            grads = {name: whole(p.grad) for name, p in learner.parameters.items() if p.grad is not None}
-            found.gradients = {name: grad / clipped for name, grad in grads.items()}
-
-    learner.optimizer.register_step_pre_hook(keep)
 
 
 def _go_on(learner: Learner, first: int, end: int, detour: Detour, found: Trajectory) -> None:
@@ -135,9 +154,20 @@ def _go_on(learner: Learner, first: int, end: int, detour: Detour, found: Trajec
         if step in detour.evaluate_at:
             loss, tokens, _ = mesh.sum_over_tokens(learner.evaluate(micro_batches, None)).tolist()
             found.evaluations[step] = loss / tokens
-        result = learner.step(micro_batches, learning_rate(config.lr_schedule, config.optimizer.lr, step)).result()
-        found.losses.append(result.loss)
-        found.norms.append(result.grad_norm)
+        gradients = learner.gradients(micro_batches)
+        if step == 0:
+            held = {name: p.grad for name, p in learner.parameters.items() if p.grad is not None}
+            found.gradients = {name: whole(grad) for name, grad in held.items()}
+        last = learner.judge(micro_batches, gradients)
+        loss, norm = (each.item() for each in gradients)
+        found.losses.append(loss)
+        found.norms.append(norm)
+        try:
+            learner.update(last, learning_rate(config.lr_schedule, config.optimizer.lr, step))
+            last.result()
+        except UserError as error:  # the ranks hold different results
+            found.stopped = str(error)
+            return
 
 
 def _moved(learner: Learner, config: Config, detour: Detour) -> Learner:
@@ -178,27 +208,17 @@ def _of_all_stages(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def whole(tensor: Tensor) -> Tensor:
     # torch warns that gathering FSDP x TP shards takes two collectives; speed does not matter here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return whole_tensor(tensor).detach().clone()
 
 
 def _sha(found: Trajectory) -> str:
-    """Digest of the bits of a trajectory, except the first gradients."""
+    """Digest of the bits of a trajectory, except the first gradients; all ranks must call it."""
     digest = hashlib.sha256(repr((found.losses, found.norms)).encode())
-    for name, weight in sorted(found.weights.items()):
+    for name, weight in sorted(_of_all_stages(found.weights).items()):
         digest.update(name.encode())
         digest.update(weight.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 def _largest_ratio(found: list[float], expected: list[float]) -> float:
-    return max(abs(f - e) / abs(e) for f, e in zip(found, expected, strict=True))
-
-
-def _largest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    return max(_relative(found[name], expected[name]) for name in expected)
-
-
-def _relative(found: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest expected value."""
-    return ((found - expected).abs().max() / expected.abs().max()).item()
+    return worst(ratio(f, e) for f, e in zip(found, expected, strict=True))

@@ -8,7 +8,7 @@ their scales are over a micro-batch.
 
 import fnmatch
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,10 +36,16 @@ class Trajectory:
     norms: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
     """Losses of an evaluation without gradients, by the number of steps before it, of the next step's batch."""
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    """Weights and buffers before the first step."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients of the first step, after clipping."""
+    """Gradients of the first step, before clipping."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """Weights after the last step."""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """Buffers after the last step."""
+    stopped: str = ""
+    """Why it ended before its last step; "" if it did not."""
 
 
 def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
@@ -51,7 +57,7 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
     if config.float8.recipe != "none":
         in_8_bits(model, config.float8)
     optimizers = _plain_optimizers(config, dict(model.named_parameters()))
-    found = Trajectory()
+    found = Trajectory(initial=copied(dict(model.named_parameters()) | buffers_of([model])))
     for step, micro_batches in enumerate(batches(config, 0, 1)):
         for name, p in model.named_parameters():
             p.requires_grad_(not _rests(config.optimizer, name, step))
@@ -68,9 +74,9 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         squares = logits.logsumexp(-1)[targets != IGNORED].square()
         (loss + config.training.z_loss_weight * squares.mean() + choices.auxiliary_loss(tokens.shape)).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm, config.training.norm_type)
         if step == 0:
             found.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm, config.training.norm_type)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config.lr_schedule, config.optimizer.lr, step) * group["lr_scale"]
@@ -81,7 +87,27 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
         found.evaluations[step] = loss.item()
         found.norms.append(norm.item())
     found.weights = {name: p.detach() for name, p in model.named_parameters()}
+    found.buffers = buffers_of([model])
     torch.save(vars(found), path)
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the tensors, without gradients."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def buffers_of(models: Iterable[torch.nn.Module]) -> dict[str, Tensor]:
+    """The buffers of a model or of its stages, by name, without the counters of its routers.
+
+    The counters are of the tokens that a rank has seen, and a step ends by taking and zeroing them.
+    """
+    found: dict[str, Tensor] = {}
+    for model in models:
+        counters = {
+            f"{router}.{name}" for router in plan_of(model).routers for name in ("tokens_per_expert", "entropy")
+        }
+        found |= {name: buffer for name, buffer in model.named_buffers() if name not in counters}
+    return found
 
 
 class _Choices:

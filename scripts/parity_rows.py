@@ -39,23 +39,57 @@ DTYPES = ("float64", "float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest relative differences of a row from the reference."""
+    """Relative differences of a row from the reference, by name in the order of the forward pass."""
 
     loss: float
+    """The largest of all steps."""
     norm: float
-    gradient: float
-    weight: float
+    """The same."""
+    first_loss: float
+    """The first step's, before any update: often right where gradients are wrong."""
+    first_norm: float
+    """The same of the norm."""
+    initial: dict[str, float]
+    """Weights and buffers before the first step."""
+    gradients: dict[str, float]
+    """The first step's gradients, before clipping."""
+    weights: dict[str, float]
+    """Weights after the last step."""
+    buffers: dict[str, float]
+    """Buffers after the last step."""
     sha: str = ""
     """Digest of the bits of all losses and norms, and of the final weights."""
+    stopped: str = ""
+    """Why the run ended before its last step: the ranks hold different results; "" if it did not."""
 
     @property
     def values(self) -> tuple[float, float, float, float]:
-        """The differences."""
-        return self.loss, self.norm, self.gradient, self.weight
+        """The largest difference of loss, norm, gradients, and of weights and buffers; a NaN counts as infinite."""
+        state = (_largest(each) for each in (self.initial, self.weights, self.buffers))
+        return self.loss, self.norm, _largest(self.gradients), max(state)
 
     def passes(self, dtype: str) -> bool:
-        """Whether all are within the bounds for the type; a NaN is not."""
-        return all(value <= bound for value, bound in zip(self.values, BOUNDS[dtype], strict=True))
+        """Whether all are within the bounds for the type; a NaN is not, nor is a run that stopped."""
+        return not self.stopped and all(value <= bound for value, bound in zip(self.values, BOUNDS[dtype], strict=True))
+
+    def wrong(self, dtype: str = "float64") -> tuple[str, list[str]]:
+        """What is wrong first in the course of the run, and the names of the tensors of which it is; ("", []): nothing.
+
+        Gradients are in the order in which the backward pass reaches them, since an error spreads from the first.
+        """
+        loss_bound, norm_bound, bound, weight_bound = BOUNDS[dtype]
+        kinds = {
+            "initial value": (self.initial, weight_bound),
+            "gradient": (dict(reversed(self.gradients.items())), bound),
+            "value": ({"gradient norm": self.first_norm}, norm_bound),
+            "buffer": (self.buffers, weight_bound),
+            "weight": (self.weights, weight_bound),
+            "later value": ({"loss": self.loss, "gradient norm": self.norm}, min(loss_bound, norm_bound)),
+        }
+        for kind, (values, limit) in kinds.items():
+            if names := [name for name, value in values.items() if not value <= limit]:
+                return kind, names
+        return "", []
 
 
 def exact(row: Row) -> Row:
@@ -65,6 +99,11 @@ def exact(row: Row) -> Row:
     kept = tuple(word for key, value in pairs if key not in without for word in (key, value))
     run = row.run_overrides + words({"training.reduction": "exact", "training.micro_batch_size": 1})
     return replace(row, overrides=kept, run_overrides=run)
+
+
+def _largest(values: Mapping[str, float]) -> float:
+    """The largest value; a NaN is larger than any."""
+    return max((math.inf if math.isnan(value) else value for value in values.values()), default=0.0)
 
 
 DECIDE_BITS = ("mesh.tp", "mesh.cp", "mesh.ep", "context.method", "compile.enable")

@@ -7,11 +7,12 @@ below and in Hugging Face's config.json, and the code of the modules that reads 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from math import sqrt
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from configs.architectures.parts import HfClass, Weight
+from configs.architectures.parts import HfClass, Weight, small_size
 from configs.only_with import only_with
 from configs.plan import TensorRole
 from configs.table import NonNegativeInt, PositiveFloat, PositiveInt, Table
@@ -191,6 +192,46 @@ def after_blocks(model: LlamaKeys) -> list[Weight]:
         Weight("norm.weight", (model.dim,), "norm", "ones", hf="model.norm.weight"),
         Weight("lm_head.weight", (model.vocab_size, model.dim), "head", tied_to=tied),
     ]
+
+
+# --------------------------------------------------------------------------- small
+
+_SMALL_HEAD = 8
+
+
+def small(model: LlamaKeys, ranks: int) -> dict[str, object]:
+    """The keys to change for a small model of the same structure (`Family.small`): at most four layers, short rows.
+
+    Heads keep whether they share keys and values; a token goes to one expert, or to two of a few. Initial weights grow
+    as rows get shorter, so that the values inside are about as large as in the whole model.
+    """
+    dim = small_size(model.dim, 32, ranks)
+    n_layers = min(model.n_layers, 4)
+    kv_heads = small_size(n_kv_heads(model), 1, ranks)
+    sharing = model.n_heads // n_kv_heads(model)
+    keys: dict[str, object] = {
+        "dim": dim,
+        "n_layers": n_layers,
+        "n_heads": kv_heads * min(sharing, 3),
+        "n_kv_heads": kv_heads,
+        "head_dim": _SMALL_HEAD,
+        "ffn_dim": small_size(model.ffn_dim, 32, ranks),
+        "vocab_size": small_size(model.vocab_size, 64, ranks),
+        "init_std": round(model.init_std * sqrt(model.dim / dim), 4),
+    }
+    return keys | (_small_experts(model, ranks, n_layers) if model.n_experts else {})
+
+
+def _small_experts(model: LlamaKeys, ranks: int, n_layers: int) -> dict[str, object]:
+    chosen = min(model.experts_per_token, 2)
+    dense = 1 if 0 < model.n_dense_layers < model.n_layers else min(model.n_dense_layers, n_layers)
+    keys: dict[str, object] = {
+        "n_experts": small_size(model.n_experts or 0, 2 * chosen, ranks),
+        "experts_per_token": chosen,
+        "n_shared_experts": min(model.n_shared_experts, 2),
+        "n_dense_layers": dense,
+    }
+    return keys | ({"expert_dim": small_size(model.expert_dim, 16, ranks)} if model.expert_dim else {})
 
 
 # --------------------------------------------------------------------------- Hugging Face

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from itertools import count
+from math import gcd, prod
 from typing import Any, Literal, Protocol
 
 from configs.plan import TensorRole
@@ -60,6 +61,15 @@ class Weight:
         return replace(self, name=f"{block}.{self.name}", hf=f"model.{block}.{self.hf or self.name}")
 
 
+def small_size(size: int, least: int, ranks: int) -> int:
+    """The smallest size from `least` on that the numbers of ranks up to `ranks` divide where they divide `size`.
+
+    What a mesh can't cut of the real size, it can't cut of this one. `ranks` is a power of two.
+    """
+    shared = gcd(size, ranks)
+    return next(n for n in count(least) if gcd(n, ranks) == shared)
+
+
 @dataclass(frozen=True)
 class HfClass:
     """A class of the package `transformers` that computes models of a family."""
@@ -102,3 +112,10 @@ class Family(Protocol):
 
     def after_blocks(self, model: Any, /) -> list[Weight]:
         """The weights after the last block."""
+
+    def small(self, model: Any, ranks: int, /) -> dict[str, Any]:
+        """The keys of [model] to change for a small model of the same structure, with which `keel prove` computes.
+
+        It has every kind of layer and every option, and sizes that meshes of up to `ranks` ranks, a power of two, can
+        cut where they can cut those of `model` (`small_size`).
+        """

@@ -143,6 +143,8 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel export runs/continued/checkpoints/step-00002000 continued-hf --dtype bfloat16": "keel export"
     " runs/continued/checkpoints/step-00000004 continued-hf --dtype bfloat16 && python -c 'import transformers;"
     ' transformers.AutoModelForCausalLM.from_pretrained("continued-hf")\'',
+    "keel prove JOB": "keel prove --help",
+    "keel prove debug.toml": "keel prove debug.toml --axes fsdp --ranks 2",
     "keel import": "keel import --help",
     "keel export": "keel export --help",
     # Options that a text names.
@@ -187,6 +189,7 @@ NOT_RUN = {  # beginning of a line: why not
 }
 LONG = (  # beginning of a line that is run by `pytest -m long` alone
     "python scripts/parity.py --rows",
+    "keel prove debug.toml --",
     "python scripts/benchmark.py",
     "python scripts/plan.py --config mixtral_8x7b.toml",
     "torchrun --nproc-per-node 4 scripts/benchmark.py overlap",
@@ -196,6 +199,10 @@ NO_COMMANDS = {  # first line of an indented block that is neither a command nor
     'activation_checkpoint.memory_limit_gib = "device" chooses mode = "selective", layers = "0-8": about 71.8 GiB of'
     " 72.0 GiB,": "what a launch prints",
     "def main(self):": "a sampled text",
+    "debug.toml, made small, on up to 4 ranks, against one process in plain PyTorch": "what keel prove prints",
+    "TP 2                                           1e-05   3e-04   9e-01   2e-05   0.6 WRONG": "the same",
+    "equal: loss, norm and 4 gradients, to 2.2e-16": "what a report prints",
+    "WRONG": "the same",
     "loss on 64 validation sequences, the same for all runs:": "what keel compare prints",
     "weight * sum over experts i of f_i P_i": "a formula",
 }
@@ -278,6 +285,7 @@ PROGRAMS = {  # first line of a Python block: what precedes and follows it, what
         "PYTHONPATH=. python {program}",
     ),
     "import pyarrow.parquet as parquet": ("", "", "python {program}"),
+    "from keel import prove": ("", "", "torchrun --nproc-per-node 2 {program} | grep -q 'equal: loss, norm and 4'"),
     "# Hours by the FLOPs of the job, on 8 H100 SXM of 989.5 TFLOP/s in bfloat16.": (  # the page shows what it prints
         "",
         "",

@@ -15,7 +15,8 @@ from tests.conftest import ROOT
 COMMAND = "import sys; sys.argv[0] = 'keel'; from keel import run; run()"
 """What the installed program `keel` runs."""
 SAY_FOLDERS = f"""
-import keel, importlib.util, pathlib
+from keel import run
+import importlib.util, pathlib
 for name in {scripts.NAMES}:
     print(name, pathlib.Path(importlib.util.find_spec(name).origin).is_relative_to({str(ROOT)!r}))
 """

@@ -1,0 +1,167 @@
+"""Prove that each technique computes what one process computes: scripts/prove.py JOB [--axes fsdp,tp] [--ranks N]
+
+The job's model is made small: the same structure, with every kind of layer and every option, and sizes that a mesh can
+cut where it can cut the job's. One process trains it for four steps in plain PyTorch, in float64. Then each technique
+and the pairs of techniques train it on gloo ranks of this machine, and the losses, norms, first gradients, weights and
+buffers are compared, to 1e-10. What the job refuses is listed with its reason. Of what is wrong, the first wrong
+parameter is named, and the block after which activations differ.
+
+Exit code: 0 if all is equal or refused with a reason, 1 if something is wrong, 78 for a mistake in the job.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
+
+from configs.errors import ConfigError
+from configs.files import write_atomically
+from configs.load import find_job_file, load
+from scripts.command import add_job_argument, end, job_of, parser_of, positive, run_command, without_overrides
+from scripts.proving.run import BOUND, Outcome, Prover, call, prove_all
+from scripts.proving.small import SmallJob, small_job
+from scripts.proving.techniques import AXES, TECHNIQUES, chosen
+from trainer.report.console import Console
+from trainer.report.units import duration
+
+
+def main(arguments: Sequence[str] | None = None, on_ranks: Callable = call) -> int:
+    """Prove a job; returns the exit code. `on_ranks` is `Prover`'s."""
+    own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(own)
+    found: list[Outcome] = []
+
+    def work(console: Console) -> None:
+        started = time.perf_counter()
+        job = job_of(options)
+        axes = _axes(options.axes)
+        config = load(job, overrides).config
+        ranks = 1 << (max(8, options.ranks) - 1).bit_length()
+        small = small_job(config, ranks)
+        techniques = chosen(axes, bool(config.model.n_experts), config.data.document_mask)
+        _announce(console, job, small, options.ranks)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / find_job_file(job).name
+            file.write_text(small.text)
+            from scripts.rank_pool import RankPool
+
+            pool = RankPool(size=max(options.ranks, 1))
+            try:
+                prover = Prover(pool, str(file), Path(folder), on_ranks)
+                for outcome in prove_all(prover, techniques, options.ranks, options.every_pair):
+                    found.append(outcome)
+                    _tell(console, outcome)
+            finally:
+                pool.close()
+        seconds = time.perf_counter() - started
+        _conclude(console, found, seconds)
+        _write(console, options, job, small, found, seconds)
+
+    code = run_command(work, "stopped; nothing was written")
+    return code or int(any(outcome.verdict == "wrong" for outcome in found))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__)
+    add_job_argument(parser)
+    parser.add_argument("--axes", metavar="AXES", help=f"try only these, with commas between them: {', '.join(AXES)}")
+    parser.add_argument("--ranks", type=positive, default=4, metavar="N", help="the most ranks (default: %(default)s)")
+    parser.add_argument(
+        "--every-pair", action="store_true", help="try each pair, and not only each technique with each other axis"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the outcomes as JSON")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="also write one HTML file that shows them")
+    return parser
+
+
+def _axes(text: str | None) -> Sequence[str]:
+    """The axes that the command line names.
+
+    Raises:
+        ConfigError: one does not exist.
+    """
+    named = AXES if text is None else [each.strip() for each in text.split(",")]
+    for name in named:
+        if name not in AXES:
+            near = get_close_matches(name, AXES, 1)
+            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(AXES)}"
+            raise ConfigError(f"--axes: there is no axis {name!r}; {advice}")
+    return named
+
+
+def _announce(console: Console, job: str, small: SmallJob, ranks: int) -> None:
+    console.line(f"{job}, made small, on up to {ranks} rank{'s' * (ranks > 1)}, against one process in plain PyTorch")
+    for note in small.notes:
+        console.line(f"  {note}")
+    console.line()
+    console.line(f"{'':44s} {'loss':>7s} {'norm':>7s} {'grad':>7s} {'weight':>7s} {'s':>5s}", "bold")
+
+
+def _tell(console: Console, outcome: Outcome) -> None:
+    if outcome.verdict in ("refused", "not tried"):
+        reason = outcome.reason.split("; ")[0]  # without the advice, which the page has
+        console.line(f"{outcome.name:44s} {outcome.verdict}: {reason}", "dim")
+        return
+    figures = " ".join(f"{value:7.0e}" for value in outcome.figures.values()) or " " * 31
+    style = "bold red" if outcome.verdict == "wrong" else ""
+    verdict = "WRONG" if outcome.verdict == "wrong" else "equal"
+    console.line(f"{outcome.name:44s} {figures} {outcome.seconds:5.1f} {verdict}", style)
+    if outcome.verdict == "wrong":
+        console.line(f"    {outcome.reason}", style)
+
+
+def _conclude(console: Console, found: Sequence[Outcome], seconds: float) -> None:
+    counts = Counter(outcome.verdict for outcome in found)
+    words = [
+        f"{counts[verdict]} {verdict}" for verdict in ("equal", "refused", "not tried", "wrong") if counts[verdict]
+    ]
+    console.line()
+    console.line(f"{', '.join(words)}, to {BOUND:.0e}; {duration(seconds)}")
+    wrong = min((outcome for outcome in found if outcome.verdict == "wrong"), key=_size, default=None)
+    if wrong:
+        console.line(f"first wrong: {wrong.name}: {wrong.reason}", "bold red")
+
+
+def _size(outcome: Outcome) -> int:
+    """Number of techniques."""
+    return len(outcome.techniques)
+
+
+def _write(
+    console: Console,
+    options: argparse.Namespace,
+    job: str,
+    small: SmallJob,
+    found: Sequence[Outcome],
+    seconds: float,
+) -> None:
+    if options.json:
+        record = {
+            "job": job,
+            "bound": BOUND,
+            "ranks": options.ranks,
+            "seconds": seconds,
+            "small_job": small.text,
+            "notes": small.notes,
+            "rows": [outcome.as_json() for outcome in found],
+        }
+        write_atomically(options.json, [json.dumps(record, indent=1)])
+        console.line(f"written: {options.json}")
+    if options.page:
+        from scripts.proving.page import page
+
+        names = [technique.name for technique in TECHNIQUES]
+        write_atomically(options.page, [page(job, small, found, names, seconds)])
+        console.line(f"written: {options.page}")
+
+
+if __name__ == "__main__":
+    end(main)

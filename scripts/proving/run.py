@@ -1,0 +1,198 @@
+"""Runs the rows of a proof: each technique alone, then rows that hold their pairs, and what is wrong in those."""
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from configs.errors import ConfigError
+from configs.load import load
+from scripts.parity import References
+from scripts.parity_rows import BOUNDS, Difference, Row
+from scripts.proving.techniques import Combination, Search, Technique, name_of, row_of
+
+if TYPE_CHECKING:
+    from scripts.rank_pool import RankPool
+
+Verdict = Literal["equal", "wrong", "refused", "not tried"]
+BOUND = BOUNDS["float64"][0]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of a row."""
+
+    name: str
+    techniques: tuple[str, ...]
+    ranks: int
+    verdict: Verdict
+    reason: str = ""
+    """Why it was refused or not tried, or what is wrong, in words."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Largest relative differences of loss, norm, gradients, and weights with buffers."""
+    wrong: tuple[str, ...] = ()
+    """Names of the first that is wrong: initial values, gradients (in the order of the backward pass), or buffers and
+    weights after the last step."""
+    block: str = ""
+    """The first block whose activations differ; empty if none does."""
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields, by name."""
+        return asdict(self)
+
+
+def call(function: Callable, *arguments: Any) -> Any:
+    """Call a function, as a rank does it; a test of a mistake calls it in a process that has the mistake."""
+    return function(*arguments)
+
+
+class Prover:
+    """Compares combinations of techniques with one process."""
+
+    def __init__(self, pool: "RankPool", job: str, folder: Path, on_ranks: Callable = call) -> None:
+        """
+        Args:
+            pool: the ranks.
+            job: the small job's file.
+            folder: for the references.
+            on_ranks: calls a function on each rank, in place of `call`.
+        """
+        self._pool = pool
+        self._job = job
+        self._references = References(pool, job, folder)
+        self.on_ranks = on_ranks
+        self._config = load(job, world_size=1).config
+        self._expected: dict[tuple[str, ...], Any] = {}
+        self._refusals: dict[Combination, str] = {}
+
+    def row(self, techniques: Combination) -> Row:
+        """The row of a combination."""
+        training = self._config.training
+        return row_of(techniques, training.global_batch_size, 1 if training.reduction == "exact" else None)
+
+    def refusal(self, techniques: Combination) -> str:
+        """The job's reason to refuse a combination, in one line; "" if it accepts it."""
+        if techniques not in self._refusals:
+            row = self.row(techniques)
+            try:
+                load(self._job, row.run_overrides + row.overrides, world_size=row.ranks)
+                self._refusals[techniques] = ""
+            except ConfigError as error:
+                self._refusals[techniques] = " ".join(str(error).split())
+        return self._refusals[techniques]
+
+    def outcome(self, techniques: Combination) -> Outcome:
+        """Train with a combination and compare."""
+        row = self.row(techniques)
+        what = (row.name, tuple(each.name for each in techniques), row.ranks)
+        if reason := self.refusal(techniques):
+            return Outcome(*what, "refused", reason)
+        started = time.perf_counter()
+        try:
+            difference = self.difference(row)
+        except RuntimeError as error:  # of a rank, with its traceback
+            last = _error(str(error))
+            is_refusal = last.startswith("configs.errors.")
+            reason = last.partition(": ")[2] if is_refusal else f"a rank failed: {last}"
+            return Outcome(*what, "refused" if is_refusal else "wrong", reason, seconds=time.perf_counter() - started)
+        figures = dict(zip(("loss", "norm", "gradients", "weights"), difference.values, strict=True))
+        if difference.passes("float64"):
+            return Outcome(*what, "equal", figures=figures, seconds=time.perf_counter() - started)
+        kind, wrong = difference.wrong()
+        block = self._first_block_apart(row)
+        reason = _in_words(difference, kind, wrong, block)
+        return Outcome(*what, "wrong", reason, figures, tuple(wrong), block, time.perf_counter() - started)
+
+    def difference(self, row: Row) -> Difference:
+        """Train a row, and evaluate a batch on the way; returns the difference from one process."""
+        from scripts.parity_compare import Detour, compare
+
+        path = self._references.path(row.run_overrides)
+        words = row.run_overrides + row.overrides
+        detour = Detour(evaluate_at=(1,))
+        found: Difference = self._pool.run(row.ranks, self.on_ranks, compare, self._job, words, path, detour)[0]
+        return found
+
+    def _first_block_apart(self, row: Row) -> str:
+        from scripts.proving.activations import activations, first_block_apart
+
+        if row.run_overrides not in self._expected:
+            self._expected[row.run_overrides] = self._pool.run(1, activations, self._job, row.run_overrides)[0]
+        overrides = row.run_overrides + row.overrides
+        found = self._pool.run(row.ranks, self.on_ranks, activations, self._job, overrides)[0]
+        return first_block_apart(found, self._expected[row.run_overrides], BOUND)
+
+
+def prove_all(prover: Prover, techniques: Sequence[Technique], ranks: int, every_pair: bool) -> Iterator[Outcome]:
+    """Yield the outcomes of one process, of each technique alone, and of rows that hold their pairs.
+
+    A technique that is wrong alone is not tried with others. Of a row that is wrong, techniques are left out as long as
+    it stays wrong.
+    """
+    yield prover.outcome(())
+    right: list[Technique] = []
+    for technique in techniques:
+        if technique.ranks > ranks:
+            yield not_tried((technique,), f"needs {technique.ranks} ranks: --ranks {technique.ranks}")
+            continue
+        outcome = prover.outcome((technique,))
+        right += [technique] if outcome.verdict == "equal" else []
+        yield outcome
+    search = Search(right, ranks, prover.refusal, every_pair)
+    pairs = search.pairs()
+    for pair, reason in pairs.refused.items():
+        yield Outcome(name_of(pair), tuple(each.name for each in pair), prover.row(pair).ranks, "refused", reason)
+    for pair, needed in pairs.too_large.items():
+        yield not_tried(pair, f"needs {needed} ranks: --ranks {needed}")
+    known_wrong: list[Combination] = []
+    for combination in search.rows(pairs.possible):
+        if any(set(wrong) <= set(combination) for wrong in known_wrong):
+            continue
+        outcome = prover.outcome(combination)
+        yield outcome
+        if outcome.verdict == "wrong":
+            for outcome in _shrunk(prover, combination):
+                yield outcome
+                if outcome.verdict == "wrong":
+                    combination = tuple(each for each in combination if each.name in outcome.techniques)
+            known_wrong.append(combination)
+
+
+def _shrunk(prover: Prover, combination: Combination) -> Iterator[Outcome]:
+    """Yield the outcomes without one technique after the other, and leave out for good what a wrong one lacks."""
+    for technique in combination:
+        smaller = tuple(each for each in combination if each is not technique)
+        if len(smaller) > 1:
+            outcome = prover.outcome(smaller)
+            yield outcome
+            if outcome.verdict == "wrong":
+                combination = smaller
+
+
+def not_tried(techniques: Combination, reason: str) -> Outcome:
+    """The outcome of a row that does not run."""
+    ranks = row_of(techniques, batch=1).ranks
+    return Outcome(name_of(techniques), tuple(each.name for each in techniques), ranks, "not tried", reason)
+
+
+def _error(trace: str) -> str:
+    """The line of a traceback that names the error; what follows it may be advice."""
+    lines = trace.strip().splitlines()
+    return next(
+        (line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception|Unsupported)\b", line)), lines[-1]
+    )
+
+
+def _in_words(difference: Difference, kind: str, wrong: Sequence[str], block: str) -> str:
+    """What is wrong: tensors, values, and where it begins."""
+    count = f", the first of {len(wrong)}" if len(wrong) > 1 else ""
+    parts = [f"{kind} of {wrong[0]}{count}"] if kind in ("initial value", "gradient", "buffer", "weight") else []
+    scalars = {"loss": difference.loss, "norm": difference.norm}
+    parts += [f"{name} {value:.1e} off" for name, value in scalars.items() if not value <= BOUND]
+    parts += ["the first loss is right"] * (difference.first_loss <= BOUND)
+    parts += ["the ranks hold different losses or norms"] * bool(difference.stopped)
+    parts.append(f"activations part in {block}" if block else "activations of all blocks agree")
+    return "; ".join(parts)

@@ -1,0 +1,96 @@
+"""The small job that `keel prove` runs in place of a job: the same run tables, small, in float64, on synthetic tokens.
+
+Machine tables are left out: the techniques take their place. What a proof in float64 cannot keep is told in a note.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from configs.architectures import family_of, own_weights
+from configs.architectures.parts import small_size
+from configs.reading.toml_text import table_text
+from configs.schema import Config, Model
+
+STEPS = 4
+_MAX_NORM = 0.1
+"""Below the norms of the first steps, so that clipping is part of the proof."""
+_LEAST_EPS = 1e-6
+"""Least epsilon: at 1e-8 Adam amplifies the round-off of gradients near zero."""
+_LEFT_OUT = ("tf32", "deterministic", "micro_batch_size", "max_skipped_steps")
+
+
+class SmallJob(NamedTuple):
+    """A job file's text."""
+
+    text: str
+    notes: tuple[str, ...]
+    """What differs from the job besides its size, for people."""
+
+
+def small_job(config: Config, ranks: int) -> SmallJob:
+    """Make the small job of a job, for meshes of up to `ranks` ranks, a power of two."""
+    notes = list(_notes(config))
+    values = config.model_dump(exclude_unset=True)
+    model = values["model"] | family_of(config.model).small(config.model, ranks)
+    names = [weight.name for weight in own_weights(Model.model_validate(model))]
+    optimizer = _optimizer(values["optimizer"], names)
+    dropped = len(config.optimizer.groups) - len(optimizer.get("groups", []))
+    if dropped:
+        notes.append(f"{dropped} of optimizer.groups name only parameters that the small model does not have")
+    tables: dict[str, Any] = {
+        "job": {"name": "prove", "device": "cpu"},
+        "model": model,
+        "data": {
+            "sources": [{"name": "synthetic", "kind": "synthetic"}],
+            "document_mask": config.data.document_mask,
+        },
+        "training": _training(config, values["training"], ranks),
+        "optimizer": optimizer,
+        "lr_schedule": _lr_schedule(values["lr_schedule"]),
+        "checkpoint": {"interval": 0},
+        "comm": {"order_guard_interval": 1},
+    }
+    if config.data.document_mask:
+        tables["data"]["sources"][0]["document_length"] = 8
+    if config.optimizer.name == "muon":  # refused without
+        tables["fsdp"] = {"partition": "owner"}
+        tables["mesh"] = {"dp_shard": 1}
+    return SmallJob(table_text(tables), tuple(notes))
+
+
+def _notes(config: Config) -> Iterator[str]:
+    """What a proof in float64 does not keep."""
+    dtypes = {config.training.dtype, config.training.compute_dtype, config.training.reduce_dtype} - {"float64"}
+    if dtypes:
+        yield f"computed in float64, not in {' and '.join(sorted(dtypes))}: there, round-off hides faults"
+    if config.float8.recipe != "none":
+        yield 'float8 matmuls are left out; their proof is keel parity --rows "float8*"'
+    if config.fsdp.owner_broadcast_dtype:
+        yield "fsdp.owner_broadcast_dtype is left out: it rounds"
+
+
+def _training(config: Config, given: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    training = config.training
+    kept = {key: value for key, value in given.items() if key not in _LEFT_OUT}
+    return kept | {
+        "steps": STEPS,
+        "seq_len": small_size(training.seq_len, 32, 2 * ranks),  # context parallelism cuts two chunks for each rank
+        "global_batch_size": small_size(training.global_batch_size, 2 * ranks, ranks),
+        "dtype": "float64",
+        "compute_dtype": "float64",
+        "reduce_dtype": "float64",
+        "max_norm": min(training.max_norm, _MAX_NORM) if training.max_norm != float("inf") else training.max_norm,
+    }
+
+
+def _optimizer(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    kept = {key: value for key, value in given.items() if key != "kernel"}
+    groups = [group for group in kept.get("groups", []) if any(fnmatchcase(name, group["pattern"]) for name in names)]
+    return kept | {"eps": max(kept.get("eps", 0.0), _LEAST_EPS)} | ({"groups": groups} if "groups" in kept else {})
+
+
+def _lr_schedule(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The schedule, so short that its warm-up and its decay are among the steps."""
+    short = {"warmup_steps": min(given.get("warmup_steps", 0), 1), "total_steps": 2 * STEPS}
+    return {**given, **short} | ({"decay_steps": STEPS} if "decay_steps" in given else {})

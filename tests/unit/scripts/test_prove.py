@@ -1,0 +1,172 @@
+"""`keel prove`: the small job, the rows that cover the pairs, the comparison, the page."""
+
+import json
+import math
+from itertools import combinations
+from math import gcd
+
+import pytest
+import torch
+
+from configs.architectures import all_weights
+from configs.load import load
+from configs.reading.merge import JOB_FILES
+from scripts import prove
+from scripts.proving.activations import first_block_apart
+from scripts.proving.equal import Report, differences, worst
+from scripts.proving.page import page, pair_verdicts
+from scripts.proving.run import Outcome
+from scripts.proving.small import SmallJob, small_job
+from scripts.proving.techniques import AXES, TECHNIQUES, Search, chosen, ranks_of, row_of
+
+JOBS = sorted(file.name for file in JOB_FILES.glob("*.toml"))
+SIZES = ("dim", "ffn_dim", "vocab_size", "n_experts", "expert_dim", "n_kv_heads")
+
+
+def small(name, tmp_path, *overrides):
+    config = load(name, overrides).config
+    job = small_job(config, ranks=8)
+    file = tmp_path / "small.toml"
+    file.write_text(job.text)
+    return config, job, load(str(file))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_small_job_has_the_structure_and_divisors_of_the_job(name, tmp_path):
+    config, _, loaded = small(name, tmp_path)
+    assert loaded.warnings == ()
+    model = loaded.config.model
+    for size in SIZES:
+        whole = getattr(config.model, size)
+        assert (whole is None) or gcd(whole, 8) == gcd(getattr(model, size), 8), size
+    assert (config.model.n_heads == (config.model.n_kv_heads or config.model.n_heads)) == (
+        model.n_heads == model.n_kv_heads
+    )
+    assert kinds(config.model) == kinds(model)
+    assert sum(weight.size for weight in all_weights(model)) < 200_000
+    assert loaded.config.training.compute_dtype == "float64"
+    for key in ("norm_eps", "rope_theta", "rope_scaling", "qk_norm", "tie_embeddings", "router"):
+        assert getattr(config.model, key) == getattr(model, key)
+
+
+def kinds(model):
+    """The kinds of weights that a model has, without their layers."""
+    return {".".join(part for part in weight.name.split(".") if not part.isdigit()) for weight in all_weights(model)}
+
+
+def test_what_is_left_out_is_told(tmp_path):
+    groups = '[{pattern = "layers.0.*", lr_scale = 0.5}, {pattern = "layers.31.*", freeze = true}]'
+    _, job, loaded = small("llama_7b.toml", tmp_path, "--optimizer.groups", groups, "--float8.recipe", "rowwise")
+    assert [note.split()[0] for note in job.notes] == ["computed", "float8", "1"]
+    assert [group.pattern for group in loaded.config.optimizer.groups] == ["layers.0.*"]
+
+
+def test_muon_keeps_its_partition(tmp_path):
+    _, _, loaded = small(
+        "debug.toml", tmp_path, "--optimizer.name", "muon", "--fsdp.partition", "owner", "--mesh.dp_shard", "1"
+    )
+    assert loaded.config.fsdp.partition == "owner"
+
+
+@pytest.mark.parametrize("every_pair", [False, True])
+def test_rows_cover_the_pairs(every_pair):
+    techniques = chosen(AXES, with_experts=True, has_documents=False)
+
+    def refusal(row):
+        return "no" if {"PP 2 zero-bubble", "compile"} <= {each.name for each in row} else ""
+
+    search = Search(techniques, 4, refusal, every_pair)
+    pairs = search.pairs()
+    rows = list(search.rows(pairs.possible))
+    covered = {pair for row in rows for pair in combinations(row, 2)}
+    assert covered <= pairs.possible
+    if every_pair:
+        assert covered == pairs.possible
+    kinds_met = {(one.name, other.axis) for pair in covered for one, other in (pair, pair[::-1])}
+    for one, other in pairs.possible:
+        same_kind = {name for name, axis in kinds_met if name == one.name and axis == other.axis}
+        is_data = other.axis in ("ddp", "fsdp", "hsdp", "zero", "owner")
+        assert same_kind or is_data or "compile" in (one.axis, other.axis), (one.name, other.name)
+    assert all(ranks_of(row) <= 4 for row in rows)
+    assert len(rows) < len(pairs.possible) / 2
+    assert [name for pair in pairs.refused for name in sorted(each.name for each in pair)] == [
+        "PP 2 zero-bubble",
+        "compile",
+    ]
+    assert all(needed == 8 for needed in pairs.too_large.values())
+
+
+def test_a_row_of_techniques_is_one_mesh():
+    by_name = {each.name: each for each in TECHNIQUES}
+    row = row_of((by_name["FSDP 2"], by_name["EP 2"], by_name["accumulation"]), batch=16)
+    keys = dict(zip(row.overrides[::2], row.overrides[1::2], strict=True))
+    assert (row.ranks, keys["--mesh.dp_shard"], keys["--mesh.ep"]) == (4, "4", "2")
+    assert keys["--training.micro_batch_size"] == "2"  # 16 / (4 ranks x 2)
+
+
+def test_differences_are_relative_and_a_nan_is_one():
+    expected = {
+        "a": torch.tensor([1.0, 2.0]).double(),
+        "b": torch.tensor([1e-20]).double(),
+        "c": torch.ones(2).double(),
+    }
+    found = {"a": torch.tensor([1.0, 2.2]).double(), "b": torch.tensor([2e-20]).double(), "c": torch.ones(3).double()}
+    result = differences(found, expected, floor=1e-5)
+    assert result["a"] == pytest.approx(0.1)
+    assert result["b"] < 1e-14  # zero but for round-off
+    assert result["c"] == math.inf
+    nan = differences({"a": torch.tensor([1.0, math.nan]).double()}, expected, 1e-5, names=["a"])
+    assert worst(nan.values()) == math.inf
+    buffer = {"bias": torch.tensor([0.02])}
+    assert differences({"bias": torch.tensor([0.02 * (1 + 1e-7)])}, buffer, 1e-2) == {"bias": 0.0}
+    assert differences({"bias": torch.tensor([0.021])}, buffer, 1e-2)["bias"] == pytest.approx(0.05, rel=1e-3)
+
+
+def test_a_report_says_what_is_wrong_first():
+    right = Report(1e-10, {"w": 0.0}, 1e-16, 1e-16, {"a": 1e-15, "b": 1e-16})
+    assert right.is_equal
+    assert str(right) == "equal: loss, norm and 2 gradients, to 1.0e-15"
+    wrong = Report(1e-10, {"w": 0.0}, 1e-16, 0.5, {"a": 1.0, "b": 2.0, "c": 0.0})
+    assert wrong.wrong == ["b", "a"]
+    assert "2 of 3 gradients, the first that backward reaches: b: 2.0e+00" in str(wrong)
+    assert not Report(1e-10, {}, math.nan, 0.0, {}).is_equal
+
+
+def test_the_block_where_activations_part():
+    expected = {"layers.0": [0.5, 1.0], "layers.1": [1.0, 2.0]}
+    twice = {"layers.0": [0.5, 0.5, 1.0, 1.0], "layers.1": [1.0, 1.0, 2.0, 2.1]}
+    assert first_block_apart(expected, expected, 1e-10) == ""
+    assert first_block_apart({**expected, "layers.1": [1.0, 2.1]}, expected, 1e-10) == "layers.1"
+    assert first_block_apart({"layers.0": twice["layers.0"], "layers.1": [1.0, 1.0, 2.0, 2.0]}, expected, 1e-10) == ""
+    assert first_block_apart({"layers.0": [0.5], "layers.1": [1.0]}, expected, 1e-10) == "layers.0"
+
+
+def test_the_page_shows_pairs_and_escapes():
+    figures = {"loss": 1e-16, "norm": 1e-16, "gradients": 1e-16, "weights": 1e-16}
+    found = [
+        Outcome("FSDP 2 x TP 2 x <b>", ("FSDP 2", "TP 2", "<b>"), 4, "equal", figures=figures),
+        Outcome("TP 2", ("TP 2",), 2, "wrong", "gradient of <script>", figures, ("w",)),
+    ]
+    verdicts = pair_verdicts(found)
+    assert verdicts[frozenset(("FSDP 2", "TP 2"))] == "equal"
+    assert verdicts[frozenset(("TP 2",))] == "wrong"
+    text = page("job.toml", SmallJob("[model]\n", ("a note",)), found, ["FSDP 2", "TP 2", "<b>"], 3.0)
+    assert "<script>" not in text
+    assert "<b>" not in text.replace("&lt;b&gt;", "")
+    assert "http" not in text.replace("http-equiv", "")
+
+
+def test_an_axis_that_does_not_exist_is_a_config_error(capsys):
+    assert prove.main(["debug.toml", "--axes", "fsdp,tpp"]) == 78
+    assert "--axes: there is no axis 'tpp'; did you mean tp?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_proof_of_one_axis(tmp_path, capsys):
+    words = ["debug.toml", "--axes", "fsdp,accumulation", "--ranks", "2"]
+    assert prove.main([*words, "--json", str(tmp_path / "a.json"), "--page", str(tmp_path / "a.html")]) == 0
+    assert "4 equal, to 1e-10" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["1 process", "FSDP 2", "accumulation", "FSDP 2 x accumulation"]
+    assert all(max(row["figures"].values()) < 1e-12 for row in rows)
+    assert "FSDP 2" in (tmp_path / "a.html").read_text()
