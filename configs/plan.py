@@ -40,6 +40,9 @@ class Plan:
     n_blocks: int
     """Number of blocks in the whole model. A pipeline may split between any two of them."""
 
+    can_be_cut: bool
+    """Whether the forward pass takes a model without some of its blocks, as a pipeline's stage is."""
+
     before_blocks: tuple[str, ...]
     """Modules before the first block, which belong to a pipeline's first stage."""
 
@@ -50,7 +53,10 @@ class Plan:
     """Modules that are gathered together, in forward order; the root's group has all other modules."""
 
     attention: tuple[str, ...]
-    """Modules that mix tokens, each an `Attention`."""
+    """Modules that mix tokens, each an `Attention`; empty if the model's own cannot be replaced."""
+
+    mixers: tuple[str, ...]
+    """For each block, its module that mixes tokens; `attention`, unless a model's own attention is not replaceable."""
 
     experts: tuple[str, ...]
     """Modules that hold the weights of the experts, with the expert as the first dimension of each parameter. They are

@@ -3,14 +3,15 @@
 from collections.abc import Collection
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from configs.architectures.llama import expert_dim, head_dim, n_kv_heads
+from configs.architectures import family_of
+from configs.architectures.hf import parsed
 from configs.load import leaves
 from configs.reading.keys import KeyPath, dotted, find, general
 from configs.reading.removed import REMOVED
 from configs.reading.toml_text import value_text
-from configs.schema import Model, further_run_keys, is_run_key
+from configs.schema import Config, further_run_keys, is_run_key
 
 
 def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -32,8 +33,7 @@ def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return lines
 
 
-_NOT_COMPUTED = {"init_std", "router.auxiliary_loss_weight", "router.bias_update_rate"}
-"""Keys of [model] that matter while it is trained, not for what it computes from given weights."""
+_MODEL: TypeAdapter = TypeAdapter(Config.model_fields["model"].annotation)
 
 
 def function_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -42,25 +42,26 @@ def function_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     A config that is not Keel's, as in a stranger's checkpoint, is not compared.
     """
     try:
-        before, after = (_computed(Model.model_validate(config.get("model"))) for config in (old, new))
+        before, after = (_computed(config.get("model")) for config in (old, new))
     except ValidationError:
         return []
-    changed = [key for key in after if before.get(key) != after[key] and key not in _NOT_COMPUTED]
+    changed = [key for key in after if before.get(key) != after[key]]
     return [f"model.{key}: {_text(before.get(key))} -> {_text(after[key])}" for key in changed]
 
 
-def _computed(model: Model) -> dict[str, Any]:
-    """The keys of [model] with the values that apply."""
-    values = model.model_dump()
-    experts = values.pop("router") if model.n_experts else {}
-    values |= {"head_dim": head_dim(model), "n_kv_heads": n_kv_heads(model), "expert_dim": expert_dim(model)}
-    return values | {f"router.{key}": value for key, value in experts.items()}
+def _computed(table: Any) -> dict[str, Any]:
+    model = _MODEL.validate_python(table)
+    return family_of(model).computed(model)
 
 
 def _run_values(config: dict[str, Any], further: Collection[str]) -> dict[KeyPath, Any]:
     # virtual_shards was a key of sources; the loader compares the number of shards itself, with the order of samples.
     kept = [path for path in leaves(config) if path[-1] != "virtual_shards"]
-    return {path: value_at(config, path) for path in kept if is_run_key(dotted(path), further)}
+    values = {path: value_at(config, path) for path in kept if is_run_key(dotted(path), further)}
+    text = values.pop(("model", "hf_config"), None)
+    # The content of a config.json is compared field by field, so that the message names the one that changed.
+    fields = {} if text is None else parsed(text)
+    return values | {("model", "hf_config", *path): value_at(fields, path) for path in leaves(fields)}
 
 
 def value_at(config: Any, path: KeyPath) -> Any:

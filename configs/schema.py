@@ -9,8 +9,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
+from configs.architectures.hf import HfKeys
 from configs.architectures.llama import LlamaKeys
 from configs.only_with import only_with
 from configs.table import (
@@ -33,6 +34,21 @@ _FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 class Model(LlamaKeys):
     """Shape of the model."""
+
+
+class HfModel(HfKeys):
+    """A model of Hugging Face."""
+
+
+AnyModel = Model | HfModel
+"""The table [model] of any architecture. Both have vocab_size, dim, n_layers, n_heads, n_kv_heads, head_dim, n_experts
+and tie_embeddings, so that most code need not know which it is."""
+
+
+def tag_of_model(table: Any) -> str:
+    """The architecture of a table [model], parsed or not; a native one unless it is "hf"."""
+    name = table.get("architecture") if isinstance(table, Mapping) else getattr(table, "architecture", None)
+    return "hf" if name == "hf" else "llama"
 
 
 class Tokenizer(Table):
@@ -495,7 +511,10 @@ class Config(Table):
 
     job: Job
     """Launch and run folder."""
-    model: Model
+    model: Annotated[
+        Annotated[Model, Tag("llama")] | Annotated[HfModel, Tag("hf")],
+        Discriminator(tag_of_model),
+    ]
     """Shape of the model."""
     tokenizer: Tokenizer = Tokenizer()
     """How text becomes token ids."""

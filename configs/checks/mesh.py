@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from configs.architectures.llama import n_kv_heads
+from configs.architectures.parts import n_kv_heads
 from configs.checks.rule import Problem, Rule
 from configs.errors import ConfigError
 from configs.layout import accumulation_steps, mesh_sizes, smallest_world_size, tensor_parallel_sizes

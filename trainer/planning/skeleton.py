@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 
 from configs.plan import TENSOR_PARALLEL_DIM, Plan, plan_of
-from configs.schema import Model
+from configs.schema import AnyModel
 from models import build_model
 
 Shape = tuple[int, ...]
@@ -82,7 +82,7 @@ def _modules_of(name: str) -> list[str]:
 
 
 @cache
-def skeleton(model: Model) -> Skeleton:
+def skeleton(model: AnyModel) -> Skeleton:
     """The skeleton of the model that `[model]` describes."""
     with torch.device("meta"):
         built = build_model(model)
