@@ -15,10 +15,9 @@ Three things are Keel's:
 * Buffers, such as rotary frequencies, which `_init_weights` computes in the same way after the meta device.
 """
 
-import contextlib
 import re
 from collections.abc import Callable, Iterator
-from copy import deepcopy
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -60,6 +59,8 @@ class HfCausalLm(nn.Module):
         self._loss: Loss | None = None
         self._head = family.get_output_embeddings()
         self._head.forward = self._head_or_loss
+        self._head.compute = self._computed
+        """The head's computation for a loss or None; tensor parallelism replaces it."""
         _require_plain_forward(self, family)
 
     def forward(
@@ -90,10 +91,11 @@ class HfCausalLm(nn.Module):
 
     def _head_or_loss(self, hidden: Tensor) -> Tensor:
         """The head's forward pass: its logits, or the loss in their place."""
+        return self._head.compute(hidden, self._loss)
+
+    def _computed(self, hidden: Tensor, loss: Loss | None) -> Tensor:
         weight = self._head.weight
-        if self._loss is None:
-            return nn.functional.linear(hidden, weight)
-        return self._loss(hidden, weight)
+        return nn.functional.linear(hidden, weight) if loss is None else loss(hidden, weight)
 
     @property
     def plan(self) -> Plan:
@@ -112,8 +114,9 @@ class HfCausalLm(nn.Module):
             mixers=names.mixers,
             experts=(),
             routers=(),
-            tensor_parallel={},
+            tensor_parallel=self._names.roles,
             save_ops=_SAVE_OPS,
+            cannot_split=names.why_not_split(),
         )
 
     def initial_values(self, seed: int) -> Callable[[str], Tensor]:
@@ -228,9 +231,59 @@ class _Names:
         self.blocks = tuple(f"{lists[0]}.{number}" for number in range(config.n_layers))
         self.embedding = by_module[embedding]
         self.head = by_module[head]
+        self._modules = modules
         self.is_tied = embedding.weight is head.weight
+        self._kind = kind
+        self._family = family
         self.mixers = tuple(self._mixer(modules[block], block) for block in self.blocks)
         self._check_ties(family, kind)
+
+    @cached_property
+    def roles(self) -> dict[str, TensorRole]:
+        """The roles of tensor parallelism, by module or parameter, from the family's plan.
+
+        A module with a packed matrix (gate and up in one, which no contiguous cut separates) stays whole, with all that
+        is in it: each rank computes all of it. So do experts.
+        """
+        styles = self._styles()
+        whole = {name.rpartition(".")[0] for name, style in styles.items() if style in _LEFT_WHOLE}
+        found: dict[str, TensorRole] = {}
+        for name, style in styles.items():
+            if style in _LEFT_WHOLE or any(name == part or name.startswith(f"{part}.") for part in whole):
+                continue
+            is_parameter = name not in self._modules
+            role = _PARAMETER_ROLES.get(style) if is_parameter else _ROLES.get(style)
+            if role:
+                found[name] = role
+        found[self.embedding] = "whole_embedding"
+        found[self.head] = "whole_head"
+        return found
+
+    def _styles(self) -> dict[str, str]:
+        """The family's style for each of its modules and parameters that has one."""
+        declared = getattr(self._family.config, "base_model_tp_plan", None) or {}
+        prefix = f"{self._family.base_model_prefix}."
+        names = [*self._modules, *(name for name, _ in self._family.named_parameters())]
+        styles = {}
+        for pattern, style in declared.items():
+            matches = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+")).fullmatch
+            styles |= {name: style for name in names if matches(name)}
+        return styles
+
+    def why_not_split(self) -> str:
+        """Why tensor parallelism can't split this model; "" if it can."""
+        styles = self._styles()
+        if not styles:
+            return f"{self._kind} has no plan of tensor parallelism (base_model_tp_plan)"
+        for name, style in styles.items():
+            module = self._modules.get(name)
+            known = _ROLES if module is not None else _PARAMETER_ROLES
+            if style not in known and style not in _LEFT_WHOLE:
+                return f'the plan of {self._kind} has the style "{style}" for {name}, which Keel does not know'
+            is_linear = (known.get(style) or "").startswith(("whole_column", "whole_row"))
+            if is_linear and module is not None and type(module) is not nn.Linear:
+                return f"{name} of {self._kind} is a {type(module).__name__}, not a plain matrix"
+        return ""
 
     @staticmethod
     def _mixer(block: nn.Module, name: str) -> str:
@@ -247,6 +300,22 @@ class _Names:
         if own:
             raise ConfigError(f"{kind} has parameters outside of its modules ({', '.join(own)}); it can't be trained")
 
+
+_ROLES: dict[str, TensorRole | None] = {
+    "colwise": "whole_column",
+    "colwise_gather_output": "whole_column_joined",
+    "colwise_rep": "whole_column_joined",
+    "rowwise": "whole_row",
+    "rowwise_split_input": "whole_row_own_part",
+    "rowwise_rep": "whole_row_own_part",
+    "embedding_rowwise": "whole_embedding",
+    "replicated_with_grad_allreduce": "whole_sum_gradients",
+    "replicate": None,
+    "local_params": None,
+}
+"""transformers' styles of modules; None: nothing to do."""
+_PARAMETER_ROLES: dict[str, TensorRole | None] = {"colwise": "whole_vector", "replicate": None}
+_LEFT_WHOLE = ("packed_colwise", "packed_rowwise", "moe_tp_experts", "moe_identity_expert")
 
 # --------------------------------------------------------------------------- initial values
 

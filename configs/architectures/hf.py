@@ -119,8 +119,9 @@ def shape(model: HfKeys) -> str:
 
 
 def split_sizes(model: HfKeys) -> dict[str, int]:
-    """Nothing that config.json decides alone: what a mesh cannot split is refused with the family's plan at hand."""
-    return {}
+    """The sizes that tensor parallelism splits, by the field of config.json."""
+    heads = {HEADS[0]: model.n_heads, KV_HEADS[0]: model.n_kv_heads or model.n_heads}
+    return {**heads, "vocab_size": model.vocab_size}
 
 
 def computed(model: HfKeys) -> dict[str, Any]:
