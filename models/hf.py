@@ -17,8 +17,8 @@ Three things are Keel's:
 
 import re
 from collections.abc import Callable, Iterator
-from functools import cached_property
-from typing import Any, cast
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import xxhash
@@ -120,8 +120,23 @@ class HfCausalLm(nn.Module):
         )
 
     def initial_values(self, seed: int) -> Callable[[str], Tensor]:
-        """Return what draws a parameter or computes a buffer, by its name: whole, float32 (or integer), on the CPU."""
-        return _Initializer(self.config, seed).values
+        """Return what draws a parameter, by its name: whole, float32, on the CPU."""
+        return partial(self._initializer.values, seed)
+
+    def init_buffers(self) -> None:
+        """Compute the buffers after the model left the meta device; they keep the dtypes that the family gives them."""
+        for name, buffer in list(self.named_buffers()):
+            owner_name, _, attribute = name.rpartition(".")
+            owner = self.get_submodule(owner_name)
+            is_persistent = attribute not in owner._non_persistent_buffers_set
+            value = self._initializer.values(0, name).to(buffer.device)
+            owner.register_buffer(attribute, value, persistent=is_persistent)
+
+    @property
+    def _initializer(self) -> "_Initializer":
+        if "initializer" not in self.__dict__:
+            self.__dict__["initializer"] = _Initializer(self.config)
+        return self.__dict__["initializer"]
 
 
 # --------------------------------------------------------------------------- building
@@ -132,7 +147,7 @@ def _built(config: HfModel) -> Any:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f'model.architecture is "hf", but transformers cannot be imported ({error}): pip install \'keel[hf]\''
+            f"model.architecture is \"hf\", but transformers cannot be imported ({error}): pip install 'keel[hf]'"
         ) from None
     fields = dict(config.fields)
     kind = fields.pop("model_type")
@@ -190,7 +205,9 @@ def _require_plain_forward(model: HfCausalLm, family: Any) -> None:
         returned = model(tokens, loss=lambda *_: instead)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise ConfigError(f"{kind} computes more than its decoder and its head ({reason}); it can't be trained") from None
+        raise ConfigError(
+            f"{kind} computes more than its decoder and its head ({reason}); it can't be trained"
+        ) from None
     finally:
         del base.forward
         assert base.forward == original
@@ -295,7 +312,15 @@ class _Names:
         for name, parameter in family.named_parameters(remove_duplicate=False):
             other = first.setdefault(id(parameter), name)
             if other != name and {other, name} != {f"{self.embedding}.weight", f"{self.head}.weight"}:
-                raise ConfigError(f"{kind} shares {other} with {name}, which techniques would separate; it can't be trained")
+                raise ConfigError(
+                    f"{kind} shares {other} with {name}, which techniques would separate; it can't be trained"
+                )
+        saved = family.state_dict().keys()
+        state = [name for name, _ in family.named_buffers() if name in saved]
+        if state:
+            raise ConfigError(
+                f"{kind} has state that is no parameter ({state[0]}), which no checkpoint of Keel's would hold; it can't be trained"
+            )
         own = [name for name, _ in family.named_parameters(recurse=False)]
         if own:
             raise ConfigError(f"{kind} has parameters outside of its modules ({', '.join(own)}); it can't be trained")
@@ -323,15 +348,14 @@ _LEFT_WHOLE = ("packed_colwise", "packed_rowwise", "moe_tp_experts", "moe_identi
 class _Initializer:
     """Draws single parameters of a family, whole, by the family's own rules."""
 
-    def __init__(self, config: HfModel, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, config: HfModel) -> None:
         with torch.device("meta"):
             self._family = _built(config)
         for module in self._family.modules():  # what from_config has set would keep the rules from running
             module.__dict__.pop("_is_hf_initialized", None)
         self._rules = self._touched()
 
-    def values(self, name: str) -> Tensor:
+    def values(self, seed: int, name: str) -> Tensor:
         """The initial values of a parameter or a buffer, by name."""
         owner_name, _, attribute = name.rpartition(".")
         owner = self._family.get_submodule(owner_name)
@@ -342,7 +366,7 @@ class _Initializer:
         held[attribute] = nn.Parameter(whole, requires_grad=False) if is_parameter else whole
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(xxhash.xxh3_64_intdigest(f"{self._seed}/{name}".encode()) >> 1)
+                torch.manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode()) >> 1)
                 for module, initialize in self._rules.get(name, []):
                     initialize(module)
             return held[attribute].detach()

@@ -42,6 +42,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int, offload: bool
         for name, buffer in module.named_buffers(recurse=False):
             is_persistent = name not in module._non_persistent_buffers_set
             module.register_buffer(name, _unset(buffer.to(device)), persistent=is_persistent)
+    for module in model.modules():
         if hasattr(module, "init_buffers"):
             cast(Callable[[], None], module.init_buffers)()
     if hasattr(model, "initial_values"):
@@ -57,19 +58,13 @@ def materialize(model: nn.Module, device: torch.device, seed: int, offload: bool
 
 
 def _fill(model: nn.Module, whole: Callable[[str], Tensor]) -> None:
-    """Copy this rank's part of values that the model draws or computes whole, one tensor after the other."""
+    """Copy this rank's part of values that the model draws whole, one parameter after the other."""
     for name, parameter in model.named_parameters():
         values = whole(name)
         for dim, index in enumerate(local_indices(parameter)):
             if len(index) < values.shape[dim]:
                 values = values.index_select(dim, index)
         local_part(parameter).detach().copy_(values)
-    for name, buffer in list(model.named_buffers()):
-        owner_name, _, attribute = name.rpartition(".")
-        owner = model.get_submodule(owner_name)
-        is_persistent = attribute not in owner._non_persistent_buffers_set
-        # Whatever the parameters' dtype: rotary frequencies stay in float32.
-        owner.register_buffer(attribute, whole(name).to(buffer.device), persistent=is_persistent)
 
 
 def _threads() -> int:

@@ -92,7 +92,9 @@ def to_keel(config: Mapping[str, Any], path: Path) -> Model:
     if kind is None or architectures not in ([], [kind.name]):
         what = shortened(f"model_type {config.get('model_type')!r}, architectures {architectures!r}", 400)
         supported = ", ".join(f"{each.name} ({each.title})" for each in HF_CLASSES.values())
-        raise UserError(f"{path}: {what}: not supported; Keel imports {supported}")
+        raise UserError(
+            f"{path}: {what}: not supported; Keel imports {supported}, and with --as-it-is any family of transformers"
+        )
     for field, value in kind.fixed.items():
         if config.get(field, value) != value:
             raise _unsupported(path, field, config[field], f"Keel's {kind.title} has {value!r}")

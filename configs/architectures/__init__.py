@@ -12,8 +12,8 @@ from functools import cache
 from typing import TypeGuard
 
 from configs.architectures import hf, llama
-from configs.architectures.llama import LlamaKeys
 from configs.architectures.hf import HfKeys
+from configs.architectures.llama import LlamaKeys
 from configs.architectures.parts import Described, Family, HfClass, Weight
 from configs.plan import PARAMETER_ROLES, TensorRole
 

@@ -1,11 +1,9 @@
 """Models of Hugging Face, trained by Keel on meshes, against plain transformers in one process, in float64."""
 
-import json
-
 import pytest
 import torch
 
-from scripts.parity_compare import STRAIGHT, Detour, compare
+from scripts.parity_compare import STRAIGHT, compare
 from tests.hf_families import FAMILIES, trained_by_transformers, words, write_config
 from tests.marked import marked
 

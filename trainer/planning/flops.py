@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from configs.architectures import all_weights, is_described
-from configs.architectures.parts import head_dim
-from configs.architectures.parts import Weight
+from configs.architectures.parts import Weight, head_dim
 from configs.plan import TENSOR_PARALLEL_DIM, TensorRole
 from configs.schema import AnyModel
 from trainer.planning.skeleton import skeleton

@@ -55,7 +55,9 @@ def _require_supported(config: Config) -> None:
     """
     plan = skeleton(config.model).plan
     if config.mesh.tp > 1 and plan.cannot_split:
-        raise ConfigError(f"mesh.tp is {config.mesh.tp}, but {plan.cannot_split}; set tp = 1, and dp_shard for the ranks")
+        raise ConfigError(
+            f"mesh.tp is {config.mesh.tp}, but {plan.cannot_split}; set tp = 1, and dp_shard for the ranks"
+        )
 
 
 def _mistake(key: str, check: Callable[[], object]) -> Iterator[tuple[str, str]]:
