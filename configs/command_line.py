@@ -24,7 +24,7 @@ from configs.process import cannot_print, silence_stdout
 from configs.reading.keys import find, nearest
 from configs.reading.overrides import parse_overrides, split_flags
 from configs.reading.toml_text import value_text
-from configs.schema import Config
+from configs.schema import Config, is_described
 
 Action = Literal["run", "validate", "print_config", "help"]
 

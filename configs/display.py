@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterator
 
-from configs.architectures import family_of, is_described
+from configs.architectures import family_of
 from configs.checks import check
 from configs.elastic import describe
 from configs.layout import (
@@ -17,7 +17,7 @@ from configs.layout import (
 from configs.load import LoadedConfig
 from configs.reading.keys import Key, schema_keys
 from configs.reading.toml_text import value_text
-from configs.schema import AnyModel, Config, is_run_key
+from configs.schema import AnyModel, Config, is_described, is_run_key
 
 _MOST_COUNTS = 10
 """Numbers of ranks that `--validate` lists."""

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from functools import reduce
 
-from configs.architectures import description_of, is_described
-from configs.schema import AnyModel, Model
+from configs.architectures import description_of
+from configs.schema import AnyModel, Model, is_described
 
 
 def not_exportable(model: AnyModel) -> str:

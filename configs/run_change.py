@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from configs.architectures import family_of
 from configs.architectures.hf import parsed
@@ -11,7 +11,7 @@ from configs.load import leaves
 from configs.reading.keys import KeyPath, dotted, find, general
 from configs.reading.removed import REMOVED
 from configs.reading.toml_text import value_text
-from configs.schema import Config, further_run_keys, is_run_key
+from configs.schema import further_run_keys, is_run_key, table_of_model
 
 
 def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -33,9 +33,6 @@ def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return lines
 
 
-_MODEL: TypeAdapter = TypeAdapter(Config.model_fields["model"].annotation)
-
-
 def function_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Compare what the models of two complete configs compute from the same weights; as in `run_key_diff`.
 
@@ -50,7 +47,7 @@ def function_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def _computed(table: Any) -> dict[str, Any]:
-    model = _MODEL.validate_python(table)
+    model = table_of_model(table).model_validate(table)
     return family_of(model).computed(model)
 
 

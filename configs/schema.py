@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
+from typing_extensions import TypeIs
 
 from configs.architectures.hf import HfKeys
 from configs.architectures.llama import LlamaKeys
@@ -45,10 +46,20 @@ AnyModel = Model | HfModel
 and tie_embeddings, so that most code need not know which it is."""
 
 
+def is_described(model: AnyModel) -> TypeIs[Model]:
+    """Whether there is a description of the model's weights; otherwise only its modules know them."""
+    return isinstance(model, Model)
+
+
 def tag_of_model(table: Any) -> str:
     """The architecture of a table [model], parsed or not; a native one unless it is "hf"."""
     name = table.get("architecture") if isinstance(table, Mapping) else getattr(table, "architecture", None)
     return "hf" if name == "hf" else "llama"
+
+
+def table_of_model(table: Any) -> type[Model] | type[HfModel]:
+    """The class for a table [model]."""
+    return HfModel if tag_of_model(table) == "hf" else Model
 
 
 class Tokenizer(Table):

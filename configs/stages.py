@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from itertools import accumulate
 
-from configs.architectures import is_described
 from configs.architectures.parts import head_dim
 from configs.errors import ConfigError
 from configs.layout import active_matrices, layer_matrices
-from configs.schema import Config
+from configs.schema import Config, is_described
 
 
 def stages_per_rank(config: Config) -> int:

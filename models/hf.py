@@ -57,7 +57,7 @@ class HfCausalLm(nn.Module):
         self.mask: Callable[[Documents, torch.dtype], Any] = _no_mask
         """Documents are refused when the job is checked."""
         self._loss: Loss | None = None
-        self._head = family.get_output_embeddings()
+        self._head: Any = family.get_output_embeddings()
         self._head.forward = self._head_or_loss
         self._head.compute = self._computed
         """The head's computation for a loss or None; tensor parallelism replaces it."""
@@ -153,8 +153,9 @@ def _built(config: HfModel) -> Any:
     kind = fields.pop("model_type")
     try:
         described = transformers.CONFIG_MAPPING[kind].from_dict(fields)
-        _require_trainable(described)
-        return transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+        family = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+        _require_trainable(family)
+        return family
     except ConfigError:
         raise
     except Exception as error:  # whatever the family's code makes of a wrong config
@@ -162,25 +163,32 @@ def _built(config: HfModel) -> Any:
         raise ConfigError(f"transformers cannot build this {kind} (model.hf, model.hf_overrides): {reason}") from None
 
 
-def _require_trainable(described: Any) -> None:
+def _require_trainable(family: Any) -> None:
     """Check what a config decides.
 
     Raises:
         ConfigError: dropout, whose random numbers a mesh would change, or a loss of its own.
     """
-    fields = described.to_dict()
-    for name, value in fields.items():
-        if "drop" in name and isinstance(value, float) and value > 0:
-            raise ConfigError(
-                f"{name} is {value} in this {described.model_type}, but no random numbers of a dropout are the same on "
-                f"any mesh; set model.hf_overrides.{name} = 0.0"
-            )
+    fields = family.config.to_dict()
+    kind = family.config.model_type
+    if any(map(_drops, family.modules())):
+        named = [name for name, value in fields.items() if "drop" in name and isinstance(value, float) and value > 0]
+        raise ConfigError(
+            f"this {kind} has dropout, whose random numbers would not be the same on every mesh; set it to 0.0 in "
+            f"model.hf_overrides ({', '.join(f'{name} = {fields[name]}' for name in named)})"
+        )
     for name in _ROUTER_LOSSES:
         if fields.get(name):
             raise ConfigError(
                 f"{name} asks for the auxiliary loss of the routers, which Keel does not add for this architecture; "
                 f"set model.hf_overrides.{name} = false"
             )
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module applies dropout: it is one, or has a rate for its attention."""
+    rates = [value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+    return (isinstance(module, nn.Dropout) and module.p > 0) or any(rate > 0 for rate in rates)
 
 
 def _require_plain_forward(model: HfCausalLm, family: Any) -> None:
@@ -281,7 +289,7 @@ class _Names:
         declared = getattr(self._family.config, "base_model_tp_plan", None) or {}
         prefix = f"{self._family.base_model_prefix}."
         names = [*self._modules, *(name for name, _ in self._family.named_parameters())]
-        styles = {}
+        styles: dict[str, str] = {}
         for pattern, style in declared.items():
             matches = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+")).fullmatch
             styles |= {name: style for name in names if matches(name)}
@@ -318,9 +326,7 @@ class _Names:
         saved = family.state_dict().keys()
         state = [name for name, _ in family.named_buffers() if name in saved]
         if state:
-            raise ConfigError(
-                f"{kind} has state that is no parameter ({state[0]}), which no checkpoint of Keel's would hold; it can't be trained"
-            )
+            raise ConfigError(f"{kind} has state that is no parameter ({state[0]}), which no checkpoint would hold")
         own = [name for name, _ in family.named_parameters(recurse=False)]
         if own:
             raise ConfigError(f"{kind} has parameters outside of its modules ({', '.join(own)}); it can't be trained")

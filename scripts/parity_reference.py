@@ -20,7 +20,7 @@ from torch import Tensor
 
 from configs.load import load
 from configs.plan import plan_of
-from configs.schema import Config, Optimizer, ParameterGroup
+from configs.schema import Config, Optimizer, ParameterGroup, is_described
 from models import build_model
 from parallelisms.init import materialize
 from scripts.parity_float8 import in_8_bits
@@ -89,6 +89,7 @@ class _Choices:
 
     def __init__(self, model: torch.nn.Module, config: Config) -> None:
         """Observe the routers; create it before the forward pass."""
+        assert is_described(config.model)
         self.settings = config.model.router
         self.k = config.model.experts_per_token
         self.inputs: dict[Any, list[Tensor]] = {

@@ -27,13 +27,14 @@ _ALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# torch has no grouped matrix products in float64 on a CPU.
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "experts_implementation": "eager"}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"tie_word_embeddings": True},
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "olmo2": {},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 4, **_EXPERTS},
     "qwen3_moe": {"num_experts": 4, **_EXPERTS},
     "gpt_neox": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},

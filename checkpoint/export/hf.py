@@ -49,13 +49,12 @@ from checkpoint.tensor_stream import (
     write_tensors,
 )
 from checkpoint.verify import check_tensors
-from configs.architectures import is_described
 from configs.architectures.parts import Shape
 from configs.errors import UserError
 from configs.exportable import not_exportable
 from configs.reading import hf_config
 from configs.reading.toml_text import table_text
-from configs.schema import AnyModel, HfModel, Model, tag_of_model
+from configs.schema import AnyModel, HfModel, Model, is_described, table_of_model
 from configs.untrusted import MAX_JSON_BYTES, link_out_of, parse_json, read_file, require_64_bits, shortened
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -271,7 +270,7 @@ def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
 def _model_of(manifest: Manifest, checkpoint: Path) -> AnyModel:
     try:
         table = manifest.config.get("model")
-        return (HfModel if tag_of_model(table) == "hf" else Model).model_validate(table)
+        return table_of_model(table).model_validate(table)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, ("config", "model", *first["loc"])))

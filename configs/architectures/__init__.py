@@ -9,7 +9,6 @@ modules. Nothing here imports torch.
 import math
 from collections.abc import Iterator
 from functools import cache
-from typing import TypeGuard
 
 from configs.architectures import hf, llama
 from configs.architectures.hf import HfKeys
@@ -27,11 +26,6 @@ HF_CLASSES: dict[str, HfClass] = {each.model_type: each for family in _DESCRIBED
 def family_of(model: LlamaKeys | HfKeys) -> Family:
     """The file of the model's architecture."""
     return _FAMILIES[model.architecture]
-
-
-def is_described(model: LlamaKeys | HfKeys) -> TypeGuard[LlamaKeys]:
-    """Whether there is a description of the model's weights; otherwise only its modules know them."""
-    return model.architecture in _DESCRIBED
 
 
 def description_of(model: LlamaKeys) -> Described:

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from configs.architectures import family_of, is_described
+from configs.architectures import family_of
 from configs.checks.rule import Problem, Rule
 from configs.layout import parameter_count
-from configs.schema import Config
+from configs.schema import Config, is_described
 
 _MOST_PARAMETERS = 2**60
 

@@ -58,7 +58,7 @@ def wrong_paths(error: ValidationError) -> Iterator[KeyPath]:
 
 def _errors(error: ValidationError) -> list[dict[str, Any]]:
     """The errors, with the paths of a job file: pydantic adds which of the tables [model] it took."""
-    found = [dict(item) for item in error.errors()]
+    found: list[dict[str, Any]] = [{**item} for item in error.errors()]
     for item in found:
         if item["loc"][:1] == ("model",):
             item["loc"] = (*item["loc"][:1], *item["loc"][2:])

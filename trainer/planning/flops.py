@@ -26,10 +26,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from configs.architectures import all_weights, is_described
+from configs.architectures import all_weights
 from configs.architectures.parts import Weight, head_dim
 from configs.plan import TENSOR_PARALLEL_DIM, TensorRole
-from configs.schema import AnyModel
+from configs.schema import AnyModel, is_described
 from trainer.planning.skeleton import skeleton
 
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 import trainer.step  # noqa: F401  # the ops of all techniques must be known
-from configs.architectures import is_described
 from configs.errors import ConfigError
 from configs.load import LoadedConfig
 from configs.plan import plan_of
 from configs.reading.keys import key_path
-from configs.schema import Config
+from configs.schema import Config, is_described
 from models import build_model
 from parallelisms.activation_checkpoint import select
 from trainer.optimizers.build import frozen_until

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from configs.architectures import family_of, is_described
+from configs.architectures import family_of
 from configs.architectures.parts import head_dim
 from configs.layout import MeshSizes, accumulation_steps, active_parameter_count, named_axes
-from configs.schema import Config, Training
+from configs.schema import Config, Training, is_described
 from configs.stages import layers_of_stages
 from models.documents import has_kernel
 from parallelisms.mesh import Mesh
@@ -73,8 +73,9 @@ def startup_rows(
 
 def _model(config: Config) -> str:
     model = config.model
-    is_mixture = is_described(model) and model.n_experts is not None
-    active = f", {count(active_parameter_count(model))} active" if is_mixture else ""
+    active = ""
+    if is_described(model) and model.n_experts is not None:
+        active = f", {count(active_parameter_count(model))} active"
     shapes = skeleton(model).shapes
     frozen = always_frozen(config, skeleton(model))
     trained = f", {count(sum(prod(shapes[name]) for name in shapes.keys() - frozen))} trained" if frozen else ""
