@@ -39,6 +39,9 @@ _ROUTER_LOSSES = ("output_router_logits",)
 class HfCausalLm(nn.Module):
     """The model; `config` is the job file's `[model]`."""
 
+    family: Any
+    """The family's own object, which is no module of this one: only its children are."""
+
     def __init__(self, config: HfModel) -> None:
         """Build it, on the meta device whatever the context.
 
@@ -197,8 +200,6 @@ def _require_plain_forward(model: HfCausalLm, family: Any) -> None:
     Raises:
         ConfigError: it changes its logits; Keel's loss never sees logits, so the change would be lost.
     """
-    from transformers.modeling_outputs import MoeModelOutputWithPast
-
     kind = model.config.model_type
     if getattr(model._head, "bias", None) is not None:
         raise ConfigError(f"the head of {kind} has a bias, which the loss in chunks does not add; it can't be trained")
@@ -208,7 +209,7 @@ def _require_plain_forward(model: HfCausalLm, family: Any) -> None:
         instead = torch.empty(())
         tokens = torch.zeros(1, 2, dtype=torch.int64)
     original = base.forward
-    base.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
+    base.forward = lambda *_, **__: _DecoderOutput(hidden)
     try:
         returned = model(tokens, loss=lambda *_: instead)
     except Exception as error:
@@ -226,6 +227,19 @@ def _require_plain_forward(model: HfCausalLm, family: Any) -> None:
             f"{kind} changes the logits after its head{cause}, which the loss in chunks would leave out; it can't be "
             "trained as it is"
         )
+
+
+class _DecoderOutput:
+    """What a decoder returns: its last hidden states, and None for all that it may return besides."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, place: Any) -> Any:
+        return (self.last_hidden_state,)[place]
 
 
 _LOGIT_FIELDS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "logits_soft_cap", "lm_head_multiplier")
