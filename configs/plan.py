@@ -68,7 +68,7 @@ class Plan:
     """Modules that mix tokens, each an `Attention`; empty if the model's own cannot be replaced."""
 
     mixers: tuple[str, ...]
-    """For each block, its module that mixes tokens; `attention`, unless a model's own attention is not replaceable."""
+    """The module of each block that mixes tokens; `attention`, unless a model's own attention cannot be replaced."""
 
     experts: tuple[str, ...]
     """Modules that hold the weights of the experts, with the expert as the first dimension of each parameter. They are

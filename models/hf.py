@@ -264,7 +264,8 @@ class _Names:
         lists = [name for name, m in modules.items() if isinstance(m, nn.ModuleList) and len(m) == config.n_layers]
         if not lists:
             raise ConfigError(f"{kind} has no list of {config.n_layers} decoder layers, which are what Keel shards")
-        embedding, head = family.get_input_embeddings(), family.get_output_embeddings()
+        embedding = family.get_input_embeddings()
+        head = family.get_output_embeddings()
         if embedding is None or head is None or not hasattr(head, "weight"):
             raise ConfigError(f"{kind} has no embedding or no head of its own, so no loss can be computed in chunks")
         self.blocks = tuple(f"{lists[0]}.{number}" for number in range(config.n_layers))

@@ -123,8 +123,14 @@ def _embedding(module: Any, mesh: DeviceMesh) -> None:
     def forward(tokens: Tensor) -> Tensor:
         places = tokens - first
         is_here = (places >= 0) & (places < rows)
-        with _replaced(module, {"weight": _local(module.weight)}):
+        # The embedding is not compiled, so its parameter may be replaced; some families' call their base's forward.
+        held = module._parameters
+        whole = held["weight"]
+        held["weight"] = _local(whole)
+        try:
             found = original(places.clamp(0, rows - 1))
+        finally:
+            held["weight"] = whole
         found = found.masked_fill(~is_here[..., None], 0)
         if padding is not None:  # its row never trains
             found = torch.where((tokens == padding)[..., None], found.detach(), found)
@@ -159,32 +165,31 @@ def cut_vector(owner: nn.Module, attribute: str, mesh: DeviceMesh) -> None:
 
 def _substitute(module: Any, attributes: dict[str, int | None], mesh: DeviceMesh) -> None:
     """Let a module's forward pass see, in place of parameters, their parts, or copies whose gradients are summed."""
-    original = module.forward
+    original = type(module).forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         seen = {
             name: _Same.apply(getattr(module, name), mesh) if dim is None else _local(getattr(module, name))
             for name, dim in attributes.items()
         }
-        with _replaced(module, seen):
-            return original(*args, **kwargs)
+        return original(_Seen(module, seen), *args, **kwargs)
 
     module.forward = forward
 
 
-class _replaced:  # noqa: N801 - a context manager, as a class so that it can be compiled
-    """Puts tensors in the places of a module's parameters while its forward pass runs."""
+class _Seen:
+    """A module as its forward pass sees it: with tensors in the places of parameters.
+
+    Replacing the parameters in the module itself would be a side effect, which a compiled block that is recomputed
+    must not have.
+    """
 
     def __init__(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
-        self._held: dict[str, Any] = module._parameters
-        self._tensors = tensors
-        self._before = {name: self._held[name] for name in tensors}
+        self.module = module
+        self.tensors = tensors
 
-    def __enter__(self) -> None:
-        self._held.update(self._tensors)
-
-    def __exit__(self, *_: object) -> None:
-        self._held.update(self._before)
+    def __getattr__(self, name: str) -> Any:
+        return self.tensors[name] if name in self.tensors else getattr(self.module, name)
 
 
 STYLES: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
@@ -196,4 +201,4 @@ STYLES: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
     "whole_head": _head,
     "whole_sum_gradients": sum_gradients,
 }
-"""By role (`Plan.tensor_parallel`); the activations between them are whole."""
+"""What applies each role (`Plan.tensor_parallel`); the activations between them are whole."""
