@@ -433,7 +433,7 @@ class Checkpoint(Table):
         str | None, only_with("load", "latest", "none", reason="which the run begins from instead")
     ] = None
     """Another run, or one of its checkpoints, from which a new run takes its initial weights and nothing else; of a run
-    folder, the newest checkpoint."""
+    folder, the newest checkpoint. With architecture = "hf" also a Hugging Face folder."""
     keep_last: NonNegativeInt = 0
     """Keep this many of the newest checkpoints and remove older ones; 0: keep all."""
     keep_every: Annotated[NonNegativeInt, only_with("keep_last", reason="which keeps all")] = 0
