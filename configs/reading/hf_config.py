@@ -20,7 +20,6 @@ from configs.untrusted import MAX_JSON_BYTES, parse_json, read_file, require_64_
 
 CONFIG_NAME = "config.json"
 _FIELD = "model.hf_overrides"
-_LATER = "transformers_version"
 
 
 class _Unreadable(Exception):
@@ -119,11 +118,10 @@ def _unknown_family(kind: str, fields: Mapping[str, Any]) -> Iterator[str]:
     elif kind not in families:
         near = get_close_matches(kind, families, 1)
         hint = f'; did you mean "{near[0]}"?' if near else ""
-        wrote = f"; transformers {fields[_LATER]} wrote this file, so a newer version may have it"
-        yield (
-            f'the installed transformers has no causal language model of model_type "{shortened(kind, 60)}"{hint}'
-            f"{wrote if isinstance(fields.get(_LATER), str) and not near else ''}"
-        )
+        writer = fields.get("transformers_version")
+        if isinstance(writer, str) and not near:
+            hint = f"; transformers {shortened(writer, 30)} wrote this file, so a newer version may have it"
+        yield f'the installed transformers has no causal language model of model_type "{shortened(kind, 60)}"{hint}'
 
 
 @cache
