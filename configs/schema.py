@@ -43,7 +43,7 @@ class HfModel(HfKeys):
 
 AnyModel = Model | HfModel
 """The table [model] of any architecture. Both have vocab_size, dim, n_layers, n_heads, n_kv_heads, head_dim, n_experts
-and tie_embeddings, so that most code need not know which it is."""
+and experts_per_token, so that most code need not know which it is."""
 
 
 def is_described(model: AnyModel) -> TypeIs[Model]:

@@ -80,11 +80,6 @@ class HfKeys(Table):
         return self._number(VOCABULARY)
 
     @property
-    def tie_embeddings(self) -> bool:
-        """Whether config.json says that embedding and head share one matrix; without a word, the family decides."""
-        return bool(self.fields.get("tie_word_embeddings", False))
-
-    @property
     def n_experts(self) -> None:
         """None: the family's experts are its own, and no technique of Keel's balances or distributes them."""
         return None

@@ -8,6 +8,7 @@ another content is refused with the fields that differ.
 import ast
 import importlib.util
 import json
+import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -51,6 +52,7 @@ def resolve(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
     except _Unreadable as error:
         yield key, str(error)
         return
+    yield from _unknown_overrides(fields, overrides)
     fields |= {name: _without_none(value) for name, value in overrides.items()}
     yield from ((key, message) for message in _faults(fields))
     model.pop("hf", None)
@@ -124,16 +126,43 @@ def _unknown_family(kind: str, fields: Mapping[str, Any]) -> Iterator[str]:
         yield f'the installed transformers has no causal language model of model_type "{shortened(kind, 60)}"{hint}'
 
 
+def _unknown_overrides(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Find names that neither the file nor the family's configuration has; transformers would keep them unread."""
+    new = [name for name in overrides if name not in fields and name not in ("model_type", *_ANY_FAMILY)]
+    kind = overrides.get("model_type", fields.get("model_type"))
+    folder = _package()
+    if not new or folder is None or kind not in (causal_families() or ()):
+        return
+    texts = [file.read_text(encoding="utf-8") for file in (folder / "models").glob("*/configuration_*.py")]
+    own = [text for text in texts if f'model_type = "{kind}"' in text]
+    words = set(re.findall(r"\w+", "".join([*own, (folder / "configuration_utils.py").read_text(encoding="utf-8")])))
+    for name in new if own else ():
+        if name not in words:
+            near = get_close_matches(name, [*fields, *words], 1, 0.75)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            yield f"{_FIELD}.{name}", f"the configuration of {kind} has no field {name}{hint}"
+
+
+_ANY_FAMILY = ("attn_implementation", "experts_implementation")
+"""Arguments that transformers takes for every family."""
+
+
+def _package() -> Path | None:
+    """The folder of the package transformers; None if it is not installed."""
+    found = importlib.util.find_spec("transformers")
+    return Path(found.submodule_search_locations[0]) if found and found.submodule_search_locations else None
+
+
 @cache
 def causal_families() -> dict[str, str] | None:
     """The class of each family's causal language model, by model_type; None if transformers is not installed.
 
     They are read from the source of transformers, since importing it takes seconds.
     """
-    found = importlib.util.find_spec("transformers")
-    if found is None or not found.submodule_search_locations:
+    folder = _package()
+    if folder is None:
         return None
-    file = Path(found.submodule_search_locations[0]) / "models" / "auto" / "modeling_auto.py"
+    file = folder / "models" / "auto" / "modeling_auto.py"
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         names = [target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
         if isinstance(node, ast.Assign) and names == ["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"]:

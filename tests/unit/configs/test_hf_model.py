@@ -27,7 +27,7 @@ def test_the_job_holds_the_content_of_the_file(folder):
     loaded = load("parity.toml", words(folder, "--model.hf_overrides.num_hidden_layers", "3"))
     model = loaded.config.model
     assert (model.model_type, model.n_layers, model.dim, model.n_heads, model.vocab_size) == ("qwen3", 3, 64, 4, 160)
-    assert (model.n_kv_heads, model.head_dim, model.tie_embeddings, model.n_experts) == (2, 16, True, None)
+    assert (model.n_kv_heads, model.head_dim, model.n_experts) == (2, 16, None)
     assert model.hf is None
     assert model.hf_overrides == {}
     assert loaded.origins["model.hf_config"] == "--model.hf"
@@ -71,12 +71,16 @@ def test_another_architecture_replaces_the_table_of_the_base(folder):
         (["--mesh.tp", "4"], "--mesh.tp: tp 4 does not divide num_key_value_heads 2 (2 / 4 = 0.50); change one of"),
         (
             ["--model.hf_config", "text"],
-            "--model.hf: hf and hf_config both say what the model is; leave one of them out",
+            "--model.hf: hf and hf_config both say what the model is; leave one",
         ),
         (["--model.hf_overrides.hidden_size", "none"], "--model.hf: the config.json lacks hidden_size"),
         (
             ["--model.hf_overrides.model_type", "qwen33"],
-            'no causal language model of model_type "qwen33"; did you mean',
+            'no causal language model of model_type "qwen33"; did',
+        ),
+        (
+            ["--model.hf_overrides.num_hiden_layers", "3"],
+            "--model.hf_overrides.num_hiden_layers: the configuration of qwen3 has no field num_hiden_layers; did you",
         ),
         (["--model.hf_overrides", "3"], "--model.hf_overrides: model.hf_overrides must be an object, got 3"),
         (["--model.hf_overrides.quantization_config", "{bits = 4}"], "the weights are quantized"),
