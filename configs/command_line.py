@@ -24,7 +24,7 @@ from configs.process import cannot_print, silence_stdout
 from configs.reading.keys import find, nearest
 from configs.reading.overrides import parse_overrides, split_flags
 from configs.reading.toml_text import value_text
-from configs.schema import Config
+from configs.schema import Config, is_described
 
 Action = Literal["run", "validate", "print_config", "help"]
 
@@ -180,9 +180,10 @@ def _answer(command: CommandLine, environment: Mapping[str, str], chooser: Choos
 
 
 def _has_names(config: Config) -> bool:
-    """Whether the job names parameters, ops or matrices, which only torch and the model know."""
+    """Whether the job names a family, parameters, ops or matrices, which only torch and the model know."""
     table = config.activation_checkpoint
-    return bool(config.optimizer.groups or table.save_ops or table.save_every_nth_matmul > 1)
+    is_unknown = not is_described(config.model)
+    return is_unknown or bool(config.optimizer.groups or table.save_ops or table.save_every_nth_matmul > 1)
 
 
 def _chosen(config: Config, world_size: int | None, chooser: Chooser) -> str:

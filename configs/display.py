@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Iterator
 
+from configs.architectures import family_of
 from configs.checks import check
 from configs.elastic import describe
 from configs.layout import (
@@ -17,7 +18,7 @@ from configs.layout import (
 from configs.load import LoadedConfig
 from configs.reading.keys import Key, schema_keys
 from configs.reading.toml_text import value_text
-from configs.schema import Config, Model, is_run_key
+from configs.schema import AnyModel, Config, is_described, is_run_key
 
 _MOST_COUNTS = 10
 """Numbers of ranks that `--validate` lists."""
@@ -98,8 +99,13 @@ def summary(loaded: LoadedConfig, world_size: int | None) -> str:
     )
 
 
-def _parameters(model: Model) -> str:
-    """The number of parameters; of a mixture of experts also the number active for a token."""
+def _parameters(model: AnyModel) -> str:
+    """The number of parameters; of a mixture of experts also the number active for a token.
+
+    Without a description of the weights, only the modules know it: then the shape.
+    """
+    if not is_described(model):
+        return family_of(model).shape(model)
     active = "" if model.n_experts is None else f", {_short(active_parameter_count(model))} active"
     return f"{_short(parameter_count(model))} parameters{active}"
 

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from functools import reduce
 
-from configs.architectures import family_of
-from configs.schema import Model
+from configs.architectures import description_of
+from configs.schema import AnyModel, Model, is_described
 
 
-def not_exportable(model: Model) -> str:
+def not_exportable(model: AnyModel) -> str:
     """Why a model can't be exported; "" if it can."""
-    return "; ".join(_faults(model))
+    return "; ".join(_faults(model)) if is_described(model) else ""
 
 
 def _faults(model: Model) -> Iterator[str]:
@@ -18,7 +18,7 @@ def _faults(model: Model) -> Iterator[str]:
             f"dim {model.dim} is not a multiple of n_heads {model.n_heads}, which transformers requires whatever the "
             "head_dim"
         )
-    kind = family_of(model).hf_class(model)
+    kind = description_of(model).hf_class(model)
     values = {key: reduce(getattr, key.split("."), model) for key in kind.keys}
     found = [
         f"{key} is {values[key]!r}, not {' or '.join(map(repr, allowed))}"

@@ -11,7 +11,7 @@ from functools import cache
 from math import lcm
 from typing import Literal
 
-from configs.architectures import family_of, own_weights
+from configs.architectures import description_of, family_of, own_weights
 from configs.errors import ConfigError
 from configs.schema import Config, Fsdp, LrSchedule, Mesh, Model, Source
 
@@ -205,12 +205,12 @@ def active_parameter_count(model: Model) -> int:
 
 def layer_matrices(model: Model, layer: int) -> int:
     """Number of elements in a layer's matrices."""
-    return sum(weight.size for weight in family_of(model).block(model, layer) if weight.is_matrix)
+    return sum(weight.size for weight in description_of(model).block(model, layer) if weight.is_matrix)
 
 
 def active_matrices(model: Model, layer: int) -> int:
     """Number of elements in the matrices of a layer that a token is multiplied with."""
-    return sum(weight.active for weight in family_of(model).block(model, layer) if weight.is_matrix)
+    return sum(weight.active for weight in description_of(model).block(model, layer) if weight.is_matrix)
 
 
 def layer_numbers(ranges: str, n_layers: int) -> list[int]:
@@ -236,12 +236,6 @@ def layer_numbers(ranges: str, n_layers: int) -> list[int]:
 
 def tensor_parallel_sizes(config: Config) -> Mapping[str, int]:
     """The sizes that tensor parallelism splits, by key; each must be a multiple of mesh.tp."""
-    model = config.model
-    optional = {"model.n_kv_heads": model.n_kv_heads, "model.expert_dim": model.expert_dim}
-    return {
-        "model.n_heads": model.n_heads,
-        **{key: size for key, size in optional.items() if size is not None},
-        "model.ffn_dim": model.ffn_dim,
-        "model.vocab_size": model.vocab_size,
+    return family_of(config.model).split_sizes(config.model) | {
         "training.seq_len": config.training.seq_len,  # sequence parallelism between the matrices
     }

@@ -19,6 +19,7 @@ from configs.checks.rule import Problem
 from configs.elastic import Choice, check_elastic
 from configs.errors import ConfigError
 from configs.files import whole
+from configs.reading import hf_config
 from configs.reading.explain import MAX_EXPLAINED, Mistake, explain, wrong_paths
 from configs.reading.keys import dotted, key_path, leaves
 from configs.reading.merge import JOB_FILES, Layers, read_layers, shown
@@ -81,13 +82,16 @@ def load(name_or_path: str, overrides: Sequence[str] = (), world_size: int | Non
     mistakes = list(_override_all(layers, overrides))
     layers.unset()
     layers.values = without_removed(layers.values)
+    of_model = _read_model(layers)
+    mistakes += of_model
     try:
         config = Config.model_validate(layers.values)
     except ValidationError as error:
-        wrong_tables = {path[0] for path in wrong_paths(error)}
+        wrong_tables = {path[0] for path in wrong_paths(error)} | {"model" for _ in of_model}
         mistakes += [*explain(error, layers), *_between(check_tables(layers.values, wrong_tables), layers)]
         _refuse(mistakes, error.error_count() - MAX_EXPLAINED)
         raise
+    _refuse(mistakes if of_model else [])  # the rules would read what could not be read
     warnings: list[str] = []
     while idle := dict(idle_keys(config, layers.origins)):  # once more: what a key needs may itself do nothing
         for path, message in idle.items():
@@ -137,6 +141,20 @@ def _override_all(layers: Layers, words: Sequence[str]) -> Iterator[Mistake]:
 def _between(problems: Iterable[Problem], layers: Layers) -> list[Mistake]:
     """Where what is wrong between keys was set."""
     return [Mistake(key_path(key), layers.where(key_path(key)), message) for key, message in problems]
+
+
+def _read_model(layers: Layers) -> list[Mistake]:
+    """Put the content of the config.json that the job names into the job."""
+    model = layers.values.get("model")
+    if not isinstance(model, dict):
+        return []
+    mistakes = _between(list(hf_config.resolve(model)), layers)
+    if ("model", "hf") in layers.origins and "hf" not in model:
+        layers.origins["model", "hf_config"] = layers.origins["model", "hf"]
+    for path in [path for path in layers.origins if path[:2] in (("model", "hf"), ("model", "hf_overrides"))]:
+        if path[1] not in model:
+            del layers.origins[path]
+    return mistakes
 
 
 def _refuse(mistakes: list[Mistake], more: int = 0) -> None:

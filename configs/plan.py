@@ -20,10 +20,22 @@ TensorRole = Literal[
     "part_column",
     "part_row",
     "replicated_partial_grad",
+    "whole_column",
+    "whole_column_joined",
+    "whole_row",
+    "whole_row_own_part",
+    "whole_embedding",
+    "whole_head",
+    "whole_sum_gradients",
+    "whole_vector",
 ]
-PARAMETER_ROLES = ("part_column", "part_row", "replicated_partial_grad")
+PARAMETER_ROLES = ("part_column", "part_row", "replicated_partial_grad", "whole_vector")
 """Roles of single parameters; the others are of modules."""
-TENSOR_PARALLEL_DIM = {"embedding": -2, "head": -2, "column": -2, "row": -1, "part_column": -2, "part_row": -1}
+TENSOR_PARALLEL_DIM = {
+    **{"embedding": -2, "head": -2, "column": -2, "row": -1, "part_column": -2, "part_row": -1},
+    **{"whole_column": -2, "whole_column_joined": -2, "whole_embedding": -2, "whole_head": -2},
+    **{"whole_row": -1, "whole_row_own_part": -1, "whole_vector": -1},
+}
 """The dimension along which tensor parallelism shards the matrices of a role; other roles are not sharded."""
 
 
@@ -40,6 +52,9 @@ class Plan:
     n_blocks: int
     """Number of blocks in the whole model. A pipeline may split between any two of them."""
 
+    can_be_cut: bool
+    """Whether the forward pass takes a model without some of its blocks, as a pipeline's stage is."""
+
     before_blocks: tuple[str, ...]
     """Modules before the first block, which belong to a pipeline's first stage."""
 
@@ -50,7 +65,10 @@ class Plan:
     """Modules that are gathered together, in forward order; the root's group has all other modules."""
 
     attention: tuple[str, ...]
-    """Modules that mix tokens, each an `Attention`."""
+    """Modules that mix tokens, each an `Attention`; empty if the model's own cannot be replaced."""
+
+    mixers: tuple[str, ...]
+    """The module of each block that mixes tokens; `attention`, unless a model's own attention cannot be replaced."""
 
     experts: tuple[str, ...]
     """Modules that hold the weights of the experts, with the expert as the first dimension of each parameter. They are
@@ -68,10 +86,19 @@ class Plan:
     parts: the module's input is gathered, each rank computes a partial sum, and the sum is split by sequence again.
     For parameters (not modules): part_column, part_row, inside of "parts": split by output or input features, the
     second to last and the last dimension; replicated_partial_grad: whole on each rank, which computes only a part of
-    what it is used for (its heads, its share of the experts), so that its gradient is a sum over the ranks."""
+    what it is used for (its heads, its share of the experts), so that its gradient is a sum over the ranks.
+
+    whole_...: for models whose activations are whole on each rank between the matrices
+    (`parallelisms/tensor_whole.py`): whole_column: split by output features, its output stays split, or is joined;
+    whole_row: split by input features, its input is split, or whole, so that the rank takes its own part;
+    whole_embedding, whole_head: rows of the vocabulary; whole_sum_gradients: a module that each rank uses for its part
+    of the features; whole_vector: a parameter of one dimension that is split like them."""
 
     save_ops: tuple[str, ...]
     """Costly ops, whose outputs selective activation checkpointing keeps unless the config names others."""
+
+    cannot_split: str = ""
+    """Why tensor parallelism can't split the model; empty if it can."""
 
 
 def plan_of(model: Any) -> Plan:

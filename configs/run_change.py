@@ -5,11 +5,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from configs.architectures.llama import expert_dim, head_dim, n_kv_heads
+from configs.architectures import family_of
+from configs.architectures.hf import parsed
 from configs.reading.keys import KeyPath, dotted, find, general, leaves
 from configs.reading.removed import REMOVED
 from configs.reading.toml_text import text_or_not_set
-from configs.schema import Model, further_run_keys, is_run_key
+from configs.schema import further_run_keys, is_run_key, table_of_model
 
 
 def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -31,38 +32,35 @@ def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return lines
 
 
-_NOT_COMPUTED = {"init_std", "router.auxiliary_loss_weight", "router.bias_update_rate"}
-"""Keys of [model] that matter while it is trained, not for what it computes from given weights."""
-
-
 def function_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Compare what the models of two complete configs compute from the same weights; as in `run_key_diff`.
 
     A config that is not Keel's, as in a stranger's checkpoint, is not compared.
     """
     try:
-        before, after = (_computed(Model.model_validate(config.get("model"))) for config in (old, new))
+        before, after = (_computed(config.get("model")) for config in (old, new))
     except ValidationError:
         return []
-    changed = [key for key in after if before.get(key) != after[key] and key not in _NOT_COMPUTED]
+    changed = [key for key in after if before.get(key) != after[key]]
     return [f"model.{key}: {text_or_not_set(before.get(key))} -> {text_or_not_set(after[key])}" for key in changed]
 
 
-def _computed(model: Model) -> dict[str, Any]:
-    """The keys of [model] with the values that apply."""
-    values = model.model_dump()
-    experts = values.pop("router") if model.n_experts else {}
-    values |= {"head_dim": head_dim(model), "n_kv_heads": n_kv_heads(model), "expert_dim": expert_dim(model)}
-    return values | {f"router.{key}": value for key, value in experts.items()}
+def _computed(table: Any) -> dict[str, Any]:
+    model = table_of_model(table).model_validate(table)
+    return family_of(model).computed(model)
 
 
 def _run_values(config: dict[str, Any], further: Collection[str]) -> dict[KeyPath, Any]:
     # virtual_shards was a key of sources; the loader compares the number of shards itself, with the order of samples.
-    return {
+    values = {
         path: value
         for path, value in leaves(config)
         if path[-1] != "virtual_shards" and is_run_key(dotted(path), further)
     }
+    text = values.pop(("model", "hf_config"), None)
+    # The content of a config.json is compared field by field, so that the message names the one that changed.
+    fields = {} if text is None else parsed(text)
+    return values | {("model", "hf_config", *path): value for path, value in leaves(fields)}
 
 
 def default_of(path: KeyPath) -> Any:

@@ -9,8 +9,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
+from typing_extensions import TypeIs
 
+from configs.architectures.hf import HfKeys
 from configs.architectures.llama import LlamaKeys
 from configs.only_with import only_with
 from configs.table import (
@@ -33,6 +35,31 @@ _FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 class Model(LlamaKeys):
     """Shape of the model."""
+
+
+class HfModel(HfKeys):
+    """A model of Hugging Face."""
+
+
+AnyModel = Model | HfModel
+"""The table [model] of any architecture. Both have vocab_size, dim, n_layers, n_heads, n_kv_heads, head_dim, n_experts
+and experts_per_token, so that most code need not know which it is."""
+
+
+def is_described(model: AnyModel) -> TypeIs[Model]:
+    """Whether there is a description of the model's weights; otherwise only its modules know them."""
+    return isinstance(model, Model)
+
+
+def tag_of_model(table: Any) -> str:
+    """The architecture of a table [model], parsed or not; a native one unless it is "hf"."""
+    name = table.get("architecture") if isinstance(table, Mapping) else getattr(table, "architecture", None)
+    return "hf" if name == "hf" else "llama"
+
+
+def table_of_model(table: Any) -> type[Model] | type[HfModel]:
+    """The class for a table [model]."""
+    return HfModel if tag_of_model(table) == "hf" else Model
 
 
 class Tokenizer(Table):
@@ -406,7 +433,7 @@ class Checkpoint(Table):
         str | None, only_with("load", "latest", "none", reason="which the run begins from instead")
     ] = None
     """Another run, or one of its checkpoints, from which a new run takes its initial weights and nothing else; of a run
-    folder, the newest checkpoint."""
+    folder, the newest checkpoint. With architecture = "hf" also a Hugging Face folder."""
     keep_last: NonNegativeInt = 0
     """Keep this many of the newest checkpoints and remove older ones; 0: keep all."""
     keep_every: Annotated[NonNegativeInt, only_with("keep_last", reason="which keeps all")] = 0
@@ -495,7 +522,10 @@ class Config(Table):
 
     job: Job
     """Launch and run folder."""
-    model: Model
+    model: Annotated[
+        Annotated[Model, Tag("llama")] | Annotated[HfModel, Tag("hf")],
+        Discriminator(tag_of_model),
+    ]
     """Shape of the model."""
     tokenizer: Tokenizer = Tokenizer()
     """How text becomes token ids."""

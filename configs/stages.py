@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from itertools import accumulate
 
-from configs.architectures.llama import head_dim
+from configs.architectures.parts import head_dim
 from configs.errors import ConfigError
 from configs.layout import active_matrices, layer_matrices
-from configs.schema import Config
+from configs.schema import Config, is_described
 
 
 def stages_per_rank(config: Config) -> int:
@@ -70,8 +70,11 @@ def _even_split(config: Config) -> Sequence[int]:
     """
     model = config.model
     stages = n_stages(config)
-    layer = sum(layer_matrices(model, layer) for layer in range(model.n_layers)) // model.n_layers
-    active = sum(active_matrices(model, layer) for layer in range(model.n_layers)) // model.n_layers
+    if is_described(model):
+        layer = sum(layer_matrices(model, layer) for layer in range(model.n_layers)) // model.n_layers
+        active = sum(active_matrices(model, layer) for layer in range(model.n_layers)) // model.n_layers
+    else:
+        layer = active = 12 * model.dim**2  # of a usual layer: only the modules know more
     vocabulary = model.vocab_size * model.dim
     layer_time = active + model.n_heads * head_dim(model) * config.training.seq_len
     counts = [1] * stages

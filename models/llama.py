@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.architectures import init_stds, tensor_parallel_roles
-from configs.architectures.llama import ATTENTION, RopeScaling, head_dim, is_mixture, n_kv_heads
+from configs.architectures.llama import ATTENTION, RopeScaling, is_mixture
+from configs.architectures.parts import head_dim, n_kv_heads
 from configs.plan import Plan
 from configs.schema import Model
 from models.documents import Documents, NumberedDocuments, attend_within, has_kernel
@@ -235,10 +236,12 @@ class Llama(nn.Module):
             blocks=blocks,
             first_block=int(next(iter(self.layers))),
             n_blocks=self.config.n_layers,
+            can_be_cut=True,
             before_blocks=before,
             after_blocks=after,
             fsdp_groups=groups if self.config.tie_embeddings else tuple(filter(None, (before, *groups, after))),
             attention=tuple(f"{block}.{ATTENTION}" for block in blocks),
+            mixers=tuple(f"{block}.{ATTENTION}" for block in blocks),
             experts=tuple(f"{mixture}.experts" for mixture in mixtures),
             routers=tuple(f"{mixture}.router" for mixture in mixtures),
             tensor_parallel={

@@ -42,14 +42,29 @@ def materialize(model: nn.Module, device: torch.device, seed: int, offload: bool
         for name, buffer in module.named_buffers(recurse=False):
             is_persistent = name not in module._non_persistent_buffers_set
             module.register_buffer(name, _unset(buffer.to(device)), persistent=is_persistent)
+    for module in model.modules():
         if hasattr(module, "init_buffers"):
             cast(Callable[[], None], module.init_buffers)()
+    if hasattr(model, "initial_values"):
+        _fill(model, cast(Callable[[int], Callable[[str], Tensor]], model.initial_values)(seed))
+        check_initialized(model, zeros=True)
+        return
     init_std = cast(Callable[[str], float | None], model.init_std)
     with ThreadPoolExecutor(_threads()) as pool:
         for name, parameter in model.named_parameters():
             _unset(parameter)
             _initialize(parameter, init_std(name), f"{seed}/{name}", pool)
     check_initialized(model)
+
+
+def _fill(model: nn.Module, whole: Callable[[str], Tensor]) -> None:
+    """Copy this rank's part of values that the model draws whole, one parameter after the other."""
+    for name, parameter in model.named_parameters():
+        values = whole(name)
+        for dim, index in enumerate(local_indices(parameter)):
+            if len(index) < values.shape[dim]:
+                values = values.index_select(dim, index)
+        local_part(parameter).detach().copy_(values)
 
 
 def _threads() -> int:
@@ -124,8 +139,8 @@ def _truncated_normal(shape: Iterable[int], std: float, key: str) -> Tensor:
     return values
 
 
-def check_initialized(model: nn.Module) -> None:
-    """Find parameters and buffers that contain a NaN, and parameters that are zero everywhere.
+def check_initialized(model: nn.Module, zeros: bool = False) -> None:
+    """Find parameters and buffers that contain a NaN, and, unless `zeros` may be, parameters that are zero everywhere.
 
     Raises:
         RuntimeError: something was not initialized; the message names each such tensor.
@@ -133,7 +148,7 @@ def check_initialized(model: nn.Module) -> None:
     forgotten = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         local = local_part(tensor)
-        is_zero = isinstance(tensor, nn.Parameter) and not local.any()
+        is_zero = not zeros and isinstance(tensor, nn.Parameter) and not local.any()
         if local.numel() and (local.isnan().any() or is_zero):
             forgotten.append(name)
     if forgotten:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from configs.plan import Router, plan_of, routers_of
-from configs.schema import Config
+from configs.schema import Config, is_described
 from parallelisms.mesh import Mesh
 from parallelisms.torch_internals import group_named
 
@@ -92,7 +92,7 @@ class LoadBalance:
         for router in routers:
             router.tokens_per_expert.zero_()
             router.entropy.zero_()
-        if self._config.router.load_balance == "bias":
+        if is_described(self._config) and self._config.router.load_balance == "bias":
             self._move_biases(self._config.router.bias_update_rate * (1 - skip.double()))
 
     def _move_biases(self, rate: Tensor) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from configs.plan import PARAMETER_ROLES, TENSOR_PARALLEL_DIM, plan_of
+from parallelisms.tensor_whole import STYLES, cut_vector
 from parallelisms.ties import ties_kept
 
 SEQUENCE = Shard(1)
@@ -116,7 +117,12 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     with ties_kept(model):
         for name, role in plan_of(model).tensor_parallel.items():
-            if role in PARAMETER_ROLES:
+            if role in STYLES:
+                STYLES[role](model.get_submodule(name), mesh)
+            elif role == "whole_vector":
+                owner, _, attribute = name.rpartition(".")
+                cut_vector(model.get_submodule(owner), attribute, mesh)
+            elif role in PARAMETER_ROLES:
                 _cut_parameter(model, name, mesh, TENSOR_PARALLEL_DIM.get(role))
             else:
                 parallelize_module(model.get_submodule(name), mesh, _STYLES[role]())

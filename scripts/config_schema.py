@@ -15,7 +15,7 @@ if not __package__:  # run as a file
 
 from configs.errors import UserError
 from configs.only_with import conditions
-from configs.reading.keys import Key, schema_keys, table_in
+from configs.reading.keys import Key, schema_keys, tables_in
 from configs.reading.toml_text import value_text
 from configs.schema import Config, Table, is_run_key
 from scripts.command import end, parser_of, run_command
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _tables(table: type[Table]) -> Iterator[type[Table]]:
     yield table
     for field in table.model_fields.values():
-        if inner := table_in(field.annotation):
+        for inner in tables_in(field.annotation):
             yield from _tables(inner)
 
 

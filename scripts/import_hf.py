@@ -1,6 +1,7 @@
 """Import a Hugging Face model as a checkpoint to continue training: scripts/import_hf.py SOURCE OUTPUT
 
-SOURCE is a folder with config.json and safetensors files of a Llama 2 or 3.x, a Qwen3 or a Mixtral. OUTPUT gets the
+SOURCE is a folder with config.json and safetensors files of a Llama 2 or 3.x, a Qwen3 or a Mixtral, or, with
+--as-it-is, of any family that the installed transformers has (architecture = "hf"). OUTPUT gets the
 weights, the tokenizer and model.toml, a base for job files. A job starts from them with
 `checkpoint.init_from = "OUTPUT"`, on any mesh.
 """
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         tokenizer = find_tokenizer(options.source)
         with console.progress(f"Importing to {options.output}", in_bytes=True) as report:
-            import_hf(options.source, options.output, tokenizer, options.dtype, report)
+            import_hf(options.source, options.output, tokenizer, options.dtype, report, options.as_it_is)
         if tokenizer is None:
             console.warning(f"{options.source} has no tokenizer that Keel can read; set tokenizer.path to one")
         output = options.output.resolve()  # a base is relative to the job file
@@ -51,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=("float32", "bfloat16"),
         help="type of the weights (default: one that holds the source exactly)",
     )
+    add("--as-it-is", action="store_true", help='for transformers\' own modules: architecture = "hf"')
     return parser
 
 

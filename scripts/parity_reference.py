@@ -20,7 +20,7 @@ from torch import Tensor
 
 from configs.load import load
 from configs.plan import plan_of
-from configs.schema import Config, Optimizer, ParameterGroup
+from configs.schema import Config, Optimizer, ParameterGroup, is_described
 from models import build_model
 from parallelisms.init import materialize
 from scripts.parity_float8 import in_8_bits
@@ -115,8 +115,9 @@ class _Choices:
 
     def __init__(self, model: torch.nn.Module, config: Config) -> None:
         """Observe the routers; create it before the forward pass."""
-        self.settings = config.model.router
-        self.k = config.model.experts_per_token
+        if is_described(config.model):  # the routers of other models are their own
+            self.settings = config.model.router
+            self.k = config.model.experts_per_token
         self.inputs: dict[Any, list[Tensor]] = {
             router: [] for router in map(model.get_submodule, plan_of(model).routers)
         }
@@ -141,7 +142,7 @@ class _Choices:
             self.tokens[router] = chosen.sum(dim=(0, 1))
             f = chosen.mean(dim=1) * chosen.shape[2] / self.k
             losses += [(f * shares.mean(dim=1)).sum(dim=1).mean()]
-        is_used = self.settings.load_balance == "auxiliary_loss"
+        is_used = bool(losses) and self.settings.load_balance == "auxiliary_loss"
         return self.settings.auxiliary_loss_weight * sum(losses) if is_used else 0.0
 
     def move_biases(self) -> None:

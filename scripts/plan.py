@@ -13,11 +13,12 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from math import prod
 
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from configs.layout import mesh_sizes, parameter_count
+from configs.layout import mesh_sizes
 from configs.load import load
 from configs.schema import Config
 from configs.stages import layers_of_stages, stages_of_rank
@@ -56,6 +57,7 @@ def decided(config: Config, ranks: int, device_bytes: int | None, console: Conso
 def rows(config: Config, ranks: int, device_bytes: int | None) -> list[Row]:
     """Return the rows of the plan; `device_bytes` is the memory of a GPU, None if unknown."""
     from trainer.planning.memory import estimate_memory
+    from trainer.planning.skeleton import skeleton
     from trainer.planning.takes_less import does_not_fit
 
     started = time.perf_counter()
@@ -63,7 +65,7 @@ def rows(config: Config, ranks: int, device_bytes: int | None) -> list[Row]:
     sizes = mesh_sizes(config, ranks)
     estimate = estimate_memory(config, sizes, "cuda")
     return [
-        ("model", f"{count(parameter_count(config.model))} parameters"),
+        ("model", f"{count(sum(map(prod, skeleton(config.model).shapes.values())))} parameters"),
         ("ranks", f"{ranks}: {sizes}"),
         ("held by rank 0", f"{size(held)} of parameters; with gradients and optimizer {size(estimate.states)}"),
         (

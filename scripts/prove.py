@@ -1,4 +1,6 @@
-"""Prove that each technique computes what one process computes: scripts/prove.py JOB [--axes fsdp,tp] [--ranks N]
+"""Prove that each technique computes what one process computes: scripts/prove.py MODEL [--axes fsdp,tp] [--ranks N]
+
+MODEL is a job file, a folder of Hugging Face or its config.json, or the name of a family of transformers (qwen3).
 
 The job's model is made small: the same structure, with every kind of layer and every option, and sizes that a mesh can
 cut where it can cut the job's. One process trains it for four steps in plain PyTorch, in float64. Then each technique
@@ -24,7 +26,9 @@ if not __package__:  # run as a file
 
 from configs.errors import ConfigError
 from configs.files import write_atomically
-from configs.load import find_job_file, load
+from configs.load import load
+from configs.reading.hf_config import CONFIG_NAME, causal_families
+from configs.schema import Config
 from scripts.command import add_job_argument, end, job_of, parser_of, positive, run_command, without_overrides
 from scripts.proving.run import BOUND, Outcome, Prover, call, prove_all
 from scripts.proving.small import SmallJob, small_job
@@ -43,13 +47,13 @@ def main(arguments: Sequence[str] | None = None, on_ranks: Callable = call) -> i
         started = time.perf_counter()
         job = job_of(options)
         axes = _axes(options.axes)
-        config = load(job, overrides).config
+        config = job_of_model(job, overrides)
         ranks = 1 << (max(8, options.ranks) - 1).bit_length()
         small = small_job(config, ranks)
         techniques = chosen(axes, bool(config.model.n_experts), config.data.document_mask)
         _announce(console, job, small, options.ranks)
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / find_job_file(job).name
+            file = Path(folder) / "small.toml"
             file.write_text(small.text)
             from scripts.rank_pool import RankPool
 
@@ -67,6 +71,38 @@ def main(arguments: Sequence[str] | None = None, on_ranks: Callable = call) -> i
 
     code = run_command(work, "stopped; nothing was written")
     return code or int(any(outcome.verdict == "wrong" for outcome in found))
+
+
+def job_of_model(model: str, overrides: Sequence[str] = ()) -> Config:
+    """The job that a command line names, or for a model of Hugging Face a job that trains it.
+
+    Raises:
+        ConfigError: there is no such job, folder or family, or it is not valid.
+    """
+    if model.endswith(".json") or (Path(model) / CONFIG_NAME).is_file():
+        return _job_of_hf(model, overrides)
+    if model not in (causal_families() or ()):
+        return load(model, overrides).config
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / CONFIG_NAME).write_text(_default_config(model))
+        return _job_of_hf(folder, overrides)
+
+
+def _job_of_hf(source: str, overrides: Sequence[str]) -> Config:
+    return load(_JOB, ["--model.architecture", "hf", "--model.hf", source, *overrides]).config
+
+
+_JOB = "parity.toml"
+"""The job that trains a model that is named without one."""
+
+
+def _default_config(family: str) -> str:
+    """The config.json that transformers writes for a family, without dropout, whose numbers no mesh would share."""
+    from transformers import AutoConfig
+
+    fields = AutoConfig.for_model(family).to_dict()
+    dropout = {name: 0.0 for name, value in fields.items() if "drop" in name and isinstance(value, float)}
+    return json.dumps(fields | dropout)
 
 
 def _parser() -> argparse.ArgumentParser:

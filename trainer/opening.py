@@ -25,7 +25,7 @@ from trainer.planning.flops import peak_flops
 from trainer.planning.least_recomputation import chosen, least_recomputation
 from trainer.planning.skeleton import skeleton
 from trainer.planning.unknown_names import require_known_names
-from trainer.preparation import prepare_data, require_inputs
+from trainer.preparation import import_weights, prepare_data, require_inputs, with_imported_weights
 from trainer.progress import Progress
 from trainer.report.console import Console
 from trainer.report.metrics import Kind, TimeLedger
@@ -81,7 +81,9 @@ class Opened:
             on_rank_zero(None, lambda: require_inputs(job))
             with runtime.ledger.measure(Kind.PREPARATION):
                 watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, runtime.stop))
+                watchdog.on_first_rank("importing weights", lambda: import_weights(config, console))
                 compare_data(config)
+            self.config = config = with_imported_weights(config)
             sampler = Sampler(job)
             self.checkpoints = open_checkpoints(config, self.mesh, console, watchdog.incarnation)
             shapes = skeleton(config.model).shapes

@@ -6,15 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from checkpoint.find import find_checkpoint, kept_tokenizer
+import xxhash
+
+from checkpoint.find import HF_CONFIG_NAME, find_checkpoint, kept_tokenizer
 from checkpoint.folder import Choice, choose
-from checkpoint.manifest import read_manifest
+from checkpoint.manifest import MANIFEST_NAME, read_manifest
 from configs.errors import KeelError, UserError
 from configs.files import replacing
 from configs.layout import used_sources
 from configs.load import LoadedConfig
 from configs.paths import missing_paths
-from configs.schema import Config, Prepare
+from configs.schema import Config, Prepare, is_described
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import documents
 from trainer.data.text.listing import examine, list_files
@@ -47,13 +49,54 @@ def require_inputs(job: LoadedConfig) -> None:
     choice = _choice(config)
     if missing := missing_paths(job):
         raise UserError("\n".join(missing))
-    if config.checkpoint.init_from and not choice.candidates:
+    if config.checkpoint.init_from and not choice.candidates and imported_to(config) is None:
         read_manifest(find_checkpoint(Path(config.checkpoint.init_from)))
 
 
 def _choice(config: Config) -> Choice:
     """The checkpoints that the run may resume from."""
     return choose(config.job.folder / "checkpoints", config.checkpoint.load, config.checkpoint.go_back)
+
+
+def imported_to(config: Config) -> Path | None:
+    """The checkpoint that a Hugging Face folder in checkpoint.init_from becomes, in the run folder.
+
+    None if it names no such folder, or the model is Keel's own, whose folders `keel import` translates. The name has a
+    hash of what is in the folder, so that another folder becomes another checkpoint.
+    """
+    source = Path(config.checkpoint.init_from or "")
+    is_folder = config.checkpoint.init_from is not None and (source / HF_CONFIG_NAME).is_file()
+    if is_described(config.model) or not is_folder or (source / MANIFEST_NAME).exists():
+        return None
+    files = sorted(path for pattern in ("*.json", "*.safetensors") for path in source.glob(pattern))
+    content = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    digest = xxhash.xxh3_64_hexdigest(repr((str(source.resolve()), content)).encode())
+    return config.job.folder / f"imported-{digest}"
+
+
+def import_weights(config: Config, console: Console) -> None:
+    """Import the Hugging Face folder that checkpoint.init_from names, unless the run has a checkpoint to resume from.
+
+    Call it on one rank.
+
+    Raises:
+        UserError: it can't be read, or the disk refuses.
+    """
+    output = imported_to(config)
+    if output is None or output.exists() or _choice(config).candidates:
+        return
+    from checkpoint.export.hf import import_hf
+
+    with console.progress(f"Importing {config.checkpoint.init_from}", in_bytes=True) as report:
+        import_hf(Path(config.checkpoint.init_from or ""), output, None, progress=report, as_it_is=True)
+
+
+def with_imported_weights(config: Config) -> Config:
+    """The job, with `checkpoint.init_from` at the checkpoint that its Hugging Face folder became."""
+    output = imported_to(config)
+    if output is None:
+        return config
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"init_from": str(output)})})
 
 
 _ANOTHER_RUN = (

@@ -202,9 +202,11 @@ class Learner:
         document_ids = batch.document_ids
         batch = batch.to(self.mesh.device)
         positions = batch.positions
-        if positions is None:  # a later pipeline stage gets no tokens to count positions from
+        if (
+            positions is None and self.mesh.sizes.pp > 1
+        ):  # a later pipeline stage gets no tokens to count positions from
             positions = torch.arange(batch.tokens.shape[1], device=self.mesh.device)[None]
-        arguments = {"positions": positions, "loss": partial(loss, targets=batch.targets)}
+        arguments: dict[str, Any] = {"positions": positions, "loss": partial(loss, targets=batch.targets)}
         if document_ids is not None:  # torch 2.11's zero-bubble schedules do not accept None
             arguments["documents"] = Documents.find(document_ids).to(self.mesh.device)
         return Call(batch.tokens, arguments)

@@ -5,8 +5,9 @@ optimizer is not read at all. The output gets its name only when it is complete,
 touched. From a stranger's folder only safetensors and JSON are read, neither of which can contain code.
 """
 
+import json
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoint import manifest as manifests
 from checkpoint.compare import described, require_same
+from checkpoint.export import family
 from checkpoint.export.hf_config import (
     checkpoint_shapes,
     longest_sequence,
@@ -50,8 +52,9 @@ from checkpoint.verify import check_tensors
 from configs.architectures.parts import Shape
 from configs.errors import UserError
 from configs.exportable import not_exportable
+from configs.reading import hf_config
 from configs.reading.toml_text import table_text
-from configs.schema import Model
+from configs.schema import AnyModel, HfModel, Model, is_described, table_of_model
 from configs.untrusted import MAX_JSON_BYTES, link_out_of, parse_json, read_file, require_64_bits, shortened
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -84,7 +87,7 @@ class TokenizerFiles:
 class ModelFiles:
     """A model on disk, in Keel's or in Hugging Face's format."""
 
-    model: Model
+    model: AnyModel
     seq_len: int
     """Tokens of the longest sequence that it is made for."""
     dtype: torch.dtype
@@ -104,7 +107,8 @@ def checkpoint_files(checkpoint: Path) -> ModelFiles:
     metadata = read_metadata(checkpoint)
     model = _model_of(manifest, checkpoint)
     _check_count(checkpoint / manifests.MANIFEST_NAME, model, _n_tensors(metadata))
-    seq_len = longest_sequence(model, manifest.value("training", "seq_len", int) or 0)
+    trained = manifest.value("training", "seq_len", int) or 0
+    seq_len = longest_sequence(model, trained) if is_described(model) else family.seq_len_of(model, trained)
     names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
     entries = {name: entry_of(metadata, name) for name in names}
     return ModelFiles(
@@ -164,6 +168,11 @@ def export_hf(
     manifest = read_manifest(checkpoint)
     metadata = read_metadata(checkpoint)
     model = _model_of(manifest, checkpoint)
+    if not is_described(model):
+        _export_family(
+            checkpoint, manifest, metadata, model, output, tokenizer, dtype, max_shard_bytes, verify, progress
+        )
+        return
     if reason := not_exportable(model):
         raise UserError(f"{checkpoint}: this model can't be exported to Hugging Face format: {reason}")
     _check_count(checkpoint / manifests.MANIFEST_NAME, model, _n_tensors(metadata))
@@ -186,6 +195,37 @@ def export_hf(
         write_json(folder / "generation_config.json", {key: i for key, i in marks.items() if i is not None})
         for name, content in tokenizer.files.items():
             write_bytes(folder / name, content)
+        finish(folder, output)
+
+
+def _export_family(
+    checkpoint: Path,
+    manifest: Manifest,
+    metadata: Metadata,
+    model: HfModel,
+    output: Path,
+    tokenizer: TokenizerFiles,
+    dtype: str | None,
+    max_shard_bytes: int,
+    verify: Literal["size", "hash"],
+    progress: Progress,
+) -> None:
+    """Export a model without a description: transformers writes the folder."""
+    names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
+    entries = {name: entry_of(metadata, name) for name in names}
+    target = getattr(torch, dtype) if dtype else entries[names[0]].properties.dtype
+    count = Counter(progress, sum(n_bytes(entry.size, entry.properties.dtype) for entry in entries.values()))
+    special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    with ReadLock(checkpoint), unfinished_folder(output) as folder:
+        if verify == "hash":
+            check_tensors(checkpoint, manifest, metadata, "model.")
+        tensors = {
+            name.removeprefix("model."): count(read_tensor(checkpoint, metadata, name)).to(target) for name in names
+        }
+        given = {name: token for name, token in special.items() if token is not None}
+        family.write_folder(model, tensors, folder, target, max_shard_bytes, given)
+        for file, content in tokenizer.files.items():
+            write_bytes(folder / file, content)
         finish(folder, output)
 
 
@@ -227,9 +267,10 @@ def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
         os.fsync(file.fileno())
 
 
-def _model_of(manifest: Manifest, checkpoint: Path) -> Model:
+def _model_of(manifest: Manifest, checkpoint: Path) -> AnyModel:
     try:
-        return Model.model_validate(manifest.config.get("model"))
+        table = manifest.config.get("model")
+        return table_of_model(table).model_validate(table)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, ("config", "model", *first["loc"])))
@@ -242,7 +283,7 @@ def _n_tensors(metadata: Metadata) -> int:
     return sum(entry.size[0] if len(entry.size) == 3 else 1 for entry in entries)
 
 
-def _check_count(path: Path, model: Model, n_tensors: int) -> None:
+def _check_count(path: Path, model: AnyModel, n_tensors: int) -> None:
     """Raise UserError if a model has more layers and experts than tensors: listing its tensors might never end."""
     if model.n_layers * (model.n_experts or 1) > n_tensors:
         experts = f" with {model.n_experts} experts each" if model.n_experts else ""
@@ -302,6 +343,7 @@ def import_hf(
     tokenizer: Path | None,
     dtype: str | None = None,
     progress: Progress = lambda done, total: None,
+    as_it_is: bool = False,
 ) -> None:
     """Write the model in a Hugging Face folder as a checkpoint: weights only, for `checkpoint.init_from`.
 
@@ -314,27 +356,57 @@ def import_hf(
         dtype: dtype of the weights; None: as in the source. float16, and mixed dtypes, become the narrowest dtype that
             represents all of them exactly.
         progress: called after each tensor.
+        as_it_is: for architecture "hf", whatever the family; otherwise for Keel's own modules.
 
     Raises:
         UserError: the source can't be read, or Keel can't train its model, or the output exists or can't be written.
     """
+    if as_it_is:
+        _import_family(source, output, tokenizer, dtype, progress)
+        return
     config, model, tensors = _open(source)
     shapes = tensor_shapes(model)
     target = getattr(torch, dtype) if dtype else _common_dtype(tensors)
     count = Counter(progress, sum(n_bytes(shape, target) for shape in shapes.values()))
+    names = sources(model)
+    to_write = checkpoint_shapes(model).items()
+    stream = ((name, count(_read_sources(names[name], shape, tensors, target))) for name, shape in to_write)
+    _write_import(source, output, tokenizer, model, seq_len_of(config), target, stream)
+
+
+def _import_family(source: Path, output: Path, tokenizer: Path | None, dtype: str | None, progress: Progress) -> None:
+    """Import a model to train as it is: transformers reads the folder."""
+    fields = _read_json(source / CONFIG_NAME)
+    table = {"architecture": "hf", "hf_config": json.dumps(fields)}
+    if faults := [message for _, message in hf_config.resolve(table)]:
+        raise UserError(f"{source / CONFIG_NAME}: {faults[0]}")
+    model = HfModel.model_validate(table)
+    tensors = family.read_folder(model, source, getattr(torch, dtype) if dtype else None)
+    target = next(iter(tensors.values())).dtype
+    count = Counter(progress, sum(n_bytes(tensor.shape, target) for tensor in tensors.values()))
+    stream = ((f"model.{name}", count(tensor.to(target))) for name, tensor in tensors.items())
+    _write_import(source, output, tokenizer, model, family.seq_len_of(model), target, stream)
+
+
+def _write_import(
+    source: Path,
+    output: Path,
+    tokenizer: Path | None,
+    model: AnyModel,
+    seq_len: int,
+    target: torch.dtype,
+    stream: Iterator[tuple[str, Tensor]],
+) -> None:
     with unfinished_folder(output) as folder:
-        names = sources(model)
-        to_write = checkpoint_shapes(model).items()
-        stream = ((name, count(_read_sources(names[name], shape, tensors, target))) for name, shape in to_write)
         storage = FolderStorage()
         files = write_tensors(storage, folder, stream)
-        tables = {"model": model.model_dump()}
+        tables: dict[str, Any] = {"model": model.model_dump()}
         if tokenizer:
             files[tokenizer.name] = write_bytes(folder / tokenizer.name, tokenizer.read_bytes())
             tables["tokenizer"] = {"path": str(output.resolve() / tokenizer.name)}
         toml = _toml_heading(source, output) + table_text(tables)
         files[MODEL_TOML] = write_bytes(folder / MODEL_TOML, toml.encode())
-        training = {"dtype": _name(target), "seq_len": seq_len_of(config)}
+        training = {"dtype": _name(target), "seq_len": seq_len}
         tokenizer_hash = files[tokenizer.name].xxh3 if tokenizer else None
         commit(storage, folder, output, _draft(tables | {"training": training}, tokenizer_hash), files, "{}")
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from configs.architectures import HF_CLASSES, family_of, own_weights
-from configs.architectures.llama import RopeScaling, head_dim, n_kv_heads
-from configs.architectures.parts import HfClass, Shape
+from configs.architectures import HF_CLASSES, description_of, own_weights
+from configs.architectures.llama import RopeScaling
+from configs.architectures.parts import HfClass, Shape, head_dim, n_kv_heads
 from configs.errors import UserError
 from configs.schema import Model
 from configs.untrusted import shortened
@@ -46,7 +46,7 @@ def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: in
     transformers 5 reads `rope_parameters` and `dtype`; earlier versions read `rope_theta`, `rope_scaling` and
     `torch_dtype`.
     """
-    kind = family_of(model).hf_class(model)
+    kind = description_of(model).hf_class(model)
     values = model.model_dump()
     theta = {"rope_theta": model.rope_theta}
     scaling = _scaling_to_hf(model.rope_scaling)
@@ -92,7 +92,9 @@ def to_keel(config: Mapping[str, Any], path: Path) -> Model:
     if kind is None or architectures not in ([], [kind.name]):
         what = shortened(f"model_type {config.get('model_type')!r}, architectures {architectures!r}", 400)
         supported = ", ".join(f"{each.name} ({each.title})" for each in HF_CLASSES.values())
-        raise UserError(f"{path}: {what}: not supported; Keel imports {supported}")
+        raise UserError(
+            f"{path}: {what}: not supported; Keel imports {supported}, and with --as-it-is any family of transformers"
+        )
     for field, value in kind.fixed.items():
         if config.get(field, value) != value:
             raise _unsupported(path, field, config[field], f"Keel's {kind.title} has {value!r}")

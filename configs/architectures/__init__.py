@@ -10,25 +10,32 @@ import math
 from collections.abc import Iterator
 from functools import cache
 
-from configs.architectures import llama
+from configs.architectures import hf, llama
+from configs.architectures.hf import HfKeys
 from configs.architectures.llama import LlamaKeys
-from configs.architectures.parts import Family, HfClass, Weight
+from configs.architectures.parts import Described, Family, HfClass, Weight
 from configs.plan import PARAMETER_ROLES, TensorRole
 
-_FAMILIES: dict[str, Family] = {"llama": llama}
+_FAMILIES: dict[str, Family] = {"llama": llama, "hf": hf}
+_DESCRIBED: dict[str, Described] = {"llama": llama}
 
-HF_CLASSES: dict[str, HfClass] = {each.model_type: each for family in _FAMILIES.values() for each in family.HF_CLASSES}
+HF_CLASSES: dict[str, HfClass] = {each.model_type: each for family in _DESCRIBED.values() for each in family.HF_CLASSES}
 """Hugging Face's classes by `model_type`."""
 
 
-def family_of(model: LlamaKeys) -> Family:
-    """The file with the description of the model's family."""
+def family_of(model: LlamaKeys | HfKeys) -> Family:
+    """The file of the model's architecture."""
     return _FAMILIES[model.architecture]
+
+
+def description_of(model: LlamaKeys) -> Described:
+    """The description of the weights of the model's family."""
+    return _DESCRIBED[model.architecture]
 
 
 def all_weights(model: LlamaKeys) -> Iterator[Weight]:
     """The weights of a model, in the order of the forward pass; a tied head is one of them."""
-    family = family_of(model)
+    family = description_of(model)
     yield from family.before_blocks(model)
     for layer in range(model.n_layers):
         yield from (weight.inside(f"layers.{layer}") for weight in family.block(model, layer))
@@ -44,7 +51,7 @@ def tensor_parallel_roles(model: LlamaKeys) -> dict[str, TensorRole]:
     """The role of each module or parameter that has one, by its name."""
     roles: dict[str, TensorRole] = {}
     for layer in range(model.n_layers):
-        around = family_of(model).around(model, layer)
+        around = description_of(model).around(model, layer)
         roles |= {f"layers.{layer}.{module}": role for module, role in around.items()}
     for weight in all_weights(model):
         of_parameter = weight.role in PARAMETER_ROLES

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from math import sqrt
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from configs.architectures.parts import HfClass, Weight, small_size
+from configs.architectures.parts import HfClass, Weight, head_dim, n_kv_heads, small_size
 from configs.only_with import only_with
 from configs.plan import TensorRole
 from configs.table import NonNegativeInt, PositiveFloat, PositiveInt, Table
@@ -93,16 +93,6 @@ class LlamaKeys(Table):
     """Standard deviation of the initial weights, before scaling by depth."""
 
 
-def head_dim(model: LlamaKeys) -> int:
-    """Width of one attention head."""
-    return model.head_dim or model.dim // model.n_heads
-
-
-def n_kv_heads(model: LlamaKeys) -> int:
-    """Number of key and value heads."""
-    return model.n_kv_heads or model.n_heads
-
-
 def expert_dim(model: LlamaKeys) -> int:
     """Inner width of one expert."""
     return model.expert_dim or model.ffn_dim
@@ -111,6 +101,129 @@ def expert_dim(model: LlamaKeys) -> int:
 def is_mixture(model: LlamaKeys, layer: int) -> bool:
     """Whether a layer has experts instead of a dense feed-forward."""
     return model.n_experts is not None and layer >= model.n_dense_layers
+
+
+def shape(model: LlamaKeys) -> str:
+    """The sizes, for people; a second line is about the experts."""
+    heads = f"{model.n_heads} heads of {head_dim(model)}"
+    if n_kv_heads(model) != model.n_heads:
+        heads += f", {n_kv_heads(model)} of keys and values"
+    tied = ", tied" if model.tie_embeddings else ""
+    return (
+        f"{model.n_layers} layers, dim {model.dim}, {heads}, ffn_dim {model.ffn_dim}, "
+        f"vocabulary {model.vocab_size:,}{tied}{_shape_of_experts(model)}"
+    )
+
+
+def _shape_of_experts(model: LlamaKeys) -> str:
+    """A line about the experts; empty for a dense model."""
+    if model.n_experts is None:
+        return ""
+    shared = f" and {model.n_shared_experts} shared" if model.n_shared_experts else ""
+    dense = f", the first {model.n_dense_layers} dense" if model.n_dense_layers else ""
+    balance = model.router.load_balance.replace("_", " ")
+    return (
+        f"\n{model.experts_per_token} of {model.n_experts} experts{shared} of width {expert_dim(model)}{dense}; "
+        f"load balance: {balance}"
+    )
+
+
+def split_sizes(model: LlamaKeys) -> dict[str, int]:
+    """The sizes that tensor parallelism splits, by key."""
+    optional = {"model.n_kv_heads": model.n_kv_heads, "model.expert_dim": model.expert_dim}
+    return {
+        "model.n_heads": model.n_heads,
+        **{key: size for key, size in optional.items() if size is not None},
+        "model.ffn_dim": model.ffn_dim,
+        "model.vocab_size": model.vocab_size,
+    }
+
+
+_NOT_COMPUTED = {"init_std", "router.auxiliary_loss_weight", "router.bias_update_rate"}
+"""Keys that matter while the model is trained, not for what it computes from given weights."""
+
+
+def computed(model: LlamaKeys) -> dict[str, Any]:
+    """The keys that decide the model's output for given weights, with the values that apply."""
+    values = model.model_dump()
+    experts = values.pop("router") if model.n_experts else {}
+    values |= {"head_dim": head_dim(model), "n_kv_heads": n_kv_heads(model), "expert_dim": expert_dim(model)}
+    values |= {f"router.{key}": value for key, value in experts.items()}
+    return {key: value for key, value in values.items() if key not in _NOT_COMPUTED}
+
+
+# --------------------------------------------------------------------------- rules between the keys
+
+
+def rules(config: Any) -> Iterator[tuple[str, str]]:
+    """What is wrong between the keys: the key to blame, and a message."""
+    for rule in (_head_width, _kv_heads, _experts_fit, _router, _rope_scaling):
+        yield from rule(config.model)
+
+
+def _head_width(model: LlamaKeys) -> Iterator[tuple[str, str]]:
+    if model.head_dim is None and model.dim % model.n_heads:
+        yield (
+            "model.dim",
+            f"dim {model.dim} is not divisible by n_heads {model.n_heads} ({model.dim} / {model.n_heads} = "
+            f"{model.dim / model.n_heads:.2f}); change one of them, or set head_dim",
+        )
+    elif head_dim(model) % 2:
+        width = "" if model.head_dim else f" = dim {model.dim} / n_heads {model.n_heads}"
+        key = "model.head_dim" if model.head_dim else "model.dim"
+        yield (
+            key,
+            f"head_dim {head_dim(model)}{width} is odd; rotary embeddings rotate pairs of features, so it must be even",
+        )
+
+
+def _kv_heads(model: LlamaKeys) -> Iterator[tuple[str, str]]:
+    if model.n_heads % n_kv_heads(model):
+        yield (
+            "model.n_kv_heads",
+            f"n_heads {model.n_heads} is not divisible by n_kv_heads {model.n_kv_heads} ({model.n_heads} / "
+            f"{model.n_kv_heads} = {model.n_heads / n_kv_heads(model):.2f}); change one of them",
+        )
+
+
+def _experts_fit(model: LlamaKeys) -> Iterator[tuple[str, str]]:
+    if model.n_experts is None:
+        return
+    if model.experts_per_token > model.n_experts:
+        yield (
+            "model.experts_per_token",
+            f"experts_per_token {model.experts_per_token} is above n_experts {model.n_experts}; change one of them",
+        )
+    if model.n_dense_layers >= model.n_layers:
+        yield (
+            "model.n_dense_layers",
+            f"n_dense_layers {model.n_dense_layers} of n_layers {model.n_layers} leaves no layer with experts",
+        )
+    if model.n_dense_layers == 0 and expert_dim(model) != model.ffn_dim:
+        yield (
+            "model.expert_dim",
+            f"ffn_dim {model.ffn_dim} applies to no layer, because n_dense_layers is 0; set ffn_dim = "
+            f"{model.expert_dim} and leave expert_dim out, or set n_dense_layers",
+        )
+
+
+def _router(model: LlamaKeys) -> Iterator[tuple[str, str]]:
+    router = model.router
+    if model.n_experts is not None and model.experts_per_token == 1 and router.renormalize:
+        yield (
+            "model.router.renormalize",
+            "renormalize makes every weight 1 with experts_per_token = 1, so the router would learn nothing; set "
+            "renormalize = false",
+        )
+
+
+def _rope_scaling(model: LlamaKeys) -> Iterator[tuple[str, str]]:
+    scaling = model.rope_scaling
+    if scaling and scaling.low_freq_factor >= scaling.high_freq_factor:
+        yield (
+            "model.rope_scaling.high_freq_factor",
+            f"high_freq_factor {scaling.high_freq_factor} must be above low_freq_factor {scaling.low_freq_factor}",
+        )
 
 
 # --------------------------------------------------------------------------- weights

@@ -1,6 +1,6 @@
 """What every description of a model family is made of: its weights, and the Hugging Face classes that compute it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from math import gcd, prod
@@ -91,8 +91,54 @@ class HfClass:
     """Key of [model], dotted -> the values that its models may have. It imports models with the first."""
 
 
+class Heads(Protocol):
+    """What every table [model] says of its attention."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int | None: ...
+    @property
+    def head_dim(self) -> int | None: ...
+
+
+def head_dim(model: Heads) -> int:
+    """Width of one attention head."""
+    return model.head_dim or model.dim // model.n_heads
+
+
+def n_kv_heads(model: Heads) -> int:
+    """Number of key and value heads."""
+    return model.n_kv_heads or model.n_heads
+
+
 class Family(Protocol):
-    """The content of a family's file; `model` is an instance of its keys."""
+    """What the file of every architecture has; `model` is an instance of its keys."""
+
+    def shape(self, model: Any, /) -> str:
+        """Its sizes, for people, on one line or more."""
+
+    def split_sizes(self, model: Any, /) -> dict[str, int]:
+        """The sizes that tensor parallelism splits, by key; each must be a multiple of mesh.tp."""
+
+    def computed(self, model: Any, /) -> dict[str, Any]:
+        """What decides the model's output for given weights, by key, with the values that apply."""
+
+    def rules(self, config: Any, /) -> Iterator[tuple[str, str]]:
+        """What is wrong between the keys of [model], or asked for and impossible: the key to blame, and a message."""
+
+    def small(self, model: Any, ranks: int, /) -> dict[str, Any]:
+        """The keys of [model] to change for a small model of the same structure, with which `keel prove` computes.
+
+        It has every kind of layer and every option, and sizes that meshes of up to `ranks` ranks, a power of two, can
+        cut where they can cut those of `model` (`small_size`).
+        """
+
+
+class Described(Protocol):
+    """What the file of an architecture has, too, that describes its weights; then no code needs the modules for it."""
 
     ATTENTION: str
     """A block's module that mixes tokens."""
@@ -112,10 +158,3 @@ class Family(Protocol):
 
     def after_blocks(self, model: Any, /) -> list[Weight]:
         """The weights after the last block."""
-
-    def small(self, model: Any, ranks: int, /) -> dict[str, Any]:
-        """The keys of [model] to change for a small model of the same structure, with which `keel prove` computes.
-
-        It has every kind of layer and every option, and sizes that meshes of up to `ranks` ranks, a power of two, can
-        cut where they can cut those of `model` (`small_size`).
-        """

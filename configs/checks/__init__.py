@@ -11,8 +11,8 @@ from typing import Any
 
 from configs.checks import activation_checkpoint, attention, compile, data, float8, fsdp, job, mesh, model, training
 from configs.checks.rule import Problem, Rule
-from configs.reading.keys import table_in
-from configs.schema import Config
+from configs.reading.keys import tables_in
+from configs.schema import Config, tag_of_model
 
 RULES: tuple[Rule, ...] = (
     *job.RULES,
@@ -45,10 +45,10 @@ def check_tables(values: dict[str, Any], wrong: Collection[str | int]) -> list[P
         values: the job, as nested tables.
         wrong: the tables with keys that are unknown, missing, or set to a wrong value.
     """
-    tables = {name: table_in(field.annotation) for name, field in Config.model_fields.items() if name not in wrong}
-    right: Any = SimpleNamespace(
-        **{name: table.model_validate(values.get(name, {})) for name, table in tables.items() if table}
-    )
+    choices = {name: tables_in(field.annotation) for name, field in Config.model_fields.items() if name not in wrong}
+    which = ["llama", "hf"].index(tag_of_model(values.get("model")))
+    tables = {name: found[which] if len(found) > 1 else found[0] for name, found in choices.items()}
+    right: Any = SimpleNamespace(**{name: table.model_validate(values.get(name, {})) for name, table in tables.items()})
     problems: list[Problem] = []
     for rule in RULES:
         with suppress(AttributeError):

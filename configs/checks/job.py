@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from configs.after_save import PLACEHOLDERS, unknown_placeholders, words_of
 from configs.checks.rule import Problem, Rule
 from configs.exportable import not_exportable
-from configs.schema import Config, Model
+from configs.schema import AnyModel, Config
 from configs.untrusted import printable
 
 _MAX_NAME_BYTES = 200
@@ -65,7 +65,7 @@ def _after_save(config: Config, _: int | None) -> Iterator[Problem]:
         yield from ((f"{key}.command", message) for message in _faults(table.command, config.model))
 
 
-def _faults(command: str, model: Model) -> Iterator[str]:
+def _faults(command: str, model: AnyModel) -> Iterator[str]:
     try:
         words = words_of(command)
     except ValueError as error:

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from configs.architectures.llama import n_kv_heads
+from configs.architectures.parts import n_kv_heads
 from configs.checks.rule import Problem, Rule
 from configs.errors import ConfigError
 from configs.layout import accumulation_steps, mesh_sizes, smallest_world_size, tensor_parallel_sizes
-from configs.schema import Config
+from configs.schema import Config, is_described
 from configs.stages import check_micro_batches, layers_of_stages
 
 
@@ -52,7 +52,7 @@ def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem
     """Each rank of `ep` must hold the same number of whole experts; `ep` must divide the ranks of dp_shard x cp."""
     ep = config.mesh.ep
     n_experts = config.model.n_experts
-    if ep == 1:
+    if ep == 1 or not is_described(config.model):  # refused by the rules of its architecture
         return
     if not n_experts:
         yield "mesh.ep", f"ep {ep} distributes experts, but model.n_experts is not set; leave ep out"
@@ -118,7 +118,7 @@ def _times(chunks: int, cp: int, tp: int) -> str:
 
 def _pipeline(config: Config, _: int | None) -> Iterator[Problem]:
     table = config.pipeline
-    if config.mesh.pp == 1:
+    if config.mesh.pp == 1 or not is_described(config.model):
         return
     try:
         layers_of_stages(config)

@@ -11,6 +11,7 @@ from configs.reading.keys import Key, KeyPath, dotted, find, general, key_path, 
 from configs.reading.merge import Layers
 from configs.reading.removed import REMOVED
 from configs.reading.toml_text import value_text
+from configs.schema import tag_of_model
 
 MAX_EXPLAINED = 200
 """The number of mistakes in a job that are explained."""
@@ -34,7 +35,7 @@ def explain(error: ValidationError, layers: Layers) -> list[Mistake]:
     A missing key is not reported if an unknown one is probably that key misspelled. Only the first MAX_EXPLAINED are
     explained, because finding the nearest key takes milliseconds.
     """
-    first = error.errors()[:MAX_EXPLAINED]
+    first = _errors(error)[:MAX_EXPLAINED]
     found = {(_known(item["loc"]), item["type"] in ("missing", "extra_forbidden")): item for item in first}
     unknown = [item["loc"] for item in found.values() if item["type"] == "extra_forbidden"]
     meant = {_suggestion(path) for path in unknown}
@@ -49,10 +50,19 @@ def explain(error: ValidationError, layers: Layers) -> list[Mistake]:
 
 def wrong_paths(error: ValidationError) -> Iterator[KeyPath]:
     """Yield the keys without a right value: wrong ones, missing ones, and likely meanings of unknown ones."""
-    for item in error.errors():
+    for item in _errors(error):
         yield _known(item["loc"])
         if item["type"] == "extra_forbidden" and (meant := _suggestion(item["loc"])):
             yield key_path(meant)
+
+
+def _errors(error: ValidationError) -> list[dict[str, Any]]:
+    """The errors, with the paths of a job file: pydantic adds which of the tables [model] it took."""
+    found: list[dict[str, Any]] = [{**item} for item in error.errors()]
+    for item in found:
+        if item["loc"][:1] == ("model",):
+            item["loc"] = (*item["loc"][:1], *item["loc"][2:])
+    return found
 
 
 def _known(path: KeyPath) -> KeyPath:
@@ -73,9 +83,21 @@ def _unknown(path: KeyPath, layers: Layers) -> Mistake:
     if remedy := _remedy(general(path)):
         kind = "key" if general(path) in REMOVED else "table"
         return Mistake(path, layers.where(path), f"{dotted(path)} is no longer a {kind}; {remedy}")
+    if find(path) and path[0] == "model":
+        return Mistake(path, layers.where(path), _of_another_architecture(path, layers))
     is_table = isinstance(layers.value(path), dict)
     name = f"table [{dotted(path)}]" if is_table else f"key {dotted(path)}"
     return Mistake(path, layers.where(path), f"unknown {name}; {_advice(path)}")
+
+
+def _of_another_architecture(path: KeyPath, layers: Layers) -> str:
+    """What to do with a key of [model] that another architecture has."""
+    own = tag_of_model(layers.values["model"])
+    if own == "hf":
+        what = "the shape of the model comes from model.hf; leave it out, or set a field of it in model.hf_overrides"
+    else:
+        what = 'leave it out, or set architecture = "hf"'
+    return f'{dotted(path)} is no key of architecture "{own}"; {what}'
 
 
 def _remedy(name: str) -> str:

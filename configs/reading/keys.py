@@ -82,16 +82,19 @@ def flat(tables: dict[str, Any]) -> dict[str, Any]:
     return {dotted(path): value for path, value in leaves(tables)}
 
 
-def table_in(annotation: Any) -> type[Table] | None:
-    """Return the table class in a field's type: the type itself, or inside `| None` or a list."""
+def tables_in(annotation: Any) -> list[type[Table]]:
+    """Return the table classes in a field's type: the type itself, or those inside a union or a list."""
     if isinstance(annotation, type) and issubclass(annotation, Table):
-        return annotation
-    return next(filter(None, map(table_in, getattr(annotation, "__args__", ()))), None)
+        return [annotation]
+    return [table for inner in getattr(annotation, "__args__", ()) for table in tables_in(inner)]
 
 
 def _walk(of: type[Table], table: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Iterator[Key]:
     for name, field in table["properties"].items():
         shape = _without_null(field)
+        if "oneOf" in shape:
+            yield from _walk_choice(of, name, definitions, prefix)
+            continue
         item = shape.get("items", {})
         reference = shape.get("$ref") or item.get("$ref")
         inner = definitions[reference.rsplit("/", 1)[1]] if reference else None
@@ -102,8 +105,28 @@ def _walk(of: type[Table], table: dict[str, Any], definitions: dict[str, Any], p
         required = name in table.get("required", [])
         needs = tuple(conditions(of.model_fields[name]))
         yield Key(prefix + name, kind, required, field.get("default"), _choices(shape), doc, needs)
-        if inner and (of_inner := table_in(of.model_fields[name].annotation)):
+        if inner:
+            (of_inner,) = tables_in(of.model_fields[name].annotation)
             yield from _walk(of_inner, inner, definitions, f"{prefix}{name}.{'N.' if item else ''}")
+
+
+def _walk_choice(of: type[Table], name: str, definitions: dict[str, Any], prefix: str) -> Iterator[Key]:
+    """The keys of a table that is one of several, such as [model]; what each of them has is merged."""
+    tables = tables_in(of.model_fields[name].annotation)
+    yield Key(prefix + name, "table", True, None, (), of.model_fields[name].description or "", ())
+    found: dict[str, Key] = {}
+    for table in tables:
+        for key in _walk(table, definitions[table.__name__], definitions, f"{prefix}{name}."):
+            found[key.name] = _merged(found[key.name], key) if key.name in found else key
+    yield from found.values()
+
+
+def _merged(first: Key, second: Key) -> Key:
+    """A key that several tables have, each with a value of its own: the one that says which table it is."""
+    choices = first.choices + second.choices
+    words = " | ".join(map(json.dumps, choices))
+    doc = f"{first.doc} {second.doc}"
+    return Key(first.name, words, False, first.default, choices, doc, first.conditions)
 
 
 def _without_null(field: dict[str, Any]) -> dict[str, Any]:

@@ -40,8 +40,19 @@ class Layers:
     origins: dict[KeyPath, str] = field(default_factory=dict)
 
     def add(self, values: Mapping[str, Any], places: Places) -> None:
-        """Add a layer on top."""
+        """Add a layer on top; a [model] of another architecture replaces the one below."""
+        model = values.get("model")
+        if isinstance(model, dict) and "architecture" in model:
+            self._forget_other_shape(model["architecture"])
         self._merge(self.values, values, (), places)
+
+    def _forget_other_shape(self, architecture: Any) -> None:
+        """Remove the keys of [model] from files, if they are of another architecture."""
+        below = self.values.get("model")
+        if isinstance(below, dict) and below.get("architecture", "llama") != architecture:
+            for key in list(below):
+                if not self.origins[("model", key)].startswith("--"):
+                    self.remove(("model", key))
 
     def _merge(self, below: dict[str, Any], above: Mapping[str, Any], at: KeyPath, places: Places) -> None:
         for key, value in above.items():
@@ -83,6 +94,8 @@ class Layers:
         if not isinstance(node, dict):
             raise ConfigError(f"{dotted(path[:-1])} is not a table, so it has no key {path[-1]}")
         last = str(path[-1])
+        if path == ("model", "architecture"):
+            self._forget_other_shape(value)
         self._merge(node, {last: value}, path[:-1], lambda _: flag)
 
     def unset(self) -> None:

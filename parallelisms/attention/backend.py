@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from configs.architectures.llama import head_dim, n_kv_heads
+from configs.architectures.parts import head_dim, n_kv_heads
 from configs.errors import ConfigError
 from configs.plan import attention_of
 from configs.schema import Config

@@ -26,6 +26,7 @@ _EVERYTHING = (
     "tensorboard/events.out.tfevents.*",
     *("wandb", "profile/step-*-rank-*", "hangs/step-*", "crashes/rank-*"),
     *("incarnations/*", ".shared-*", "scores.json", "fingerprints.jsonl", "run.log", "metrics.jsonl", "config.toml"),
+    "imported-*",
     *("tokenizer.model", "tokenizer.json", "tokenizer-*.model", "tokenizer-*.json"),
     "status.json",
 )

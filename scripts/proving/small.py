@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from configs.architectures import family_of, own_weights
+from configs.architectures import family_of
 from configs.architectures.parts import small_size
 from configs.reading.toml_text import table_text
-from configs.schema import Config, Model
+from configs.schema import Config, table_of_model
+from trainer.planning.skeleton import skeleton
 
 STEPS = 4
 _MAX_NORM = 0.1
@@ -33,7 +34,7 @@ def small_job(config: Config, ranks: int) -> SmallJob:
     notes = list(_notes(config))
     values = config.model_dump(exclude_unset=True)
     model = values["model"] | family_of(config.model).small(config.model, ranks)
-    names = [weight.name for weight in own_weights(Model.model_validate(model))]
+    names = list(skeleton(table_of_model(model).model_validate(model)).shapes)
     optimizer = _optimizer(values["optimizer"], names)
     dropped = len(config.optimizer.groups) - len(optimizer.get("groups", []))
     if dropped:

@@ -24,6 +24,8 @@ class CachedModel:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
+        self._sequences: list[list[int]] | None = None if attention_of(model) else []
+        """The tokens so far, of a model whose attention cannot be replaced: every token reads all before it again."""
         self._layers: list[list[Tensor]] = []
         """Keys and values of each attention module, (batch, heads, length, head_dim); empty before `start`."""
         for module in attention_of(model):
@@ -50,6 +52,10 @@ class CachedModel:
         """
         for layer in self._layers:
             layer.clear()
+        if self._sequences is not None:
+            self._sequences = [list(prompt) for prompt in prompts]
+            self._length = length
+            return self._of_whole_sequences()
         lengths = [len(prompt) for prompt in prompts]
         self._is_even = len(set(lengths)) == 1
         tokens = torch.tensor([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts])
@@ -64,11 +70,24 @@ class CachedModel:
 
         A sequence that has no more room keeps overwriting its last token: its logits mean nothing.
         """
+        if self._sequences is not None:
+            for sequence, token in zip(self._sequences, tokens.tolist(), strict=True):
+                del sequence[self._length - 1 :]
+                sequence.append(token)
+            return self._of_whole_sequences()
         self._end = min(self._end + 1, self._length)
         self._places = (self._places + 1).clamp(max=self._length - 1)
         rows = torch.arange(self._end, device=self._device)
         self._mask = None if self._is_even else (rows <= self._places[:, None])[:, None, None]
         return self._logits(tokens.to(self._device)[:, None], self._places[:, None], torch.zeros_like(self._places))
+
+    def _of_whole_sequences(self) -> Tensor:
+        """The logits after the whole of each sequence, padded at its end, where nothing attends to."""
+        sequences = self._sequences or []
+        longest = max(map(len, sequences))
+        tokens = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in sequences])
+        last = torch.tensor([len(tokens) - 1 for tokens in sequences], device=self._device)
+        return self._logits(tokens.to(self._device), None, last)
 
     def _logits(self, tokens: Tensor, positions: Tensor | None, last: Tensor) -> Tensor:
         """Run the model; returns the logits at the index `last`, (batch,), of each sequence of `tokens`."""

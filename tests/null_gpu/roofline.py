@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from configs.architectures.llama import head_dim
+from configs.architectures.parts import head_dim
 from configs.load import load
 from tests.null_gpu.step import ROOT, SYNTHETIC
 from trainer.planning.flops import flops_per_token

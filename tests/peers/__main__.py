@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs.architectures.llama import head_dim, n_kv_heads
+from configs.architectures.parts import head_dim, n_kv_heads
 from configs.errors import ConfigError, KeelError, UserError
 from configs.load import load
 from configs.schema import Config

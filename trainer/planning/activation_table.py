@@ -160,10 +160,11 @@ def _record(
     block = model.get_submodule(name)
     cast_parameters(model, dtype)
     with fake_memory(model, device):
-        inputs = inputs_of(block, model, torch.Size((1, seq_len)), device)
-        recorder = _Recorder(block, [t for t in (*inputs, *block.parameters()) if t is not None])
+        inputs, others = inputs_of(block, model, torch.Size((1, seq_len)), device)
+        given = tree_leaves((inputs, others))
+        recorder = _Recorder(block, [t for t in (*given, *block.parameters()) if isinstance(t, Tensor)])
         with saved_tensors_hooks(recorder.keep, lambda tensor: tensor), recorder:
-            block(*inputs)
+            block(*inputs, **others)
     return recorder, inputs[0].untyped_storage().nbytes()
 
 

@@ -16,7 +16,7 @@ from dataclasses import astuple
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -138,21 +138,21 @@ def _measure(asked: _Asked, mesh: Mesh | None) -> BlockMemory:
     name = plan_of(model).blocks[asked.layer]
     for other in plan_of(model).blocks:
         parent, _, child = other.rpartition(".")
-        if other != name:
+        if other != name and plan_of(model).can_be_cut:
             delattr(model.get_submodule(parent), child)
     with mesh_of_a_block(asked.part, mesh) as splitting:
         split_blocks(model, config, splitting)
         tokens = torch.Size((1, config.training.seq_len // asked.part.cp))
         with fake_memory(model, "cpu"):
             block = model.get_submodule(name)
-            inputs = inputs_of(block, model, tokens, "cpu")
+            inputs, others = inputs_of(block, model, tokens, "cpu")
             for parameter_name, parameter in model.named_parameters():
                 parameter.requires_grad_(parameter_name not in asked.frozen)
             if config.compile.enable:
-                return measure_compiled(block, inputs, asked.checkpointing, plan_of(model))
+                return measure_compiled(block, inputs, others, asked.checkpointing, plan_of(model))
             apply_activation_checkpoint(model, asked.checkpointing)
             with patch.object(F, "rms_norm", norm_of_a_gpu) if asked.on_gpu else nullcontext():
-                return measure_eager(block, inputs)
+                return measure_eager(block, inputs, others)
 
 
 # --------------------------------------------------------------------------- a block without memory
@@ -176,19 +176,21 @@ class _Reached(Exception):
     """Carries a block's inputs out of the model's forward pass, whose rest need not run."""
 
 
-def inputs_of(block: nn.Module, model: nn.Module, tokens: torch.Size, device: str | torch.device) -> tuple:
-    """What a model gives to one of its blocks, for tokens of a shape."""
+def inputs_of(
+    block: nn.Module, model: nn.Module, tokens: torch.Size, device: str | torch.device
+) -> tuple[tuple, dict[str, Any]]:
+    """What a model gives to one of its blocks, by position and by keyword, for tokens of a shape."""
 
-    def stop(_block: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        raise _Reached(*inputs)
+    def stop(_block: nn.Module, inputs: tuple[Tensor, ...], others: dict[str, Any]) -> None:
+        raise _Reached(inputs, others)
 
-    handle = block.register_forward_pre_hook(stop)
+    handle = block.register_forward_pre_hook(stop, with_kwargs=True)
     try:
         with torch.no_grad():
-            model(torch.empty(tokens, dtype=torch.int64, device=device), torch.arange(tokens[1], device=device)[None])
+            model(torch.empty(tokens, dtype=torch.int64, device=device))
     except _Reached as reached:
-        first, *others = reached.args
-        return first.detach().requires_grad_(), *others
+        (first, *inputs), others = reached.args
+        return (first.detach().requires_grad_(), *inputs), others
     finally:
         handle.remove()
     raise RuntimeError("the model's forward pass never ran the block")

@@ -4,8 +4,9 @@ The block runs on fake tensors, and the storages that its operators make are cou
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,11 +43,11 @@ def worst(moments: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def measure_eager(block: nn.Module, inputs: tuple) -> BlockMemory:
-    """Run a block of fake parameters, with its activation checkpointing, on its inputs."""
+def measure_eager(block: nn.Module, inputs: tuple, others: Mapping[str, Any] = MappingProxyType({})) -> BlockMemory:
+    """Run a block of fake parameters, with its activation checkpointing, on its inputs, by position and by keyword."""
     parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
     with _Live() as live:
-        outputs = block(*inputs)
+        outputs = block(*inputs, **others)
         kept = live.bytes
         output = next(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
         edge = get_gradient_edge(output)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx import GraphModule, Node, traceback
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
 from configs.plan import Plan
@@ -30,11 +30,14 @@ from parallelisms.activation_checkpoint import (
 from trainer.planning.block_memory import BlockMemory, worst
 
 
-def measure_compiled(block: nn.Module, inputs: tuple, checkpointing: ActivationCheckpoint, plan: Plan) -> BlockMemory:
+def measure_compiled(
+    block: nn.Module, inputs: tuple, others: dict[str, Any], checkpointing: ActivationCheckpoint, plan: Plan
+) -> BlockMemory:
     """Trace a block of fake parameters on its inputs.
 
     Args:
-        block, inputs: without activation checkpointing, which is applied to the trace.
+        block: without activation checkpointing, which is applied to the trace.
+        inputs, others: by position and by keyword.
         checkpointing: how, if at all.
         plan: the model's.
     """
@@ -59,12 +62,13 @@ def measure_compiled(block: nn.Module, inputs: tuple, checkpointing: ActivationC
     declare_attention_deterministic()
     annotate_matrices(block)
     names = [name for name, _ in block.named_parameters()]
-    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    values, structure = tree_flatten((inputs, others))
+    tensors = [value for value in values if isinstance(value, Tensor)]
 
     def run(parameters: list[Tensor], tensors: list[Tensor]) -> Tensor:
         left = iter(tensors)
-        whole = tuple(next(left) if isinstance(value, Tensor) else value for value in inputs)
-        outputs = functional_call(block, dict(zip(names, parameters, strict=True)), whole)
+        whole = [next(left) if isinstance(value, Tensor) else value for value in values]
+        outputs = functional_call(block, dict(zip(names, parameters, strict=True)), *tree_unflatten(whole, structure))
         return next(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
 
     settings = budget_settings(checkpointing.memory_budget) if checkpointing.mode == "budget" else {}

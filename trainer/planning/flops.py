@@ -22,15 +22,15 @@ For frozen parameters, the backward pass skips their gradients, and the gradient
 Neither is counted.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from configs.architectures import all_weights, family_of
-from configs.architectures.llama import head_dim
-from configs.architectures.parts import Weight
-from configs.plan import TENSOR_PARALLEL_DIM
-from configs.schema import Model, Training
+from configs.architectures import all_weights
+from configs.architectures.parts import Weight, head_dim
+from configs.plan import TENSOR_PARALLEL_DIM, TensorRole
+from configs.schema import AnyModel, Training, is_described
+from trainer.planning.skeleton import skeleton
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TokenFlops:
     """FLOPs with all attention scores, as counted by PaLM's formula."""
 
 
-def flops_per_token(model: Model, seq_len: int, frozen: Collection[str] = ()) -> TokenFlops:
+def flops_per_token(model: AnyModel, seq_len: int, frozen: Collection[str] = ()) -> TokenFlops:
     """FLOPs per token of a sequence of `seq_len` tokens, by the formulas in the module docstring.
 
     Args:
@@ -51,7 +51,7 @@ def flops_per_token(model: Model, seq_len: int, frozen: Collection[str] = ()) ->
         seq_len: tokens per sequence.
         frozen: names of the frozen parameters.
     """
-    weights = list(all_weights(model))
+    weights = list(all_weights(model) if is_described(model) else _weights_of(model))
     matrices = sum(_multiplied(weight) for weight in weights)
     idle, idle_layers = _left_out(model, weights, frozen) if frozen else (0, 0)
     a_layer = model.n_heads * head_dim(model) * seq_len
@@ -60,12 +60,26 @@ def flops_per_token(model: Model, seq_len: int, frozen: Collection[str] = ()) ->
     return TokenFlops(causal=computed + 2 * passes * a_layer, full=computed + 4 * passes * a_layer)
 
 
+def _weights_of(config: AnyModel) -> Iterator[Weight]:
+    """The weights of a model without a description, in the order of its modules; a tied head is one of them."""
+    model = skeleton(config)
+    plan = model.plan
+    embedding = f"{plan.before_blocks[0]}.weight"
+    head = f"{plan.after_blocks[-1]}.weight"
+    for name, shape in model.shapes.items():
+        role: TensorRole = "embedding" if name == embedding else "head" if name == head else "column"
+        used = config.experts_per_token if len(shape) > 2 else None
+        yield Weight(name, shape, role, used=used)
+    if head not in model.shapes:
+        yield Weight(head, model.shapes[embedding], "head", tied_to=embedding)
+
+
 def _multiplied(weight: Weight) -> int:
     """Elements of a matrix by which a token is multiplied; 0 for norms, and for an embedding, which is looked up."""
     return weight.active if weight.is_matrix and weight.role != "embedding" else 0
 
 
-def _left_out(model: Model, weights: Sequence[Weight], frozen: Collection[str]) -> tuple[int, int]:
+def _left_out(model: AnyModel, weights: Sequence[Weight], frozen: Collection[str]) -> tuple[int, int]:
     """The parts that a backward pass skips: gradients, in elements of the matrices, and layers, for their attention.
 
     A frozen matrix has no gradient, and its input has none if nothing before it trains. Matrices with the same input
@@ -85,8 +99,7 @@ def _left_out(model: Model, weights: Sequence[Weight], frozen: Collection[str]) 
         for name, weight in names.items():
             elements += ((name in frozen) + (not is_reached)) * _multiplied(weight)
         is_reached = is_reached or not names.keys() <= set(frozen)
-    attention = family_of(model).ATTENTION
-    return elements, sum(not through[f"layers.{layer}.{attention}"] for layer in range(model.n_layers))
+    return elements, sum(not through.get(name, True) for name in skeleton(model).plan.mixers)
 
 
 # --------------------------------------------------------------------------- devices

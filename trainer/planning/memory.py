@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, prod
 
-from configs.architectures.llama import head_dim, n_kv_heads
+from configs.architectures.parts import head_dim, n_kv_heads
 from configs.float8 import choose
 from configs.layout import MeshSizes, accumulation_steps, cut_dim, reduces_once, reshard_after_forward
 from configs.schema import Config
@@ -414,13 +414,18 @@ class RankMemory:
 
     @property
     def _head(self) -> str:
-        """Name of the parameter that produces the logits: the last, or the embedding tied to it."""
-        names = list(self.model.shapes)
-        return names[0] if self.config.model.tie_embeddings else names[-1]
+        """Name of the parameter that produces the logits: the head's, or the embedding's tied to it."""
+        plan = self.model.plan
+        return f"{(plan.before_blocks if self._is_tied else plan.after_blocks[-1:])[0]}.weight"
+
+    @property
+    def _is_tied(self) -> bool:
+        """Whether embedding and head share one matrix, which then has one name."""
+        return f"{self.model.plan.after_blocks[-1]}.weight" not in self.model.shapes
 
     def _waiting_for_embedding(self, place: int) -> int:
         """Bytes of a tied matrix's gradient as the head, which waits in backward for its gradient as the embedding."""
-        waits = self.config.model.tie_embeddings and self._head not in self.frozen and place > 0
+        waits = self._is_tied and self._head not in self.frozen and place > 0
         return prod(self.shapes[self._head]) * self.compute_bytes if waits else 0
 
     def _loss(self, peak: bool) -> int:

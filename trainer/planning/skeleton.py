@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 
 from configs.plan import TENSOR_PARALLEL_DIM, Plan, plan_of
-from configs.schema import Model
+from configs.schema import AnyModel
 from models import build_model
 
 Shape = tuple[int, ...]
@@ -65,7 +65,10 @@ class Skeleton:
         """The dimension along which tensor parallelism shards a parameter, -1 or -2; None: each rank has all of it."""
         roles = self.plan.tensor_parallel
         role = roles.get(name) or roles.get(name.rpartition(".")[0])
-        return TENSOR_PARALLEL_DIM.get(role) if role else None
+        dim = TENSOR_PARALLEL_DIM.get(role) if role else None
+        if dim is not None and len(self.shapes[name]) == 1:  # a bias: split as the output features are
+            return None if role in ("row", "whole_row", "whole_row_own_part") else -1
+        return dim
 
     def is_of_experts(self, name: str) -> bool:
         """Whether a parameter stacks a matrix of each expert."""
@@ -82,7 +85,7 @@ def _modules_of(name: str) -> list[str]:
 
 
 @cache
-def skeleton(model: Model) -> Skeleton:
+def skeleton(model: AnyModel) -> Skeleton:
     """The skeleton of the model that `[model]` describes."""
     with torch.device("meta"):
         built = build_model(model)

@@ -12,7 +12,7 @@ from configs.errors import ConfigError
 from configs.load import LoadedConfig
 from configs.plan import plan_of
 from configs.reading.keys import key_path
-from configs.schema import Config
+from configs.schema import Config, is_described
 from models import build_model
 from parallelisms.activation_checkpoint import select
 from trainer.optimizers.build import frozen_until
@@ -33,12 +33,30 @@ def require_known_names(job: LoadedConfig) -> None:
 def _mistakes(config: Config) -> Iterator[tuple[str, str]]:
     """Yield a key and what is wrong with it."""
     table = config.activation_checkpoint
+    if not is_described(config.model):
+        faults = list(_mistake("model.hf_config", lambda: _require_supported(config)))
+        yield from faults
+        if faults:
+            return
     if config.optimizer.groups:
         names = list(skeleton(config.model).shapes)
         yield from _mistake("optimizer.groups", lambda: frozen_until(config.optimizer, names))
     if table.mode == "selective" and (table.save_ops or table.save_every_nth_matmul > 1):
         key = "save_ops" if table.save_ops else "save_every_nth_matmul"
         yield from _mistake(f"activation_checkpoint.{key}", lambda: _select(config))
+
+
+def _require_supported(config: Config) -> None:
+    """Check that a model without a description can be built, and split as the mesh asks.
+
+    Raises:
+        ConfigError: it can't.
+    """
+    plan = skeleton(config.model).plan
+    if config.mesh.tp > 1 and plan.cannot_split:
+        raise ConfigError(
+            f"mesh.tp is {config.mesh.tp}, but {plan.cannot_split}; set tp = 1, and dp_shard for the ranks"
+        )
 
 
 def _mistake(key: str, check: Callable[[], object]) -> Iterator[tuple[str, str]]:

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 
-from configs.architectures.llama import expert_dim, head_dim, n_kv_heads
+from configs.architectures import family_of
+from configs.architectures.parts import head_dim
 from configs.layout import (
     MeshSizes,
     accumulation_steps,
     active_parameter_count,
     named_axes,
-    parameter_count,
     tokens_per_step,
 )
-from configs.schema import Config, Model, Training
+from configs.schema import Config, Training, is_described
 from configs.stages import layers_of_stages
 from models.documents import has_kernel
 from parallelisms.mesh import Mesh
@@ -79,32 +79,16 @@ def startup_rows(
 
 def _model(config: Config) -> str:
     model = config.model
-    heads = f"{model.n_heads} heads of {head_dim(model)}"
-    if n_kv_heads(model) != model.n_heads:
-        heads += f", {n_kv_heads(model)} of keys and values"
-    tied = ", tied" if model.tie_embeddings else ""
-    active = "" if model.n_experts is None else f", {count(active_parameter_count(model))} active"
+    active = ""
+    if is_described(model) and model.n_experts is not None:
+        active = f", {count(active_parameter_count(model))} active"
     shapes = skeleton(model).shapes
     frozen = always_frozen(config, skeleton(model))
     trained = f", {count(sum(prod(shapes[name]) for name in shapes.keys() - frozen))} trained" if frozen else ""
-    n_parameters = parameter_count(model)
+    n_parameters = sum(map(prod, shapes.values()))
     return (
         f"{model.architecture}, {count(n_parameters)} parameters ({n_parameters:,}){active}{trained}\n"
-        f"{model.n_layers} layers, dim {model.dim}, {heads}, ffn_dim {model.ffn_dim}, "
-        f"vocabulary {model.vocab_size:,}{tied}{_experts(model)}"
-    )
-
-
-def _experts(model: Model) -> str:
-    """A line about the experts; empty for a dense model."""
-    if model.n_experts is None:
-        return ""
-    shared = f" and {model.n_shared_experts} shared" if model.n_shared_experts else ""
-    dense = f", the first {model.n_dense_layers} dense" if model.n_dense_layers else ""
-    balance = model.router.load_balance.replace("_", " ")
-    return (
-        f"\n{model.experts_per_token} of {model.n_experts} experts{shared} of width {expert_dim(model)}{dense}; "
-        f"load balance: {balance}"
+        f"{family_of(model).shape(model)}"
     )
 
 

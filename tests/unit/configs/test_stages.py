@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-from configs.architectures.llama import head_dim
+from configs.architectures.parts import head_dim
 from configs.errors import ConfigError
 from configs.layout import layer_matrices
 from configs.load import load

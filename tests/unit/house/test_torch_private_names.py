@@ -31,6 +31,7 @@ NAMES = {
         "torch.distributed.checkpoint.utils._create_file_view",
     },
     "models/documents.py": {"torch._dynamo.maybe_mark_dynamic"} | ATTENTION,
+    "models/hf.py": {"*._buffers", "*._head", "*._non_persistent_buffers_set", "*._parameters", "*._version"},
     "parallelisms/activation_checkpoint.py": {"torch._C._dispatch_get_all_op_names", "torch._functorch.config"},
     "parallelisms/attention/backend.py": {
         "aten._scaled_dot_product_cudnn_attention",
@@ -59,6 +60,7 @@ NAMES = {
     "parallelisms/ranges.py": {"torch.autograd._profiler_enabled"},
     "parallelisms/symmetric_memory.py": {"torch.distributed._symmetric_memory.enable_symm_mem_for_group"},
     "parallelisms/tensor.py": {"*._apply", "*._prepare_input_fn"},
+    "parallelisms/tensor_whole.py": {"*._parameters", "torch.distributed._functional_collectives"},
     "scripts/parity_compare.py": {FAKE_TENSORS, "torch._functorch.config.patch", ATTENTION_ON_A_CPU},
     "trainer/kernels/padded.py": {"torch._foreach_copy_"},
     "trainer/optimizers/adamw.py": {"torch._foreach_copy_"},
@@ -78,6 +80,8 @@ NAMES = {
         "torch._functorch.config",
         "torch._inductor.decomposition.select_decomp_table",
         "torch._ops.OpOverload",
+        "torch.utils._pytree.tree_flatten",
+        "torch.utils._pytree.tree_unflatten",
     },
     "trainer/planning/traffic.py": {
         FAKE_TENSORS,

@@ -1,0 +1,424 @@
+"""A causal language model of `transformers`, as it is: its own modules, parameter names and forward pass, with a plan.
+
+The family's class is built from its config.json on the meta device, and its modules become this module's, so that
+parameters keep the family's names. What techniques need is found in it: the decoder layers are the module list with as
+many members as the config has layers; embedding, head, ties and the plan of tensor parallelism are what the family
+declares.
+
+Three things are Keel's:
+
+* The loss. The family's own forward pass runs, but its head hands the hidden states and its weight to the loss instead
+  of multiplying them, and returns the loss in place of logits. The forward pass must return it untouched: a family that
+  changes its logits (softcapping, a scale) is refused, never trained without the change.
+* Initial values. The family's own `_init_weights` draws each parameter whole, under a generator keyed by (seed, name),
+  on a copy of the model of which only this parameter has memory. So no mesh changes the values.
+* Buffers, such as rotary frequencies, which `_init_weights` computes in the same way after the meta device.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from configs.errors import ConfigError
+from configs.plan import Plan, TensorRole
+from configs.schema import HfModel
+from models.documents import Documents
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
+
+_SAVE_OPS = ("aten.mm", "aten.addmm", "*._scaled_dot_product_*attention*", "aten.topk", "*grouped_mm*")
+_MIXERS = re.compile("attn|attention|mixer|mamba|conv|ssm|delta|recurrent", re.IGNORECASE)
+_ROUTER_LOSSES = ("output_router_logits",)
+
+
+class HfCausalLm(nn.Module):
+    """The model; `config` is the job file's `[model]`."""
+
+    family: Any
+    """The family's own object, which is no module of this one: only its children are."""
+
+    def __init__(self, config: HfModel) -> None:
+        """Build it, on the meta device whatever the context.
+
+        Raises:
+            ConfigError: transformers cannot build it, or Keel cannot train it as it is; the message says why.
+        """
+        super().__init__()
+        self.config = config
+        with torch.device("meta"):
+            family = _built(config)
+        # The family's object runs the forward pass, but its modules are registered here, under its own names.
+        self.__dict__["family"] = family
+        for name, child in family.named_children():
+            self.add_module(name, child)
+        self._names = _Names(family, config)
+        self.mask: Callable[[Documents, torch.dtype], Any] = _no_mask
+        """Documents are refused when the job is checked."""
+        self._loss: Loss | None = None
+        self._head: Any = family.get_output_embeddings()
+        self._head.forward = self._head_or_loss
+        self._head.compute = self._computed
+        """The head's computation for a loss or None; tensor parallelism replaces it."""
+        _require_plain_forward(self, family)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Documents | None = None,
+        loss: Loss | None = None,
+    ) -> Tensor:
+        """Compute the logits or the loss.
+
+        Args:
+            tokens: (batch, seq) ids.
+            positions: (1 or batch, seq). Default: 0, 1, 2, ...
+            documents: not offered.
+            loss: called with the last hidden states and the head's weight.
+
+        Returns:
+            Logits (batch, seq, vocab), or the loss if `loss` is given.
+        """
+        assert documents is None, "the checks of a job refuse documents"
+        self._loss = loss
+        try:
+            output = self.family.forward(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True)
+        finally:
+            self._loss = None
+        return output.logits
+
+    def _head_or_loss(self, hidden: Tensor) -> Tensor:
+        """The head's forward pass: its logits, or the loss in their place."""
+        return self._head.compute(hidden, self._loss)
+
+    def _computed(self, hidden: Tensor, loss: Loss | None) -> Tensor:
+        weight = self._head.weight
+        return nn.functional.linear(hidden, weight) if loss is None else loss(hidden, weight)
+
+    @property
+    def plan(self) -> Plan:
+        """How techniques may split the model; see `Plan`."""
+        names = self._names
+        groups = tuple((block,) for block in names.blocks)
+        return Plan(
+            blocks=names.blocks,
+            first_block=0,
+            n_blocks=len(names.blocks),
+            can_be_cut=False,
+            before_blocks=(names.embedding,),
+            after_blocks=(names.head,),
+            fsdp_groups=groups if names.is_tied else ((names.embedding,), *groups, (names.head,)),
+            attention=(),
+            mixers=names.mixers,
+            experts=(),
+            routers=(),
+            tensor_parallel=self._names.roles,
+            save_ops=_SAVE_OPS,
+            cannot_split=names.why_not_split(),
+        )
+
+    def initial_values(self, seed: int) -> Callable[[str], Tensor]:
+        """Return what draws a parameter, by its name: whole, float32, on the CPU."""
+        return partial(self._initializer.values, seed)
+
+    def init_buffers(self) -> None:
+        """Compute the buffers after the model left the meta device; they keep the dtypes that the family gives them."""
+        for name, buffer in list(self.named_buffers()):
+            owner_name, _, attribute = name.rpartition(".")
+            owner = self.get_submodule(owner_name)
+            is_persistent = attribute not in owner._non_persistent_buffers_set
+            value = self._initializer.values(0, name).to(buffer.device)
+            owner.register_buffer(attribute, value, persistent=is_persistent)
+
+    @property
+    def _initializer(self) -> "_Initializer":
+        if "initializer" not in self.__dict__:
+            self.__dict__["initializer"] = _Initializer(self.config)
+        return self.__dict__["initializer"]
+
+
+# --------------------------------------------------------------------------- building
+
+
+def _built(config: HfModel) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"model.architecture is \"hf\", but transformers cannot be imported ({error}): pip install 'keel[hf]'"
+        ) from None
+    fields = dict(config.fields)
+    kind = fields.pop("model_type")
+    try:
+        described = transformers.CONFIG_MAPPING[kind].from_dict(fields)
+        family = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+        _require_trainable(family)
+        return family
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the family's code makes of a wrong config
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ConfigError(f"transformers cannot build this {kind} (model.hf, model.hf_overrides): {reason}") from None
+
+
+def _require_trainable(family: Any) -> None:
+    """Check what a config decides.
+
+    Raises:
+        ConfigError: dropout, whose random numbers a mesh would change, or a loss of its own.
+    """
+    fields = family.config.to_dict()
+    kind = family.config.model_type
+    if any(map(_drops, family.modules())):
+        named = [name for name, value in fields.items() if "drop" in name and isinstance(value, float) and value > 0]
+        raise ConfigError(
+            f"this {kind} has dropout, whose random numbers would not be the same on every mesh; set it to 0.0 in "
+            f"model.hf_overrides ({', '.join(f'{name} = {fields[name]}' for name in named)})"
+        )
+    for name in _ROUTER_LOSSES:
+        if fields.get(name):
+            raise ConfigError(
+                f"{name} asks for the auxiliary loss of the routers, which Keel does not add for this architecture; "
+                f"set model.hf_overrides.{name} = false"
+            )
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module applies dropout: it is one, or has a rate for its attention."""
+    rates = [value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+    return (isinstance(module, nn.Dropout) and module.p > 0) or any(rate > 0 for rate in rates)
+
+
+def _require_plain_forward(model: HfCausalLm, family: Any) -> None:
+    """Check that the family's forward pass returns what its head returned, by running it without the decoder.
+
+    Raises:
+        ConfigError: it changes its logits; Keel's loss never sees logits, so the change would be lost.
+    """
+    kind = model.config.model_type
+    if getattr(model._head, "bias", None) is not None:
+        raise ConfigError(f"the head of {kind} has a bias, which the loss in chunks does not add; it can't be trained")
+    base = family.base_model
+    with torch.device("meta"):
+        hidden = torch.empty(1, 2, model._head.weight.shape[1])
+        instead = torch.empty(())
+        tokens = torch.zeros(1, 2, dtype=torch.int64)
+    original = base.forward
+    base.forward = lambda *_, **__: _DecoderOutput(hidden)
+    try:
+        returned = model(tokens, loss=lambda *_: instead)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ConfigError(
+            f"{kind} computes more than its decoder and its head ({reason}); it can't be trained"
+        ) from None
+    finally:
+        del base.forward
+        assert base.forward == original
+    if returned is not instead:
+        found = [name for name in _LOGIT_FIELDS if getattr(family.config, name, None) not in (None, 1.0)]
+        cause = f" ({', '.join(f'{name} = {getattr(family.config, name)}' for name in found)})" if found else ""
+        raise ConfigError(
+            f"{kind} changes the logits after its head{cause}, which the loss in chunks would leave out; it can't be "
+            "trained as it is"
+        )
+
+
+class _DecoderOutput:
+    """What a decoder returns: its last hidden states, and None for all that it may return besides."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, place: Any) -> Any:
+        return (self.last_hidden_state,)[place]
+
+
+_LOGIT_FIELDS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "logits_soft_cap", "lm_head_multiplier")
+
+
+def _no_mask(_documents: Documents, _dtype: torch.dtype) -> Any:
+    raise AssertionError("the checks of a job refuse documents")
+
+
+class _Names:
+    """Where the parts of a family's model are."""
+
+    def __init__(self, family: Any, config: HfModel) -> None:
+        """Find them.
+
+        Raises:
+            ConfigError: something is missing, or shared in a way that techniques would break.
+        """
+        kind = config.model_type
+        modules = dict(family.named_modules())
+        by_module = {module: name for name, module in modules.items()}
+        lists = [name for name, m in modules.items() if isinstance(m, nn.ModuleList) and len(m) == config.n_layers]
+        if not lists:
+            raise ConfigError(f"{kind} has no list of {config.n_layers} decoder layers, which are what Keel shards")
+        embedding = family.get_input_embeddings()
+        head = family.get_output_embeddings()
+        if embedding is None or head is None or not hasattr(head, "weight"):
+            raise ConfigError(f"{kind} has no embedding or no head of its own, so no loss can be computed in chunks")
+        self.blocks = tuple(f"{lists[0]}.{number}" for number in range(config.n_layers))
+        self.embedding = by_module[embedding]
+        self.head = by_module[head]
+        self._modules = modules
+        self.is_tied = embedding.weight is head.weight
+        self._kind = kind
+        self._family = family
+        self.mixers = tuple(self._mixer(modules[block], block) for block in self.blocks)
+        self._check_ties(family, kind)
+
+    @cached_property
+    def roles(self) -> dict[str, TensorRole]:
+        """The roles of tensor parallelism, by module or parameter, from the family's plan.
+
+        A module with a packed matrix (gate and up in one, which no contiguous cut separates) stays whole, with all that
+        is in it: each rank computes all of it. So do experts.
+        """
+        styles = self._styles()
+        whole = {name.rpartition(".")[0] for name, style in styles.items() if style in _LEFT_WHOLE}
+        found: dict[str, TensorRole] = {}
+        for name, style in styles.items():
+            if style in _LEFT_WHOLE or any(name == part or name.startswith(f"{part}.") for part in whole):
+                continue
+            is_parameter = name not in self._modules
+            role = _PARAMETER_ROLES.get(style) if is_parameter else _ROLES.get(style)
+            if role:
+                found[name] = role
+        found[self.embedding] = "whole_embedding"
+        found[self.head] = "whole_head"
+        return found
+
+    def _styles(self) -> dict[str, str]:
+        """The family's style for each of its modules and parameters that has one."""
+        declared = getattr(self._family.config, "base_model_tp_plan", None) or {}
+        prefix = f"{self._family.base_model_prefix}."
+        names = [*self._modules, *(name for name, _ in self._family.named_parameters())]
+        styles: dict[str, str] = {}
+        for pattern, style in declared.items():
+            matches = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+")).fullmatch
+            styles |= {name: style for name in names if matches(name)}
+        return styles
+
+    def why_not_split(self) -> str:
+        """Why tensor parallelism can't split this model; "" if it can."""
+        styles = self._styles()
+        if not styles:
+            return f"{self._kind} has no plan of tensor parallelism (base_model_tp_plan)"
+        for name, style in styles.items():
+            module = self._modules.get(name)
+            known = _ROLES if module is not None else _PARAMETER_ROLES
+            if style not in known and style not in _LEFT_WHOLE:
+                return f'the plan of {self._kind} has the style "{style}" for {name}, which Keel does not know'
+            is_linear = (known.get(style) or "").startswith(("whole_column", "whole_row"))
+            if is_linear and module is not None and type(module) is not nn.Linear:
+                return f"{name} of {self._kind} is a {type(module).__name__}, not a plain matrix"
+        return ""
+
+    @staticmethod
+    def _mixer(block: nn.Module, name: str) -> str:
+        """The module of a block that mixes tokens; the block itself if none is called like one."""
+        return next((f"{name}.{child}" for child, _ in block.named_children() if _MIXERS.search(child)), name)
+
+    def _check_ties(self, family: nn.Module, kind: str) -> None:
+        first: dict[int, str] = {}
+        for name, parameter in family.named_parameters(remove_duplicate=False):
+            other = first.setdefault(id(parameter), name)
+            if other != name and {other, name} != {f"{self.embedding}.weight", f"{self.head}.weight"}:
+                raise ConfigError(
+                    f"{kind} shares {other} with {name}, which techniques would separate; it can't be trained"
+                )
+        saved = family.state_dict().keys()
+        state = [name for name, _ in family.named_buffers() if name in saved]
+        if state:
+            raise ConfigError(f"{kind} has state that is no parameter ({state[0]}), which no checkpoint would hold")
+        own = [name for name, _ in family.named_parameters(recurse=False)]
+        if own:
+            raise ConfigError(f"{kind} has parameters outside of its modules ({', '.join(own)}); it can't be trained")
+
+
+_ROLES: dict[str, TensorRole | None] = {
+    "colwise": "whole_column",
+    "colwise_gather_output": "whole_column_joined",
+    "colwise_rep": "whole_column_joined",
+    "rowwise": "whole_row",
+    "rowwise_split_input": "whole_row_own_part",
+    "rowwise_rep": "whole_row_own_part",
+    "embedding_rowwise": "whole_embedding",
+    "replicated_with_grad_allreduce": "whole_sum_gradients",
+    "replicate": None,
+    "local_params": None,
+}
+"""transformers' styles of modules; None: nothing to do."""
+_PARAMETER_ROLES: dict[str, TensorRole | None] = {"colwise": "whole_vector", "replicate": None}
+_LEFT_WHOLE = ("packed_colwise", "packed_rowwise", "moe_tp_experts", "moe_identity_expert")
+
+# --------------------------------------------------------------------------- initial values
+
+
+class _Initializer:
+    """Draws single parameters of a family, whole, by the family's own rules."""
+
+    def __init__(self, config: HfModel) -> None:
+        with torch.device("meta"):
+            self._family = _built(config)
+        for module in self._family.modules():  # what from_config has set would keep the rules from running
+            module.__dict__.pop("_is_hf_initialized", None)
+        self._rules = self._touched()
+
+    def values(self, seed: int, name: str) -> Tensor:
+        """The initial values of a parameter or a buffer, by name."""
+        owner_name, _, attribute = name.rpartition(".")
+        owner = self._family.get_submodule(owner_name)
+        is_parameter = attribute in owner._parameters
+        held: dict[str, Any] = owner._parameters if is_parameter else owner._buffers
+        before = held[attribute]
+        whole = _unset(torch.empty(before.shape, dtype=before.dtype, device="cpu"))
+        held[attribute] = nn.Parameter(whole, requires_grad=False) if is_parameter else whole
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode()) >> 1)
+                for module, initialize in self._rules.get(name, []):
+                    initialize(module)
+            return held[attribute].detach()
+        finally:
+            held[attribute] = before
+
+    def _touched(self) -> dict[str, list[tuple[nn.Module, Callable]]]:
+        """The rules that write each parameter or buffer, in the order in which transformers runs them.
+
+        Most write their own module's; some, such as GPT-2's of the residual matrices, those of modules inside.
+        """
+        tensors = [*self._family.named_parameters(), *self._family.named_buffers()]
+        rules: dict[str, list[tuple[nn.Module, Callable]]] = {}
+        with torch.no_grad(), torch.device("meta"):
+            for module, initialize in _rules_of(self._family, self._family._init_weights):
+                versions = [tensor._version for _, tensor in tensors]
+                initialize(module)
+                for (name, tensor), version in zip(tensors, versions, strict=True):
+                    if tensor._version != version:
+                        rules.setdefault(name, []).append((module, initialize))
+        return rules
+
+
+def _rules_of(module: nn.Module, initialize: Callable) -> Iterator[tuple[nn.Module, Callable]]:
+    """Modules with the rule that applies to each, inner ones first; a model inside a model has rules of its own."""
+    for child in module.children():
+        own = getattr(child, "_init_weights", None)
+        yield from _rules_of(child, own if callable(own) else initialize)
+    yield module, initialize
+
+
+def _unset(tensor: Tensor) -> Tensor:
+    """Mark every element as not initialized."""
+    return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.zero_()

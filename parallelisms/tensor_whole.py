@@ -1,0 +1,204 @@
+"""Tensor parallelism whose activations are whole between the matrices (Shoeybi et al. 2019, Megatron-LM, section 3).
+
+It is for models that Keel has no modules for: their plan says which matrices are split, and everything else computes
+the same on all ranks of the axis, on the whole sequence. Three operations on a rank's tensors make that exact. Each is
+the other's backward pass, or its own:
+
+    same     nothing forward, a sum over the ranks backward: before a matrix that is split by its output features, and
+             for a weight that each rank uses for its heads only
+    total    a sum forward, nothing backward: after a matrix that is split by its input features
+    joined   the ranks' features side by side forward, the own part backward; `own_part` is the inverse
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _sum(gradients[0], ctx.mesh), None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        return _sum(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return _side_by_side(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _own(gradients[0], ctx.mesh), None
+
+
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return _own(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _side_by_side(gradients[0], ctx.mesh), None
+
+
+def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    # Over the ranks that hold the other parts of the matrices.
+    return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", mesh))
+
+
+def _side_by_side(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    # From the ranks that hold the other features.
+    parts = funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous(), 0, mesh))
+    return torch.cat(parts.chunk(mesh.size(), 0), -1)
+
+
+def _own(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return x.chunk(mesh.size(), -1)[mesh.get_local_rank()].contiguous()
+
+
+def _local(parameter: Any) -> Any:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _distribute(module: nn.Module, attribute: str, mesh: DeviceMesh, dim: int) -> None:
+    whole = module.get_parameter(attribute)
+    setattr(module, attribute, nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)))
+
+
+def _column(module: Any, mesh: DeviceMesh, joined: bool = False) -> None:
+    """Split a matrix, and its bias, by output features; a rank's output is its own features, or all of them."""
+    for attribute in [name for name, _ in module.named_parameters(recurse=False)]:
+        _distribute(module, attribute, mesh, 0)
+
+    def forward(x: Tensor) -> Tensor:
+        out = F.linear(_Same.apply(x, mesh), _local(module.weight), _local(module.bias))
+        return _Joined.apply(out, mesh) if joined else out
+
+    module.forward = forward
+
+
+def _row(module: Any, mesh: DeviceMesh, is_whole: bool = False) -> None:
+    """Split a matrix by input features; its input is split already, unless it `is_whole`. The bias is added once."""
+    _distribute(module, "weight", mesh, 1)
+
+    def forward(x: Tensor) -> Tensor:
+        out = _Total.apply(F.linear(_OwnPart.apply(x, mesh) if is_whole else x, _local(module.weight)), mesh)
+        return out if module.bias is None else out + module.bias
+
+    module.forward = forward
+
+
+def _embedding(module: Any, mesh: DeviceMesh) -> None:
+    """Split an embedding by rows of the vocabulary; what a family does after the look-up is linear, so it is kept."""
+    _distribute(module, "weight", mesh, 0)
+    padding = module.padding_idx
+    module.padding_idx = None  # it would be taken for a row of this rank
+    rows = module.weight.to_local().shape[0]
+    first = rows * mesh.get_local_rank()
+    original = module.forward
+
+    def forward(tokens: Tensor) -> Tensor:
+        places = tokens - first
+        is_here = (places >= 0) & (places < rows)
+        # The embedding is not compiled, so its parameter may be replaced; some families' call their base's forward.
+        held = module._parameters
+        whole = held["weight"]
+        held["weight"] = _local(whole)
+        try:
+            found = original(places.clamp(0, rows - 1))
+        finally:
+            held["weight"] = whole
+        found = found.masked_fill(~is_here[..., None], 0)
+        if padding is not None:  # its row never trains
+            found = torch.where((tokens == padding)[..., None], found.detach(), found)
+        return _Total.apply(found, mesh)
+
+    module.forward = forward
+
+
+def _head(module: Any, mesh: DeviceMesh) -> None:
+    """Split the head by rows of the vocabulary; the loss is called with this rank's rows and the group."""
+    _distribute(module, "weight", mesh, 0)
+
+    def split(hidden: Tensor, loss: Callable | None) -> Tensor:
+        hidden = _Same.apply(hidden, mesh)
+        if loss is None:
+            return _Joined.apply(F.linear(hidden, _local(module.weight)), mesh)
+        return loss(hidden, _local(module.weight), group=mesh.get_group())
+
+    module.compute = split
+
+
+def sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep a module's parameters whole, and sum their gradients: each rank uses them for its part of the features."""
+    _substitute(module, {name: None for name, _ in module.named_parameters(recurse=False)}, mesh)
+
+
+def cut_vector(owner: nn.Module, attribute: str, mesh: DeviceMesh) -> None:
+    """Split a parameter that its module uses head by head along its only dimension."""
+    _distribute(owner, attribute, mesh, 0)
+    _substitute(owner, {attribute: 0}, mesh)
+
+
+def _substitute(module: Any, attributes: dict[str, int | None], mesh: DeviceMesh) -> None:
+    """Let a module's forward pass see, in place of parameters, their parts, or copies whose gradients are summed."""
+    original = type(module).forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        seen = {
+            name: _Same.apply(getattr(module, name), mesh) if dim is None else _local(getattr(module, name))
+            for name, dim in attributes.items()
+        }
+        return original(_Seen(module, seen), *args, **kwargs)
+
+    module.forward = forward
+
+
+class _Seen:
+    """A module as its forward pass sees it: with tensors in the places of parameters.
+
+    Replacing the parameters in the module itself would be a side effect, which a compiled block that is recomputed
+    must not have.
+    """
+
+    def __init__(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
+        self.module = module
+        self.tensors = tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return self.tensors[name] if name in self.tensors else getattr(self.module, name)
+
+
+STYLES: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
+    "whole_column": _column,
+    "whole_column_joined": lambda module, mesh: _column(module, mesh, joined=True),
+    "whole_row": _row,
+    "whole_row_own_part": lambda module, mesh: _row(module, mesh, is_whole=True),
+    "whole_embedding": _embedding,
+    "whole_head": _head,
+    "whole_sum_gradients": sum_gradients,
+}
+"""What applies each role (`Plan.tensor_parallel`); the activations between them are whole."""

@@ -1,0 +1,80 @@
+"""Models of Hugging Face, trained by Keel on meshes, against plain transformers in one process, in float64."""
+
+import pytest
+import torch
+
+from scripts.parity_compare import STRAIGHT, Detour, compare
+from tests.hf_families import FAMILIES, trained_by_transformers, words, write_config
+from tests.marked import marked
+
+BOUND = 1e-10
+OWN_CASTS = {"gemma3_text": 2e-6, "mixtral": 2e-6, "qwen3_moe": 2e-6}
+"""Families whose own code casts to float32, so that the order of sums shows there."""
+STEPS = ("--training.steps", "3", "--training.micro_batch_size", "2", "--optimizer.weight_decay", "0.0")
+FSDP = ("--mesh.dp_shard", "2")
+TP = ("--mesh.tp", "2")
+
+
+def reference(overrides, path):
+    torch.save(vars(trained_by_transformers(overrides)), path)
+
+
+def assert_equal(ranks, n_ranks, folder, mesh, tmp_path, detour=STRAIGHT, bound=BOUND):
+    """Train on a mesh, and compare losses, norms, the first gradients and the last weights with transformers'."""
+    path = str(tmp_path / "reference.pt")
+    ranks(1, reference, words(folder, *STEPS), path)
+    difference, *_ = ranks(n_ranks, compare, "parity.toml", words(folder, *STEPS, *mesh), path, detour)
+    worst = max(difference.loss, difference.norm, difference.gradient, difference.weight)
+    assert worst < bound, difference
+
+
+@pytest.mark.parametrize("family", marked(list(FAMILIES), slow=["llama", "mixtral", "olmo2", "gpt_neox"]))
+def test_fsdp_is_transformers(ranks, tmp_path, family):
+    folder = write_config(tmp_path / family, family)
+    assert_equal(ranks, 2, folder, FSDP, tmp_path, bound=OWN_CASTS.get(family, BOUND))
+
+
+@pytest.mark.parametrize(
+    "family",
+    marked([each for each in FAMILIES if each != "gpt2"], slow=["llama", "mixtral", "gemma3_text", "gpt_neox"]),
+)
+def test_tensor_parallel_is_transformers(ranks, tmp_path, family):
+    folder = write_config(tmp_path / family, family)
+    assert_equal(ranks, 2, folder, TP, tmp_path, bound=OWN_CASTS.get(family, BOUND))
+
+
+def test_a_resume_moves_from_fsdp_to_tensor_parallelism(ranks, tmp_path):
+    folder = write_config(tmp_path / "qwen3", "qwen3")
+    (tmp_path / "state").mkdir()
+    detour = Detour(move_at=2, overrides=words(folder, *STEPS, *TP), folder=str(tmp_path / "state"))
+    assert_equal(ranks, 2, folder, FSDP, tmp_path, detour)
+
+
+MESHES = {
+    "DDP 2": ("--mesh.dp_replicate", "2", "--mesh.dp_shard", "1"),
+    "HSDP 2x2": ("--mesh.dp_replicate", "2", "--mesh.dp_shard", "2", "--training.micro_batch_size", "1"),
+    "ZeRO 1": (*FSDP, "--fsdp.zero_stage", "1"),
+    "ZeRO 2": (*FSDP, "--fsdp.zero_stage", "2"),
+    "FSDP 2 x TP 2": (*FSDP, *TP),
+    "full recomputation": (*FSDP, "--activation_checkpoint.mode", "full"),
+    "selective recomputation": (*TP, "--activation_checkpoint.mode", "selective"),
+    "owner partition": ("--fsdp.partition", "owner", "--mesh.dp_replicate", "2", "--mesh.dp_shard", "1"),
+}
+
+
+@pytest.mark.parametrize("mesh", marked(MESHES, slow=["DDP 2", "HSDP 2x2", "ZeRO 1", "ZeRO 2", "owner partition"]))
+def test_every_technique_is_transformers(ranks, tmp_path, mesh):
+    folder = write_config(tmp_path / "qwen3", "qwen3", tie_word_embeddings=False)
+    n_ranks = 4 if mesh in ("HSDP 2x2", "FSDP 2 x TP 2") else 2
+    assert_equal(ranks, n_ranks, folder, MESHES[mesh], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "technique",
+    [FSDP, TP, (*FSDP, "--activation_checkpoint.mode", "selective"), (*TP, "--activation_checkpoint.mode", "full")],
+)
+def test_compiled_layers_are_transformers(ranks, tmp_path, technique):
+    """The norms of Qwen3 compute in float32, which the compiler rounds in another order."""
+    folder = write_config(tmp_path / "qwen3", "qwen3")
+    assert_equal(ranks, 2, folder, (*technique, "--compile.enable", "true"), tmp_path, bound=2e-5)

@@ -1,0 +1,129 @@
+"""Models of Hugging Face as Keel builds them: outputs, initial values, buffers, and what is refused."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from configs.errors import ConfigError
+from configs.load import load
+from models import build_model
+from parallelisms.init import materialize
+from tests.hf_families import FAMILIES, words, write_config
+from trainer.planning.flops import flops_per_token
+from trainer.planning.unknown_names import require_known_names
+
+
+def built(folder, seed=0, dtype=torch.float64):
+    config = load("parity.toml", words(folder), world_size=1).config
+    with torch.device("meta"):
+        model = build_model(config.model).to(dtype)
+    materialize(model, torch.device("cpu"), seed)
+    return model
+
+
+def plain(folder):
+    """The family's own model."""
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_the_familys(tmp_path, family):
+    folder = write_config(tmp_path / family, family)
+    ours = built(folder)
+    theirs = plain(folder)
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+    theirs.load_state_dict(dict(ours.named_parameters()), strict=False)
+    theirs.tie_weights()
+    tokens = torch.randint(160, (2, 24))
+    assert torch.equal(ours(tokens), theirs(input_ids=tokens, use_cache=False).logits)
+    positions = torch.arange(24)[None]
+    assert torch.equal(ours(tokens, positions), ours(tokens))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_initial_values_are_drawn_as_the_family_does(tmp_path, family):
+    """The same spread for each parameter, within what chance explains; constants are equal."""
+    folder = write_config(tmp_path / family, family)
+    theirs = dict(plain(folder).named_parameters())
+    for name, ours in built(folder).named_parameters():
+        spread = theirs[name].std().item() if theirs[name].numel() > 1 else 0.0
+        if spread == 0.0:
+            assert torch.equal(ours, theirs[name]), name
+        else:
+            assert ours.std().item() == pytest.approx(spread, rel=0.15), name
+            assert ours.mean().abs().item() < 5 * spread / ours.numel() ** 0.5, name
+
+
+def test_residual_matrices_of_gpt2_start_smaller(tmp_path):
+    """The rule is of the whole model: it writes parameters of modules inside."""
+    model = built(write_config(tmp_path / "gpt2", "gpt2"))
+    stds = {name: p.std().item() for name, p in model.named_parameters()}
+    assert stds["transformer.h.0.mlp.c_proj.weight"] == pytest.approx(0.02 / 2, rel=0.1)
+    assert stds["transformer.h.0.mlp.c_fc.weight"] == pytest.approx(0.02, rel=0.1)
+
+
+def test_a_parameter_depends_on_the_seed_and_its_name_only(tmp_path):
+    folder = write_config(tmp_path / "qwen3", "qwen3")
+    first, again, other = (dict(built(folder, seed).named_parameters()) for seed in (0, 0, 1))
+    longer = dict(built(write_config(tmp_path / "longer", "qwen3", num_hidden_layers=3)).named_parameters())
+    matrix = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(first[matrix], again[matrix])
+    assert torch.equal(first[matrix], longer[matrix])
+    assert not torch.equal(first[matrix], other[matrix])
+    assert not torch.equal(first[matrix], first[matrix.replace(".1.", ".0.")])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffers_are_computed_after_the_meta_device(tmp_path, family):
+    folder = write_config(tmp_path / family, family)
+    theirs = dict(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).named_buffers())
+    ours = dict(built(folder).named_buffers())
+    assert ours.keys() == theirs.keys()
+    for name, buffer in ours.items():
+        assert buffer.dtype == theirs[name].dtype, name
+        assert torch.equal(buffer, theirs[name]), name
+
+
+def test_the_loss_gets_hidden_states_and_the_heads_weight(tmp_path):
+    model = built(write_config(tmp_path / "gemma3_text", "gemma3_text"))
+    tokens = torch.randint(160, (1, 8))
+    logits = model(tokens, loss=lambda hidden, weight: hidden @ weight.T)
+    assert torch.equal(logits, model(tokens))
+
+
+def test_flops_count_matrices_and_attention(tmp_path):
+    """6 FLOPs a weight of a matrix; of 4 experts the 2 that a token is sent to."""
+    config = load("parity.toml", words(write_config(tmp_path / "mixtral", "mixtral"))).config
+    attention = 64 * (64 + 32 + 32) + 64 * 64
+    experts = 2 * 3 * 64 * 96
+    matrices = 2 * (attention + experts + 64 * 4) + 64 * 160
+    assert flops_per_token(config.model, 32).full == 6 * matrices + 12 * 2 * 64 * 32
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("gemma2", {}, "changes the logits after its head.*final_logit_softcapping = 30.0"),
+        ("gpt2", {"attn_pdrop": 0.1}, "dropout.*attn_pdrop = 0.1"),
+        ("seed_oss", {}, "has dropout"),
+        ("phi", {"resid_pdrop": 0.0}, "the head of phi has a bias"),
+        ("mixtral", {"output_router_logits": True}, "auxiliary loss"),
+        ("qwen3", {"rope_parameters": {"rope_type": "nonsense"}}, "transformers cannot build this qwen3"),
+    ],
+)
+def test_what_cannot_be_trained_as_it_is_is_refused(tmp_path, family, fields, message):
+    job = load("parity.toml", words(write_config(tmp_path / family, family, **fields)))
+    with pytest.raises(ConfigError, match=message) as caught:
+        require_known_names(job)
+    assert str(caught.value).startswith("--model.hf: ")
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [("gpt2", "has no plan of tensor parallelism"), ("deepseek_v2", 'the style "mla_kv_a_proj"')],
+)
+def test_a_family_that_tensor_parallelism_cannot_split(tmp_path, family, message):
+    folder = write_config(tmp_path / family, family, num_key_value_heads=4)
+    require_known_names(load("parity.toml", words(folder)))
+    with pytest.raises(ConfigError, match=message):
+        require_known_names(load("parity.toml", words(folder, "--mesh.tp", "2")))
