@@ -233,7 +233,7 @@ def test_a_mistake_is_one_message(capsys, mistakes, words):
         ("--top-k 0", "argument --top-k: 0 is not a whole number of at least 1"),
         ("--temperature -1", "argument --temperature: -1 is not a number of at least 0"),
         ("--temperature nan", "argument --temperature: nan is not a number of at least 0"),
-        ("--seed x", "argument --seed: invalid int value: 'x'"),
+        ("--seed x", "argument --seed: x is not a whole number of at least 0"),
     ],
 )
 def test_an_impossible_number_is_a_message(capsys, words, said):
