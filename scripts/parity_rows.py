@@ -25,12 +25,14 @@ BOUNDS = {
     "float32": (1e-5, 3e-5, 1e-4, math.inf),
     "bfloat16": (1e-3, 2e-2, 1e-1, math.inf),
     "8-bit, other sums": (1e-4, 1e-2, 1e-2, math.inf),
+    "own float32": (1e-6, 1e-5, 1e-5, 1e-3),
 }
 """Largest relative difference of loss, norm, first-step gradients and weights. float32 weights are not compared:
 Adam amplifies round-off where a gradient is near zero (5e-4 after three steps). Norms differ by less than 1e-6 with
 Adam; Muon scales the smallest directions of a gradient up to the largest, and round-off with them (2e-5). bfloat16
-means the mixed precision of the job files for GPUs, against a reference in float32. The last are for float8 matmuls
-whose sums, of float32, a mesh cuts or orders differently from the reference (docs/float8.md derives them)."""
+means the mixed precision of the job files for GPUs, against a reference in float32. The next are for float8 matmuls
+whose sums, of float32, a mesh cuts or orders differently from the reference (docs/float8.md derives them); and for
+models that cast to float32 themselves, whatever type they are given."""
 
 
 DTYPES = ("float64", "float32", "bfloat16")

@@ -150,7 +150,7 @@ def _tell(console: Console, outcome: Outcome) -> None:
     style = "bold red" if outcome.verdict == "wrong" else ""
     verdict = "WRONG" if outcome.verdict == "wrong" else "equal"
     console.line(f"{outcome.name:44s} {figures} {outcome.seconds:5.1f} {verdict}", style)
-    if outcome.verdict == "wrong":
+    if outcome.reason:
         console.line(f"    {outcome.reason}", style)
 
 

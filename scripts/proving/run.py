@@ -67,6 +67,7 @@ class Prover:
         self._config = load(job, world_size=1).config
         self._expected: dict[tuple[str, ...], Any] = {}
         self._refusals: dict[Combination, str] = {}
+        self._own_float32: str | None = None
 
     def row(self, techniques: Combination) -> Row:
         """The row of a combination."""
@@ -101,10 +102,21 @@ class Prover:
         figures = dict(zip(("loss", "norm", "gradients", "weights"), difference.values, strict=True))
         if difference.passes("float64"):
             return Outcome(*what, "equal", figures=figures, seconds=time.perf_counter() - started)
+        if difference.passes("own float32") and (place := self.own_float32()):
+            reason = f"to the round-off of float32, in which the model itself computes {place}"
+            return Outcome(*what, "equal", reason, figures, seconds=time.perf_counter() - started)
         kind, wrong = difference.wrong()
         block = self._first_block_apart(row)
         reason = _in_words(difference, kind, wrong, block)
         return Outcome(*what, "wrong", reason, figures, tuple(wrong), block, time.perf_counter() - started)
+
+    def own_float32(self) -> str:
+        """The module in which the model casts to float32; "" if it computes in the type that it is given."""
+        if self._own_float32 is None:
+            from scripts.proving.own_types import own_float32
+
+            self._own_float32 = self._pool.run(1, own_float32, self._job, ())[0]
+        return self._own_float32
 
     def difference(self, row: Row) -> Difference:
         """Train a row, and evaluate a batch on the way; returns the difference from one process."""
