@@ -21,6 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
+# Its name since torch 2.13, where the old one warns.
+_all_gather = funcol.all_gather_single if hasattr(funcol, "all_gather_single") else funcol.all_gather_tensor
+
+
 class _Same(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -71,7 +75,7 @@ def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def _side_by_side(x: Tensor, mesh: DeviceMesh) -> Tensor:
     # From the ranks that hold the other features.
-    parts = funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous(), 0, mesh))
+    parts = funcol.wait_tensor(_all_gather(x.contiguous(), 0, mesh))
     return torch.cat(parts.chunk(mesh.size(), 0), -1)
 
 
