@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None, on_ranks: Callable = call) -> i
         config = load(job, overrides).config
         ranks = 1 << (max(8, options.ranks) - 1).bit_length()
         small = small_job(config, ranks)
-        techniques = chosen(axes, bool(config.model.n_experts), config.data.document_mask)
+        techniques = chosen(axes, config.data.document_mask)
         _announce(console, job, small, options.ranks)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / find_job_file(job).name

@@ -70,7 +70,7 @@ def test_muon_keeps_its_partition(tmp_path):
 
 @pytest.mark.parametrize("every_pair", [False, True])
 def test_rows_cover_the_pairs(every_pair):
-    techniques = chosen(AXES, with_experts=True, has_documents=False)
+    techniques = chosen(AXES, has_documents=False)
 
     def refusal(row):
         return "no" if {"PP 2 zero-bubble", "compile"} <= {each.name for each in row} else ""
