@@ -161,6 +161,11 @@ def test_an_axis_that_does_not_exist_is_a_config_error(capsys):
     assert "--axes: there is no axis 'tpp'; did you mean tp?" in capsys.readouterr().err
 
 
+def test_a_folder_that_does_not_exist_is_told_before_the_work(tmp_path, capsys):
+    assert prove.main(["debug.toml", "--json", str(tmp_path / "none/a.json")]) == 78
+    assert f"there is no folder {tmp_path}/none; create it" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_proof_of_one_axis(tmp_path, capsys):
     words = ["debug.toml", "--axes", "fsdp,accumulation", "--ranks", "2"]
