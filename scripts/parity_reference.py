@@ -20,7 +20,7 @@ from torch import Tensor
 
 from configs.load import load
 from configs.plan import plan_of
-from configs.schema import Config, Optimizer, ParameterGroup, is_described
+from configs.schema import Config, Optimizer, ParameterGroup
 from models import build_model
 from parallelisms.init import materialize
 from scripts.parity_float8 import in_8_bits
@@ -115,9 +115,7 @@ class _Choices:
 
     def __init__(self, model: torch.nn.Module, config: Config) -> None:
         """Observe the routers; create it before the forward pass."""
-        if is_described(config.model):  # the routers of other models are their own
-            self.settings = config.model.router
-            self.k = config.model.experts_per_token
+        self.model: Any = config.model  # its router, where the plan has any
         self.inputs: dict[Any, list[Tensor]] = {
             router: [] for router in map(model.get_submodule, plan_of(model).routers)
         }
@@ -135,15 +133,17 @@ class _Choices:
         """
         for hook in self.hooks:
             hook.remove()
+        if not self.inputs:
+            return 0.0
+        settings = self.model.router
         losses = []
         for router, parts in self.inputs.items():
             x = torch.cat([part.flatten(0, 1) for part in parts]).unflatten(0, shape)
             shares, chosen = self._shares_and_choice(router, x)
             self.tokens[router] = chosen.sum(dim=(0, 1))
-            f = chosen.mean(dim=1) * chosen.shape[2] / self.k
+            f = chosen.mean(dim=1) * chosen.shape[2] / self.model.experts_per_token
             losses += [(f * shares.mean(dim=1)).sum(dim=1).mean()]
-        is_used = bool(losses) and self.settings.load_balance == "auxiliary_loss"
-        return self.settings.auxiliary_loss_weight * sum(losses) if is_used else 0.0
+        return settings.auxiliary_loss_weight * sum(losses) if settings.load_balance == "auxiliary_loss" else 0.0
 
     def move_biases(self) -> None:
         """Raise the bias of experts with fewer tokens than the mean, lower the others; call after `auxiliary_loss`."""
@@ -151,15 +151,17 @@ class _Choices:
             if router.bias is not None:
                 fewer = tokens < tokens.mean()
                 more = tokens > tokens.mean()
-                router.bias[fewer] += self.settings.bias_update_rate
-                router.bias[more] -= self.settings.bias_update_rate
+                router.bias[fewer] += self.model.router.bias_update_rate
+                router.bias[more] -= self.model.router.bias_update_rate
 
     def _shares_and_choice(self, router: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         """Both (sequences, tokens, experts): shares of the scores, and 1 where an expert was chosen, else 0."""
         logits = x @ router.weight.T
-        scores = logits.softmax(-1) if self.settings.scoring == "softmax" else logits.sigmoid()
+        scores = logits.softmax(-1) if self.model.router.scoring == "softmax" else logits.sigmoid()
         preference = scores if router.bias is None else scores + router.bias
-        chosen = torch.zeros_like(scores).scatter(2, preference.argsort(2, descending=True)[..., : self.k], 1.0)
+        chosen = torch.zeros_like(scores).scatter(
+            2, preference.argsort(2, descending=True)[..., : self.model.experts_per_token], 1.0
+        )
         return scores / scores.sum(2, keepdim=True), chosen
 
 

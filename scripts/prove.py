@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -25,7 +25,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from configs.errors import ConfigError
-from configs.files import write_atomically
+from configs.files import whole, write_atomically
 from configs.load import load
 from configs.reading.hf_config import CONFIG_NAME, causal_families
 from configs.schema import Config
@@ -47,10 +47,11 @@ def main(arguments: Sequence[str] | None = None, on_ranks: Callable = call) -> i
         started = time.perf_counter()
         job = job_of(options)
         axes = _axes(options.axes)
+        _require_folders({"--json": options.json, "--page": options.page})
         config = job_of_model(job, overrides)
         ranks = 1 << (max(8, options.ranks) - 1).bit_length()
         small = small_job(config, ranks)
-        techniques = chosen(axes, bool(config.model.n_experts), config.data.document_mask)
+        techniques = chosen(axes, config.data.document_mask)
         _announce(console, job, small, options.ranks)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "small.toml"
@@ -131,6 +132,13 @@ def _axes(text: str | None) -> Sequence[str]:
             advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(AXES)}"
             raise ConfigError(f"--axes: there is no axis {name!r}; {advice}")
     return named
+
+
+def _require_folders(files: Mapping[str, Path | None]) -> None:
+    """Raise ConfigError if an option names a file in a folder that does not exist, before minutes of work."""
+    for flag, file in files.items():
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{flag} {file}: there is no folder {whole(file.parent)}; create it, or name another")
 
 
 def _announce(console: Console, job: str, small: SmallJob, ranks: int) -> None:

@@ -121,8 +121,8 @@ def prove(
     own = differences(grads, expected_grads, GRADIENT_FLOOR, names=named)
     norm = _norm(expected_grads.values())
     squares = merged_over_ranks({name: _norm([grad]) ** 2 for name, grad in grads.items()})
-    norm_found = math.sqrt(sum(squares.values())) if found_norm is None else float(found_norm)
-    scalars = {"loss": ratio(float(found_loss), float(expected_loss)), "norm": ratio(norm_found, norm)}
+    norm_found = math.sqrt(sum(squares.values())) if found_norm is None else found_norm.item()
+    scalars = {"loss": ratio(found_loss.item(), expected_loss.item()), "norm": ratio(norm_found, norm)}
     merged = merged_over_ranks(own)
     return Report(
         bound=bound,

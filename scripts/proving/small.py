@@ -3,8 +3,8 @@
 Machine tables are left out: the techniques take their place. What a proof in float64 cannot keep is told in a note.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
+import fnmatch
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from configs.architectures import family_of
@@ -34,8 +34,7 @@ def small_job(config: Config, ranks: int) -> SmallJob:
     notes = list(_notes(config))
     values = config.model_dump(exclude_unset=True)
     model = values["model"] | family_of(config.model).small(config.model, ranks)
-    names = list(skeleton(table_of_model(model).model_validate(model)).shapes)
-    optimizer = _optimizer(values["optimizer"], names)
+    optimizer = _optimizer(values["optimizer"], model)
     dropped = len(config.optimizer.groups) - len(optimizer.get("groups", []))
     if dropped:
         notes.append(f"{dropped} of optimizer.groups name only parameters that the small model does not have")
@@ -85,10 +84,14 @@ def _training(config: Config, given: Mapping[str, Any], ranks: int) -> dict[str,
     }
 
 
-def _optimizer(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _optimizer(given: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's table, without groups of parameters that the small model does not have."""
     kept = {key: value for key, value in given.items() if key != "kernel"}
-    groups = [group for group in kept.get("groups", []) if any(fnmatchcase(name, group["pattern"]) for name in names)]
-    return kept | {"eps": max(kept.get("eps", 0.0), _LEAST_EPS)} | ({"groups": groups} if "groups" in kept else {})
+    kept["eps"] = max(kept.get("eps", 0.0), _LEAST_EPS)
+    if "groups" in kept:
+        names = skeleton(table_of_model(model).model_validate(model)).shapes
+        kept["groups"] = [group for group in kept["groups"] if fnmatch.filter(names, group["pattern"])]
+    return kept
 
 
 def _lr_schedule(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,10 +72,9 @@ _DATA_PARALLEL = ("ddp", "fsdp", "hsdp", "zero", "owner")
 Combination = tuple[Technique, ...]
 
 
-def chosen(axes: Collection[str], with_experts: bool, has_documents: bool) -> list[Technique]:
-    """The techniques of the named axes, without those that a job lacks the parts for, or always has."""
-    left_out = [axis for axis, is_out in (("ep", not with_experts), ("documents", has_documents)) if is_out]
-    return [each for each in TECHNIQUES if each.axis in axes and each.axis not in left_out]
+def chosen(axes: Collection[str], has_documents: bool) -> list[Technique]:
+    """The techniques of the named axes; without the document mask if the job has one in every row."""
+    return [each for each in TECHNIQUES if each.axis in axes and not (has_documents and each.axis == "documents")]
 
 
 def name_of(techniques: Combination) -> str:

@@ -70,7 +70,7 @@ def test_muon_keeps_its_partition(tmp_path):
 
 @pytest.mark.parametrize("every_pair", [False, True])
 def test_rows_cover_the_pairs(every_pair):
-    techniques = chosen(AXES, with_experts=True, has_documents=False)
+    techniques = chosen(AXES, has_documents=False)
 
     def refusal(row):
         return "no" if {"PP 2 zero-bubble", "compile"} <= {each.name for each in row} else ""
@@ -159,6 +159,11 @@ def test_the_page_shows_pairs_and_escapes():
 def test_an_axis_that_does_not_exist_is_a_config_error(capsys):
     assert prove.main(["debug.toml", "--axes", "fsdp,tpp"]) == 78
     assert "--axes: there is no axis 'tpp'; did you mean tp?" in capsys.readouterr().err
+
+
+def test_a_folder_that_does_not_exist_is_told_before_the_work(tmp_path, capsys):
+    assert prove.main(["debug.toml", "--json", str(tmp_path / "none/a.json")]) == 78
+    assert f"there is no folder {tmp_path}/none; create it" in capsys.readouterr().err
 
 
 @pytest.mark.slow
