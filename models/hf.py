@@ -285,12 +285,8 @@ class _Names:
         A module with a packed matrix (gate and up in one, which no contiguous cut separates) stays whole, with all that
         is in it: each rank computes all of it. So do experts.
         """
-        styles = self._styles()
-        whole = {name.rpartition(".")[0] for name, style in styles.items() if style in _LEFT_WHOLE}
         found: dict[str, TensorRole] = {}
-        for name, style in styles.items():
-            if style in _LEFT_WHOLE or any(name == part or name.startswith(f"{part}.") for part in whole):
-                continue
+        for name, style in self._split_styles().items():
             is_parameter = name not in self._modules
             role = _PARAMETER_ROLES.get(style) if is_parameter else _ROLES.get(style)
             if role:
@@ -298,6 +294,16 @@ class _Names:
         found[self.embedding] = "whole_embedding"
         found[self.head] = "whole_head"
         return found
+
+    def _split_styles(self) -> dict[str, str]:
+        """The styles outside of what stays whole: experts, and the modules that have a packed matrix."""
+        styles = self._styles()
+        whole = {_kept_whole(name, style) for name, style in styles.items() if style in _LEFT_WHOLE}
+        return {
+            name: style
+            for name, style in styles.items()
+            if not any(name == part or name.startswith(f"{part}.") for part in whole)
+        }
 
     def _styles(self) -> dict[str, str]:
         """The family's style for each of its modules and parameters that has one."""
@@ -312,13 +318,12 @@ class _Names:
 
     def why_not_split(self) -> str:
         """Why tensor parallelism can't split this model; "" if it can."""
-        styles = self._styles()
-        if not styles:
+        if not self._styles():
             return f"{self._kind} has no plan of tensor parallelism (base_model_tp_plan)"
-        for name, style in styles.items():
+        for name, style in self._split_styles().items():
             module = self._modules.get(name)
             known = _ROLES if module is not None else _PARAMETER_ROLES
-            if style not in known and style not in _LEFT_WHOLE:
+            if style not in known:
                 return f'the plan of {self._kind} has the style "{style}" for {name}, which Keel does not know'
             is_linear = (known.get(style) or "").startswith(("whole_column", "whole_row"))
             if is_linear and module is not None and type(module) is not nn.Linear:
@@ -338,10 +343,6 @@ class _Names:
                 raise ConfigError(
                     f"{kind} shares {other} with {name}, which techniques would separate; it can't be trained"
                 )
-        saved = family.state_dict().keys()
-        state = [name for name, _ in family.named_buffers() if name in saved]
-        if state:
-            raise ConfigError(f"{kind} has state that is no parameter ({state[0]}), which no checkpoint would hold")
         own = [name for name, _ in family.named_parameters(recurse=False)]
         if own:
             raise ConfigError(f"{kind} has parameters outside of its modules ({', '.join(own)}); it can't be trained")
@@ -361,7 +362,14 @@ _ROLES: dict[str, TensorRole | None] = {
 }
 """transformers' styles of modules; None: nothing to do."""
 _PARAMETER_ROLES: dict[str, TensorRole | None] = {"colwise": "whole_vector", "replicate": None}
-_LEFT_WHOLE = ("packed_colwise", "packed_rowwise", "moe_tp_experts", "moe_identity_expert")
+_EXPERTS = ("moe_tp_experts", "moe_identity_expert")
+_LEFT_WHOLE = ("packed_colwise", "packed_rowwise", *_EXPERTS)
+
+
+def _kept_whole(name: str, style: str) -> str:
+    """The module that stays whole because of a style: experts themselves; for a packed matrix the module around it."""
+    return name if style in _EXPERTS else name.rpartition(".")[0]
+
 
 # --------------------------------------------------------------------------- initial values
 
