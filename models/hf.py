@@ -8,8 +8,8 @@ declares.
 Three things are Keel's:
 
 * The loss. The family's own forward pass runs, but its head hands the hidden states and its weight to the loss instead
-  of multiplying them, and returns the loss in place of logits. The forward pass must return it untouched: a family that
-  changes its logits (softcapping, a scale) is refused, never trained without the change.
+  of multiplying them. A factor that the family puts on its logits is put on the hidden states; one that changes them
+  otherwise (softcapping) is refused, never trained without the change.
 * Initial values. The family's own `_init_weights` draws each parameter whole, under a generator keyed by (seed, name),
   on a copy of the model of which only this parameter has memory. So no mesh changes the values.
 * Buffers, such as rotary frequencies, which `_init_weights` computes in the same way after the meta device.
@@ -64,7 +64,8 @@ class HfCausalLm(nn.Module):
         self._head.forward = self._head_or_loss
         self._head.compute = self._computed
         """The head's computation for a loss or None; tensor parallelism replaces it."""
-        _require_plain_forward(self, family)
+        self._result: Tensor | None = None
+        self._scale = _scale_of_logits(self, family)
 
     def forward(
         self,
@@ -88,13 +89,17 @@ class HfCausalLm(nn.Module):
         self._loss = loss
         try:
             output = self.family.forward(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True)
+            return output.logits if self._result is None else self._result
         finally:
             self._loss = None
-        return output.logits
+            self._result = None
 
     def _head_or_loss(self, hidden: Tensor) -> Tensor:
-        """The head's forward pass: its logits, or the loss in their place."""
-        return self._head.compute(hidden, self._loss)
+        """The head's forward pass: its logits, or the loss in their place, to which the family's factor is applied."""
+        if self._loss is None:
+            return self._head.compute(hidden, None)
+        self._result = self._head.compute(hidden if self._scale == 1.0 else hidden * self._scale, self._loss)
+        return self._result
 
     def _computed(self, hidden: Tensor, loss: Loss | None) -> Tensor:
         weight = self._head.weight
@@ -194,24 +199,25 @@ def _drops(module: nn.Module) -> bool:
     return (isinstance(module, nn.Dropout) and module.p > 0) or any(rate > 0 for rate in rates)
 
 
-def _require_plain_forward(model: HfCausalLm, family: Any) -> None:
-    """Check that the family's forward pass returns what its head returned, by running it without the decoder.
+def _scale_of_logits(model: HfCausalLm, family: Any) -> float:
+    """The factor that the family's forward pass puts on its logits, found by running it without the decoder.
 
     Raises:
-        ConfigError: it changes its logits; Keel's loss never sees logits, so the change would be lost.
+        ConfigError: it changes them otherwise; Keel's loss never sees logits, so the change would be lost.
     """
     kind = model.config.model_type
     if getattr(model._head, "bias", None) is not None:
         raise ConfigError(f"the head of {kind} has a bias, which the loss in chunks does not add; it can't be trained")
-    base = family.base_model
     with torch.device("meta"):
         hidden = torch.empty(1, 2, model._head.weight.shape[1])
-        instead = torch.empty(())
         tokens = torch.zeros(1, 2, dtype=torch.int64)
-    original = base.forward
+    logits = torch.tensor([[[1.0, -2.0, 0.5], [1e4, -1e4, 4.0]]], dtype=torch.float64, device="cpu")
+    base = family.base_model
+    compute = model._head.compute
     base.forward = lambda *_, **__: _DecoderOutput(hidden)
+    model._head.compute = lambda *_: logits
     try:
-        returned = model(tokens, loss=lambda *_: instead)
+        returned = model(tokens)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ConfigError(
@@ -219,14 +225,17 @@ def _require_plain_forward(model: HfCausalLm, family: Any) -> None:
         ) from None
     finally:
         del base.forward
-        assert base.forward == original
-    if returned is not instead:
-        found = [name for name in _LOGIT_FIELDS if getattr(family.config, name, None) not in (None, 1.0)]
-        cause = f" ({', '.join(f'{name} = {getattr(family.config, name)}' for name in found)})" if found else ""
-        raise ConfigError(
-            f"{kind} changes the logits after its head{cause}, which the loss in chunks would leave out; it can't be "
-            "trained as it is"
-        )
+        model._head.compute = compute
+    scale = float(returned[0, 0, 0])
+    is_exact = returned.dtype == logits.dtype or scale == 1.0
+    if is_exact and torch.allclose(returned.double(), logits * scale, rtol=1e-7, atol=0.0):
+        return scale
+    found = [name for name in _LOGIT_FIELDS if getattr(family.config, name, None) not in (None, 1.0)]
+    cause = f" ({', '.join(f'{name} = {getattr(family.config, name)}' for name in found)})" if found else ""
+    raise ConfigError(
+        f"{kind} changes the logits after its head{cause}, which the loss in chunks would leave out; it can't be "
+        "trained as it is"
+    )
 
 
 class _DecoderOutput:
@@ -242,7 +251,7 @@ class _DecoderOutput:
         return (self.last_hidden_state,)[place]
 
 
-_LOGIT_FIELDS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "logits_soft_cap", "lm_head_multiplier")
+_LOGIT_FIELDS = ("final_logit_softcapping", "logits_soft_cap")
 
 
 def _no_mask(_documents: Documents, _dtype: torch.dtype) -> Any:

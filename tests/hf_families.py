@@ -34,6 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "olmo2": {},
+    "granite": {"logits_scaling": 8.0},
     "mixtral": {"num_local_experts": 4, **_EXPERTS},
     "qwen3_moe": {"num_experts": 4, **_EXPERTS},
     "deepseek_v3": {
