@@ -8,8 +8,8 @@ declares.
 Three things are Keel's:
 
 * The loss. The family's own forward pass runs, but its head hands the hidden states and its weight to the loss instead
-  of multiplying them, and returns the loss in place of logits. The forward pass must return it untouched: a family that
-  changes its logits (softcapping, a scale) is refused, never trained without the change.
+  of multiplying them. A factor that the family puts on its logits is put on the hidden states; one that changes them
+  otherwise (softcapping) is refused, never trained without the change.
 * Initial values. The family's own `_init_weights` draws each parameter whole, under a generator keyed by (seed, name),
   on a copy of the model of which only this parameter has memory. So no mesh changes the values.
 * Buffers, such as rotary frequencies, which `_init_weights` computes in the same way after the meta device.
@@ -64,7 +64,8 @@ class HfCausalLm(nn.Module):
         self._head.forward = self._head_or_loss
         self._head.compute = self._computed
         """The head's computation for a loss or None; tensor parallelism replaces it."""
-        _require_plain_forward(self, family)
+        self._result: Tensor | None = None
+        self._scale = _scale_of_logits(self, family)
 
     def forward(
         self,
@@ -88,13 +89,17 @@ class HfCausalLm(nn.Module):
         self._loss = loss
         try:
             output = self.family.forward(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True)
+            return output.logits if self._result is None else self._result
         finally:
             self._loss = None
-        return output.logits
+            self._result = None
 
     def _head_or_loss(self, hidden: Tensor) -> Tensor:
-        """The head's forward pass: its logits, or the loss in their place."""
-        return self._head.compute(hidden, self._loss)
+        """The head's forward pass: its logits, or the loss in their place, to which the family's factor is applied."""
+        if self._loss is None:
+            return self._head.compute(hidden, None)
+        self._result = self._head.compute(hidden if self._scale == 1.0 else hidden * self._scale, self._loss)
+        return self._result
 
     def _computed(self, hidden: Tensor, loss: Loss | None) -> Tensor:
         weight = self._head.weight
@@ -194,24 +199,25 @@ def _drops(module: nn.Module) -> bool:
     return (isinstance(module, nn.Dropout) and module.p > 0) or any(rate > 0 for rate in rates)
 
 
-def _require_plain_forward(model: HfCausalLm, family: Any) -> None:
-    """Check that the family's forward pass returns what its head returned, by running it without the decoder.
+def _scale_of_logits(model: HfCausalLm, family: Any) -> float:
+    """The factor that the family's forward pass puts on its logits, found by running it without the decoder.
 
     Raises:
-        ConfigError: it changes its logits; Keel's loss never sees logits, so the change would be lost.
+        ConfigError: it changes them otherwise; Keel's loss never sees logits, so the change would be lost.
     """
     kind = model.config.model_type
     if getattr(model._head, "bias", None) is not None:
         raise ConfigError(f"the head of {kind} has a bias, which the loss in chunks does not add; it can't be trained")
-    base = family.base_model
     with torch.device("meta"):
         hidden = torch.empty(1, 2, model._head.weight.shape[1])
-        instead = torch.empty(())
         tokens = torch.zeros(1, 2, dtype=torch.int64)
-    original = base.forward
+    logits = torch.tensor([[[1.0, -2.0, 0.5], [1e4, -1e4, 4.0]]], dtype=torch.float64, device="cpu")
+    base = family.base_model
+    compute = model._head.compute
     base.forward = lambda *_, **__: _DecoderOutput(hidden)
+    model._head.compute = lambda *_: logits
     try:
-        returned = model(tokens, loss=lambda *_: instead)
+        returned = model(tokens)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ConfigError(
@@ -219,14 +225,17 @@ def _require_plain_forward(model: HfCausalLm, family: Any) -> None:
         ) from None
     finally:
         del base.forward
-        assert base.forward == original
-    if returned is not instead:
-        found = [name for name in _LOGIT_FIELDS if getattr(family.config, name, None) not in (None, 1.0)]
-        cause = f" ({', '.join(f'{name} = {getattr(family.config, name)}' for name in found)})" if found else ""
-        raise ConfigError(
-            f"{kind} changes the logits after its head{cause}, which the loss in chunks would leave out; it can't be "
-            "trained as it is"
-        )
+        model._head.compute = compute
+    scale = float(returned[0, 0, 0])
+    is_exact = returned.dtype == logits.dtype or scale == 1.0
+    if is_exact and torch.allclose(returned.double(), logits * scale, rtol=1e-7, atol=0.0):
+        return scale
+    found = [name for name in _LOGIT_FIELDS if getattr(family.config, name, None) not in (None, 1.0)]
+    cause = f" ({', '.join(f'{name} = {getattr(family.config, name)}' for name in found)})" if found else ""
+    raise ConfigError(
+        f"{kind} changes the logits after its head{cause}, which the loss in chunks would leave out; it can't be "
+        "trained as it is"
+    )
 
 
 class _DecoderOutput:
@@ -242,7 +251,7 @@ class _DecoderOutput:
         return (self.last_hidden_state,)[place]
 
 
-_LOGIT_FIELDS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "logits_soft_cap", "lm_head_multiplier")
+_LOGIT_FIELDS = ("final_logit_softcapping", "logits_soft_cap")
 
 
 def _no_mask(_documents: Documents, _dtype: torch.dtype) -> Any:
@@ -285,12 +294,8 @@ class _Names:
         A module with a packed matrix (gate and up in one, which no contiguous cut separates) stays whole, with all that
         is in it: each rank computes all of it. So do experts.
         """
-        styles = self._styles()
-        whole = {name.rpartition(".")[0] for name, style in styles.items() if style in _LEFT_WHOLE}
         found: dict[str, TensorRole] = {}
-        for name, style in styles.items():
-            if style in _LEFT_WHOLE or any(name == part or name.startswith(f"{part}.") for part in whole):
-                continue
+        for name, style in self._split_styles().items():
             is_parameter = name not in self._modules
             role = _PARAMETER_ROLES.get(style) if is_parameter else _ROLES.get(style)
             if role:
@@ -298,6 +303,16 @@ class _Names:
         found[self.embedding] = "whole_embedding"
         found[self.head] = "whole_head"
         return found
+
+    def _split_styles(self) -> dict[str, str]:
+        """The styles outside of what stays whole: experts, and the modules that have a packed matrix."""
+        styles = self._styles()
+        whole = {_kept_whole(name, style) for name, style in styles.items() if style in _LEFT_WHOLE}
+        return {
+            name: style
+            for name, style in styles.items()
+            if not any(name == part or name.startswith(f"{part}.") for part in whole)
+        }
 
     def _styles(self) -> dict[str, str]:
         """The family's style for each of its modules and parameters that has one."""
@@ -312,13 +327,12 @@ class _Names:
 
     def why_not_split(self) -> str:
         """Why tensor parallelism can't split this model; "" if it can."""
-        styles = self._styles()
-        if not styles:
+        if not self._styles():
             return f"{self._kind} has no plan of tensor parallelism (base_model_tp_plan)"
-        for name, style in styles.items():
+        for name, style in self._split_styles().items():
             module = self._modules.get(name)
             known = _ROLES if module is not None else _PARAMETER_ROLES
-            if style not in known and style not in _LEFT_WHOLE:
+            if style not in known:
                 return f'the plan of {self._kind} has the style "{style}" for {name}, which Keel does not know'
             is_linear = (known.get(style) or "").startswith(("whole_column", "whole_row"))
             if is_linear and module is not None and type(module) is not nn.Linear:
@@ -338,10 +352,6 @@ class _Names:
                 raise ConfigError(
                     f"{kind} shares {other} with {name}, which techniques would separate; it can't be trained"
                 )
-        saved = family.state_dict().keys()
-        state = [name for name, _ in family.named_buffers() if name in saved]
-        if state:
-            raise ConfigError(f"{kind} has state that is no parameter ({state[0]}), which no checkpoint would hold")
         own = [name for name, _ in family.named_parameters(recurse=False)]
         if own:
             raise ConfigError(f"{kind} has parameters outside of its modules ({', '.join(own)}); it can't be trained")
@@ -361,7 +371,14 @@ _ROLES: dict[str, TensorRole | None] = {
 }
 """transformers' styles of modules; None: nothing to do."""
 _PARAMETER_ROLES: dict[str, TensorRole | None] = {"colwise": "whole_vector", "replicate": None}
-_LEFT_WHOLE = ("packed_colwise", "packed_rowwise", "moe_tp_experts", "moe_identity_expert")
+_EXPERTS = ("moe_tp_experts", "moe_identity_expert")
+_LEFT_WHOLE = ("packed_colwise", "packed_rowwise", *_EXPERTS)
+
+
+def _kept_whole(name: str, style: str) -> str:
+    """The module that stays whole because of a style: experts themselves; for a packed matrix the module around it."""
+    return name if style in _EXPERTS else name.rpartition(".")[0]
+
 
 # --------------------------------------------------------------------------- initial values
 

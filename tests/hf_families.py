@@ -34,8 +34,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "olmo2": {},
+    "granite": {"logits_scaling": 8.0},
     "mixtral": {"num_local_experts": 4, **_EXPERTS},
     "qwen3_moe": {"num_experts": 4, **_EXPERTS},
+    "deepseek_v3": {
+        **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+        **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
+        **{"head_dim": 8, **_EXPERTS},
+    },
     "gpt_neox": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
@@ -67,7 +73,8 @@ def trained_by_transformers(overrides: tuple[str, ...]) -> Trajectory:
         AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float64
     )
     missing = model.load_state_dict(dict(ours.named_parameters()), strict=False).missing_keys
-    assert all(name.startswith("lm_head") for name in missing), missing
+    buffers = {name for name, _ in model.named_buffers()}
+    assert all(name.startswith("lm_head") or name in buffers for name in missing), missing
     model.tie_weights()
     optimizer = torch.optim.AdamW(
         model.parameters(),

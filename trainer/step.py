@@ -6,7 +6,7 @@ loss or gradient norm is not finite on any rank, or its loss is above a limit, n
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -170,8 +170,8 @@ class Learner:
         """
         weights = saved_weights(self.optimizer, self.parameters)
         model = {f"model.{name}": weight for name, weight in weights.items()}
-        biases = {f"model.{name}": bias for name, bias in self.load_balance.state().items()}
-        return model | biases | optimizer_state(self.optimizer, self.parameters)
+        buffers = {f"model.{name}": kept for stage in self.stages.values() for name, kept in saved_buffers(stage)}
+        return model | buffers | optimizer_state(self.optimizer, self.parameters)
 
     def replicas(self) -> list[Replica]:
         """This rank's replicas of tensors that other ranks hold as well; call it each time, like `state`."""
@@ -309,6 +309,14 @@ def _optimizer(
         return partition
 
     return build_optimizer(config.optimizer, named_parameters, hidden, assign_owners, model_names, sums, seed)
+
+
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that are part of a model's state, by name, such as the biases of a mixture's routers."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:

@@ -29,7 +29,7 @@ def write_folder(
 
     Args:
         model: the job's table.
-        tensors: its parameters by name, in `dtype`, in CPU memory.
+        tensors: its parameters in `dtype`, and the buffers that are saved with them, by name, in CPU memory.
         folder: an existing folder.
         max_shard_bytes: the largest size of a file.
         special: ids of special tokens, by field, which replace those of the config.
@@ -42,11 +42,13 @@ def write_folder(
     config.dtype = dtype
     with torch.device("meta"):
         built = family.from_config(config, dtype=dtype)
-    missing = {name for name, _ in built.named_parameters()} ^ tensors.keys()
+    parameters = {name for name, _ in built.named_parameters()}
+    missing = (parameters | _state(built).keys()) ^ tensors.keys()
     assert not missing, missing
     for name, tensor in tensors.items():
         owner, _, attribute = name.rpartition(".")
-        setattr(built.get_submodule(owner), attribute, torch.nn.Parameter(tensor, requires_grad=False))
+        value = torch.nn.Parameter(tensor, requires_grad=False) if name in parameters else tensor
+        setattr(built.get_submodule(owner), attribute, value)
     built.tie_weights()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -54,7 +56,7 @@ def write_folder(
 
 
 def read_folder(model: HfModel, source: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Read the parameters of a Hugging Face folder, by the names of the family's modules.
+    """Read the parameters and saved buffers of a Hugging Face folder, by the names of the family's modules.
 
     Args:
         model: its config.json, as the table of a job.
@@ -80,7 +82,14 @@ def read_folder(model: HfModel, source: Path, dtype: torch.dtype | None) -> dict
             raise UserError(f"{source}: {what.replace('_keys', '')} weights: {', '.join(names[:8])} ({len(names)})")
     tensors = {name: parameter.detach() for name, parameter in built.named_parameters()}
     is_half = dtype is None and any(tensor.dtype == torch.float16 for tensor in tensors.values())
-    return {name: tensor.float() for name, tensor in tensors.items()} if is_half else tensors
+    whole = {name: tensor.float() for name, tensor in tensors.items()} if is_half else tensors
+    return whole | _state(built)
+
+
+def _state(built: torch.nn.Module) -> dict[str, Tensor]:
+    """The buffers that are saved with the weights, which keep their own dtype."""
+    saved = built.state_dict().keys()
+    return {name: buffer for name, buffer in built.named_buffers() if name in saved}
 
 
 def seq_len_of(model: HfModel, trained: int = 0) -> int:

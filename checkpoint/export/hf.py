@@ -220,13 +220,18 @@ def _export_family(
         if verify == "hash":
             check_tensors(checkpoint, manifest, metadata, "model.")
         tensors = {
-            name.removeprefix("model."): count(read_tensor(checkpoint, metadata, name)).to(target) for name in names
+            name.removeprefix("model."): _converted(count(read_tensor(checkpoint, metadata, name)), dtype)
+            for name in names
         }
         given = {name: token for name, token in special.items() if token is not None}
         family.write_folder(model, tensors, folder, target, max_shard_bytes, given)
         for file, content in tokenizer.files.items():
             write_bytes(folder / file, content)
         finish(folder, output)
+
+
+def _converted(tensor: Tensor, dtype: str | None) -> Tensor:
+    return tensor.to(getattr(torch, dtype)) if dtype and tensor.is_floating_point() else tensor
 
 
 class _Stacks:
@@ -384,7 +389,7 @@ def _import_family(source: Path, output: Path, tokenizer: Path | None, dtype: st
     tensors = family.read_folder(model, source, getattr(torch, dtype) if dtype else None)
     target = next(iter(tensors.values())).dtype
     count = Counter(progress, sum(n_bytes(tensor.shape, target) for tensor in tensors.values()))
-    stream = ((f"model.{name}", count(tensor.to(target))) for name, tensor in tensors.items())
+    stream = ((f"model.{name}", count(tensor)) for name, tensor in tensors.items())
     _write_import(source, output, tokenizer, model, family.seq_len_of(model), target, stream)
 
 

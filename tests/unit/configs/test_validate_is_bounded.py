@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Iterator
-from typing import get_args
 
 import pytest
 from pydantic import BaseModel
 
 from configs.command_line import answer, parse_command_line
 from configs.errors import ConfigError
+from configs.reading.keys import tables_in
 from configs.schema import Config
 from trainer.planning import unknown_names  # noqa: F401  # imports torch, which is not what is measured
 from trainer.planning.for_validate import check_names
@@ -20,8 +20,7 @@ HUGE = (10**7, 10**9, 2**60, 4_600_000_000_000_000_000, 2**63 - 1)
 
 def integer_keys(table: type[BaseModel] = Config, prefix: str = "--") -> Iterator[str]:
     for name, field in table.model_fields.items():
-        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
-        tables = [kind for kind in kinds if issubclass(kind, BaseModel)]
+        tables = tables_in(field.annotation)
         if tables:
             yield from integer_keys(tables[0], f"{prefix}{name}.")
         elif "int" in str(field.annotation):
