@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from configs.load import load
 from models import build_model
 from parallelisms.init import materialize
-from scripts.parity_reference import Trajectory, batches
+from scripts.parity_reference import Trajectory, batches, copied
 from trainer.lr_schedule import learning_rate
 
 VOCABULARY = 160
@@ -82,20 +82,28 @@ def trained_by_transformers(overrides: tuple[str, ...]) -> Trajectory:
         eps=config.optimizer.eps,
         weight_decay=0.0,
     )
-    found = Trajectory()
+    found = Trajectory(initial=copied(_tensors(model, ours)))
     for step, micro_batches in enumerate(batches(config, 0, 1)):
         tokens = torch.cat([batch.tokens for batch in micro_batches])
         targets = torch.cat([batch.targets for batch in micro_batches])
         loss = F.cross_entropy(model(input_ids=tokens, use_cache=False).logits.flatten(0, 1), targets.flatten())
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
         if step == 0:
             found.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config.lr_schedule, config.optimizer.lr, step)
         optimizer.step()
         model.zero_grad()
         found.losses.append(loss.item())
         found.norms.append(norm.item())
-    found.weights = {name: p.detach() for name, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    found.weights = {name: p.detach() for name, p in parameters.items()}
+    found.buffers = {name: b for name, b in _tensors(model, ours).items() if name not in parameters}
     return found
+
+
+def _tensors(model: torch.nn.Module, ours: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a model, those of the buffers that Keel's has as well."""
+    buffers = {name for name, _ in ours.named_buffers()}
+    return dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in buffers}

@@ -11,7 +11,6 @@ from configs.architectures import family_of
 from configs.architectures.parts import small_size
 from configs.reading.toml_text import table_text
 from configs.schema import Config, table_of_model
-from trainer.planning.skeleton import skeleton
 
 STEPS = 4
 _MAX_NORM = 0.1
@@ -89,6 +88,8 @@ def _optimizer(given: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, 
     kept = {key: value for key, value in given.items() if key != "kernel"}
     kept["eps"] = max(kept.get("eps", 0.0), _LEAST_EPS)
     if "groups" in kept:
+        from trainer.planning.skeleton import skeleton  # which imports torch
+
         names = skeleton(table_of_model(model).model_validate(model)).shapes
         kept["groups"] = [group for group in kept["groups"] if fnmatch.filter(names, group["pattern"])]
     return kept

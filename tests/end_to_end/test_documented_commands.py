@@ -146,6 +146,7 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel prove JOB": "keel prove --help",
     "keel prove debug.toml": "keel prove debug.toml --axes fsdp --ranks 2",
     "keel import": "keel import --help",
+    "keel import SOURCE OUTPUT --as-it-is": "keel import --help | grep -q as-it-is",
     "keel export": "keel export --help",
     # Options that a text names.
     "keel train --ranks": "keel train --help | grep -qe --ranks",
@@ -190,6 +191,7 @@ NOT_RUN = {  # beginning of a line: why not
 LONG = (  # beginning of a line that is run by `pytest -m long` alone
     "python scripts/parity.py --rows",
     "keel prove debug.toml --",
+    "keel prove qwen3",
     "python scripts/benchmark.py",
     "python scripts/plan.py --config mixtral_8x7b.toml",
     "torchrun --nproc-per-node 4 scripts/benchmark.py overlap",
@@ -197,7 +199,7 @@ LONG = (  # beginning of a line that is run by `pytest -m long` alone
 NO_COMMANDS = {  # first line of an indented block that is neither a command nor TOML: what it is
     "OUTPUT/prepare.json             settings and counts; the inputs that were skipped": "a folder",
     'activation_checkpoint.memory_limit_gib = "device" chooses mode = "selective", layers = "0-8": about 71.8 GiB of'
-    " 72.0 GiB,": "what a launch prints",
+    " 72.0 GiB": "what a launch prints",
     "def main(self):": "a sampled text",
     "debug.toml, made small, on up to 4 ranks, against one process in plain PyTorch": "what keel prove prints",
     "TP 2                                           0e+00   8e-05   7e-01   2e-01   2.6 WRONG": "the same",

@@ -62,6 +62,7 @@ NAMES = {
     "parallelisms/tensor.py": {"*._apply", "*._prepare_input_fn"},
     "parallelisms/tensor_whole.py": {"*._parameters", "torch.distributed._functional_collectives"},
     "scripts/parity_compare.py": {FAKE_TENSORS, "torch._functorch.config.patch", ATTENTION_ON_A_CPU},
+    "scripts/proving/own_types.py": {DISPATCH, LEAVES},
     "trainer/kernels/padded.py": {"torch._foreach_copy_"},
     "trainer/optimizers/adamw.py": {"torch._foreach_copy_"},
     "trainer/optimizers/lion.py": {
