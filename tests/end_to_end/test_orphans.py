@@ -28,6 +28,7 @@ def kill_alone(launcher, ranks: list[int]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path: Path):
     run, launcher = tmp_path / "run", start(tmp_path, LONG, ranks=2)
     signal_at_step(launcher, run, 3, 0)

@@ -11,7 +11,7 @@ from checkpoint.index import read_metadata
 from checkpoint.storage import FolderStorage
 from checkpoint.store import read, shards_of, write
 
-PARTS = 16
+PARTS = 4
 ELEMENTS = 1 << 16
 
 

@@ -463,7 +463,14 @@ def test_the_time_left_after_a_run_has_gone_back(clock):
     assert row.endswith("5 min 20 s")
 
 
-JOBS = [("debug", 1), ("debug", 2), ("my_text", 1), ("llama_1b", 8), ("llama_7b", 8), ("llama_405b", 1024)]
+JOBS = [
+    ("debug", 1),
+    ("debug", 2),
+    ("my_text", 1),
+    ("llama_1b", 8),
+    ("llama_7b", 8),
+    pytest.param("llama_405b", 1024, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("job", "ranks"), [*JOBS, ("deepseek_moe_16b", 64)])
