@@ -77,10 +77,6 @@ class LoadBalance:
         integers up to 2^53 exactly, so that one collective sums both."""
         self._is_summed = False
 
-    def state(self) -> dict[str, Tensor]:
-        """The biases by name, as saved in a checkpoint."""
-        return {f"{name}.bias": router.bias for name, router in self._routers.items() if router.bias is not None}
-
     @torch.no_grad()
     def finish_step(self, skip: Tensor) -> None:
         """Take over a step's counts, and update the biases unless `skip`, a scalar, is 1.; all ranks must call it."""

@@ -202,9 +202,8 @@ class Learner:
         document_ids = batch.document_ids
         batch = batch.to(self.mesh.device)
         positions = batch.positions
-        if (
-            positions is None and self.mesh.sizes.pp > 1
-        ):  # a later pipeline stage gets no tokens to count positions from
+        # A later pipeline stage gets no tokens to count positions from.
+        if positions is None and self.mesh.sizes.pp > 1:
             positions = torch.arange(batch.tokens.shape[1], device=self.mesh.device)[None]
         arguments: dict[str, Any] = {"positions": positions, "loss": partial(loss, targets=batch.targets)}
         if document_ids is not None:  # torch 2.11's zero-bubble schedules do not accept None
