@@ -116,7 +116,7 @@ def _faults(fields: Mapping[str, Any]) -> Iterator[str]:
 def _unknown_family(kind: str, fields: Mapping[str, Any]) -> Iterator[str]:
     families = causal_families()
     if families is None:
-        yield "the package transformers is not installed, which has the model's code: pip install 'keel[hf]'"
+        yield "the package transformers is not installed, which has the model's code: pip install 'transformers>=5'"
     elif kind not in families:
         near = get_close_matches(kind, families, 1)
         hint = f'; did you mean "{near[0]}"?' if near else ""
