@@ -155,7 +155,8 @@ def _built(config: HfModel) -> Any:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f"model.architecture is \"hf\", but transformers cannot be imported ({error}): pip install 'transformers>=5'"
+            f'model.architecture is "hf", but transformers cannot be imported ({error}): pip install '
+            "'transformers>=5'"
         ) from None
     fields = dict(config.fields)
     kind = fields.pop("model_type")
