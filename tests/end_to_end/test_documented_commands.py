@@ -143,6 +143,7 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel export runs/continued/checkpoints/step-00002000 continued-hf --dtype bfloat16": "keel export"
     " runs/continued/checkpoints/step-00000004 continued-hf --dtype bfloat16 && python -c 'import transformers;"
     ' transformers.AutoModelForCausalLM.from_pretrained("continued-hf")\'',
+    "keel prove": "keel prove --help",
     "keel prove JOB": "keel prove --help",
     "keel prove debug.toml": "keel prove debug.toml --axes fsdp --ranks 2",
     "keel import": "keel import --help",
@@ -253,6 +254,14 @@ JOBS = {  # a line of a TOML block: what precedes and follows it in its job file
         "torchrun train.py --config {job} --job.name mine",
     ),
     'base = "../runs/import/llama_1b/model.toml"': ("", REST, "python train.py --config {job} --training.steps 1"),
+    'architecture = "hf"': (
+        "",
+        "",
+        "python -c 'import transformers as t; t.AutoModelForCausalLM.from_config(t.Gemma3TextConfig(vocab_size=4096,"
+        " hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,"
+        ' intermediate_size=128)).save_pretrained("gemma-3-270m")\' && torchrun train.py --config {job}'
+        " --job.name gemma --training.steps 1",
+    ),
     'name = "fineweb_edu_1b"': ("", "", "mv configs/{job} configs/fineweb_edu_1b.toml"),  # beside its base
     'name = "continued"': (
         "",
