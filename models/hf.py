@@ -156,7 +156,7 @@ def _built(config: HfModel) -> Any:
     except ImportError as error:
         raise ConfigError(
             f'model.architecture is "hf", but transformers cannot be imported ({error}): pip install '
-            "'transformers>=5'"
+            "'transformers>=5.17'"
         ) from None
     fields = dict(config.fields)
     kind = fields.pop("model_type")

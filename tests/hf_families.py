@@ -4,15 +4,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 from configs.load import load
+from configs.reading.hf_config import is_too_old
 from models import build_model
 from parallelisms.init import materialize
 from scripts.parity_reference import Trajectory, batches, copied
 from trainer.lr_schedule import learning_rate
 
+NEEDS_TRANSFORMERS = pytest.mark.skipif(is_too_old(), reason="the installed transformers is older than Keel needs")
 VOCABULARY = 160
 _ALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,

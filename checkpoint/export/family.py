@@ -110,7 +110,8 @@ def _family_class(model: HfModel) -> Any:
         import transformers
     except ImportError:
         raise UserError(
-            f"this model is {model.model_type} of transformers, which is not installed: pip install 'transformers>=5'"
+            f"this model is {model.model_type} of transformers, which is not installed: "
+            "pip install 'transformers>=5.17'"
         ) from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

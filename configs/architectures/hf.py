@@ -33,7 +33,9 @@ class HfKeys(Table):
     """hf: a model of the package transformers, as it is (docs/hugging_face.md)."""
     hf: Annotated[str | None, only_with("architecture", "hf")] = None
     """A folder with a config.json, or such a file. The run folder's config.toml keeps its content as hf_config."""
-    hf_overrides: Annotated[dict[str, Any], only_with("architecture", "hf")] = Field(default={})
+    hf_overrides: Annotated[dict[str, Any], only_with("architecture", "hf")] = Field(
+        default={}, json_schema_extra={"additionalProperties": True}
+    )
     """Fields that replace those of the config.json; the string "none" stands for JSON's null."""
     hf_config: Annotated[str | None, only_with("architecture", "hf")] = None
     """Instead of hf: the content of a config.json as one string, with hf_overrides applied."""

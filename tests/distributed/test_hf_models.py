@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from scripts.parity_compare import STRAIGHT, Detour, compare
-from tests.hf_families import FAMILIES, trained_by_transformers, words, write_config
+from tests.hf_families import FAMILIES, NEEDS_TRANSFORMERS, trained_by_transformers, words, write_config
 from tests.marked import marked
 
+pytestmark = NEEDS_TRANSFORMERS
 BOUND = 1e-10
 OWN_CASTS = {"gemma3_text": 2e-6, "deepseek_v3": 2e-6}
-WITHOUT_A_PLAN = ("gpt2", "deepseek_v3")
 """Families whose own code casts to float32, so that the order of sums shows there."""
+WITHOUT_A_PLAN = ("gpt2", "deepseek_v3")
 STEPS = ("--training.steps", "3", "--training.micro_batch_size", "2", "--optimizer.weight_decay", "0.0")
 FSDP = ("--mesh.dp_shard", "2")
 TP = ("--mesh.tp", "2")

@@ -11,8 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from checkpoint.export.hf import TokenizerFiles, checkpoint_files, export_hf, import_hf
 from configs.errors import UserError
 from scripts.sampling.load import _read_model
-from tests.hf_families import FAMILIES, write_config
+from tests.hf_families import FAMILIES, NEEDS_TRANSFORMERS, write_config
 from tests.marked import marked
+
+pytestmark = NEEDS_TRANSFORMERS
 
 
 def published(folder: Path, family: str) -> Path:

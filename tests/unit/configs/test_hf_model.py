@@ -9,7 +9,9 @@ from configs.load import load
 from configs.reading import hf_config
 from configs.reading.hf_config import causal_families
 from configs.run_change import function_diff, run_key_diff
-from tests.hf_families import words, write_config
+from tests.hf_families import NEEDS_TRANSFORMERS, words, write_config
+
+pytestmark = NEEDS_TRANSFORMERS
 
 
 @pytest.fixture
@@ -133,6 +135,11 @@ def test_keys_of_the_door_do_not_belong_to_a_native_model():
 def test_without_transformers_the_message_names_the_package(folder, monkeypatch):
     monkeypatch.setattr(hf_config, "causal_families", lambda: None)
     assert "the package transformers is not installed" in message(*words(folder))
+
+
+def test_a_transformers_that_is_too_old_is_named(folder, monkeypatch):
+    monkeypatch.setattr(hf_config, "version", lambda package: "5.0.0")
+    assert "the installed transformers, 5.0.0, is too old to train its models: pip install" in message(*words(folder))
 
 
 def test_the_families_are_those_of_transformers():

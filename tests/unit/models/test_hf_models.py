@@ -8,9 +8,11 @@ from configs.errors import ConfigError
 from configs.load import load
 from models import build_model
 from parallelisms.init import materialize
-from tests.hf_families import FAMILIES, words, write_config
+from tests.hf_families import FAMILIES, NEEDS_TRANSFORMERS, words, write_config
 from trainer.planning.flops import flops_per_token
 from trainer.planning.unknown_names import require_known_names
+
+pytestmark = NEEDS_TRANSFORMERS
 
 
 def built(folder, seed=0, dtype=torch.float64):
