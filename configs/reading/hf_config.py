@@ -130,7 +130,7 @@ def _unknown_family(kind: str, fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 LEAST_TRANSFORMERS = (5, 17)
-"""The oldest version that the tests pass with. Some plans of tensor parallelism of older ones lack a sum: in 5.0 that of
+"""The oldest version that the tests pass with. Plans of tensor parallelism of older ones may lack a sum: in 5.0 that of
 the gradients of Qwen3's norms of queries and keys, which are wrong although the loss is right."""
 _INSTALL = f"pip install 'transformers>={LEAST_TRANSFORMERS[0]}.{LEAST_TRANSFORMERS[1]}'"
 
