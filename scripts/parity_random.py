@@ -223,7 +223,7 @@ def _machine(dice: random.Random, ranks: int, run: Keys, owners: bool) -> Keys:
         fitting = [n for n in range(1, most + 1) if most % n == 0 and most // n >= axes["pp"]]
         keys["training.micro_batch_size"] = dice.choice(fitting[-2:] or [1])  # the fewest micro-batches
     keys |= _some(dice, 0.15, {"comm.streams": "per_group"})
-    keys |= _some(dice, 0.3, {f"comm.prefetch_{way}": dice.choice((0, 2, 4)) for way in ("forward", "backward")})
+    keys |= _some(dice, 0.3, {"comm.prefetch": dice.choice((0, 2, 4))})
     keys |= _some(dice, 0.1, {"metrics.fingerprint": "true"})
     return keys | _some(dice, 0.1, {"attention.backend": "flash2"})
 

@@ -5,6 +5,7 @@ import shlex
 import pytest
 
 from configs.load import load
+from configs.reading.keys import find, key_path
 from parallelisms.torch_internals import has_zero_bubble
 from scripts import parity
 from scripts.parity_random import Draw, attempt, draw, shrunk
@@ -82,6 +83,13 @@ def test_every_axis_and_technique_is_drawn():
     }
     assert expected <= keys
     assert 120 < sum(each.is_exact for each in drawn) < 280
+
+
+def test_every_key_that_is_drawn_is_a_key():
+    """A draw with another one would be refused, and prove nothing."""
+    drawn = [draw(3, number) for number in range(400)]
+    names = {name for each in drawn for name in (*each.keys, *each.moved)}
+    assert [name for name in sorted(names) if find(key_path(name)) is None] == []
 
 
 def test_a_refusal_is_no_fault(ranks):
