@@ -149,7 +149,7 @@ class Server:
         started = []
         for rank in range(n):
             own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            started.append(self.start(["train.py", *words.split()], folder, output, own))
+            started.append(self.start(["train.py", *shlex.split(words)], folder, output, own))
         return started
 
     def torchrun(
