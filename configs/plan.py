@@ -27,6 +27,7 @@ TensorRole = Literal[
     "whole_embedding",
     "whole_head",
     "whole_sum_gradients",
+    "whole_tail_shared",
     "whole_vector",
 ]
 PARAMETER_ROLES = ("part_column", "part_row", "replicated_partial_grad", "whole_vector")
@@ -92,7 +93,8 @@ class Plan:
     (`parallelisms/tensor_whole.py`): whole_column: split by output features, its output stays split, or is joined;
     whole_row: split by input features, its input is split, or whole, so that the rank takes its own part;
     whole_embedding, whole_head: rows of the vocabulary; whole_sum_gradients: a module that each rank uses for its part
-    of the features; whole_vector: a parameter of one dimension that is split like them."""
+    of the features; whole_tail_shared: a matrix of which each rank uses the last `module.tail` output features for its
+    heads; whole_vector: a parameter of one dimension that is split like them."""
 
     save_ops: tuple[str, ...]
     """Costly ops, whose outputs selective activation checkpointing keeps unless the config names others."""

@@ -18,11 +18,14 @@ Three things are Keel's:
 import re
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from configs.errors import ConfigError
 from configs.plan import Plan, TensorRole
@@ -186,6 +189,12 @@ def _require_trainable(family: Any) -> None:
             f"this {kind} has dropout, whose random numbers would not be the same on every mesh; set it to 0.0 in "
             f"model.hf_overrides ({', '.join(f'{name} = {fields[name]}' for name in named)})"
         )
+    noisy = [name for name, value in fields.items() if "jitter" in name and value]
+    if noisy:
+        raise ConfigError(
+            f"this {kind} multiplies what its routers see by random numbers ({noisy[0]} = {fields[noisy[0]]}), which "
+            f"would not be the same on every mesh; set model.hf_overrides.{noisy[0]} = 0.0"
+        )
     for name in _ROUTER_LOSSES:
         if fields.get(name):
             raise ConfigError(
@@ -213,7 +222,7 @@ def _scale_of_logits(model: HfCausalLm, family: Any) -> float:
         hidden = torch.empty(1, 2, model._head.weight.shape[1])
         tokens = torch.zeros(1, 2, dtype=torch.int64)
     logits = torch.tensor([[[1.0, -2.0, 0.5], [1e4, -1e4, 4.0]]], dtype=torch.float64, device="cpu")
-    base = family.base_model
+    base = family.get_submodule(model._names.decoder)
     compute = model._head.compute
     base.forward = lambda *_, **__: _DecoderOutput(hidden)
     model._head.compute = lambda *_: logits
@@ -279,6 +288,8 @@ class _Names:
         if embedding is None or head is None or not hasattr(head, "weight"):
             raise ConfigError(f"{kind} has no embedding or no head of its own, so no loss can be computed in chunks")
         self.blocks = tuple(f"{lists[0]}.{number}" for number in range(config.n_layers))
+        self.decoder = lists[0].partition(".")[0]
+        """The module that the family's class calls before its head. `base_model_prefix` names another one in Llama 4."""
         self.embedding = by_module[embedding]
         self.head = by_module[head]
         self._modules = modules
@@ -287,6 +298,9 @@ class _Names:
         self._family = family
         self.mixers = tuple(self._mixer(modules[block], block) for block in self.blocks)
         self._check_ties(family, kind)
+        for name, style in self._split_styles().items():
+            if style == "mla_kv_a_proj":  # its last features are the rotated part of the keys, which all heads share
+                modules[name].tail = family.config.qk_rope_head_dim
 
     @cached_property
     def roles(self) -> dict[str, TensorRole]:
@@ -318,7 +332,7 @@ class _Names:
     def _styles(self) -> dict[str, str]:
         """The family's style for each of its modules and parameters that has one."""
         declared = getattr(self._family.config, "base_model_tp_plan", None) or {}
-        prefix = f"{self._family.base_model_prefix}."
+        prefix = f"{self.decoder}."
         names = [*self._modules, *(name for name, _ in self._family.named_parameters())]
         styles: dict[str, str] = {}
         for pattern, style in declared.items():
@@ -367,6 +381,7 @@ _ROLES: dict[str, TensorRole | None] = {
     "rowwise_rep": "whole_row_own_part",
     "embedding_rowwise": "whole_embedding",
     "replicated_with_grad_allreduce": "whole_sum_gradients",
+    "mla_kv_a_proj": "whole_tail_shared",
     "replicate": None,
     "local_params": None,
 }
@@ -393,9 +408,23 @@ class _Initializer:
         for module in self._family.modules():  # what from_config has set would keep the rules from running
             module.__dict__.pop("_is_hf_initialized", None)
         self._rules = self._touched()
+        tensors = [*self._family.named_parameters(), *self._family.named_buffers()]
+        without_rule = [name for name, _ in tensors if name not in self._rules]
+        self._constructed = _small_tensors(config, without_rule) if without_rule else {}
 
     def values(self, seed: int, name: str) -> Tensor:
-        """The initial values of a parameter or a buffer, by name."""
+        """The initial values of a parameter or a buffer, by name.
+
+        Raises:
+            ConfigError: the family has no rule for it.
+        """
+        if name in self._constructed:
+            return self._constructed[name].clone()
+        if name not in self._rules:
+            raise ConfigError(
+                f"{self._family.config.model_type} has no rule for the initial values of {name} (_init_weights), "
+                "so it can't be trained"
+            )
         owner_name, _, attribute = name.rpartition(".")
         owner = self._family.get_submodule(owner_name)
         is_parameter = attribute in owner._parameters
@@ -409,6 +438,11 @@ class _Initializer:
                 for module, initialize in self._rules.get(name, []):
                     initialize(module)
             return held[attribute].detach()
+        except NotImplementedError as error:  # it reads another tensor, which has no memory
+            raise ConfigError(
+                f"the rule of {self._family.config.model_type} for the initial values of {name} needs the values of "
+                f"other parameters ({error}), so it can't be trained"
+            ) from None
         finally:
             held[attribute] = before
 
@@ -427,6 +461,30 @@ class _Initializer:
                     if tensor._version != version:
                         rules.setdefault(name, []).append((module, initialize))
         return rules
+
+
+def _small_tensors(config: HfModel, names: list[str]) -> dict[str, Tensor]:
+    """The values that a family's constructor, and not a rule, gives to parameters and buffers with few elements."""
+    with torch.random.fork_rng(devices=[]), _SmallInMemory():
+        torch.manual_seed(0)
+        family = _built(config)
+    tensors = dict(family.named_parameters()) | dict(family.named_buffers())
+    return {name: tensors[name].detach() for name in names if not tensors[name].is_meta}
+
+
+class _SmallInMemory(TorchFunctionMode):
+    """Lets a constructor compute with the tensors of few elements; the others are on the meta device."""
+
+    MOST_ELEMENTS = 4096
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _device_constructors():
+            sizes = [size for each in args for size in (each if isinstance(each, (tuple, list)) else (each,))]
+            has_sizes = func not in (torch.tensor, torch.as_tensor, torch.arange, torch.linspace)
+            is_large = has_sizes and prod(size for size in sizes if type(size) is int) > self.MOST_ELEMENTS
+            kwargs["device"] = "meta" if is_large else "cpu"
+        return func(*args, **kwargs)
 
 
 def _rules_of(module: nn.Module, initialize: Callable) -> Iterator[tuple[nn.Module, Callable]]:

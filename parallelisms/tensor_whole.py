@@ -160,6 +160,18 @@ def sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     _substitute(module, {name: None for name, _ in module.named_parameters(recurse=False)}, mesh)
 
 
+def share_tail(module: Any, mesh: DeviceMesh) -> None:
+    """Keep a matrix whole, and sum the gradients of its last output features, which each rank uses for its heads."""
+    original = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        out = original(x)
+        head, tail = out.split([out.shape[-1] - module.tail, module.tail], -1)
+        return torch.cat([head, _Same.apply(tail, mesh)], -1)
+
+    module.forward = forward
+
+
 def cut_vector(owner: nn.Module, attribute: str, mesh: DeviceMesh) -> None:
     """Split a parameter that its module uses head by head along its only dimension."""
     _distribute(owner, attribute, mesh, 0)
@@ -203,5 +215,6 @@ STYLES: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
     "whole_embedding": _embedding,
     "whole_head": _head,
     "whole_sum_gradients": sum_gradients,
+    "whole_tail_shared": share_tail,
 }
 """What applies each role (`Plan.tensor_parallel`); the activations between them are whole."""
