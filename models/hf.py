@@ -289,7 +289,7 @@ class _Names:
             raise ConfigError(f"{kind} has no embedding or no head of its own, so no loss can be computed in chunks")
         self.blocks = tuple(f"{lists[0]}.{number}" for number in range(config.n_layers))
         self.decoder = lists[0].partition(".")[0]
-        """The module that the family's class calls before its head. `base_model_prefix` names another one in Llama 4."""
+        """The module that the family calls before its head; `base_model_prefix` has another name in Llama 4."""
         self.embedding = by_module[embedding]
         self.head = by_module[head]
         self._modules = modules

@@ -166,7 +166,9 @@ def _default_config(family: str) -> str:
     except Exception as error:  # the family's own checks refuse its own defaults
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{family} has no default configuration ({reason}); name a config.json") from None
-    random = {name: 0.0 for name, value in fields.items() if re.search("drop|jitter", name) and isinstance(value, float)}
+    random = {
+        name: 0.0 for name, value in fields.items() if re.search("drop|jitter", name) and isinstance(value, float)
+    }
     return json.dumps(fields | random)
 
 
