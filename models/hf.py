@@ -9,7 +9,7 @@ Three things are Keel's:
 
 * The loss. The family's own forward pass runs, but its head hands the hidden states and its weight to the loss instead
   of multiplying them. A factor that the family puts on its logits is put on the hidden states; one that changes them
-  otherwise (softcapping) is refused, never trained without the change.
+  otherwise is refused, never trained without the change; softcapping is a part of the loss.
 * Initial values. The family's own `_init_weights` draws each parameter whole, under a generator keyed by (seed, name),
   on a copy of the model of which only this parameter has memory. So no mesh changes the values.
 * Buffers, such as rotary frequencies, which `_init_weights` computes in the same way after the meta device.
@@ -32,9 +32,10 @@ from configs.plan import Plan, TensorRole
 from configs.schema import HfModel
 from models.documents import Documents
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
+Loss = Callable[..., Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
 
-_SAVE_OPS = ("aten.mm", "aten.addmm", "*._scaled_dot_product_*attention*", "aten.topk", "*grouped_mm*")
+_SAVE_OPS = ("aten.mm", "aten.addmm", "*._scaled_dot_product_*attention*", "*grouped_mm*")
+"""Not topk: some routers change its result in place, which must then be computed again."""
 _MIXERS = re.compile("attn|attention|mixer|mamba|conv|ssm|delta|recurrent", re.IGNORECASE)
 _ROUTER_LOSSES = ("output_router_logits",)
 
@@ -59,7 +60,7 @@ class HfCausalLm(nn.Module):
         self.__dict__["family"] = family
         for name, child in family.named_children():
             self.add_module(name, child)
-        self._names = _Names(family, config)
+        self.names = _Names(family, config)
         self.mask: Callable[[Documents, torch.dtype], Any] = _no_mask
         """Documents are refused when the job is checked."""
         self._loss: Loss | None = None
@@ -68,7 +69,7 @@ class HfCausalLm(nn.Module):
         self._head.compute = self._computed
         """The head's computation for a loss or None; tensor parallelism replaces it."""
         self._result: Tensor | None = None
-        self._scale = _scale_of_logits(self, family)
+        self._scale, self._softcap = _effect_on_logits(self, family)
 
     def forward(
         self,
@@ -101,17 +102,20 @@ class HfCausalLm(nn.Module):
         """The head's forward pass: its logits, or the loss in their place, to which the family's factor is applied."""
         if self._loss is None:
             return self._head.compute(hidden, None)
-        self._result = self._head.compute(hidden if self._scale == 1.0 else hidden * self._scale, self._loss)
+        loss = partial(self._loss, softcap=self._softcap) if self._softcap else self._loss
+        self._result = self._head.compute(hidden if self._scale == 1.0 else hidden * self._scale, loss)
         return self._result
 
     def _computed(self, hidden: Tensor, loss: Loss | None) -> Tensor:
-        weight = self._head.weight
-        return nn.functional.linear(hidden, weight) if loss is None else loss(hidden, weight)
+        head = self._head
+        if loss is None:
+            return nn.functional.linear(hidden, head.weight, head.bias)
+        return loss(hidden, head.weight) if head.bias is None else loss(hidden, head.weight, bias=head.bias)
 
     @property
     def plan(self) -> Plan:
         """How techniques may split the model; see `Plan`."""
-        names = self._names
+        names = self.names
         groups = tuple((block,) for block in names.blocks)
         return Plan(
             blocks=names.blocks,
@@ -125,7 +129,7 @@ class HfCausalLm(nn.Module):
             mixers=names.mixers,
             experts=(),
             routers=(),
-            tensor_parallel=self._names.roles,
+            tensor_parallel=self.names.roles,
             save_ops=_SAVE_OPS,
             cannot_split=names.why_not_split(),
         )
@@ -209,20 +213,21 @@ def _drops(module: nn.Module) -> bool:
     return (isinstance(module, nn.Dropout) and module.p > 0) or any(rate > 0 for rate in rates)
 
 
-def _scale_of_logits(model: HfCausalLm, family: Any) -> float:
-    """The factor that the family's forward pass puts on its logits, found by running it without the decoder.
+def _effect_on_logits(model: HfCausalLm, family: Any) -> tuple[float, float]:
+    """What the family's forward pass does to its logits, found by running it without the decoder.
+
+    Returns:
+        The factor on them, and the cap of softcapping; 0: there is none.
 
     Raises:
         ConfigError: it changes them otherwise; Keel's loss never sees logits, so the change would be lost.
     """
     kind = model.config.model_type
-    if getattr(model._head, "bias", None) is not None:
-        raise ConfigError(f"the head of {kind} has a bias, which the loss in chunks does not add; it can't be trained")
     with torch.device("meta"):
         hidden = torch.empty(1, 2, model._head.weight.shape[1])
         tokens = torch.zeros(1, 2, dtype=torch.int64)
     logits = torch.tensor([[[1.0, -2.0, 0.5], [1e4, -1e4, 4.0]]], dtype=torch.float64, device="cpu")
-    base = family.get_submodule(model._names.decoder)
+    base = family.get_submodule(model.names.decoder)
     compute = model._head.compute
     base.forward = lambda *_, **__: _DecoderOutput(hidden)
     model._head.compute = lambda *_: logits
@@ -236,12 +241,15 @@ def _scale_of_logits(model: HfCausalLm, family: Any) -> float:
     finally:
         del base.forward
         model._head.compute = compute
+    found = {name: value for name in _LOGIT_FIELDS if (value := getattr(family.config, name, None)) not in (None, 1.0)}
+    for cap in found.values():
+        if torch.allclose(returned.double(), cap * torch.tanh(logits / cap), rtol=1e-6, atol=0.0):
+            return 1.0, float(cap)
     scale = float(returned[0, 0, 0])
     is_exact = returned.dtype == logits.dtype or scale == 1.0
     if is_exact and torch.allclose(returned.double(), logits * scale, rtol=1e-7, atol=0.0):
-        return scale
-    found = [name for name in _LOGIT_FIELDS if getattr(family.config, name, None) not in (None, 1.0)]
-    cause = f" ({', '.join(f'{name} = {getattr(family.config, name)}' for name in found)})" if found else ""
+        return scale, 0.0
+    cause = f" ({', '.join(f'{name} = {value}' for name, value in found.items())})" if found else ""
     raise ConfigError(
         f"{kind} changes the logits after its head{cause}, which the loss in chunks would leave out; it can't be "
         "trained as it is"
@@ -285,7 +293,7 @@ class _Names:
             raise ConfigError(f"{kind} has no list of {config.n_layers} decoder layers, which are what Keel shards")
         embedding = family.get_input_embeddings()
         head = family.get_output_embeddings()
-        if embedding is None or head is None or not hasattr(head, "weight"):
+        if embedding is None or type(head) is not nn.Linear:
             raise ConfigError(f"{kind} has no embedding or no head of its own, so no loss can be computed in chunks")
         self.blocks = tuple(f"{lists[0]}.{number}" for number in range(config.n_layers))
         self.decoder = lists[0].partition(".")[0]
@@ -352,6 +360,35 @@ class _Names:
             is_linear = (known.get(style) or "").startswith(("whole_column", "whole_row"))
             if is_linear and module is not None and type(module) is not nn.Linear:
                 return f"{name} of {self._kind} is a {type(module).__name__}, not a plain matrix"
+        if forgotten := self._without_a_style():
+            return (
+                f"the plan of {self._kind} says nothing of {forgotten}, whose gradient would be that of the rank's own "
+                "features"
+            )
+        return ""
+
+    def _without_a_style(self) -> str:
+        """A module that computes on a rank's own features, with parameters that the plan leaves out; "" if none does.
+
+        These are norms of single heads beside matrices that are split by heads, and activations that learn. The plans
+        of transformers 5.24 forget them in Sarvam's mixture and in Apertus: the loss is right, their gradients are not.
+        """
+        styles = self._split_styles()
+        for name, module in self._modules.items():
+            parent, _, own = name.rpartition(".")
+            side = re.fullmatch("([qk])_(?:layer)?norm|act_fn", own)
+            parameters = dict(module.named_parameters())
+            if (
+                side is None
+                or not parameters
+                or name in styles
+                or any(f"{name}.{each}" in styles for each in parameters)
+            ):
+                continue
+            beside = (f"{parent}.{side[1]}_proj",) if side[1] else (f"{parent}.up_proj", f"{parent}.c_fc")
+            features = [self._modules[each].weight.shape[0] for each in beside if styles.get(each) == "colwise"]
+            if features and max(parameter.numel() for parameter in parameters.values()) < features[0]:
+                return name
         return ""
 
     @staticmethod

@@ -143,14 +143,15 @@ def _embedding(module: Any, mesh: DeviceMesh) -> None:
 
 
 def _head(module: Any, mesh: DeviceMesh) -> None:
-    """Split the head by rows of the vocabulary; the loss is called with this rank's rows and the group."""
-    _distribute(module, "weight", mesh, 0)
+    """Split the head, and its bias, by rows of the vocabulary; the loss is called with this rank's and the group."""
+    for attribute in [name for name, _ in module.named_parameters(recurse=False)]:
+        _distribute(module, attribute, mesh, 0)
 
     def split(hidden: Tensor, loss: Callable | None) -> Tensor:
         hidden = _Same.apply(hidden, mesh)
         if loss is None:
-            return _Joined.apply(F.linear(hidden, _local(module.weight)), mesh)
-        return loss(hidden, _local(module.weight), group=mesh.get_group())
+            return _Joined.apply(F.linear(hidden, _local(module.weight), _local(module.bias)), mesh)
+        return loss(hidden, _local(module.weight), bias=_local(module.bias), group=mesh.get_group())
 
     module.compute = split
 

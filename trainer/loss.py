@@ -49,7 +49,13 @@ class CrossEntropy:
     it computes the gradients of inputs and weights separately."""
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        group: dist.ProcessGroup | None = None,
+        bias: Tensor | None = None,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Sum over valid tokens of -log softmax(hidden @ weight.T)[target], in nats.
 
@@ -64,15 +70,21 @@ class CrossEntropy:
             group: the ranks that hold the vocabulary's rows. All call with the same hidden states and targets. Each
                 gets the same loss, the gradient of its own rows, and the part of the hidden states' gradient that
                 flows through its rows; the sum over the group is the whole (the backward of a gather sums it).
+            bias: (vocab,), or this rank's elements of it; added to the logits.
+            softcap: above 0, the logits are softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118, section 2).
 
         Returns:
             A scalar in the softmax's dtype.
         """
-        arguments = hidden.flatten(0, 1), weight, targets.flatten(), group, self
+        arguments = hidden.flatten(0, 1), weight, bias, targets.flatten(), group, softcap, self
         with named_range("loss"):
             if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
                 return _LossWithGradients.apply(*arguments)
             return _sweep(*arguments)
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""The gradients of hidden (tokens, dim), weight (vocab, dim) and bias (vocab,); None: not wanted."""
 
 
 class _LossWithGradients(torch.autograd.Function):
@@ -83,16 +95,20 @@ class _LossWithGradients(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         targets: Tensor,
         group: dist.ProcessGroup | None,
+        softcap: float,
         settings: CrossEntropy,
     ) -> Tensor:
         ctx.repeatable = settings.repeatable
+        by_hidden, by_weight, by_bias = ctx.needs_input_grad[:3]
         gradients = (
-            torch.empty_like(hidden) if ctx.needs_input_grad[0] else None,
-            torch.zeros_like(weight, dtype=_softmax_dtype(weight)) if ctx.needs_input_grad[1] else None,
+            torch.empty_like(hidden) if by_hidden else None,
+            torch.zeros_like(weight, dtype=_softmax_dtype(weight)) if by_weight else None,
+            None if bias is None or not by_bias else torch.zeros_like(bias, dtype=_softmax_dtype(weight)),
         )
-        loss = _sweep(hidden, weight, targets, group, settings, gradients)
+        loss = _sweep(hidden, weight, bias, targets, group, softcap, settings, gradients)
         ctx.save_for_backward(*gradients)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -100,7 +116,7 @@ class _LossWithGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         # Scaling in place makes autograd's version check turn a second backward into an error.
         scale = torch.mul if ctx.repeatable else torch.Tensor.mul_
         by_hidden = None if grad_hidden is None else scale(grad_hidden, grad_loss)
@@ -108,18 +124,21 @@ class _LossWithGradients(torch.autograd.Function):
             by_weight = None if grad_weight is None else scale(grad_weight, grad_loss)
         else:  # scaled and rounded in one pass
             by_weight = torch.mul(grad_weight, grad_loss, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
-        return by_hidden, by_weight, None, None, None
+        by_bias = None if grad_bias is None else scale(grad_bias, grad_loss).to(ctx.weight_dtype)
+        return by_hidden, by_weight, by_bias, None, None, None, None
 
 
 def _sweep(
     hidden: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     targets: Tensor,
     group: dist.ProcessGroup | None,
+    softcap: float,
     settings: CrossEntropy,
-    gradients: tuple[Tensor | None, Tensor | None] | None = None,
+    gradients: Gradients | None = None,
 ) -> Tensor:
-    """Compute the loss and, into `gradients`, the wanted gradients of hidden (tokens, dim) and weight (vocab, dim)."""
+    """Compute the loss and, into `gradients`, the wanted ones."""
     measure, differentiate_ = _kernels(settings.compile, settings.compiler_options)
     dtype = _softmax_dtype(hidden)
     rows = chunk_rows(len(hidden), len(weight) * dtype.itemsize, hidden.device.type)
@@ -130,14 +149,24 @@ def _sweep(
         part = slice(start, start + rows)
         local_targets = targets[part] - first_id
         logits = torch.mm(hidden[part], weight.T, out=buffer[: len(local_targets)])
+        if bias is not None:
+            logits.add_(bias)
+        if softcap:
+            logits.div_(softcap).tanh_()
+            slope = 1 - logits.square()
+            logits.mul_(softcap)
         log_partition[part], target_logit[part] = _over_group(measure(logits, local_targets), group)
         if gradients:
             ignored = targets[part] == IGNORED
             by_logits = differentiate_(logits, local_targets, ignored, log_partition[part], settings.z_loss_weight)
+            if softcap:
+                by_logits.mul_(slope)
             if gradients[0] is not None:
                 torch.mm(by_logits, weight, out=gradients[0][part])
             if gradients[1] is not None:
                 _add_product_(gradients[1], by_logits.T, hidden[part])
+            if gradients[2] is not None:
+                gradients[2].add_(by_logits.sum(0, dtype=gradients[2].dtype))
     loss = log_partition - target_logit
     return loss.masked_fill(targets == IGNORED, 0).sum()
 

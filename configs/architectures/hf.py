@@ -175,7 +175,8 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
 
 _SMALL_HEAD = 16
 _LEAST: dict[str, int] = {
-    **dict.fromkeys(("vocab_size",), 128),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 128),
+    "hidden_size_per_layer_input": _SMALL_HEAD,
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp"), 64),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_dim"), 32),
     **dict.fromkeys(("expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 32),
@@ -232,8 +233,8 @@ def small(model: HfKeys, ranks: int) -> dict[str, Any]:
     changed = {name: value for name, value in sizes.items() if _is_size(fields, name)}
     changed |= dict(_dependent(fields, changed, kv_heads))
     tokens = {name: value for name, value in _TOKENS.items() if fields.get(name) is not None}
-    # torch has no grouped matrix products in float64 on a CPU.
-    grouped = {"experts_implementation": "eager"} if any(name in fields for name in _EXPERTS) else {}
+    # torch has no grouped matrix products in float64 on a CPU, and experts one by one (eager) do not compile.
+    grouped = {"experts_implementation": "batched_mm"} if any(name in fields for name in _EXPERTS) else {}
     return {"hf_config": json.dumps(fields | changed | tokens | grouped, sort_keys=True)}
 
 

@@ -27,7 +27,7 @@ class FamilyProof:
     refused: str = ""
     """Why no model of it is built; then there are no outcomes."""
     outcomes: list[Outcome] = field(default_factory=list)
-    """Of the comparison with transformers, then of each technique."""
+    """First the comparison with transformers, then one process, then each technique."""
 
     @property
     def is_wrong(self) -> bool:
@@ -79,7 +79,10 @@ def _outcomes(pool: "RankPool", job: Path, techniques: Sequence[Technique], rank
     yield alone
     for technique in techniques if alone.verdict == "equal" else ():
         too_many = technique.ranks > ranks
-        yield not_tried((technique,), f"needs {technique.ranks} ranks") if too_many else prover.outcome((technique,))
+        outcome = (
+            not_tried((technique,), f"needs {technique.ranks} ranks") if too_many else prover.outcome((technique,))
+        )
+        yield not_tried((technique,), "a rank was killed: too little memory") if _KILLED in outcome.reason else outcome
 
 
 def _against_transformers(pool: "RankPool", job: Path) -> Outcome:
@@ -102,6 +105,10 @@ def _against_transformers(pool: "RankPool", job: Path) -> Outcome:
         raise ConfigError(f"transformers itself fails with the small model: {failure}")
     verdict: Verdict = "equal" if difference <= BOUND else "wrong"
     return Outcome(name, (), 1, verdict, f"logits {difference:.1e} off" * (verdict == "wrong"), {"loss": difference})
+
+
+_KILLED = "(exit code -9)"
+"""How a rank ends of which the system takes the memory back."""
 
 
 # --------------------------------------------------------------------------- the page
