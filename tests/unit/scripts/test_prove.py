@@ -210,7 +210,7 @@ def test_small_experts_are_more_than_a_token_goes_to(tmp_path):
     small = json.loads(family_small({**fields, "moe_intermediate_size": 768, "num_key_value_heads": 4}, tmp_path))
     assert (small["num_experts"], small["num_experts_per_tok"], small["moe_intermediate_size"]) == (4, 2, 32)
     assert small["num_attention_heads"] == small["num_key_value_heads"] == 4
-    assert small["experts_implementation"] == "eager"
+    assert small["experts_implementation"] == "batched_mm"
 
 
 def family_small(fields, tmp_path):
