@@ -146,13 +146,14 @@ def _head(module: Any, mesh: DeviceMesh) -> None:
     """Split the head by rows of the vocabulary; the loss is called with this rank's rows and the group."""
     _distribute(module, "weight", mesh, 0)
 
-    def split(hidden: Tensor, loss: Callable | None) -> Tensor:
+    def split(hidden: Tensor, loss: Callable | None = None) -> Tensor:
         hidden = _Same.apply(hidden, mesh)
         if loss is None:
             return _Joined.apply(F.linear(hidden, _local(module.weight)), mesh)
         return loss(hidden, _local(module.weight), group=mesh.get_group())
 
-    module.compute = split
+    # A head that calls `compute` does more around it; others are called with the loss themselves.
+    setattr(module, "compute" if hasattr(module, "compute") else "forward", split)
 
 
 def sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
