@@ -50,9 +50,9 @@ def admit(path: str, key: str) -> Any:
         found = getattr(import_module(module), attribute, None)
     except (Exception, SystemExit) as error:
         raise UserError(
-            f'{key} is "{path}", and {module} can\'t be imported ({reason_of(error)}); Keel looks for it on '
-            "PYTHONPATH, beside the job file, in the current folder and among installed packages, and its own packages, "
-            "such as models, come first"
+            f'{key} is "{path}", and {module} can\'t be imported ({reason_of(error)}); Keel looks for it on PYTHONPATH '
+            "and beside the job file, in the current folder and among installed packages, and its own packages, such "
+            "as models, come first"
         ) from None
     if not callable(found):
         what = "function or class" if attribute[:1].islower() else "class"

@@ -163,7 +163,8 @@ def try_forward(model: Any, seq_len: int) -> None:
             x = stage(x, positions=positions, loss=loss)
     except Exception as error:
         raise ConfigError(
-            f"the forward pass{place}, called as model(tokens, positions=positions, loss=loss), raises {reason_of(error)}"
+            f"the forward pass{place}, called as model(tokens, positions=positions, loss=loss), raises "
+            f"{reason_of(error)}"
         ) from None
     whole = [(name, p.shape) for name, p in stages[-1].named_parameters(remove_duplicate=False)]
     if x is not marker:
@@ -174,6 +175,6 @@ def try_forward(model: Any, seq_len: int) -> None:
     hidden, weight = seen[-1]
     if len(hidden) != 3 or hidden[:2] != (1, seq_len) or weight not in [shape for _, shape in whole]:
         raise ConfigError(
-            f"the loss was called with hidden states {tuple(hidden)} and a weight {tuple(weight)}; it needs (batch, seq, "
-            "dim) and the head's own weight, (vocabulary, dim)"
+            f"the loss was called with hidden states {tuple(hidden)} and a weight {tuple(weight)}; it needs (batch, "
+            "seq, dim) and the head's own weight, (vocabulary, dim)"
         )

@@ -28,7 +28,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int, offload: bool
     """Move a model (possibly sharded) from the meta device to `device` and initialize its weights.
 
     Args:
-        model: its `init_std(name)` says how each parameter starts (None: at one); modules with buffers have `init_buffers()`.
+        model: its `init_std(name)` says how each parameter starts; modules with buffers have `init_buffers()`.
         device: where the model computes.
         seed: the run's seed.
         offload: keep parameters in CPU memory, wherever the model computes.

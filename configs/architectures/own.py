@@ -13,7 +13,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from configs.architectures.parts import small_size
 from configs.errors import ConfigError
@@ -55,7 +55,10 @@ class OwnKeys(Table):
         """The options as the model takes them; without its code, as in a checkpoint's config, what is stored."""
         if not is_admitted(self.architecture):
             return SimpleNamespace(**self.options)
-        return parsed(options_class(code_of(self.architecture)), self.options)
+        try:
+            return parsed(options_class(code_of(self.architecture)), self.options)
+        except ValidationError as error:  # those that a checkpoint holds, after the class has changed
+            raise ConfigError(f'"{self.architecture}" no longer takes its stored options: {error}') from None
 
     @property
     def dim(self) -> int:

@@ -16,6 +16,7 @@ from configs.schema import Config, OwnModel, is_described
 from models import build_model
 from parallelisms.activation_checkpoint import select
 from trainer.optimizers.build import frozen_until
+from trainer.planning.own_code import faults_of_own_code
 from trainer.planning.skeleton import skeleton
 
 
@@ -39,6 +40,7 @@ def _mistakes(config: Config) -> Iterator[tuple[str, str]]:
         yield from faults
         if faults:
             return
+    yield from faults_of_own_code(config)
     if config.optimizer.groups:
         names = list(skeleton(config.model).shapes)
         yield from _mistake("optimizer.groups", lambda: frozen_until(config.optimizer, names))
