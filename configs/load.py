@@ -151,11 +151,11 @@ def _between(problems: Iterable[Problem], layers: Layers) -> list[Mistake]:
 def _own_code(layers: Layers, is_stored: bool) -> list[Mistake]:
     """Import the code of the user's own that the job names."""
     mistakes: list[Mistake] = []
-    for path in list(layers.origins):
+    for path in [path for path in layers.origins if general(path) in _NAMES_CODE]:
         name = layers.value(path)
         where = layers.where(path)
         is_named = not is_stored or where.startswith("--")
-        if general(path) not in _NAMES_CODE or not is_import_path(name) or not is_named:
+        if not is_import_path(name) or not is_named:
             continue
         look_in({Path(file.rpartition(":")[0] or file).parent for file in (layers.file, where)})
         if path == ("metrics", "sink"):  # a launch imports it where it opens the sinks

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from configs.errors import ConfigError, UserError
 
-EXAMPLE = "package.module:Class"
+EXAMPLE = "module:Class"
 _PATTERN = r"^[\w.]+:\w+$"
 ImportPath = Annotated[str, Field(pattern=_PATTERN, examples=[EXAMPLE])]
 """A module and what it has, of the user's own."""

@@ -8,7 +8,7 @@ from torch import nn
 from configs.schema import AnyModel, OwnModel
 from models.hf import HfCausalLm
 from models.llama import Llama
-from models.own import build_own
+from models.own_class import build_own
 
 _ARCHITECTURES: dict[str, Callable[[Any], nn.Module]] = {"llama": Llama, "hf": HfCausalLm}
 

@@ -1,4 +1,4 @@
-"""What models of the user's own are made of: parts of Keel's that fit its techniques, and the door that builds them.
+"""What models of the user's own are made of: parts of Keel's that fit its techniques.
 
     from models.own import CausalLm, Head, Options, attend, plan_of_parts
 
@@ -11,13 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from configs.architectures.own import Options
-from configs.errors import ConfigError
-from configs.own_code import code_of, reason_of
 from configs.plan import Plan, TensorRole
-from configs.schema import OwnModel
 from models.documents import Documents, has_kernel
 from models.llama import Head, Loss, Mask, attend, document_mask
 
@@ -105,76 +102,3 @@ def plan_of_parts(
         save_ops=save_ops,
         cannot_split="" if roles else "its plan has no roles of tensor parallelism (tensor_parallel)",
     )
-
-
-def build_own(config: OwnModel) -> nn.Module:
-    """Build a model of the user's own.
-
-    Raises:
-        ConfigError: its constructor raises, or what techniques need is missing.
-    """
-    kind = code_of(config.architecture)
-    name = config.architecture
-    try:
-        model = kind(config.resolved)
-        plan = getattr(model, "plan", None)
-    except Exception as error:
-        raise ConfigError(f'"{name}" cannot be built with these options: {reason_of(error)}') from None
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f'"{name}" is no torch.nn.Module; a model of one\'s own must be one')
-    if not isinstance(plan, Plan):
-        raise ConfigError(
-            f'"{name}" has no plan, which says how techniques may split it; give it a property plan that returns a '
-            "configs.plan.Plan, such as models.own.plan_of_parts makes"
-        )
-    if not (callable(getattr(model, "init_std", None)) or callable(getattr(model, "initial_values", None))):
-        raise ConfigError(
-            f'"{name}" has no initial values, which may not depend on the mesh; give it a method init_std(name) that '
-            "returns a standard deviation for each parameter, or derive it from models.own.CausalLm"
-        )
-    return model
-
-
-def try_forward(model: Any, seq_len: int) -> None:
-    """Run a model, or stages of a pipeline one after the other, on the meta device, without computing anything.
-
-    Args:
-        model: a model, or a list of stages, on the meta device.
-        seq_len: tokens of the sequence.
-
-    Raises:
-        ConfigError: the forward pass raises, or does not return what the loss returned.
-    """
-    stages = model if isinstance(model, list) else [model]
-    seen: list[tuple[torch.Size, torch.Size]] = []
-    marker = torch.zeros((), device="meta")
-
-    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-        seen.append((hidden.shape, weight.shape))
-        return marker
-
-    with torch.device("meta"):
-        x = torch.zeros(1, seq_len, dtype=torch.int64)
-        positions = torch.arange(seq_len)[None]
-    place = ""
-    try:
-        for number, stage in enumerate(stages):
-            place = f" of stage {number} of the pipeline" if len(stages) > 1 else ""
-            x = stage(x, positions=positions, loss=loss)
-    except Exception as error:
-        raise ConfigError(
-            f"the forward pass{place}, called as model(tokens, positions=positions, loss=loss), raises "
-            f"{reason_of(error)}"
-        ) from None
-    whole = [(name, p.shape) for name, p in stages[-1].named_parameters(remove_duplicate=False)]
-    if x is not marker:
-        raise ConfigError(
-            "the forward pass does not return what the loss returned; given a loss, the model must call it with its "
-            "last hidden states and the head's weight, as models.own.Head does, and return its value"
-        )
-    hidden, weight = seen[-1]
-    if len(hidden) != 3 or hidden[:2] != (1, seq_len) or weight not in [shape for _, shape in whole]:
-        raise ConfigError(
-            f"the loss was called with hidden states {tuple(hidden)} and a weight {tuple(weight)}; it needs (batch, "
-            "seq, dim) and the head's own weight, (vocabulary, dim)"
-        )

@@ -159,7 +159,7 @@ def _own_sweep(
     name: str,
     gradients: tuple[Tensor | None, Tensor | None] | None,
 ) -> Tensor:
-    """As `_sweep`. Each rank of the group computes the values from the logits of all, and keeps its own gradients."""
+    """The same as `_sweep`: each rank of the group computes from the logits of all, and keeps its own gradients."""
     dtype = _softmax_dtype(hidden)
     ranks = dist.get_world_size(group) if group else 1
     first_id = dist.get_rank(group) * len(weight) if group else 0

@@ -14,7 +14,7 @@ from configs.own_code import code_of, is_import_path, reason_of
 from configs.plan import Plan, plan_of
 from configs.schema import Config, LrSchedule, OwnModel
 from models import build_model
-from models.own import try_forward
+from models.own_class import try_forward
 from parallelisms.pipeline import own_stages
 from trainer.loss import own_values
 from trainer.lr_schedule import learning_rate
