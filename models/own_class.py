@@ -89,9 +89,10 @@ def _wrong_values(model: Any) -> Iterator[str]:
         if std is not None and not (isinstance(std, (int, float)) and std >= 0):
             yield f"has an init_std that returns {std!r} for {name}; it must be at least 0, or None for ones"
     for name, module in model.named_modules():
-        if module._buffers and not callable(getattr(module, "init_buffers", None)):
+        buffers = dict(module.named_buffers(recurse=False))
+        if buffers and not callable(getattr(module, "init_buffers", None)):
             yield (
-                f"has the buffer {next(iter(module._buffers))} in {name or 'the model'}, which lacks the method "
+                f"has the buffer {next(iter(buffers))} in {name or 'the model'}, which lacks the method "
                 "init_buffers() to fill it after the model was built without memory"
             )
 

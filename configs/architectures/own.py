@@ -181,8 +181,9 @@ def shape(model: OwnKeys) -> str:
 
 def split_sizes(model: OwnKeys) -> dict[str, int]:
     """The sizes that tensor parallelism splits, by key; those of the matrices are checked with the model built."""
-    kv_heads = {} if model.n_kv_heads is None else {"model.options.n_kv_heads": model.n_kv_heads}
-    return {"model.options.n_heads": model.n_heads, **kv_heads, "model.options.vocab_size": model.vocab_size}
+    options = model.resolved
+    heads = {f"model.options.{name}": getattr(options, name, None) for name in ("n_heads", "n_kv_heads")}
+    return {key: size for key, size in heads.items() if size} | {"model.options.vocab_size": model.vocab_size}
 
 
 def computed(model: OwnKeys) -> dict[str, Any]:

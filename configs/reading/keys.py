@@ -137,8 +137,9 @@ def _without_null(field: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choices(shape: dict[str, Any]) -> tuple[str, ...]:
-    if "anyOf" in shape:
-        return tuple(chain.from_iterable(map(_choices, shape["anyOf"])))
+    branches = shape.get("anyOf", [])
+    if branches and all(branch.get("type") == "string" for branch in branches):  # names, or code of the user's own
+        return tuple(chain.from_iterable(map(_choices, branches)))
     return (shape["const"],) if "const" in shape else tuple(shape.get("enum", ()))
 
 

@@ -18,9 +18,11 @@ FLOAT64 = " ".join(f"--training.{key} float64" for key in ("dtype", "compute_dty
 TEXT = (
     "--model.options.vocab_size 384 --model.options.dim 32 --model.options.n_heads 4 --model.options.ffn_dim 64"
     """ --tokenizer.path data/tokenizer.model --tokenizer.train_on '["text"]' --data.prepare.input '["text"]'"""
-    " --data.prepare.output data/tokens --data.sources.0.path data/tokens/train --validation.interval 0 --data.prepare.validation_fraction 0"
+    " --data.prepare.output data/tokens --data.sources.0.path data/tokens/train --validation.interval 0"
+    " --data.prepare.validation_fraction 0"
     " --training.seq_len 32 --training.global_batch_size 8 --training.micro_batch_size 2 --training.max_norm 0.5"
-    f" --training.steps 4 --lr_schedule.total_steps 8 --lr_schedule.warmup_steps 1 --metrics.interval 1 --job.device cpu {FLOAT64}"
+    " --training.steps 4 --lr_schedule.total_steps 8 --lr_schedule.warmup_steps 1 --metrics.interval 1"
+    f" --job.device cpu {FLOAT64}"
 )
 """The page's job, small, on some text, in float64."""
 
