@@ -144,6 +144,8 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     " runs/continued/checkpoints/step-00000004 continued-hf --dtype bfloat16 && python -c 'import transformers;"
     ' transformers.AutoModelForCausalLM.from_pretrained("continued-hf")\'',
     "keel prove": "keel prove --help",
+    "keel score": "keel score --help",
+    "keel data": "keel data --help",
     "keel prove JOB": "keel prove --help",
     "keel prove debug.toml": "keel prove debug.toml --axes fsdp --ranks 2",
     "keel prove my_model.toml": "keel prove my_model.toml --axes fsdp --ranks 2",
