@@ -102,6 +102,11 @@ class Plan:
     cannot_split: str = ""
     """Why tensor parallelism can't split the model; empty if it can."""
 
+    @property
+    def keeps_sequences_whole(self) -> bool:
+        """Whether tensor-parallel ranks hold whole sequences between the matrices, and not slices of them."""
+        return any(role.startswith("whole_") for role in self.tensor_parallel.values())
+
 
 def plan_of(model: Any) -> Plan:
     """Return the attribute `plan` of a model (an `nn.Module`)."""
@@ -119,7 +124,7 @@ class PlannedModel(Protocol):
     """(documents, dtype of the activations) -> the mask that each `attend` takes. Replaced by: context parallelism."""
 
     def init_std(self, name: str, /) -> float | None:
-        """Standard deviation of a parameter's initial values; None for those that start at one."""
+        """Standard deviation of a parameter's initial values, 0 for zeros; None for those that start at one."""
 
 
 class Attention(Protocol):

@@ -102,8 +102,10 @@ class Pipeline:
         self._n_stages = n_stages(config)
         self._owners = [rank_of_stage(config, stage) for stage in range(self._n_stages)]
         training = config.training
+        is_whole = any(plan_of(module).keeps_sequences_whole for module in stages.values())
+        parts = mesh.sizes.cp * (1 if is_whole else mesh.sizes.tp)
         self._hidden = torch.empty(
-            (training.micro_batch_size, training.seq_len // (mesh.sizes.cp * mesh.sizes.tp), config.model.dim),
+            (training.micro_batch_size, training.seq_len // parts, config.model.dim),
             dtype=getattr(torch, training.compute_dtype),
             device="meta",
             requires_grad=True,

@@ -147,13 +147,14 @@ def _head(module: Any, mesh: DeviceMesh) -> None:
     for attribute in [name for name, _ in module.named_parameters(recurse=False)]:
         _distribute(module, attribute, mesh, 0)
 
-    def split(hidden: Tensor, loss: Callable | None) -> Tensor:
+    def split(hidden: Tensor, loss: Callable | None = None) -> Tensor:
         hidden = _Same.apply(hidden, mesh)
         if loss is None:
             return _Joined.apply(F.linear(hidden, _local(module.weight), _local(module.bias)), mesh)
         return loss(hidden, _local(module.weight), bias=_local(module.bias), group=mesh.get_group())
 
-    module.compute = split
+    # A head that calls `compute` does more around it; others are called with the loss themselves.
+    setattr(module, "compute" if hasattr(module, "compute") else "forward", split)
 
 
 def sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:

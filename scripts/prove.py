@@ -1,7 +1,8 @@
 """Prove that each technique computes what one process computes: scripts/prove.py MODEL [--axes fsdp,tp] [--ranks N]
 
-MODEL is a job file, a folder of Hugging Face or its config.json, the name of a family of transformers (qwen3), or a
-pattern of such names ("qwen*", "*"), which tries each technique alone and makes one page of all families.
+MODEL is a job file, a folder of Hugging Face or its config.json, the name of a family of transformers (qwen3), the
+import path of a model of your own (my_package.my_model:MyModel), or a pattern of families ("qwen*", "*"), which tries
+each technique alone and makes one page of them.
 
 The job's model is made small: the same structure, with every kind of layer and every option, and sizes that a mesh can
 cut where it can cut the job's. One process trains it for four steps in plain PyTorch, in float64. Then each technique
@@ -31,6 +32,7 @@ if not __package__:  # run as a file
 from configs.errors import ConfigError
 from configs.files import whole, write_atomically
 from configs.load import load
+from configs.own_code import is_import_path
 from configs.reading.hf_config import CONFIG_NAME, causal_families
 from configs.schema import Config
 from scripts.command import add_job_argument, end, job_of, parser_of, positive, run_command, without_overrides
@@ -138,6 +140,8 @@ def job_of_model(model: str, overrides: Sequence[str] = ()) -> Config:
     """
     if model.endswith(".json") or (Path(model) / CONFIG_NAME).is_file():
         return _job_of_hf(model, overrides)
+    if is_import_path(model):
+        return load(_JOB, ["--model.architecture", model, *overrides]).config
     if model not in (causal_families() or ()):
         return load(model, overrides).config
     with tempfile.TemporaryDirectory() as folder:
