@@ -100,6 +100,14 @@ class Plan:
     cannot_split: str = ""
     """Why tensor parallelism can't split the model; empty if it can."""
 
+    why_no_pipeline: str = ""
+    """Why a pipeline can't cut the model; empty if it can."""
+
+    @property
+    def has_whole_activations(self) -> bool:
+        """Whether tensor parallelism leaves the activations between the blocks whole: no shards of the sequence."""
+        return any(role.startswith("whole_") for role in self.tensor_parallel.values())
+
 
 def plan_of(model: Any) -> Plan:
     """Return the attribute `plan` of a model (an `nn.Module`)."""
@@ -118,6 +126,9 @@ class PlannedModel(Protocol):
 
     def init_std(self, name: str, /) -> float | None:
         """Standard deviation of a parameter's initial values; None for those that start at one."""
+
+    # A model may have a method `leave_out(names)`, by which it removes the modules that a pipeline stage does not have.
+    # They are set to None in other models.
 
 
 class Attention(Protocol):
