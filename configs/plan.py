@@ -102,6 +102,9 @@ class Plan:
     cannot_split: str = ""
     """Why tensor parallelism can't split the model; empty if it can."""
 
+    why_no_pipeline: str = ""
+    """Why a pipeline can't cut the model; empty if it can."""
+
     @property
     def keeps_sequences_whole(self) -> bool:
         """Whether tensor-parallel ranks hold whole sequences between the matrices, and not slices of them."""
@@ -125,6 +128,9 @@ class PlannedModel(Protocol):
 
     def init_std(self, name: str, /) -> float | None:
         """Standard deviation of a parameter's initial values, 0 for zeros; None for those that start at one."""
+
+    # A model may have a method `leave_out(names)`, by which it removes the modules that a pipeline stage does not have.
+    # They are set to None in other models.
 
 
 class Attention(Protocol):

@@ -16,8 +16,9 @@ Three things are Keel's:
 """
 
 import re
-from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cache, cached_property, partial
 from math import prod
 from typing import Any
 
@@ -31,12 +32,14 @@ from configs.errors import ConfigError
 from configs.plan import Plan, TensorRole
 from configs.schema import HfModel
 from models.documents import Documents
+from models.hf_stages import Cuts, StageEnd, find_cuts, without_tensors
 
 Loss = Callable[..., Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
 
 _SAVE_OPS = ("aten.mm", "aten.addmm", "*._scaled_dot_product_*attention*", "*grouped_mm*")
 """Not topk: some routers change its result in place, which must then be computed again."""
 _MIXERS = re.compile("attn|attention|mixer|mamba|conv|ssm|delta|recurrent", re.IGNORECASE)
+_RATES = re.compile("drop|jitter")
 _ROUTER_LOSSES = ("output_router_logits",)
 
 
@@ -45,6 +48,7 @@ class HfCausalLm(nn.Module):
 
     family: Any
     """The family's own object, which is no module of this one: only its children are."""
+    _head: Any
 
     def __init__(self, config: HfModel) -> None:
         """Build it, on the meta device whatever the context.
@@ -64,11 +68,16 @@ class HfCausalLm(nn.Module):
         self.mask: Callable[[Documents, torch.dtype], Any] = _no_mask
         """Documents are refused when the job is checked."""
         self._loss: Loss | None = None
-        self._head: Any = family.get_output_embeddings()
+        # As an attribute it would be a second name of the head's parameters.
+        self.__dict__["_head"] = family.get_output_embeddings()
         self._head.forward = self._head_or_loss
         self._head.compute = self._computed
         """The head's computation for a loss or None; tensor parallelism replaces it."""
         self._result: Tensor | None = None
+        self._received: Tensor | None = None
+        """What a pipeline's later stage is given, while it runs."""
+        self._gone: frozenset[str] = frozenset()
+        """Modules that this pipeline stage does not have."""
         self._scale, self._softcap = _effect_on_logits(self, family)
 
     def forward(
@@ -81,22 +90,67 @@ class HfCausalLm(nn.Module):
         """Compute the logits or the loss.
 
         Args:
-            tokens: (batch, seq) ids.
+            tokens: (batch, seq) ids; for a later pipeline stage, the previous stage's output, (batch, seq, dim).
             positions: (1 or batch, seq). Default: 0, 1, 2, ...
             documents: not offered.
             loss: called with the last hidden states and the head's weight.
 
         Returns:
-            Logits (batch, seq, vocab), or the loss if `loss` is given.
+            Logits (batch, seq, vocab), or the loss if `loss` is given. A pipeline stage other than the last returns its
+            last layer's output, (batch, seq, dim).
         """
         assert documents is None, "the checks of a job refuse documents"
         self._loss = loss
+        given = {"input_ids": tokens, "position_ids": positions}
+        if self._gone:
+            # A pipeline's positions are 0, 1, 2, ..., which the family counts without a look at the values.
+            given["position_ids"] = None
+        if self.names.embedding in self._gone:
+            self._received = tokens
+            given["inputs_embeds"] = given.pop("input_ids")
         try:
-            output = self.family.forward(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True)
+            output = self.family.forward(**given, use_cache=False, return_dict=True)
             return output.logits if self._result is None else self._result
+        except StageEnd as end:
+            return end.hidden
         finally:
             self._loss = None
             self._result = None
+            self._received = None
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Remove the modules that this pipeline stage does not have; others without parameters take their places."""
+        cuts = _cuts(self.config)
+        self._gone = frozenset(names)
+        blocks = self.names.blocks
+        first = next(number for number, name in enumerate(blocks) if name not in self._gone)
+        for name in sorted(self._gone, reverse=True):  # modules inside of others first
+            owner_name, _, child = name.rpartition(".")
+            owner = self.get_submodule(owner_name)
+            module = owner.get_submodule(child)
+            if name in blocks:
+                forward = self._passed if blocks.index(name) < first else _end
+                owner._modules[child] = without_tensors(module, forward)
+            elif name in cuts.before:
+                owner._modules[child] = without_tensors(module, partial(self._blank, name))
+            else:
+                owner._modules[child] = None
+        self._sync_family()
+
+    def _sync_family(self) -> None:
+        """Let the family's own object, which is no module of this one, have the same children."""
+        for name in self.family._modules:
+            self.family._modules[name] = self._modules[name]
+
+    def _passed(self, *_: Any, **__: Any) -> Any:
+        """The forward pass of an earlier stage's layer: what that stage has sent."""
+        assert self._received is not None
+        return _cuts(self.config).returned(self._received)
+
+    def _blank(self, name: str, *_: Any, **__: Any) -> Tensor:
+        """The forward pass of a module before the layers of an earlier stage; its output is not used."""
+        assert self._received is not None
+        return _cuts(self.config).blank(name, self._received.shape[:2], self._received.device)
 
     def _head_or_loss(self, hidden: Tensor) -> Tensor:
         """The head's forward pass: its logits, or the loss in their place, to which the family's factor is applied."""
@@ -116,22 +170,30 @@ class HfCausalLm(nn.Module):
     def plan(self) -> Plan:
         """How techniques may split the model; see `Plan`."""
         names = self.names
-        groups = tuple((block,) for block in names.blocks)
+        cuts = _cuts(self.config)
+        gone = tuple(f"{name}." for name in self._gone)
+        blocks, before, after, mixers = (
+            tuple(name for name in part if not f"{name}.".startswith(gone))
+            for part in (names.blocks, cuts.before, cuts.after, names.mixers)
+        )
+        groups = tuple((block,) for block in blocks)
+        ends = tuple(tuple(name for name in part if name in (names.embedding, names.head)) for part in (before, after))
         return Plan(
-            blocks=names.blocks,
-            first_block=0,
+            blocks=blocks,
+            first_block=names.blocks.index(blocks[0]),
             n_blocks=len(names.blocks),
             can_be_cut=False,
-            before_blocks=(names.embedding,),
-            after_blocks=(names.head,),
-            fsdp_groups=groups if names.is_tied else ((names.embedding,), *groups, (names.head,)),
+            before_blocks=before,
+            after_blocks=after,
+            fsdp_groups=groups if names.is_tied else tuple(filter(None, (ends[0], *groups, ends[1]))),
             attention=(),
-            mixers=names.mixers,
+            mixers=mixers,
             experts=(),
             routers=(),
-            tensor_parallel=self.names.roles,
+            tensor_parallel={name: role for name, role in names.roles.items() if not f"{name}.".startswith(gone)},
             save_ops=_SAVE_OPS,
             cannot_split=names.why_not_split(),
+            why_no_pipeline=cuts.why_not,
         )
 
     def initial_values(self, seed: int) -> Callable[[str], Tensor]:
@@ -152,6 +214,31 @@ class HfCausalLm(nn.Module):
         if "initializer" not in self.__dict__:
             self.__dict__["initializer"] = _Initializer(self.config)
         return self.__dict__["initializer"]
+
+
+def _end(hidden: Tensor, *_: Any, **__: Any) -> Any:
+    """The forward pass of a later stage's layer."""
+    raise StageEnd(hidden)
+
+
+@cache
+def _cuts(config: HfModel) -> Cuts:
+    """How a model can be cut into pipeline stages.
+
+    Raises:
+        ConfigError: its forward pass draws random numbers, whatever the config says of dropout.
+    """
+    model = HfCausalLm(config)
+    names = model.names
+    found = find_cuts(model.family, names.blocks, names.embedding, names.head, config.dim)
+    if found.random:
+        raise ConfigError(
+            f"{config.model_type} draws random numbers in its forward pass ({found.random}), which would not be the "
+            "same on every mesh; it can't be trained"
+        )
+    if found.why_not:
+        return replace(found, why_not=f"{config.model_type} {found.why_not}")
+    return found
 
 
 # --------------------------------------------------------------------------- building
@@ -188,16 +275,10 @@ def _require_trainable(family: Any) -> None:
     fields = family.config.to_dict()
     kind = family.config.model_type
     if any(map(_drops, family.modules())):
-        named = [name for name, value in fields.items() if "drop" in name and isinstance(value, float) and value > 0]
+        rates = {name: value for name, value in fields.items() if _RATES.search(name) and isinstance(value, float)}
         raise ConfigError(
-            f"this {kind} has dropout, whose random numbers would not be the same on every mesh; set it to 0.0 in "
-            f"model.hf_overrides ({', '.join(f'{name} = {fields[name]}' for name in named)})"
-        )
-    noisy = [name for name, value in fields.items() if "jitter" in name and value]
-    if noisy:
-        raise ConfigError(
-            f"this {kind} multiplies what its routers see by random numbers ({noisy[0]} = {fields[noisy[0]]}), which "
-            f"would not be the same on every mesh; set model.hf_overrides.{noisy[0]} = 0.0"
+            f"this {kind} has dropout or jitter, whose random numbers would not be the same on every mesh; set it to "
+            f"0.0 in model.hf_overrides ({', '.join(f'{name} = {rate}' for name, rate in rates.items() if rate > 0)})"
         )
     for name in _ROUTER_LOSSES:
         if fields.get(name):
@@ -208,8 +289,8 @@ def _require_trainable(family: Any) -> None:
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether a module applies dropout: it is one, or has a rate for its attention."""
-    rates = [value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+    """Whether a module draws random numbers: it is dropout, or has a rate for its attention or its router's noise."""
+    rates = [value for name, value in vars(module).items() if _RATES.search(name) and isinstance(value, float)]
     return (isinstance(module, nn.Dropout) and module.p > 0) or any(rate > 0 for rate in rates)
 
 

@@ -59,6 +59,10 @@ def _cut(model: nn.Module, layers: range) -> nn.Module:
     gone = [name for number, name in enumerate(plan.blocks) if number not in layers]
     gone += plan.before_blocks if layers.start > 0 else ()
     gone += plan.after_blocks if layers.stop < plan.n_blocks else ()
+    leave_out = getattr(model, "leave_out", None)
+    if leave_out is not None:
+        leave_out(gone)
+        return model
     for name in gone:
         parent, _, child = name.rpartition(".")
         owner = model.get_submodule(parent)

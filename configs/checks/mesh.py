@@ -6,7 +6,7 @@ from configs.architectures.parts import n_kv_heads
 from configs.checks.rule import Problem, Rule
 from configs.errors import ConfigError
 from configs.layout import accumulation_steps, mesh_sizes, smallest_world_size, tensor_parallel_sizes
-from configs.schema import Config, HfModel, is_described
+from configs.schema import Config, is_described
 from configs.stages import check_micro_batches, layers_of_stages
 
 
@@ -118,7 +118,7 @@ def _times(chunks: int, cp: int, tp: int) -> str:
 
 def _pipeline(config: Config, _: int | None) -> Iterator[Problem]:
     table = config.pipeline
-    if config.mesh.pp == 1 or isinstance(config.model, HfModel):
+    if config.mesh.pp == 1:
         return
     try:
         layers_of_stages(config)

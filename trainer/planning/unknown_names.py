@@ -60,6 +60,10 @@ def _require_supported(config: Config) -> None:
         raise ConfigError(
             f"mesh.tp is {config.mesh.tp}, but {plan.cannot_split}; set tp = 1, and dp_shard for the ranks"
         )
+    if config.mesh.pp > 1 and plan.why_no_pipeline:
+        raise ConfigError(
+            f"mesh.pp is {config.mesh.pp}, but {plan.why_no_pipeline}; or set pp = 1, and dp_shard or tp for the ranks"
+        )
 
 
 def _mistake(key: str, check: Callable[[], object]) -> Iterator[tuple[str, str]]:

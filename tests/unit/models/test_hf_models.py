@@ -105,7 +105,7 @@ def test_flops_count_matrices_and_attention(tmp_path):
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
-        ("phimoe", {"router_jitter_noise": 0.01}, "random numbers.*router_jitter_noise = 0.0"),
+        ("phimoe", {"router_jitter_noise": 0.01}, "random numbers.*router_jitter_noise = 0.01"),
         ("gpt2", {"attn_pdrop": 0.1}, "dropout.*attn_pdrop = 0.1"),
         ("seed_oss", {}, "has dropout"),
         (
