@@ -12,7 +12,6 @@ from configs.load import load
 from scripts.parity import References
 from scripts.parity_rows import BOUNDS, Difference, Row
 from scripts.proving.techniques import Combination, Search, Technique, name_of, row_of
-from trainer.planning.unknown_names import require_known_names
 
 if TYPE_CHECKING:
     from scripts.rank_pool import RankPool
@@ -80,6 +79,8 @@ class Prover:
     def refusal(self, techniques: Combination) -> str:
         """The job's reason to refuse a combination, in one line; "" if it accepts it."""
         if techniques not in self._refusals:
+            from trainer.planning.unknown_names import require_known_names
+
             row = self.row(techniques)
             try:
                 require_known_names(load(self._job, row.run_overrides + row.overrides, world_size=row.ranks))
