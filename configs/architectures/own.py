@@ -10,7 +10,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache
-from types import SimpleNamespace
+from types import SimpleNamespace, new_class
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -146,7 +146,10 @@ def parsed(kind: type, values: Mapping[str, Any]) -> Any:
     if dataclasses.is_dataclass(kind):
         return kind(**{name: getattr(_table_of(kind).model_validate(values), name) for name in fields_of(kind)})
     assert issubclass(kind, BaseModel)
-    return kind.model_validate(dict(values), strict=True, extra="forbid")
+    # An argument of model_validate says the same since pydantic 2.12.
+    members = {"model_config": ConfigDict(extra="forbid"), "__module__": kind.__module__, "__doc__": kind.__doc__}
+    strict: Any = new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(members))
+    return strict.model_validate(dict(values), strict=True)
 
 
 def fields_of(kind: type) -> list[str]:
