@@ -36,8 +36,9 @@ from models.hf_stages import Cuts, StageEnd, find_cuts, without_tensors
 
 Loss = Callable[..., Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
 
-_SAVE_OPS = ("aten.mm", "aten.addmm", "*._scaled_dot_product_*attention*", "*grouped_mm*")
-"""Not topk: some routers change its result in place, which must then be computed again."""
+_SAVE_OPS = ("aten.mm", "aten.addmm", "*._scaled_dot_product_*attention*")
+"""Not topk: some routers change its result in place, so it must be computed again. So the experts' products (grouped_mm)
+are not saved, either: they would be read by another choice of experts if a recomputed score differed in its last bit."""
 _MIXERS = re.compile("attn|attention|mixer|mamba|conv|ssm|delta|recurrent", re.IGNORECASE)
 _RATES = re.compile("drop|jitter")
 _ROUTER_LOSSES = ("output_router_logits",)

@@ -149,9 +149,10 @@ def _head(module: Any, mesh: DeviceMesh) -> None:
 
     def split(hidden: Tensor, loss: Callable | None = None) -> Tensor:
         hidden = _Same.apply(hidden, mesh)
+        bias = _local(getattr(module, "bias", None))
         if loss is None:
-            return _Joined.apply(F.linear(hidden, _local(module.weight), _local(module.bias)), mesh)
-        return loss(hidden, _local(module.weight), bias=_local(module.bias), group=mesh.get_group())
+            return _Joined.apply(F.linear(hidden, _local(module.weight), bias), mesh)
+        return loss(hidden, _local(module.weight), bias=bias, group=mesh.get_group())
 
     # A head that calls `compute` does more around it; others are called with the loss themselves.
     setattr(module, "compute" if hasattr(module, "compute") else "forward", split)

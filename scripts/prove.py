@@ -94,7 +94,7 @@ def _prove_families(
     techniques: Sequence[Technique],
     overrides: Sequence[str],
 ) -> Iterator[FamilyProof]:
-    """Prove one family after the other, with a line for each; the files are written anew after each."""
+    """Prove one family after the other; prints a line for each, and then writes the files with all families so far."""
     from scripts.rank_pool import RankPool
 
     console.line(f"{len(families)} families, made small, each technique alone, on up to {options.ranks} ranks")

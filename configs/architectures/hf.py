@@ -178,8 +178,7 @@ _LEAST: dict[str, int] = {
     "hidden_size_per_layer_input": _SMALL_HEAD,
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp"), 64),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_dim"), 32),
-    **dict.fromkeys(("expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(("shared_intermediate_size",), 32),
+    **dict.fromkeys(("expert_ffn_hidden_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"), 32),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim"), _SMALL_HEAD),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim", "linear_head_dim"), _SMALL_HEAD),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
@@ -214,8 +213,9 @@ def small(model: HfKeys, ranks: int) -> dict[str, Any]:
     for name, value in fields.items():
         if isinstance(value, list) and len(value) == model.n_layers:
             fields[name] = [value[layer] for layer in layers]
-    if isinstance(each := fields.get("per_layer_config"), dict):  # by number of layer
-        kept = {place: each.get(str(layer), each.get(f"{layer:02}")) for place, layer in enumerate(layers)}
+    by_layer = fields.get("per_layer_config")
+    if isinstance(by_layer, dict):  # its keys are numbers of layers, some with two digits
+        kept = {place: by_layer.get(str(layer), by_layer.get(f"{layer:02}")) for place, layer in enumerate(layers)}
         fields["per_layer_config"] = {str(place): value for place, value in kept.items() if value}
     kv_heads = small_size(model.n_kv_heads or model.n_heads, 1, ranks)
     heads = kv_heads * min(model.n_heads // (model.n_kv_heads or model.n_heads or 1), 3)
