@@ -37,8 +37,9 @@ from models.hf_stages import Cuts, StageEnd, find_cuts, without_tensors
 Loss = Callable[..., Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
 
 _SAVE_OPS = ("aten.mm", "aten.addmm", "*._scaled_dot_product_*attention*")
-"""Not topk: some routers change its result in place, so it must be computed again. So the experts' products (grouped_mm)
-are not saved, either: they would be read by another choice of experts if a recomputed score differed in its last bit."""
+"""Not topk: some routers change its result in place, so it must be computed again. So the experts' products, of
+grouped_mm, are not saved either: if a recomputed score differed in its last bit, another choice of experts would read
+them."""
 _MIXERS = re.compile("attn|attention|mixer|mamba|conv|ssm|delta|recurrent", re.IGNORECASE)
 _RATES = re.compile("drop|jitter")
 _ROUTER_LOSSES = ("output_router_logits",)
