@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from configs.own_code import is_import_path
 from configs.reading.hf_config import CONFIG_NAME, causal_families
 from configs.schema import Config
 from scripts.command import add_job_argument, end, job_of, parser_of, positive, run_command, without_overrides
-from scripts.proving.families import FamilyProof, families_of, families_page, prove_family
+from scripts.proving.families import FamilyProof, FamilyProofs, families_of, families_page, prove_family
 from scripts.proving.run import BOUND, Outcome, Prover, Verdict, call, prove_all
 from scripts.proving.small import SmallJob, small_job
 from scripts.proving.techniques import AXES, TECHNIQUES, Technique, chosen
@@ -97,24 +98,54 @@ def _prove_families(
     """Prove one family after the other; prints a line for each, and then writes the files with all families so far."""
     from scripts.rank_pool import RankPool
 
-    console.line(f"{len(families)} families, made small, each technique alone, on up to {options.ranks} ranks")
-    proofs: list[FamilyProof] = []
+    earlier = _earlier(options.json, options.ranks, overrides)
+    known = {proof.family: proof for proof in earlier.proofs}
+    more = f"; {options.json} has {len(known)} of them, and is continued" if known else ""
+    console.line(f"{len(families)} families, made small, each technique alone, on up to {options.ranks} ranks{more}")
     pool = RankPool(size=options.ranks)
     try:
         for family in families:
             started = time.perf_counter()
-            proof = prove_family(pool, family, lambda name: job_of_model(name, overrides), techniques, options.ranks)
+            proof = prove_family(
+                pool,
+                family,
+                lambda name: job_of_model(name, overrides),
+                techniques,
+                options.ranks,
+                known.get(family),
+            )
             _tell_family(console, proof, time.perf_counter() - started)
-            proofs.append(proof)
+            known[family] = proof
             if options.json:
-                write_atomically(options.json, [json.dumps([each.as_json() for each in proofs], indent=1)])
+                write_atomically(options.json, [replace(earlier, proofs=list(known.values())).text()])
             if options.page:
                 words = [] if options.axes is None else ["--axes", options.axes]
                 command = shlex.join(["keel", "prove", options.job or options.config, *words, "--page", "PAGE"])
-                write_atomically(options.page, [families_page(proofs, techniques, command)])
+                write_atomically(options.page, [families_page(list(known.values()), command)])
             yield proof
     finally:
         pool.close()
+
+
+def _earlier(file: Path | None, ranks: int, overrides: Sequence[str]) -> FamilyProofs:
+    """What the file of an earlier proof has, which is continued; nothing if there is none.
+
+    Raises:
+        ConfigError: it is of other versions, ranks or keys, or holds something else.
+    """
+    here = FamilyProofs.here(ranks, overrides)
+    if file is None or not file.exists():
+        return here
+    remedy = "move it away, or name another file"
+    try:
+        earlier = FamilyProofs.from_text(file.read_bytes())
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"--json {file} exists, and is not of a proof of families; {remedy}") from None
+    except OSError as error:
+        raise ConfigError(f"--json {file} can't be read: {error.strerror}; {remedy}") from None
+    if changed := [name for name in here.made_with if earlier.made_with.get(name) != here.made_with[name]]:
+        raise ConfigError(f"--json {file} was made with another {' and '.join(changed)}; {remedy}")
+    return earlier
 
 
 def _tell_family(console: Console, proof: FamilyProof, seconds: float) -> None:
@@ -179,7 +210,7 @@ def _default_config(family: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add_job_argument(parser)
-    parser.add_argument("--axes", metavar="AXES", help=f"try only these, with commas between them: {', '.join(AXES)}")
+    parser.add_argument("--axes", metavar="AXES", help=f"try only these, with commas between them: {', '.join(AXES)}; or a technique, such as 'PP 2 gpipe'")
     parser.add_argument("--ranks", type=positive, default=4, metavar="N", help="the most ranks (default: %(default)s)")
     parser.add_argument(
         "--every-pair", action="store_true", help="try each pair, and not only each technique with each other axis"
@@ -190,14 +221,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _axes(text: str | None) -> Sequence[str]:
-    """The axes that the command line names.
+    """The axes, or the names of single techniques, on the command line.
 
     Raises:
         ConfigError: one does not exist.
     """
     named = AXES if text is None else [each.strip() for each in text.split(",")]
+    techniques = [technique.name for technique in TECHNIQUES]
     for name in named:
-        if name not in AXES:
+        if name not in (*AXES, *techniques):
             near = get_close_matches(name, AXES, 1)
             advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(AXES)}"
             raise ConfigError(f"--axes: there is no axis {name!r}; {advice}")

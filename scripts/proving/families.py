@@ -1,9 +1,10 @@
 """Proves many families of transformers, one after the other: each technique alone, and a page of families by axes."""
 
+import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from configs.reading.hf_config import causal_families
 from configs.schema import Config
 from scripts.proving.run import BOUND, FLOAT32, Outcome, Prover, Verdict, error_in, not_tried
 from scripts.proving.small import small_job
-from scripts.proving.techniques import Technique
+from scripts.proving.techniques import TECHNIQUES, Technique
 
 if TYPE_CHECKING:
     from scripts.rank_pool import RankPool
@@ -42,6 +43,36 @@ class FamilyProof:
             "rows": [outcome.as_json() for outcome in self.outcomes],
         }
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "FamilyProof":
+        """The inverse of `as_json`."""
+        return cls(fields["family"], fields["refused"], [Outcome(**row) for row in fields["rows"]])
+
+
+@dataclass(frozen=True)
+class FamilyProofs:
+    """The content of a JSON file."""
+
+    made_with: Mapping[str, Any]
+    """Versions, ranks and keys, which are the same for all outcomes of a file."""
+    proofs: Sequence[FamilyProof] = ()
+
+    @classmethod
+    def here(cls, ranks: int, overrides: Sequence[str]) -> "FamilyProofs":
+        """No proof yet, of what is installed."""
+        return cls({"keys": list(overrides), "ranks": ranks, "torch": _release(), "transformers": _version()})
+
+    @classmethod
+    def from_text(cls, text: bytes) -> "FamilyProofs":
+        """The inverse of `text`; raises ValueError, KeyError or TypeError if it is something else."""
+        fields = json.loads(text)
+        return cls(fields["made_with"], [FamilyProof.from_json(each) for each in fields["families"]])
+
+    def text(self) -> str:
+        """The file's content."""
+        fields = {"made_with": self.made_with, "families": [proof.as_json() for proof in self.proofs]}
+        return json.dumps(fields, indent=1)
+
 
 def families_of(pattern: str) -> list[str]:
     """The families of transformers that a pattern such as qwen* names; none if it is not a pattern."""
@@ -51,7 +82,12 @@ def families_of(pattern: str) -> list[str]:
 
 
 def prove_family(
-    pool: "RankPool", family: str, job_of: Callable[[str], Config], techniques: Sequence[Technique], ranks: int
+    pool: "RankPool",
+    family: str,
+    job_of: Callable[[str], Config],
+    techniques: Sequence[Technique],
+    ranks: int,
+    known: FamilyProof | None,
 ) -> FamilyProof:
     """Compare a family's small model with transformers, then train it with each technique alone.
 
@@ -61,13 +97,20 @@ def prove_family(
         job_of: returns the job that trains a family.
         techniques: those to try.
         ranks: the most ranks.
+        known: what an earlier proof has of the family, which is not tried again.
     """
+    before = known.outcomes if known else []
+    tried = {outcome.name for outcome in before}
+    left = [technique for technique in techniques if technique.name not in tried]
+    if known and (known.refused or not left):
+        return known
     try:
         config = job_of(family)
         with tempfile.TemporaryDirectory() as folder:
             job = Path(folder) / "small.toml"
             job.write_text(small_job(config, 8).text)
-            return FamilyProof(family, outcomes=list(_outcomes(pool, job, techniques, ranks)))
+            found = _outcomes(pool, job, left, ranks)
+            return FamilyProof(family, outcomes=[*before, *(each for each in found if each.name not in tried)])
     except ConfigError as error:
         return FamilyProof(family, refused=" ".join(str(error).split()))
 
@@ -78,11 +121,24 @@ def _outcomes(pool: "RankPool", job: Path, techniques: Sequence[Technique], rank
     alone = prover.outcome(())
     yield alone
     for technique in techniques if alone.verdict == "equal" else ():
-        too_many = technique.ranks > ranks
-        outcome = (
-            not_tried((technique,), f"needs {technique.ranks} ranks") if too_many else prover.outcome((technique,))
-        )
+        outcome = _outcome(prover, technique, ranks)
         yield not_tried((technique,), "a rank was killed: too little memory") if _KILLED in outcome.reason else outcome
+
+
+def _outcome(prover: Prover, technique: Technique, ranks: int) -> Outcome:
+    if technique.ranks > ranks:
+        return not_tried((technique,), f"needs {technique.ranks} ranks")
+    if _TIE not in prover.refusal((technique,)):
+        return prover.outcome((technique,))
+    separate = replace(technique, run={**technique.run, f"model.hf_overrides.{_TIE}": "false"})
+    outcome = prover.outcome((separate,))
+    return replace(outcome, reason="; ".join(filter(None, (outcome.reason, UNTIED))))
+
+
+_TIE = "tie_word_embeddings"
+"""A field that the advice of a refusal names if the technique needs a head of its own."""
+UNTIED = f"with {_TIE} = false, since its default ties the embedding and the head"
+"""What the reason of such an outcome says."""
 
 
 def _against_transformers(pool: "RankPool", job: Path) -> Outcome:
@@ -113,7 +169,7 @@ _KILLED = "(exit code -9)"
 
 # --------------------------------------------------------------------------- the page
 
-_SIGNS: Mapping[str, str] = {"equal": "=", "float32": "≈", "refused": "-", "not tried": "", "wrong": "**wrong**"}
+_SIGNS: Mapping[Verdict, str] = {"equal": "=", "refused": "-", "not tried": "", "wrong": "**wrong**"}
 _HEAD = """# Families of transformers by technique
 
 Made by `{command}` with transformers {version} and torch {torch}.
@@ -126,25 +182,31 @@ PyTorch. The first column compares logits with those of the model that transform
 |---|---|
 | = | equal to {bound:.0e} |
 | ≈ | equal to the round-off of float32, in which the family computes a part itself, whatever type it is given |
+| =ᵗ, ≈ᵗ | the same with a head of its own, since a pipeline separates the embedding from the head |
 | - | refused, before anything is built; the reasons are below |
 | **wrong** | something else is computed |
 """
 
 
-def families_page(proofs: Sequence[FamilyProof], techniques: Sequence[Technique], command: str) -> str:
+def families_page(proofs: Sequence[FamilyProof], command: str) -> str:
     """The Markdown page of proofs: the counts, a row for each family that is built, and all reasons."""
-    from importlib.metadata import version
-
-    columns = {"transformers": "transformers"} | {each.name: each.axis for each in techniques}
-    built = [proof for proof in proofs if not proof.refused]
+    built = sorted((proof for proof in proofs if not proof.refused), key=lambda proof: proof.family)
+    tried = {outcome.name for proof in built for outcome in proof.outcomes}
+    columns = [name for name in ("transformers", *(each.name for each in TECHNIQUES)) if name in tried]
     rows = ["| family | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for proof in built:
         signs = {outcome.name: _sign(outcome) for outcome in proof.outcomes}
         rows.append(f"| {proof.family} | " + " | ".join(signs.get(name, "") for name in columns) + " |")
-    head = _HEAD.format(command=command, version=version("transformers"), torch=_release(), bound=BOUND)
+    head = _HEAD.format(command=command, version=_version(), torch=_release(), bound=BOUND)
     parts = [head, "## Counts", _counts(built, columns), "## Families", "\n".join(rows)]
     parts += ["## Reasons", _reasons(built), "## Families of which no model is built", _unbuilt(proofs)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("transformers")
 
 
 def _release() -> str:
@@ -154,11 +216,12 @@ def _release() -> str:
 
 
 def _sign(outcome: Outcome) -> str:
-    is_float32 = outcome.verdict == "equal" and outcome.reason.startswith(FLOAT32)
-    return _SIGNS["float32" if is_float32 else outcome.verdict]
+    is_float32 = outcome.verdict == "equal" and FLOAT32 in outcome.reason
+    is_untied = outcome.verdict == "equal" and UNTIED in outcome.reason
+    return ("≈" if is_float32 else _SIGNS[outcome.verdict]) + "ᵗ" * is_untied
 
 
-def _counts(built: Sequence[FamilyProof], columns: Mapping[str, str]) -> str:
+def _counts(built: Sequence[FamilyProof], columns: Sequence[str]) -> str:
     """A table with the numbers of families by column and verdict."""
     rows = [f"{len(built)} families are built.", "", "| technique | equal | refused | wrong |", "|---|---|---|---|"]
     for name in columns:
@@ -173,7 +236,7 @@ def _reasons(built: Sequence[FamilyProof]) -> str:
     found: dict[str, dict[str, list[str]]] = {}
     for proof in built:
         for outcome in proof.outcomes:
-            if outcome.reason and not outcome.reason.startswith(FLOAT32):
+            if outcome.reason and outcome.verdict != "equal":
                 reason = _without_name(outcome.reason.split("; ")[0], proof.family)
                 found.setdefault(reason, {}).setdefault(outcome.name, []).append(proof.family)
     return "\n".join(

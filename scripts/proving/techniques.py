@@ -73,8 +73,9 @@ Combination = tuple[Technique, ...]
 
 
 def chosen(axes: Collection[str], has_documents: bool) -> list[Technique]:
-    """The techniques of the named axes; without the document mask if the job has one in every row."""
-    return [each for each in TECHNIQUES if each.axis in axes and not (has_documents and each.axis == "documents")]
+    """The techniques with these axes or names; without the document mask if the job has one in every row."""
+    named = [each for each in TECHNIQUES if each.axis in axes or each.name in axes]
+    return [each for each in named if not (has_documents and each.axis == "documents")]
 
 
 def name_of(techniques: Combination) -> str:
