@@ -210,7 +210,8 @@ def _default_config(family: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add_job_argument(parser)
-    parser.add_argument("--axes", metavar="AXES", help=f"try only these, with commas between them: {', '.join(AXES)}; or a technique, such as 'PP 2 gpipe'")
+    axes = f"try only these, with commas between them: {', '.join(AXES)}; or a technique, such as 'PP 2 gpipe'"
+    parser.add_argument("--axes", metavar="AXES", help=axes)
     parser.add_argument("--ranks", type=positive, default=4, metavar="N", help="the most ranks (default: %(default)s)")
     parser.add_argument(
         "--every-pair", action="store_true", help="try each pair, and not only each technique with each other axis"
