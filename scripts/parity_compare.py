@@ -58,6 +58,12 @@ def compare(config_name: str, overrides: tuple[str, ...], path: str, detour: Det
     """Train like the trainer, on this rank of the mesh; rank 0 returns the difference from the reference."""
     found = trajectory(config_name, overrides, detour)
     expected = Trajectory(**torch.load(path))
+    difference = difference_of(found, expected)
+    return difference if dist.get_rank() == 0 else None
+
+
+def difference_of(found: Trajectory, expected: Trajectory) -> Difference:
+    """Compare two trajectories; all ranks must call it, each with what it holds of the found one."""
     evaluated = [expected.evaluations[step] for step in found.evaluations]
     steps = len(found.losses)
     scalars = {
@@ -66,7 +72,7 @@ def compare(config_name: str, overrides: tuple[str, ...], path: str, detour: Det
         "first_loss": ratio(found.losses[0], expected.losses[0]),
         "first_norm": ratio(found.norms[0], expected.norms[0]),
     }
-    difference = Difference(
+    return Difference(
         **merged_over_ranks(scalars),
         initial=_over_ranks(found.initial, expected.initial, WEIGHT_FLOOR),
         gradients=_over_ranks(found.gradients, expected.gradients, GRADIENT_FLOOR),
@@ -75,7 +81,6 @@ def compare(config_name: str, overrides: tuple[str, ...], path: str, detour: Det
         sha=_sha(found),
         stopped=found.stopped,
     )
-    return difference if dist.get_rank() == 0 else None
 
 
 def _over_ranks(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float) -> dict[str, float]:

@@ -52,10 +52,18 @@ class Trajectory:
 
 def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
     """Train in plain PyTorch, in one process and eager mode, and write the trajectory to `path`."""
+    torch.save(vars(plain_trajectory(config_name, overrides)), path)
+
+
+def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float = 0.0) -> Trajectory:
+    """Train in plain PyTorch, in one process and eager mode, from initial values that are off by a share `nudge`."""
     config = load(config_name, overrides, world_size=1).config
     with torch.device("meta"):
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
     materialize(model, torch.device("cpu"), config.training.seed)
+    with torch.no_grad():
+        for parameter in model.parameters() if nudge else ():
+            parameter.mul_(1.0 + nudge)
     if config.float8.recipe != "none":
         in_8_bits(model, config.float8)
     optimizers = _plain_optimizers(config, dict(model.named_parameters()), plan_of(model).blocks)
@@ -90,7 +98,7 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
         found.norms.append(norm.item())
     found.weights = {name: p.detach() for name, p in model.named_parameters()}
     found.buffers = buffers_of([model])
-    torch.save(vars(found), path)
+    return found
 
 
 def _loss(config: Config, logits: Tensor, targets: Tensor) -> Tensor:

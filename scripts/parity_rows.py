@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,7 +72,11 @@ class Difference:
 
     def passes(self, dtype: str) -> bool:
         """Whether all are within the bounds for the type; a NaN is not, nor is a run that stopped."""
-        return not self.stopped and all(value <= bound for value, bound in zip(self.values, BOUNDS[dtype], strict=True))
+        return self.is_within(BOUNDS[dtype])
+
+    def is_within(self, bounds: Sequence[float]) -> bool:
+        """The same for bounds of loss, norm, gradients and weights."""
+        return not self.stopped and all(value <= bound for value, bound in zip(self.values, bounds, strict=True))
 
     def wrong(self, dtype: str = "float64") -> tuple[str, list[str]]:
         """What is wrong first in the course of the run, and the names of the tensors of which it is; ("", []): nothing.

@@ -46,6 +46,13 @@ class Outcome:
         return asdict(self)
 
 
+_MARGIN = 10
+"""Times the effect of one change by float32's round-off: a model computes in float32 many times."""
+_WIDEST = (1e-2, 1e-1, 1e-2, 1e-1)
+"""The widest bounds of a model that amplifies round-off, which grows from step to step. The first gradients decide:
+they name a fault."""
+
+
 def call(function: Callable, *arguments: Any) -> Any:
     """Call a function, as a rank does it; a test of a mistake calls it in a process that has the mistake."""
     return function(*arguments)
@@ -70,6 +77,7 @@ class Prover:
         self._expected: dict[tuple[str, ...], Any] = {}
         self._refusals: dict[Combination, str] = {}
         self._own_float32: str | None = None
+        self._effects: dict[tuple[str, ...], tuple[float, ...]] = {}
 
     def row(self, techniques: Combination) -> Row:
         """The row of a combination."""
@@ -104,13 +112,26 @@ class Prover:
         figures = dict(zip(("loss", "norm", "gradients", "weights"), difference.values, strict=True))
         if difference.passes("float64"):
             return Outcome(*what, "equal", figures=figures, seconds=time.perf_counter() - started)
-        if difference.passes("own float32") and (place := self.own_float32()):
+        if (place := self.own_float32()) and difference.is_within(self._bounds_of_float32(row.run_overrides)):
             reason = f"{FLOAT32}, in which the model itself computes {place}"
+            if not difference.passes("own float32"):
+                effect = self._effects[row.run_overrides]
+                reason += f", and which moves its gradients by {effect[2]:.0e}"
             return Outcome(*what, "equal", reason, figures, seconds=time.perf_counter() - started)
         kind, wrong = difference.wrong()
         block = self._first_block_apart(row)
         reason = _in_words(difference, kind, wrong, block)
         return Outcome(*what, "wrong", reason, figures, tuple(wrong), block, time.perf_counter() - started)
+
+    def _bounds_of_float32(self, run: tuple[str, ...]) -> list[float]:
+        """The bounds of a model that computes in float32 itself: wider ones if a change of its last bits moves it."""
+        if run not in self._effects:
+            from scripts.proving.own_types import effect_of_round_off
+
+            path = self._references.path(run)
+            self._effects[run] = self._pool.run(1, effect_of_round_off, self._job, run, path)[0]
+        figures = zip(BOUNDS["own float32"], self._effects[run], _WIDEST, strict=True)
+        return [max(bound, min(_MARGIN * effect, widest)) for bound, effect, widest in figures]
 
     def own_float32(self) -> str:
         """The module in which the model casts to float32; "" if it computes in the type that it is given."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import combinations
 from math import gcd
@@ -20,7 +21,7 @@ from scripts.proving.activations import first_block_apart
 from scripts.proving.equal import Report, differences, worst
 from scripts.proving.families import FamilyProof, families_page
 from scripts.proving.page import page, pair_verdicts
-from scripts.proving.run import FLOAT32, Outcome
+from scripts.proving.run import FLOAT32, Outcome, Prover
 from scripts.proving.small import SmallJob, small_job
 from scripts.proving.techniques import AXES, TECHNIQUES, Search, chosen, ranks_of, row_of
 
@@ -240,6 +241,30 @@ def test_what_a_family_computes_in_float32_is_no_fault_and_is_said(capsys):
     assert prove.main(["gemma3_text", "--axes", "tp", "--ranks", "2"]) == 0
     told = capsys.readouterr().out
     assert "to the round-off of float32, in which the model itself computes model.layers.0." in told
+
+
+@pytest.mark.slow
+def test_a_model_that_amplifies_round_off_has_wider_bounds(capsys):
+    """CPM-Ant's gradients move by 1e-4 if its weights change by 1e-7: plain transformers, compiled, shows the same."""
+    assert prove.main(["cpmant", "--axes", "compile", "--ranks", "1"]) == 0
+    told = capsys.readouterr().out
+    assert "to the round-off of float32, in which the model itself computes cpmant.encoder.layers.0" in told
+    assert re.search(r"and which moves its gradients by [1-9]e-0[345]$", told, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("effects", "bounds"),
+    [
+        ((1e-12, 1e-12, 1e-12, 1e-12), (1e-6, 1e-5, 1e-5, 1e-3)),
+        ((1e-6, 1e-5, 1e-4, 1e-3), (1e-5, 1e-4, 1e-3, 1e-2)),
+        ((0.5, 0.5, 0.5, 0.5), (1e-2, 1e-1, 1e-2, 1e-1)),
+    ],
+)
+def test_the_bounds_of_a_model_that_computes_in_float32(tmp_path, effects, bounds):
+    """Ten times the effect of round-off, at least what all such models have, and never so wide that a fault hides."""
+    pool = mock.Mock(run=lambda *_: [effects])
+    prover = Prover(pool, "parity.toml", tmp_path)
+    assert prover._bounds_of_float32(()) == pytest.approx(bounds)
 
 
 @pytest.mark.slow
