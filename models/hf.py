@@ -32,6 +32,7 @@ from configs.errors import ConfigError
 from configs.plan import Plan, TensorRole
 from configs.schema import HfModel
 from models.documents import Documents
+from models.hf_experts import compute_experts_in_groups
 from models.hf_stages import Cuts, StageEnd, find_cuts, without_tensors
 
 Loss = Callable[..., Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
@@ -67,6 +68,7 @@ class HfCausalLm(nn.Module):
         for name, child in family.named_children():
             self.add_module(name, child)
         self.names = _Names(family, config)
+        self._experts = compute_experts_in_groups(family, self.names.blocks)
         self.mask: Callable[[Documents, torch.dtype], Any] = _no_mask
         """Documents are refused when the job is checked."""
         self._loss: Loss | None = None
@@ -190,12 +192,13 @@ class HfCausalLm(nn.Module):
             fsdp_groups=groups if names.is_tied else tuple(filter(None, (ends[0], *groups, ends[1]))),
             attention=(),
             mixers=mixers,
-            experts=(),
+            experts=tuple(name for name in self._experts.names if not name.startswith(gone)),
             routers=(),
             tensor_parallel={name: role for name, role in names.roles.items() if not f"{name}.".startswith(gone)},
             save_ops=_SAVE_OPS,
             cannot_split=names.why_not_split(),
             why_no_pipeline=cuts.why_not,
+            why_not_distributed=self._experts.why_not and f"{self.config.model_type} {self._experts.why_not}",
         )
 
     def initial_values(self, seed: int) -> Callable[[str], Tensor]:

@@ -99,6 +99,38 @@ def test_every_schedule_is_transformers(ranks, tmp_path, schedule):
     assert_equal(ranks, 4 if " x " in schedule else 2, folder, SCHEDULES[schedule], tmp_path)
 
 
+EP = (*FSDP, "--mesh.ep", "2")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "gpt_oss")
+
+
+@pytest.mark.parametrize("family", marked(WITH_EXPERTS, slow=["mixtral", "deepseek_v3", "olmoe"]))
+def test_expert_parallel_is_transformers(ranks, tmp_path, family):
+    """DeepSeek's mixtures have shared experts; those of GPT-OSS have biases, and gate and up features in turns."""
+    folder = write_config(tmp_path / family, family)
+    assert_equal(ranks, 2, folder, EP, tmp_path, bound=OWN_CASTS.get(family, BOUND))
+
+
+ON_EXPERTS = {
+    "x FSDP 2": ("--mesh.dp_shard", "4", "--mesh.ep", "2"),
+    "x TP 2": (*EP, *TP),
+    "x HSDP 2x2": ("--mesh.dp_replicate", "2", *EP),
+    "x PP 2": (*EP, "--mesh.pp", "2"),
+    "x ZeRO 1": (*EP, "--fsdp.zero_stage", "1"),
+    "full recomputation": (*EP, "--activation_checkpoint.mode", "full"),
+    "selective recomputation": (*EP, "--activation_checkpoint.mode", "selective"),
+    "compiled": (*EP, "--compile.enable", "true"),
+}
+
+
+@pytest.mark.parametrize("technique", marked(ON_EXPERTS, slow=[name for name in ON_EXPERTS if name != "x TP 2"]))
+@pytest.mark.parametrize("family", marked(["mixtral", "gpt_oss"], slow=["mixtral"]))
+def test_every_technique_on_distributed_experts_is_transformers(ranks, tmp_path, family, technique):
+    folder = write_config(tmp_path / family, family)
+    bound = 2e-5 if technique == "compiled" else BOUND
+    mesh = (*ON_EXPERTS[technique], "--training.micro_batch_size", "1")
+    assert_equal(ranks, 4 if technique.startswith("x ") and "ZeRO" not in technique else 2, folder, mesh, tmp_path, bound=bound)
+
+
 MESHES = {
     "DDP 2": ("--mesh.dp_replicate", "2", "--mesh.dp_shard", "1"),
     "HSDP 2x2": ("--mesh.dp_replicate", "2", "--mesh.dp_shard", "2", "--training.micro_batch_size", "1"),
