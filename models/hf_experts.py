@@ -9,7 +9,7 @@ built: a small copy of it computes a few tokens in float64, by the family's own 
 they differ the family's own computation stays, and expert parallelism is refused.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,7 +53,8 @@ def compute_experts_in_groups(family: nn.Module, blocks: tuple[str, ...]) -> Fou
             continue
         _replace_forward(module)
         names.append(name)
-        reasons += [f"{why_not}, in {name}" for why_not in _why_not_distributed(name, module, blocks)]
+        if not name.startswith(tuple(f"{block}." for block in blocks)):
+            reasons.append(f"has experts outside of its layers, in {name}")
     if not names and not reasons:
         reasons.append("has no stacked experts (modules of use_experts_implementation)")
     return FoundExperts(tuple(names), reasons[0] if reasons else "")
@@ -62,14 +63,6 @@ def compute_experts_in_groups(family: nn.Module, blocks: tuple[str, ...]) -> Fou
 def _is_declared(module: Any) -> bool:
     """Whether a module is of the decorator, which keeps the family's own loop beside its choice of a function."""
     return hasattr(module, "is_transposed") and hasattr(type(module).forward, "__wrapped__")
-
-
-def _why_not_distributed(name: str, module: nn.Module, blocks: tuple[str, ...]) -> Iterator[str]:
-    inside = next((child for child, _ in module.named_parameters() if "." in child), None)
-    if inside:
-        yield f"has {inside}, which all experts share"
-    if not name.startswith(tuple(f"{block}." for block in blocks)):
-        yield "has experts outside of its layers"
 
 
 def _replace_forward(experts: Any) -> None:
@@ -133,7 +126,7 @@ def _shapes(experts: Any, n: int, dim: int, inner: int) -> dict[str, tuple[int, 
 
 def _why_not_in_groups(experts: Any) -> str:
     """Why a module can't be computed by grouped products; "" if it can."""
-    own: dict[str, tuple[int, ...]] = {name: tuple(p.shape) for name, p in experts.named_parameters(recurse=False)}
+    own: dict[str, tuple[int, ...]] = {name: tuple(parameter.shape) for name, parameter in experts.named_parameters()}
     n, *sizes = own.get("down_proj", (0, 0, 0))
     dim, inner = reversed(sizes) if experts.is_transposed else sizes
     if own != _shapes(experts, n, dim, inner) or n != experts.num_experts:

@@ -31,7 +31,8 @@ def assert_equal(ranks, n_ranks, folder, mesh, tmp_path, detour=STRAIGHT, bound=
 
 
 @pytest.mark.parametrize(
-    "family", marked(list(FAMILIES), slow=["llama", "mixtral", "olmo2", "gpt_neox", "deepseek_v3"])
+    "family",
+    marked(list(FAMILIES), slow=["llama", "mixtral", "olmo2", "gpt_neox", "deepseek_v3", "olmoe", "gpt_oss"]),
 )
 def test_fsdp_is_transformers(ranks, tmp_path, family):
     folder = write_config(tmp_path / family, family)
@@ -41,7 +42,8 @@ def test_fsdp_is_transformers(ranks, tmp_path, family):
 @pytest.mark.parametrize(
     "family",
     marked(
-        [each for each in FAMILIES if each not in WITHOUT_A_PLAN], slow=["llama", "mixtral", "gemma3_text", "gpt_neox"]
+        [each for each in FAMILIES if each not in WITHOUT_A_PLAN],
+        slow=["llama", "mixtral", "gemma3_text", "gpt_neox", "olmoe", "gpt_oss"],
     ),
 )
 def test_tensor_parallel_is_transformers(ranks, tmp_path, family):
@@ -49,11 +51,19 @@ def test_tensor_parallel_is_transformers(ranks, tmp_path, family):
     assert_equal(ranks, 2, folder, TP, tmp_path, bound=OWN_CASTS.get(family, BOUND))
 
 
-def test_a_resume_moves_from_fsdp_to_tensor_parallelism(ranks, tmp_path):
-    folder = write_config(tmp_path / "qwen3", "qwen3")
+EP = (*FSDP, "--mesh.ep", "2")
+
+
+@pytest.mark.parametrize(
+    ("family", "start", "end"),
+    [("qwen3", FSDP, TP), ("qwen3_moe", EP, FSDP), ("qwen3_moe", FSDP, EP)],
+    ids=["FSDP to TP", "EP to FSDP", "FSDP to EP"],
+)
+def test_a_resume_moves_to_another_mesh(ranks, tmp_path, family, start, end):
+    folder = write_config(tmp_path / family, family)
     (tmp_path / "state").mkdir()
-    detour = Detour(move_at=2, overrides=words(folder, *STEPS, *TP), folder=str(tmp_path / "state"))
-    assert_equal(ranks, 2, folder, FSDP, tmp_path, detour)
+    detour = Detour(move_at=2, overrides=words(folder, *STEPS, *end), folder=str(tmp_path / "state"))
+    assert_equal(ranks, 2, folder, start, tmp_path, detour)
 
 
 PP = ("--mesh.pp", "2", "--training.micro_batch_size", "1")
@@ -99,7 +109,6 @@ def test_every_schedule_is_transformers(ranks, tmp_path, schedule):
     assert_equal(ranks, 4 if " x " in schedule else 2, folder, SCHEDULES[schedule], tmp_path)
 
 
-EP = (*FSDP, "--mesh.ep", "2")
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "gpt_oss")
 
 
@@ -128,7 +137,7 @@ def test_every_technique_on_distributed_experts_is_transformers(ranks, tmp_path,
     folder = write_config(tmp_path / family, family)
     bound = 2e-5 if technique == "compiled" else BOUND
     mesh = (*ON_EXPERTS[technique], "--training.micro_batch_size", "1")
-    assert_equal(ranks, 4 if technique.startswith("x ") and "ZeRO" not in technique else 2, folder, mesh, tmp_path, bound=bound)
+    assert_equal(ranks, 4 if technique.endswith(" 2") or "2x2" in technique else 2, folder, mesh, tmp_path, bound=bound)
 
 
 MESHES = {
