@@ -5,7 +5,7 @@ parameters keep the family's names. What techniques need is found in it: the dec
 many members as the config has layers; embedding, head, ties and the plan of tensor parallelism are what the family
 declares.
 
-Three things are Keel's:
+Four things are Keel's:
 
 * The loss. The family's own forward pass runs, but its head hands the hidden states and its weight to the loss instead
   of multiplying them. A factor that the family puts on its logits is put on the hidden states; one that changes them
@@ -13,6 +13,7 @@ Three things are Keel's:
 * Initial values. The family's own `_init_weights` draws each parameter whole, under a generator keyed by (seed, name),
   on a copy of the model of which only this parameter has memory. So no mesh changes the values.
 * Buffers, such as rotary frequencies, which `_init_weights` computes in the same way after the meta device.
+* Stacked experts compute by grouped products (`models/hf_experts.py`), alike on every mesh.
 """
 
 import re

@@ -86,7 +86,7 @@ class HfKeys(Table):
 
     @property
     def n_experts(self) -> None:
-        """None: the family's experts are its own, and no technique of Keel's balances or distributes them."""
+        """None: the family's experts are its own, and its modules say how many there are; Keel doesn't balance them."""
         return None
 
     @property

@@ -1,13 +1,11 @@
 """Experts of transformers as grouped products, against the families' own loops, and what they are refused for."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from configs.errors import ConfigError
 from configs.load import load
@@ -19,9 +17,9 @@ pytestmark = NEEDS_TRANSFORMERS
 N_EXPERTS, DIM, INNER, TOKENS = 5, 6, 4, 7
 _NUMBER = {"num_local_experts": N_EXPERTS, "n_routed_experts": N_EXPERTS, "hidden_size": DIM}
 FIELDS = {
-    MixtralExperts: ("mixtral", {**_NUMBER, "intermediate_size": INNER}),
-    GptOssExperts: ("gpt_oss", {**_NUMBER, "intermediate_size": INNER}),  # transposed, with biases
-    NemotronHExperts: ("nemotron_h", {**_NUMBER, "moe_intermediate_size": INNER}),  # without a gate
+    "MixtralExperts": ("mixtral", {**_NUMBER, "intermediate_size": INNER}),
+    "GptOssExperts": ("gpt_oss", {**_NUMBER, "intermediate_size": INNER}),  # transposed, with biases
+    "NemotronHExperts": ("nemotron_h", {**_NUMBER, "moe_intermediate_size": INNER}),  # without a gate
 }
 
 
@@ -39,7 +37,8 @@ def found_in(experts, block="layers.0"):
 
 def experts_of(kind, dtype=torch.float64):
     family, fields = FIELDS[kind]
-    experts = kind(AutoConfig.for_model(family, **fields, experts_implementation="eager"))
+    of_kind = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), kind)
+    experts = of_kind(AutoConfig.for_model(family, **fields, experts_implementation="eager"))
     generator = torch.Generator().manual_seed(0)
     for parameter in experts.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -74,8 +73,9 @@ def test_grouped_products_are_the_familys_loop(kind):
 def test_types_are_those_of_transformers():
     """The router's weights are wider than the experts': their products are summed in the wider type."""
     hidden, chosen, weights = routed(torch.bfloat16)
-    experts = experts_of(MixtralExperts, torch.bfloat16)
-    theirs = ALL_EXPERTS_FUNCTIONS["batched_mm"](experts, hidden, chosen, weights.float())
+    experts = experts_of("MixtralExperts", torch.bfloat16)
+    functions = import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
+    theirs = functions["batched_mm"](experts, hidden, chosen, weights.float())
     found_in(experts)
     assert torch.equal(experts(hidden, chosen, weights.float()), theirs)
 
@@ -123,7 +123,8 @@ def declared(kind):
         def forward(self, hidden, chosen, weights):
             return super().forward(hidden, chosen, weights)
 
-    return use_experts_implementation(has_gate=False)(Own)(None)
+    decorator = import_module("transformers.integrations.moe").use_experts_implementation
+    return decorator(has_gate=False)(Own)(None)
 
 
 def test_what_a_module_declares_is_computed():
