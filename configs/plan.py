@@ -72,9 +72,8 @@ class Plan:
     """The module of each block that mixes tokens; `attention`, unless a model's own attention cannot be replaced."""
 
     experts: tuple[str, ...]
-    """Modules that hold the weights of the experts, with the expert as the first dimension of each parameter. They are
-    called with the rows sorted by expert (n, dim) and the number of rows of each expert (experts,), and each has a
-    `LocalWeights.local`."""
+    """Modules that hold the weights of the experts, with the expert as the first dimension of each parameter; each an
+    `Experts`."""
 
     routers: tuple[str, ...]
     """Modules that choose among experts, each a `Router`."""
@@ -104,6 +103,9 @@ class Plan:
 
     why_no_pipeline: str = ""
     """Why a pipeline can't cut the model; empty if it can."""
+
+    why_not_distributed: str = ""
+    """Why expert parallelism can't distribute the experts; empty if it can."""
 
     @property
     def keeps_sequences_whole(self) -> bool:
@@ -149,6 +151,15 @@ class LocalWeights(Protocol):
 
     local: Callable[[Any], Any]
     """Parameter -> the plain tensor to compute with. Replaced by: tensor parallelism, expert parallelism."""
+
+
+class Experts(LocalWeights, Protocol):
+    """A module of `Plan.experts`. A module that does more around it has the attribute `compute`; others are called with
+    these arguments themselves."""
+
+    compute: Callable[[Any, Any], Any]
+    """(rows sorted by expert (n, dim), number of rows of each expert (experts,)) -> (n, dim). Replaced by: expert
+    parallelism."""
 
 
 class Router(LocalWeights, Protocol):

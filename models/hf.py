@@ -5,7 +5,7 @@ parameters keep the family's names. What techniques need is found in it: the dec
 many members as the config has layers; embedding, head, ties and the plan of tensor parallelism are what the family
 declares.
 
-Three things are Keel's:
+Four things are Keel's:
 
 * The loss. The family's own forward pass runs, but its head hands the hidden states and its weight to the loss instead
   of multiplying them. A factor that the family puts on its logits is put on the hidden states; one that changes them
@@ -13,6 +13,7 @@ Three things are Keel's:
 * Initial values. The family's own `_init_weights` draws each parameter whole, under a generator keyed by (seed, name),
   on a copy of the model of which only this parameter has memory. So no mesh changes the values.
 * Buffers, such as rotary frequencies, which `_init_weights` computes in the same way after the meta device.
+* Stacked experts compute by grouped products (`models/hf_experts.py`), alike on every mesh.
 """
 
 import re
@@ -32,6 +33,7 @@ from configs.errors import ConfigError
 from configs.plan import Plan, TensorRole
 from configs.schema import HfModel
 from models.documents import Documents
+from models.hf_experts import compute_experts_in_groups
 from models.hf_stages import Cuts, StageEnd, find_cuts, without_tensors
 
 Loss = Callable[..., Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
@@ -67,6 +69,7 @@ class HfCausalLm(nn.Module):
         for name, child in family.named_children():
             self.add_module(name, child)
         self.names = _Names(family, config)
+        self._experts = compute_experts_in_groups(family, self.names.blocks)
         self.mask: Callable[[Documents, torch.dtype], Any] = _no_mask
         """Documents are refused when the job is checked."""
         self._loss: Loss | None = None
@@ -190,12 +193,13 @@ class HfCausalLm(nn.Module):
             fsdp_groups=groups if names.is_tied else tuple(filter(None, (ends[0], *groups, ends[1]))),
             attention=(),
             mixers=mixers,
-            experts=(),
+            experts=tuple(name for name in self._experts.names if not name.startswith(gone)),
             routers=(),
             tensor_parallel={name: role for name, role in names.roles.items() if not f"{name}.".startswith(gone)},
             save_ops=_SAVE_OPS,
             cannot_split=names.why_not_split(),
             why_no_pipeline=cuts.why_not,
+            why_not_distributed=self._experts.why_not and f"{self.config.model_type} {self._experts.why_not}",
         )
 
     def initial_values(self, seed: int) -> Callable[[str], Tensor]:

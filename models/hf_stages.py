@@ -173,8 +173,6 @@ class _Run:
         Raises:
             _NotCuttable: something needs values, or layers are not called with hidden states.
         """
-        # Of experts' forms of computation this is the one whose shapes do not depend on the data.
-        self._family.config._experts_implementation = "batched_mm"
         for name in self._blocks:
             block = self._family.get_submodule(name)
             block.register_forward_pre_hook(self._enter, with_kwargs=True)

@@ -98,7 +98,7 @@ class Router(nn.Module):
         shares = scores if self.settings.scoring == "softmax" else scores / scores.sum(-1, keepdim=True)
         preference = scores.detach() if self.bias is None else scores.detach() + self.bias
         experts = preference.topk(self.config.experts_per_token, dim=-1).indices
-        tokens = _count(experts, scores.shape[-1])
+        tokens = count(experts, scores.shape[-1])
         weights = scores.gather(-1, experts)
         if self.settings.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -128,8 +128,8 @@ class Router(nn.Module):
         self.entropy += load.entropy
 
 
-def _count(experts: Tensor, n_experts: int) -> Tensor:
-    """experts: (batch, seq, experts_per_token) -> (batch, n_experts) int64: how often each expert was chosen."""
+def count(experts: Tensor, n_experts: int) -> Tensor:
+    """experts: (batch, ..., experts_per_token) -> (batch, n_experts) int64: how often each expert was chosen."""
     chosen = experts.flatten(1)
     return torch.zeros(len(chosen), n_experts, dtype=torch.int64, device=chosen.device).scatter_add(
         1, chosen, torch.ones_like(chosen)
@@ -193,14 +193,27 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Load]:
         """x: (batch, seq, dim) -> the same shape, and the load of each expert."""
         choice = self.router(x)
-        order = choice.experts.flatten().argsort(stable=True)  # by expert, then in the order of the tokens
-        place = order.argsort()  # position of each token's experts among the sorted rows
-        k = choice.experts.shape[-1]
-        rows = _Take.apply(x.flatten(0, 1), order, place, k)
-        outputs = _Take.apply(self.experts(rows, choice.load.tokens), place, order, 1)
-        weights = choice.weights.to(x.dtype)
-        out = (outputs.view(*choice.experts.shape, -1) * weights[..., None]).sum(2)
+        outputs = through_experts(self.experts, x.flatten(0, 1), choice.experts, choice.load.tokens)
+        out = (outputs * choice.weights.to(x.dtype)[..., None]).sum(2)
         return (out if self.shared_experts is None else out + self.shared_experts(x)), choice.load
+
+
+def through_experts(experts: Callable[[Tensor, Tensor], Tensor], x: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
+    """Apply to each token its experts.
+
+    Args:
+        experts: called with the rows sorted by expert (n, dim) and the number of rows of each expert (experts,).
+        x: (tokens, dim).
+        chosen: (..., k) int64, the experts of each token.
+        counts: (experts,) int64, how often each expert was chosen.
+
+    Returns:
+        (..., k, dim).
+    """
+    order = chosen.flatten().argsort(stable=True)  # by expert, then in the order of the tokens
+    place = order.argsort()  # position of each token's experts among the sorted rows
+    rows = _Take.apply(x, order, place, chosen.shape[-1])
+    return _Take.apply(experts(rows, counts), place, order, 1).view(*chosen.shape, -1)
 
 
 class _Take(torch.autograd.Function):

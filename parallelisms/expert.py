@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from configs.plan import plan_of
 from parallelisms.ranks import local_part
@@ -39,12 +39,14 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         for parameter_name, parameter in experts.named_parameters(recurse=False):
             setattr(experts, parameter_name, nn.Parameter(_own_experts(parameter, mesh)))
         experts.local = local_part
-        experts.forward = partial(_on_their_ranks, experts.forward, mesh.get_group("ep").group_name)
+        computation = "compute" if hasattr(experts, "compute") else "forward"
+        on_their_ranks = partial(_on_their_ranks, getattr(experts, computation), mesh.get_group("ep").group_name)
+        setattr(experts, computation, on_their_ranks)
 
 
 def _own_experts(parameter: Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's share of a parameter (experts, ...), which tensor parallelism may have sharded within each expert."""
-    within = parameter.placements if isinstance(parameter, DTensor) else ()
+    within = parameter.placements if isinstance(parameter, DTensor) else [Replicate()] * (mesh.ndim - 1)
     own = local_part(parameter).detach().chunk(mesh.size(0))[mesh.get_local_rank("ep")]
     return DTensor.from_local(
         own, mesh, [Shard(0), *within], run_check=False, shape=parameter.shape, stride=parameter.stride()

@@ -38,6 +38,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "olmo2": {},
     "granite": {"logits_scaling": 8.0},
+    "olmoe": {"num_experts": 4, **_EXPERTS},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        **_EXPERTS,
+    },
     "mixtral": {"num_local_experts": 4, **_EXPERTS},
     "qwen3_moe": {"num_experts": 4, **_EXPERTS},
     "deepseek_v3": {

@@ -86,7 +86,7 @@ class HfKeys(Table):
 
     @property
     def n_experts(self) -> None:
-        """None: the family's experts are its own, and no technique of Keel's balances or distributes them."""
+        """None: the family's experts are its own, and its modules say how many there are; Keel doesn't balance them."""
         return None
 
     @property
@@ -157,7 +157,6 @@ def rules(config: Any) -> Iterator[tuple[str, str]]:
 
 _AXES = {
     "cp": ("splits sequences inside attention, by a function of Keel's own", "dp_shard for more ranks, tp for memory"),
-    "ep": ("distributes Keel's own experts", "dp_shard, which shards a family's experts, too"),
 }
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "data.document_mask": (bool, "documents are separated by Keel's own attention", "leave document_mask out"),
@@ -183,10 +182,9 @@ _LEAST: dict[str, int] = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim", "linear_head_dim"), _SMALL_HEAD),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
     **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 8),
-    "qk_rope_head_dim": 8,
+    **{"qk_rope_head_dim": 8, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4},
 }
 """Least sizes, of fields that have any of these names."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 _AT_MOST = {
     **{"sliding_window": 8, "attention_chunk_size": 16, "max_position_embeddings": 256, "n_positions": 256},
@@ -225,16 +223,14 @@ def small(model: HfKeys, ranks: int) -> dict[str, Any]:
     sizes: dict[str, Any] = dict.fromkeys(LAYERS, len(layers))
     sizes |= dict.fromkeys(HEADS, heads) | dict.fromkeys(KV_HEADS, kv_heads)
     sizes |= dict.fromkeys(WIDTH, heads * _SMALL_HEAD)
-    sizes |= dict.fromkeys(_EXPERTS, 4) | dict.fromkeys(_GROUPS, 1)
+    sizes |= dict.fromkeys(_GROUPS, 1)
     sizes |= {name: small_size(fields[name], least, ranks) for name, least in _LEAST.items() if _is_size(fields, name)}
     sizes |= {name: min(fields[name], 2) for name in _CHOSEN if _is_size(fields, name)}
     sizes |= {name: min(fields[name], most) for name, most in _AT_MOST.items() if _is_size(fields, name)}
     changed = {name: value for name, value in sizes.items() if _is_size(fields, name)}
     changed |= dict(_dependent(fields, changed, kv_heads))
     tokens = {name: value for name, value in _TOKENS.items() if fields.get(name) is not None}
-    # torch has no grouped matrix products in float64 on a CPU, and experts one by one (eager) do not compile.
-    grouped = {"experts_implementation": "batched_mm"} if any(name in fields for name in _EXPERTS) else {}
-    return {"hf_config": json.dumps(fields | changed | tokens | grouped, sort_keys=True)}
+    return {"hf_config": json.dumps(fields | changed | tokens, sort_keys=True)}
 
 
 def _dependent(fields: Mapping[str, Any], small: Mapping[str, int], kv_heads: int) -> Iterator[tuple[str, Any]]:

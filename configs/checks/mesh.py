@@ -6,7 +6,7 @@ from configs.architectures.parts import n_kv_heads
 from configs.checks.rule import Problem, Rule
 from configs.errors import ConfigError
 from configs.layout import accumulation_steps, mesh_sizes, smallest_world_size, tensor_parallel_sizes
-from configs.schema import Config, is_described
+from configs.schema import Config, OwnModel, is_described
 from configs.stages import check_micro_batches, layers_of_stages
 
 
@@ -52,9 +52,9 @@ def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem
     """Each rank of `ep` must hold the same number of whole experts; `ep` must divide the ranks of dp_shard x cp."""
     ep = config.mesh.ep
     n_experts = config.model.n_experts
-    if ep == 1 or not is_described(config.model):  # refused by the rules of its architecture
+    if ep == 1 or isinstance(config.model, OwnModel):  # refused by the rules of its architecture
         return
-    if not n_experts:
+    if is_described(config.model) and not n_experts:  # other models are asked when they are built
         yield "mesh.ep", f"ep {ep} distributes experts, but model.n_experts is not set; leave ep out"
         return
     if config.fsdp.partition == "owner":
@@ -64,7 +64,7 @@ def _expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem
             'whole there; set ep = 1, or partition = "rows"',
         )
         return
-    if n_experts % ep:
+    if n_experts and n_experts % ep:
         yield (
             "mesh.ep",
             f"ep {ep} does not divide model.n_experts {n_experts} ({n_experts} / {ep} = {n_experts / ep:.2f}), but "

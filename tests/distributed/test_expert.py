@@ -22,6 +22,8 @@ from parallelisms.mesh import build_mesh
 from scripts.parity import dtype_overrides
 from scripts.parity_rows import MOE, Row, expert_rows, words
 from tests.distributed.test_parity import assert_parity
+from tests.hf_families import NEEDS_TRANSFORMERS, write_config
+from tests.hf_families import words as hf_words
 from trainer.data.loader import build_loader
 from trainer.planning.memory import estimate_memory
 from trainer.step import Learner, build_learner
@@ -187,12 +189,36 @@ def saved_chunks(row: Row, folder: str) -> dict[str, tuple]:
 
 @pytest.mark.parametrize("name", ["EP 2 x FSDP 2, eager", "EP 4, eager"])
 def test_each_rank_writes_its_own_experts(ranks, name, tmp_path):
-    row = ROWS_BY_NAME[name]
-    by_rank = ranks(row.ranks, saved_chunks, row, str(tmp_path))
-    metadata = read_metadata(tmp_path)
+    assert_own_experts_written(ranks, ROWS_BY_NAME[name], tmp_path, {"gate_proj", "up_proj", "down_proj"})
+
+
+def row_of_hf(folder: Path) -> Row:
+    """EP 2 x FSDP 2 of a model of Hugging Face."""
+    machine = {"mesh.dp_shard": 4, "mesh.ep": 2, "training.micro_batch_size": 1}
+    return Row("EP 2 x FSDP 2", 4, words(machine), hf_words(write_config(folder / "config", "qwen3_moe")))
+
+
+@NEEDS_TRANSFORMERS
+def test_each_rank_writes_its_own_experts_of_hugging_face(ranks, tmp_path):
+    assert_own_experts_written(ranks, row_of_hf(tmp_path), tmp_path / "saved", {"gate_up_proj", "down_proj"})
+
+
+@NEEDS_TRANSFORMERS
+def test_bytes_of_hugging_faces_experts(ranks, tmp_path):
+    """Two layers of four experts with three matrices of 64 x 32, on four ranks."""
+    for held, other, optimizer, estimated in ranks(4, bytes_held, row_of_hf(tmp_path)):
+        assert held == 8 * 2 * 4 * 3 * 64 * 32 // 4
+        assert optimizer == 2 * (held + other)
+        assert estimated == held + other
+
+
+def assert_own_experts_written(ranks, row: Row, folder: Path, matrices: set[str]) -> None:
+    folder.mkdir(exist_ok=True)
+    by_rank = ranks(row.ranks, saved_chunks, row, str(folder))
+    metadata = read_metadata(folder)
     files = {(index.fqn, tuple(index.offset)): info.relative_path for index, info in metadata.storage_data.items()}
     names = set(by_rank[0])
-    assert {n.rpartition(".")[2] for n in names} == {"gate_proj", "up_proj", "down_proj", "exp_avg", "exp_avg_sq"}
+    assert {n.rpartition(".")[2] for n in names} == {*matrices, "exp_avg", "exp_avg_sq"}
     for rank, offsets in enumerate(by_rank):
         for name, offset in offsets.items():
             assert files[name, offset].startswith(f"__{rank}_"), (name, offset)

@@ -31,7 +31,8 @@ def assert_equal(ranks, n_ranks, folder, mesh, tmp_path, detour=STRAIGHT, bound=
 
 
 @pytest.mark.parametrize(
-    "family", marked(list(FAMILIES), slow=["llama", "mixtral", "olmo2", "gpt_neox", "deepseek_v3"])
+    "family",
+    marked(list(FAMILIES), slow=["llama", "mixtral", "olmo2", "gpt_neox", "deepseek_v3", "olmoe", "gpt_oss"]),
 )
 def test_fsdp_is_transformers(ranks, tmp_path, family):
     folder = write_config(tmp_path / family, family)
@@ -41,7 +42,8 @@ def test_fsdp_is_transformers(ranks, tmp_path, family):
 @pytest.mark.parametrize(
     "family",
     marked(
-        [each for each in FAMILIES if each not in WITHOUT_A_PLAN], slow=["llama", "mixtral", "gemma3_text", "gpt_neox"]
+        [each for each in FAMILIES if each not in WITHOUT_A_PLAN],
+        slow=["llama", "mixtral", "gemma3_text", "gpt_neox", "olmoe", "gpt_oss"],
     ),
 )
 def test_tensor_parallel_is_transformers(ranks, tmp_path, family):
@@ -49,11 +51,19 @@ def test_tensor_parallel_is_transformers(ranks, tmp_path, family):
     assert_equal(ranks, 2, folder, TP, tmp_path, bound=OWN_CASTS.get(family, BOUND))
 
 
-def test_a_resume_moves_from_fsdp_to_tensor_parallelism(ranks, tmp_path):
-    folder = write_config(tmp_path / "qwen3", "qwen3")
+EP = (*FSDP, "--mesh.ep", "2")
+
+
+@pytest.mark.parametrize(
+    ("family", "start", "end"),
+    [("qwen3", FSDP, TP), ("qwen3_moe", EP, FSDP), ("qwen3_moe", FSDP, EP)],
+    ids=["FSDP to TP", "EP to FSDP", "FSDP to EP"],
+)
+def test_a_resume_moves_to_another_mesh(ranks, tmp_path, family, start, end):
+    folder = write_config(tmp_path / family, family)
     (tmp_path / "state").mkdir()
-    detour = Detour(move_at=2, overrides=words(folder, *STEPS, *TP), folder=str(tmp_path / "state"))
-    assert_equal(ranks, 2, folder, FSDP, tmp_path, detour)
+    detour = Detour(move_at=2, overrides=words(folder, *STEPS, *end), folder=str(tmp_path / "state"))
+    assert_equal(ranks, 2, folder, start, tmp_path, detour)
 
 
 PP = ("--mesh.pp", "2", "--training.micro_batch_size", "1")
@@ -97,6 +107,37 @@ def test_every_schedule_is_transformers(ranks, tmp_path, schedule):
         pytest.skip("this torch has no zero-bubble schedule")
     folder = write_config(tmp_path / "qwen3", "qwen3", tie_word_embeddings=False, num_hidden_layers=4)
     assert_equal(ranks, 4 if " x " in schedule else 2, folder, SCHEDULES[schedule], tmp_path)
+
+
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "gpt_oss")
+
+
+@pytest.mark.parametrize("family", marked(WITH_EXPERTS, slow=["mixtral", "deepseek_v3", "olmoe"]))
+def test_expert_parallel_is_transformers(ranks, tmp_path, family):
+    """DeepSeek's mixtures have shared experts; those of GPT-OSS have biases, and gate and up features in turns."""
+    folder = write_config(tmp_path / family, family)
+    assert_equal(ranks, 2, folder, EP, tmp_path, bound=OWN_CASTS.get(family, BOUND))
+
+
+ON_EXPERTS = {
+    "x FSDP 2": ("--mesh.dp_shard", "4", "--mesh.ep", "2"),
+    "x TP 2": (*EP, *TP),
+    "x HSDP 2x2": ("--mesh.dp_replicate", "2", *EP),
+    "x PP 2": (*EP, "--mesh.pp", "2"),
+    "x ZeRO 1": (*EP, "--fsdp.zero_stage", "1"),
+    "full recomputation": (*EP, "--activation_checkpoint.mode", "full"),
+    "selective recomputation": (*EP, "--activation_checkpoint.mode", "selective"),
+    "compiled": (*EP, "--compile.enable", "true"),
+}
+
+
+@pytest.mark.parametrize("technique", marked(ON_EXPERTS, slow=[name for name in ON_EXPERTS if name != "x TP 2"]))
+@pytest.mark.parametrize("family", marked(["mixtral", "gpt_oss"], slow=["mixtral"]))
+def test_every_technique_on_distributed_experts_is_transformers(ranks, tmp_path, family, technique):
+    folder = write_config(tmp_path / family, family)
+    bound = 2e-5 if technique == "compiled" else BOUND
+    mesh = (*ON_EXPERTS[technique], "--training.micro_batch_size", "1")
+    assert_equal(ranks, 4 if technique.endswith(" 2") or "2x2" in technique else 2, folder, mesh, tmp_path, bound=bound)
 
 
 MESHES = {

@@ -17,7 +17,7 @@ from models import build_model
 from parallelisms.activation_checkpoint import select
 from trainer.optimizers.build import frozen_until
 from trainer.planning.own_code import faults_of_own_code
-from trainer.planning.skeleton import skeleton
+from trainer.planning.skeleton import Skeleton, skeleton
 
 
 def require_known_names(job: LoadedConfig) -> None:
@@ -64,6 +64,26 @@ def _require_supported(config: Config) -> None:
         raise ConfigError(
             f"mesh.pp is {config.mesh.pp}, but {plan.why_no_pipeline}; or set pp = 1, and dp_shard or tp for the ranks"
         )
+    if config.mesh.ep > 1:
+        _require_distributable(config.mesh.ep, skeleton(config.model))
+
+
+def _require_distributable(ep: int, model: Skeleton) -> None:
+    """Check that expert parallelism can distribute a model's experts, the same number to each rank.
+
+    Raises:
+        ConfigError: it can't.
+    """
+    if model.plan.why_not_distributed:
+        raise ConfigError(
+            f"mesh.ep is {ep}, but {model.plan.why_not_distributed}; set ep = 1: dp_shard shards experts, too"
+        )
+    for name, shape in model.shapes.items():
+        if model.is_of_experts(name) and shape[0] % ep:
+            raise ConfigError(
+                f"mesh.ep {ep} does not divide the {shape[0]} experts of {name} ({shape[0]} / {ep} = "
+                f"{shape[0] / ep:.2f}), but each rank must hold the same number of experts; change mesh.ep"
+            )
 
 
 def _mistake(key: str, check: Callable[[], object]) -> Iterator[tuple[str, str]]:

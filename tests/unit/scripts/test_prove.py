@@ -209,9 +209,9 @@ def test_a_small_hugging_face_model_has_every_kind_of_layer(tmp_path):
 def test_small_experts_are_more_than_a_token_goes_to(tmp_path):
     fields = {**GEMMA, "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
     small = json.loads(family_small({**fields, "moe_intermediate_size": 768, "num_key_value_heads": 4}, tmp_path))
-    assert (small["num_experts"], small["num_experts_per_tok"], small["moe_intermediate_size"]) == (4, 2, 32)
+    assert (small["num_experts"], small["num_experts_per_tok"], small["moe_intermediate_size"]) == (8, 2, 32)
     assert small["num_attention_heads"] == small["num_key_value_heads"] == 4
-    assert small["experts_implementation"] == "batched_mm"
+    assert json.loads(family_small({**fields, "num_experts": 6}, tmp_path))["num_experts"] == 6
 
 
 def family_small(fields, tmp_path):

@@ -1,0 +1,167 @@
+"""The experts of a model of `transformers`, computed as Keel's own are: rows sorted by expert, and grouped products.
+
+In transformers' mixtures the matrices of a layer's experts are stacked, in modules of the decorator
+`use_experts_implementation`. It declares what the parameters are (a gate beside the up projection, biases, transposed
+matrices), and its functions compute all families' experts by that declaration. So does this file, for the same formula.
+
+A declaration that a family's own loop does not keep would train another model. So each module is tried when it is
+built: a small copy of it computes a few tokens in float64, by the family's own loop and by the grouped products. Where
+they differ the family's own computation stays, and expert parallelism is refused.
+"""
+
+from collections.abc import Callable
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.grouped_mm import grouped_mm
+from models.moe import count, through_experts, unchanged
+
+_LARGEST_DIFFERENCE = 1e-5
+"""Of the trial, relative to a token's largest output: some families compute a part in float32, whatever the type."""
+_SIZES = {"experts": 3, "dim": 6, "inner": 4}
+
+
+class FoundExperts(NamedTuple):
+    """What was found in a family."""
+
+    names: tuple[str, ...]
+    """Modules that now compute by grouped products."""
+    why_not: str
+    """Why expert parallelism can't distribute the experts, as the rest of a sentence that begins with the family's
+    name; empty if it can."""
+
+
+def compute_experts_in_groups(family: nn.Module, blocks: tuple[str, ...]) -> FoundExperts:
+    """Let a family's stacked experts compute by grouped products.
+
+    Args:
+        family: of `transformers`, on the meta device. The forward pass of its experts is replaced.
+        blocks: names of its layers.
+    """
+    names: list[str] = []
+    reasons: list[str] = []
+    for name, module in family.named_modules():
+        if not _is_declared(module):
+            continue
+        if why_not := _why_not_in_groups(module):
+            reasons.append(f"{why_not}, in {name}")
+            continue
+        _replace_forward(module)
+        names.append(name)
+        if not name.startswith(tuple(f"{block}." for block in blocks)):
+            reasons.append(f"has experts outside of its layers, in {name}")
+    if not names and not reasons:
+        reasons.append("has no stacked experts (modules of use_experts_implementation)")
+    return FoundExperts(tuple(names), reasons[0] if reasons else "")
+
+
+def _is_declared(module: Any) -> bool:
+    """Whether a module is of the decorator, which keeps the family's own loop beside its choice of a function."""
+    return hasattr(module, "is_transposed") and hasattr(type(module).forward, "__wrapped__")
+
+
+def _replace_forward(experts: Any) -> None:
+    experts.local = unchanged
+    experts.compute = partial(_in_groups, experts)
+    experts.forward = partial(_weighted_sum, experts)
+
+
+def _weighted_sum(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The forward pass, as transformers' functions have it.
+
+    Args:
+        experts: the module.
+        hidden: (tokens, dim).
+        chosen: (tokens, k) int64, the experts of each token.
+        weights: (tokens, k).
+
+    Returns:
+        (tokens, dim), summed in the type of the weights and in that of `hidden`.
+    """
+    assert chosen.shape == weights.shape, (chosen.shape, weights.shape)
+    counts = count(chosen[None], experts.num_experts)[0]
+    outputs = through_experts(experts.compute, hidden, chosen, counts)
+    return (outputs * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+def _in_groups(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
+    """Apply to each row its expert, as `models.moe.Experts` does."""
+    up = _projected(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, counts)
+    inner = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)
+    out = _projected(experts, "down_proj", inner, counts)
+    return experts.post_expert_norm(out) if _has_norm(experts) else out
+
+
+def _projected(experts: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+    weights = experts.local(getattr(experts, name))
+    rows = rows.to(weights.dtype)
+    out = grouped_mm(rows, weights.transpose(1, 2) if experts.is_transposed else weights, counts)
+    if not experts.has_bias:
+        return out
+    # A product with ones adds a bias to its rows, and its gradients are added up in one order. Torch's kernel takes
+    # rows of 16 bytes, so there are eight features, of which one is the bias.
+    bias = F.pad(experts.local(getattr(experts, f"{name}_bias"))[..., None], (0, 7))
+    return out + grouped_mm(rows.new_ones(rows.shape[0], 8), bias, counts)
+
+
+def _has_norm(experts: Any) -> bool:
+    return getattr(experts, "has_post_expert_norm", False)
+
+
+# --------------------------------------------------------------------------- the trial
+
+
+def _shapes(experts: Any, n: int, dim: int, inner: int) -> dict[str, tuple[int, ...]]:
+    """The parameters that a module declares, and their shapes."""
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    sizes = {up: (inner * (1 + experts.has_gate), dim), "down_proj": (dim, inner)}
+    shapes = {name: (n, *(reversed(size) if experts.is_transposed else size)) for name, size in sizes.items()}
+    return shapes | ({f"{name}_bias": (n, size[0]) for name, size in sizes.items()} if experts.has_bias else {})
+
+
+def _why_not_in_groups(experts: Any) -> str:
+    """Why a module can't be computed by grouped products; "" if it can."""
+    own: dict[str, tuple[int, ...]] = {name: tuple(parameter.shape) for name, parameter in experts.named_parameters()}
+    n, *sizes = own.get("down_proj", (0, 0, 0))
+    dim, inner = reversed(sizes) if experts.is_transposed else sizes
+    if own != _shapes(experts, n, dim, inner) or n != experts.num_experts:
+        return f"has experts with parameters of its own ({', '.join(own)})"
+    try:
+        difference = _tried(experts)
+    except Exception as error:  # whatever the family's code makes of small sizes
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return f"has experts whose small copy fails ({reason})"
+    is_equal = difference <= _LARGEST_DIFFERENCE
+    return "" if is_equal else f"computes its experts otherwise than it declares ({difference:.0e} off)"
+
+
+@torch.no_grad()
+def _tried(experts: Any) -> float:
+    """The largest difference between a module's own loop and the grouped products, of a small copy and few tokens."""
+    with torch.device("cpu"):
+        tried = copy(experts)
+        tried.num_experts = _SIZES["experts"]
+        shapes = _shapes(experts, *_SIZES.values())
+        values = {name: nn.Parameter(_waves(*shape)) for name, shape in shapes.items()}
+        tried.__dict__["_parameters"] = values
+        tried.local = unchanged
+        tried.compute = partial(_in_groups, tried)
+        scales = torch.tensor([0.1, 1.0, 10.0, 100.0])[:, None]  # a gate may clamp what is large
+        hidden = _waves(4, _SIZES["dim"]) * scales
+        chosen = torch.tensor([[0, 2], [2, 0], [2, 0], [0, 2]])  # one expert has no token
+        weights = _waves(4, 2).abs()
+        own: Callable = type(experts).forward.__wrapped__
+        expected = own(tried, hidden, chosen, weights)
+        found = _weighted_sum(tried, hidden, chosen, weights)
+    return float(((found - expected).abs().amax(1) / expected.abs().amax(1)).max())
+
+
+def _waves(*shape: int) -> Tensor:
+    """Values between -1 and 1, of which no two are alike, and which no random stream is asked for."""
+    n = torch.Size(shape).numel()
+    return (torch.arange(1, n + 1, dtype=torch.float64) ** 1.5).sin().view(shape)
