@@ -44,11 +44,11 @@ class Kind:
 
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     mesh: tuple[int, ...]
     """Sizes of the mesh over which it is spread; empty: a plain tensor, which is whole."""
     cut: tuple[bool, ...]
-    """For each dimension of the mesh, whether it cuts the tensor; otherwise its ranks hold copies."""
+    """Whether each dimension of the mesh cuts the tensor; along the others, ranks hold copies."""
     placements: str
     """DTensor's, as text."""
 

@@ -22,11 +22,11 @@ class Spread:
     ranks: tuple[int, ...] = field(compare=False, repr=False)
     """The ranks of the mesh, in row-major order."""
     digest: int
-    """Of `ranks`; comparing it is as good, and short."""
+    """The hash of `ranks`, which is compared in their place."""
     mesh: tuple[int, ...]
     """Sizes of the mesh."""
     cut: tuple[bool, ...]
-    """For each dimension of the mesh, whether it cuts the tensor; otherwise its ranks hold copies."""
+    """Whether each dimension of the mesh cuts the tensor; along the others, ranks hold copies."""
     placements: str
 
 

@@ -134,7 +134,8 @@ def write(
     ]
     # What each rank has put, or why it could not.
     by_rank = gather(told, group)
-    _raise_failures([error for error, *_ in by_rank], folder, sum(n_bytes for _, n_bytes, *_ in by_rank), failure)
+    n_bytes = sum(of_rank for _, of_rank, *_ in by_rank)
+    _raise_failures([error for error, *_ in by_rank], folder, n_bytes, failure, group)
     found = {name: FileEntry(*entry) for _, _, entries, _ in by_rank for name, entry in entries.items()}
     places_by_rank = [places for *_, places in by_rank]
     return found | _put_index(files, folder, plan, places_by_rank, is_whole, group)
@@ -156,7 +157,9 @@ def _put_shards(
     return {each.index.fqn: (each.storage_data.offset, each.storage_data.length) for each in written.value()}
 
 
-def _raise_failures(told: Sequence[Any], folder: Path, n_bytes: int, own: Exception | None) -> None:
+def _raise_failures(
+    told: Sequence[Any], folder: Path, n_bytes: int, own: Exception | None, group: dist.ProcessGroup
+) -> None:
     """Raise SaveFailed if ranks could not write, or RuntimeError if one failed otherwise; the same on all ranks.
 
     Args:
@@ -164,6 +167,7 @@ def _raise_failures(told: Sequence[Any], folder: Path, n_bytes: int, own: Except
         folder: the unfinished checkpoint.
         n_bytes: of all ranks' tensors.
         own: this rank's error.
+        group: all ranks.
     """
     failures = {rank: error_of(error) for rank, error in enumerate(told) if error is not None}
     if not failures:
@@ -171,7 +175,8 @@ def _raise_failures(told: Sequence[Any], folder: Path, n_bytes: int, own: Except
     reasons = "; ".join(f"rank {rank}: {error}" for rank, error in failures.items())
     if not all(isinstance(error, OSError) for error in failures.values()):
         raise RuntimeError(f"writing {folder} failed: {reasons}") from own
-    raise save_failed(folder, reasons, n_bytes) from None
+    # The free space is measured once, so that all ranks say the same.
+    raise SaveFailed(on_rank_zero(group, lambda: str(save_failed(folder, reasons, n_bytes)))) from None
 
 
 def _put_index(
@@ -191,16 +196,17 @@ def _put_index(
     def put() -> Json:
         metadata = None if None in places else complete_metadata(plan.directory, places)
         open_file = partial(_opened, files, folder)
-        if is_whole and metadata is not None:
-            entries = put_index(open_file, metadata)
-        else:
-            entries = put_directory(open_file, plan.directory, metadata)
+        try:
+            if is_whole and metadata is not None:
+                entries = put_index(open_file, metadata)
+            else:
+                entries = put_directory(open_file, plan.directory, metadata)
+        except OSError as error:
+            raise save_failed(folder, f"rank 0: {error}") from None
         return {name: [entry.size, entry.xxh3] for name, entry in entries.items()}
 
-    try:
-        entries = on_rank_zero(group, put)
-    except OSError as error:
-        raise save_failed(folder, f"rank 0: {error}") from None
+    # The first rank puts it, and measures the free space if it can't.
+    entries = on_rank_zero(group, put)
     return {name: FileEntry(*entry) for name, entry in entries.items()}
 
 
