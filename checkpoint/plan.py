@@ -8,7 +8,8 @@ assignment:
 
 - A part is held by the ranks with the same coordinates on the mesh dimensions that cut the tensor. These are its
   *copies*. Families with equal lists on other ranks, such as the step counts that every rank has, hold copies as well.
-- Of its copies one is written. Tensors with equally many copies are divided among them by size, the largest first.
+- Of its copies one is written. Tensors with equally many copies are divided among them by size, the largest first;
+  small ones among a few of them.
 - If two families have a tensor of one name, but cut differently, the one with the lowest rank writes it.
 
 Tensors of one kind (dtype, shape, placements) whose copies are written by the same ranks form a *group*: each rank has
@@ -36,6 +37,10 @@ from parallelisms.ranks import Json, gather
 
 FRAME_BYTES = 1300
 """Bytes that torch.save adds to a tensor."""
+SMALL_BYTES = 64 << 10
+SMALL_WRITERS = 8
+"""Tensors below this size, such as the step counts that every rank has, are divided among this many of their holders:
+whoever resumes needs them all, and opens as many files."""
 
 
 @dataclass(frozen=True)
@@ -198,11 +203,13 @@ class Assignment:
         # Tensors whose copies are on the same ranks are divided together.
         divided: dict[tuple[Any, ...], dict[str, int]] = {}
         for name, (holders, kind) in found.items():
-            divided.setdefault((holders, kind.mesh, kind.cut), {})[name] = kind.bytes
+            is_small = kind.bytes < SMALL_BYTES
+            divided.setdefault((holders, kind.mesh, kind.cut, is_small), {})[name] = kind.bytes
         copy_of: dict[str, int] = {}
-        for (holders, _, _), sizes in divided.items():
+        for (holders, *_, is_small), sizes in divided.items():
             kind = found[next(iter(sizes))][1]
             copies = kind.copies * sum(len(self._holdings[digest].sets) for digest in holders)
+            copies = min(copies, SMALL_WRITERS) if is_small else copies
             for copy, share in enumerate(shares(sizes, copies)):
                 copy_of |= dict.fromkeys(share, copy)
         return {name: (*found[name], copy_of[name]) for name in found}
@@ -271,6 +278,14 @@ class Plans:
     _made_for: list[Any] = field(default_factory=list)
     made: int = 0
     """How many plans were made."""
+
+    @staticmethod
+    def described(shards: Mapping[str, Shard]) -> list[Any]:
+        """What a plan is made for: it serves again for tensors that are described alike."""
+        return [
+            (name, shard.local.dtype, shard.local.shape, shard.shape, shard.offsets, shard.spread)
+            for name, shard in shards.items()
+        ]
 
     def plan(self, shards: Mapping[str, Shard], group: dist.ProcessGroup) -> Plan:
         """The plan for a state; all ranks of `group`, which holds all ranks, must call it."""

@@ -6,8 +6,9 @@ from math import prod
 import pytest
 import torch
 
-from checkpoint.plan import Assignment, families_of, file_of, items_of, lists_to_tell, places_of
+from checkpoint.plan import SMALL_WRITERS, Assignment, families_of, file_of, items_of, lists_to_tell, places_of
 from checkpoint.shards import Shard, Spread
+from tests.scale.saves import World, measure
 
 SHAPES = {"matrix": (8, 6), "uneven": (5, 7), "small": (1, 3), "vector": (9,), "cube": (2, 4, 3)}
 
@@ -105,6 +106,12 @@ def test_copies_are_divided_by_size():
     assert max(totals) < 1.05 * min(totals)
 
 
+def test_few_ranks_write_what_is_small():
+    """A rank that resumes needs the step count of every parameter, and opens the files of all that have one."""
+    items = assert_each_part_once([{f"{n}.step": plain() for n in range(100)} for _ in range(30)])
+    assert sum(map(bool, items)) == SMALL_WRITERS
+
+
 def test_stages_and_what_all_of_them_have():
     """Two stages of four ranks, each cut over its own; a count on all ranks; a bias on each rank of a stage."""
     by_rank = []
@@ -151,3 +158,8 @@ def test_parts_that_are_missing():
     by_rank = [{"w": spread_over([0, 1, 2], (3,), rank, (6,), (0,))} for rank in (0, 1)]
     with pytest.raises(RuntimeError, match="do not hold w in parts that make up the whole"):
         planned(by_rank)
+
+
+def test_the_program_that_measures_planning():
+    """Its simulated ranks write every tensor once, or the directory would be refused."""
+    assert measure(World({"matrix": (64, 8), "vector": (16,)}, 16)).startswith("| 16 | ")
