@@ -19,6 +19,7 @@ from configs.display import help_text, summary
 from configs.errors import ConfigError
 from configs.layout import smallest_world_size
 from configs.load import LoadedConfig, load
+from configs.own_code import is_import_path
 from configs.paths import missing_paths
 from configs.process import cannot_print, silence_stdout
 from configs.reading.keys import find, nearest
@@ -183,6 +184,8 @@ def _has_names(config: Config) -> bool:
     """Whether the job names a family, parameters, ops or matrices, which only torch and the model know."""
     table = config.activation_checkpoint
     is_unknown = not is_described(config.model)
+    names = (config.training.loss, config.optimizer.name, config.lr_schedule.name)
+    is_unknown = is_unknown or any(map(is_import_path, names))
     return is_unknown or bool(config.optimizer.groups or table.save_ops or table.save_every_nth_matmul > 1)
 
 

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from functools import reduce
 
 from configs.architectures import description_of
-from configs.schema import AnyModel, Model, is_described
+from configs.schema import AnyModel, Model, OwnModel, is_described
 
 
 def not_exportable(model: AnyModel) -> str:
     """Why a model can't be exported; "" if it can."""
+    if isinstance(model, OwnModel):
+        return "it is no model of transformers, but one's own"
     return "; ".join(_faults(model)) if is_described(model) else ""
 
 

@@ -17,11 +17,12 @@ from configs.checks import check, check_tables
 from configs.checks.idle import idle_keys
 from configs.checks.rule import Problem
 from configs.elastic import Choice, check_elastic
-from configs.errors import ConfigError
+from configs.errors import ConfigError, UserError
 from configs.files import whole
-from configs.reading import hf_config
+from configs.own_code import admit, is_import_path, look_in
+from configs.reading import hf_config, own_options
 from configs.reading.explain import MAX_EXPLAINED, Mistake, explain, wrong_paths
-from configs.reading.keys import dotted, key_path, leaves
+from configs.reading.keys import dotted, general, key_path, leaves
 from configs.reading.merge import JOB_FILES, Layers, read_layers, shown
 from configs.reading.overrides import parse_overrides
 from configs.reading.removed import without_removed
@@ -67,13 +68,17 @@ class LoadedConfig:
         return table_text(values, (lambda path: self.origins[dotted(path)]) if with_origins else None)
 
 
-def load(name_or_path: str, overrides: Sequence[str] = (), world_size: int | None = None) -> LoadedConfig:
+def load(
+    name_or_path: str, overrides: Sequence[str] = (), world_size: int | None = None, is_stored: bool = False
+) -> LoadedConfig:
     """Read, merge and check a job.
 
     Args:
         name_or_path: a file, or the name of one in configs/, with or without ".toml".
         overrides: command-line words, `--table.key VALUE` or `--table.key=VALUE`.
         world_size: number of ranks; None if unknown, which checks the job for the fewest ranks possible.
+        is_stored: the file is what a run has stored, and no job that somebody has named: the code of a user's own that
+            it names is not imported, unless the overrides name it.
 
     Raises:
         ConfigError: lists every mistake, one per line.
@@ -82,7 +87,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), world_size: int | Non
     mistakes = list(_override_all(layers, overrides))
     layers.unset()
     layers.values = without_removed(layers.values)
-    of_model = _read_model(layers)
+    of_model = [*_own_code(layers, is_stored), *_read_model(layers)]
     mistakes += of_model
     try:
         config = Config.model_validate(layers.values)
@@ -143,12 +148,38 @@ def _between(problems: Iterable[Problem], layers: Layers) -> list[Mistake]:
     return [Mistake(key_path(key), layers.where(key_path(key)), message) for key, message in problems]
 
 
+def _own_code(layers: Layers, is_stored: bool) -> list[Mistake]:
+    """Import the code of the user's own that the job names."""
+    mistakes: list[Mistake] = []
+    for path in [path for path in layers.origins if general(path) in _NAMES_CODE]:
+        name = layers.value(path)
+        where = layers.where(path)
+        is_named = not is_stored or where.startswith("--")
+        if not is_import_path(name) or not is_named:
+            continue
+        look_in({Path(file.rpartition(":")[0] or file).parent for file in (layers.file, where)})
+        if path == ("metrics", "sink"):  # a launch imports it where it opens the sinks
+            continue
+        try:
+            admit(name, dotted(path))
+        except UserError as error:
+            mistakes.append(Mistake(path, where, str(error)))
+    return mistakes
+
+
+_NAMES_CODE = {
+    *("model.architecture", "training.loss", "optimizer.name", "lr_schedule.name", "metrics.sink"),
+    *("data.sources.N.kind", "validation.sources.N.kind"),
+}
+"""The keys whose value may be an import path."""
+
+
 def _read_model(layers: Layers) -> list[Mistake]:
-    """Put the content of the config.json that the job names into the job."""
+    """Put what is outside of the job into its table [model]: a config.json that it names, the defaults of options."""
     model = layers.values.get("model")
     if not isinstance(model, dict):
         return []
-    mistakes = _between(list(hf_config.resolve(model)), layers)
+    mistakes = _between([*hf_config.resolve(model), *own_options.resolve(model)], layers)
     if ("model", "hf") in layers.origins and "hf" not in model:
         layers.origins["model", "hf_config"] = layers.origins["model", "hf"]
     for path in [path for path in layers.origins if path[:2] in (("model", "hf"), ("model", "hf_overrides"))]:

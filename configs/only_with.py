@@ -12,6 +12,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from configs.own_code import EXAMPLE, is_import_path
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -20,7 +22,8 @@ class Condition:
     key: str
     """The other key: its name in the same table, or its full dotted name."""
     values: tuple[str | int, ...]
-    """Values of the other key with which this one has an effect; empty: any except 0, false and not set."""
+    """Values of the other key with which this one has an effect; empty: any except 0, false and not set. The example of
+    an import path stands for all of them."""
     reason: str
     """Why this key does nothing otherwise, as a clause that follows the other key's value; "" if that is obvious."""
     of: str | None
@@ -33,6 +36,8 @@ class Condition:
 
     def is_met_by(self, value: Any) -> bool:
         """Whether this key has an effect with this value of the other key."""
+        if EXAMPLE in self.values and is_import_path(value):
+            return True
         return value in self.values if self.values else bool(value)
 
     def concerns(self, value: Any, default: Any) -> bool:

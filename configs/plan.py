@@ -27,6 +27,7 @@ TensorRole = Literal[
     "whole_embedding",
     "whole_head",
     "whole_sum_gradients",
+    "whole_tail_shared",
     "whole_vector",
 ]
 PARAMETER_ROLES = ("part_column", "part_row", "replicated_partial_grad", "whole_vector")
@@ -92,13 +93,22 @@ class Plan:
     (`parallelisms/tensor_whole.py`): whole_column: split by output features, its output stays split, or is joined;
     whole_row: split by input features, its input is split, or whole, so that the rank takes its own part;
     whole_embedding, whole_head: rows of the vocabulary; whole_sum_gradients: a module that each rank uses for its part
-    of the features; whole_vector: a parameter of one dimension that is split like them."""
+    of the features; whole_tail_shared: a matrix of which each rank uses the last `module.tail` output features for its
+    heads; whole_vector: a parameter of one dimension that is split like them."""
 
     save_ops: tuple[str, ...]
     """Costly ops, whose outputs selective activation checkpointing keeps unless the config names others."""
 
     cannot_split: str = ""
     """Why tensor parallelism can't split the model; empty if it can."""
+
+    why_no_pipeline: str = ""
+    """Why a pipeline can't cut the model; empty if it can."""
+
+    @property
+    def keeps_sequences_whole(self) -> bool:
+        """Whether tensor-parallel ranks hold whole sequences between the matrices, and not slices of them."""
+        return any(role.startswith("whole_") for role in self.tensor_parallel.values())
 
 
 def plan_of(model: Any) -> Plan:
@@ -117,7 +127,10 @@ class PlannedModel(Protocol):
     """(documents, dtype of the activations) -> the mask that each `attend` takes. Replaced by: context parallelism."""
 
     def init_std(self, name: str, /) -> float | None:
-        """Standard deviation of a parameter's initial values; None for those that start at one."""
+        """Standard deviation of a parameter's initial values, 0 for zeros; None for those that start at one."""
+
+    # A model may have a method `leave_out(names)`, by which it removes the modules that a pipeline stage does not have.
+    # They are set to None in other models.
 
 
 class Attention(Protocol):

@@ -14,7 +14,9 @@ from typing_extensions import TypeIs
 
 from configs.architectures.hf import HfKeys
 from configs.architectures.llama import LlamaKeys
+from configs.architectures.own import OwnKeys
 from configs.only_with import only_with
+from configs.own_code import EXAMPLE, ImportPath, is_import_path
 from configs.table import (
     Fraction,
     NonNegativeFloat,
@@ -41,8 +43,12 @@ class HfModel(HfKeys):
     """A model of Hugging Face."""
 
 
-AnyModel = Model | HfModel
-"""The table [model] of any architecture. Both have vocab_size, dim, n_layers, n_heads, n_kv_heads, head_dim, n_experts
+class OwnModel(OwnKeys):
+    """A model of the user's own."""
+
+
+AnyModel = Model | HfModel | OwnModel
+"""The table [model] of any architecture. All have vocab_size, dim, n_layers, n_heads, n_kv_heads, head_dim, n_experts
 and experts_per_token, so that most code need not know which it is."""
 
 
@@ -52,14 +58,19 @@ def is_described(model: AnyModel) -> TypeIs[Model]:
 
 
 def tag_of_model(table: Any) -> str:
-    """The architecture of a table [model], parsed or not; a native one unless it is "hf"."""
+    """The architecture of a table [model], parsed or not: "hf", "own" for an import path, otherwise a native one."""
     name = table.get("architecture") if isinstance(table, Mapping) else getattr(table, "architecture", None)
+    if is_import_path(name):
+        return "own"
     return "hf" if name == "hf" else "llama"
 
 
-def table_of_model(table: Any) -> type[Model] | type[HfModel]:
+_TABLES: dict[str, type[Model] | type[HfModel] | type[OwnModel]] = {"llama": Model, "hf": HfModel, "own": OwnModel}
+
+
+def table_of_model(table: Any) -> type[Model] | type[HfModel] | type[OwnModel]:
     """The class for a table [model]."""
-    return HfModel if tag_of_model(table) == "hf" else Model
+    return _TABLES[tag_of_model(table)]
 
 
 class Tokenizer(Table):
@@ -77,16 +88,19 @@ class Source(Table):
 
     name: str
     """Name of the source; the order of its samples depends on it."""
-    kind: Literal["tokens", "text", "synthetic"]
-    """tokens: a folder of token files; text: tokenized during training; synthetic: reproducible random tokens."""
-    path: Annotated[str | None, only_with("kind", "tokens", "text", reason="whose tokens are read from nowhere")] = None
+    kind: Literal["tokens", "text", "synthetic"] | ImportPath
+    """tokens: a folder of token files; text: tokenized during training; synthetic: reproducible random tokens; or a
+    class of your own (docs/own_models.md)."""
+    path: Annotated[
+        str | None, only_with("kind", "tokens", "text", EXAMPLE, reason="whose tokens are read from nowhere")
+    ] = None
     """tokens: the folder; text: a file, a folder, a glob pattern, or hub:NAME[:CONFIG][@REVISION][#SPLIT], a dataset on
     the Hugging Face Hub, whose revision is resolved to a commit when the run begins and then kept."""
     weight: PositiveFloat = 1.0
     """Share of the samples drawn from this source, relative to the other sources."""
-    text_key: Annotated[str, only_with("kind", "text")] = "text"
+    text_key: Annotated[str, only_with("kind", "text", EXAMPLE)] = "text"
     """Field or column that holds the text in files of records and hub rows."""
-    document_length: Annotated[PositiveInt | None, only_with("kind", "synthetic")] = None
+    document_length: Annotated[PositiveInt | None, only_with("kind", "synthetic", EXAMPLE)] = None
     """Mean length of the documents in tokens; default: each window is one document."""
 
 
@@ -159,7 +173,9 @@ class Training(Table):
     """Clip gradients to this global norm; inf: no clipping."""
     norm_type: Annotated[float, Field(ge=1)] = 2.0
     """Exponent p of the gradient norm that max_norm limits; inf: the largest absolute value."""
-    z_loss_weight: NonNegativeFloat = 0.0
+    loss: Literal["cross_entropy"] | ImportPath = "cross_entropy"
+    """What is minimized: the cross-entropy of the next token, or a function of your own (docs/own_models.md)."""
+    z_loss_weight: Annotated[NonNegativeFloat, only_with("loss", "cross_entropy")] = 0.0
     """Weight of the z-loss, the mean squared log-partition (PaLM, section 5: 1e-4); 0: off."""
     max_skipped_steps: NonNegativeInt = 10
     """Number of consecutive steps that may be skipped for a non-finite loss or gradient; after more, the run fails."""
@@ -183,9 +199,9 @@ class ParameterGroup(Table):
 class Optimizer(Table):
     """The update rule."""
 
-    name: Literal["adamw", "lion", "muon"] = "adamw"
+    name: Literal["adamw", "lion", "muon"] | ImportPath = "adamw"
     """adamw; lion (half the state; lr 3 to 10 times smaller); muon: Muon for the blocks' matrices, AdamW for the rest
-    (needs fsdp.partition = "owner")."""
+    (needs fsdp.partition = "owner"); or a rule of your own (docs/own_models.md)."""
     lr: PositiveFloat
     """Peak learning rate."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
@@ -204,7 +220,7 @@ class Optimizer(Table):
     kernel: Literal["auto", "torch"] = "auto"
     """AdamW's kernel; auto: Keel's own on a GPU, for float32 parameters, where Triton and a C compiler are installed,
     otherwise torch's; torch: always torch's (machine key)."""
-    momentum: Annotated[float, Field(ge=0, lt=1), only_with("name", "muon")] = 0.95
+    momentum: Annotated[float, Field(ge=0, lt=1), only_with("name", "muon", EXAMPLE)] = 0.95
     """Decay rate of the momentum."""
     groups: list[ParameterGroup] = []
     """Parameters with separate settings; the first pattern that matches a name applies."""
@@ -213,8 +229,8 @@ class Optimizer(Table):
 class LrSchedule(Table):
     """Learning rate over the steps."""
 
-    name: Literal["cosine", "linear", "warmup_stable_decay"] = "cosine"
-    """Shape after the warm-up."""
+    name: Literal["cosine", "linear", "warmup_stable_decay"] | ImportPath = "cosine"
+    """Shape after the warm-up; or a function of your own (docs/own_models.md)."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up to the peak learning rate."""
     total_steps: PositiveInt
@@ -469,7 +485,7 @@ class Metrics(Table):
     """Write TensorBoard files to the run folder."""
     wandb: bool = False
     """Log to Weights & Biases, whose own settings apply (needs the package wandb)."""
-    sink: Annotated[str, Field(pattern=r"^[\w.]+:\w+$", examples=["package.module:Class"])] | None = None
+    sink: ImportPath | None = None
     """A class of your own that gets every record, as "my_module:MySink" (docs/metrics.md)."""
     fingerprint: bool = False
     """Record a fingerprint of every step's gradients, for `keel replay` to compare with the recomputed step's."""
@@ -523,7 +539,7 @@ class Config(Table):
     job: Job
     """Launch and run folder."""
     model: Annotated[
-        Annotated[Model, Tag("llama")] | Annotated[HfModel, Tag("hf")],
+        Annotated[Model, Tag("llama")] | Annotated[HfModel, Tag("hf")] | Annotated[OwnModel, Tag("own")],
         Discriminator(tag_of_model),
     ]
     """Shape of the model."""

@@ -5,13 +5,14 @@ from typing import Any
 
 from torch import nn
 
-from configs.schema import AnyModel
+from configs.schema import AnyModel, OwnModel
 from models.hf import HfCausalLm
 from models.llama import Llama
+from models.own_class import build_own
 
 _ARCHITECTURES: dict[str, Callable[[Any], nn.Module]] = {"llama": Llama, "hf": HfCausalLm}
 
 
 def build_model(config: AnyModel) -> nn.Module:
     """Build the model that `[model]` describes. Under `torch.device("meta")` it takes no memory."""
-    return _ARCHITECTURES[config.architecture](config)
+    return build_own(config) if isinstance(config, OwnModel) else _ARCHITECTURES[config.architecture](config)

@@ -9,30 +9,39 @@ Three things are Keel's:
 
 * The loss. The family's own forward pass runs, but its head hands the hidden states and its weight to the loss instead
   of multiplying them. A factor that the family puts on its logits is put on the hidden states; one that changes them
-  otherwise (softcapping) is refused, never trained without the change.
+  otherwise is refused, never trained without the change; softcapping is a part of the loss.
 * Initial values. The family's own `_init_weights` draws each parameter whole, under a generator keyed by (seed, name),
   on a copy of the model of which only this parameter has memory. So no mesh changes the values.
 * Buffers, such as rotary frequencies, which `_init_weights` computes in the same way after the meta device.
 """
 
 import re
-from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cache, cached_property, partial
+from math import prod
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from configs.errors import ConfigError
 from configs.plan import Plan, TensorRole
 from configs.schema import HfModel
 from models.documents import Documents
+from models.hf_stages import Cuts, StageEnd, find_cuts, without_tensors
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
+Loss = Callable[..., Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
 
-_SAVE_OPS = ("aten.mm", "aten.addmm", "*._scaled_dot_product_*attention*", "aten.topk", "*grouped_mm*")
+_SAVE_OPS = ("aten.mm", "aten.addmm", "*._scaled_dot_product_*attention*")
+"""Not topk: some routers change its result in place, so it must be computed again. So the experts' products, of
+grouped_mm, are not saved either: if a recomputed score differed in its last bit, another choice of experts would read
+them."""
 _MIXERS = re.compile("attn|attention|mixer|mamba|conv|ssm|delta|recurrent", re.IGNORECASE)
+_RATES = re.compile("drop|jitter")
 _ROUTER_LOSSES = ("output_router_logits",)
 
 
@@ -41,6 +50,7 @@ class HfCausalLm(nn.Module):
 
     family: Any
     """The family's own object, which is no module of this one: only its children are."""
+    _head: Any
 
     def __init__(self, config: HfModel) -> None:
         """Build it, on the meta device whatever the context.
@@ -56,16 +66,21 @@ class HfCausalLm(nn.Module):
         self.__dict__["family"] = family
         for name, child in family.named_children():
             self.add_module(name, child)
-        self._names = _Names(family, config)
+        self.names = _Names(family, config)
         self.mask: Callable[[Documents, torch.dtype], Any] = _no_mask
         """Documents are refused when the job is checked."""
         self._loss: Loss | None = None
-        self._head: Any = family.get_output_embeddings()
+        # As an attribute it would be a second name of the head's parameters.
+        self.__dict__["_head"] = family.get_output_embeddings()
         self._head.forward = self._head_or_loss
         self._head.compute = self._computed
         """The head's computation for a loss or None; tensor parallelism replaces it."""
         self._result: Tensor | None = None
-        self._scale = _scale_of_logits(self, family)
+        self._received: Tensor | None = None
+        """What a pipeline's later stage is given, while it runs."""
+        self._gone: frozenset[str] = frozenset()
+        """Modules that this pipeline stage does not have."""
+        self._scale, self._softcap = _effect_on_logits(self, family)
 
     def forward(
         self,
@@ -77,54 +92,110 @@ class HfCausalLm(nn.Module):
         """Compute the logits or the loss.
 
         Args:
-            tokens: (batch, seq) ids.
+            tokens: (batch, seq) ids; for a later pipeline stage, the previous stage's output, (batch, seq, dim).
             positions: (1 or batch, seq). Default: 0, 1, 2, ...
             documents: not offered.
             loss: called with the last hidden states and the head's weight.
 
         Returns:
-            Logits (batch, seq, vocab), or the loss if `loss` is given.
+            Logits (batch, seq, vocab), or the loss if `loss` is given. A pipeline stage other than the last returns its
+            last layer's output, (batch, seq, dim).
         """
         assert documents is None, "the checks of a job refuse documents"
         self._loss = loss
+        given = {"input_ids": tokens, "position_ids": positions}
+        if self._gone:
+            # A pipeline's positions are 0, 1, 2, ..., which the family counts without a look at the values.
+            given["position_ids"] = None
+        if self.names.embedding in self._gone:
+            self._received = tokens
+            given["inputs_embeds"] = given.pop("input_ids")
         try:
-            output = self.family.forward(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True)
+            output = self.family.forward(**given, use_cache=False, return_dict=True)
             return output.logits if self._result is None else self._result
+        except StageEnd as end:
+            return end.hidden
         finally:
             self._loss = None
             self._result = None
+            self._received = None
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Remove the modules that this pipeline stage does not have; others without parameters take their places."""
+        cuts = _cuts(self.config)
+        self._gone = frozenset(names)
+        blocks = self.names.blocks
+        first = next(number for number, name in enumerate(blocks) if name not in self._gone)
+        for name in sorted(self._gone, reverse=True):  # modules inside of others first
+            owner_name, _, child = name.rpartition(".")
+            owner = self.get_submodule(owner_name)
+            module = owner.get_submodule(child)
+            if name in blocks:
+                forward = self._passed if blocks.index(name) < first else _end
+                owner._modules[child] = without_tensors(module, forward)
+            elif name in cuts.before:
+                owner._modules[child] = without_tensors(module, partial(self._blank, name))
+            else:
+                owner._modules[child] = None
+        self._sync_family()
+
+    def _sync_family(self) -> None:
+        """Let the family's own object, which is no module of this one, have the same children."""
+        for name in self.family._modules:
+            self.family._modules[name] = self._modules[name]
+
+    def _passed(self, *_: Any, **__: Any) -> Any:
+        """The forward pass of an earlier stage's layer: what that stage has sent."""
+        assert self._received is not None
+        return _cuts(self.config).returned(self._received)
+
+    def _blank(self, name: str, *_: Any, **__: Any) -> Tensor:
+        """The forward pass of a module before the layers of an earlier stage; its output is not used."""
+        assert self._received is not None
+        return _cuts(self.config).blank(name, self._received.shape[:2], self._received.device)
 
     def _head_or_loss(self, hidden: Tensor) -> Tensor:
         """The head's forward pass: its logits, or the loss in their place, to which the family's factor is applied."""
         if self._loss is None:
             return self._head.compute(hidden, None)
-        self._result = self._head.compute(hidden if self._scale == 1.0 else hidden * self._scale, self._loss)
+        loss = partial(self._loss, softcap=self._softcap) if self._softcap else self._loss
+        self._result = self._head.compute(hidden if self._scale == 1.0 else hidden * self._scale, loss)
         return self._result
 
     def _computed(self, hidden: Tensor, loss: Loss | None) -> Tensor:
-        weight = self._head.weight
-        return nn.functional.linear(hidden, weight) if loss is None else loss(hidden, weight)
+        head = self._head
+        if loss is None:
+            return nn.functional.linear(hidden, head.weight, head.bias)
+        return loss(hidden, head.weight) if head.bias is None else loss(hidden, head.weight, bias=head.bias)
 
     @property
     def plan(self) -> Plan:
         """How techniques may split the model; see `Plan`."""
-        names = self._names
-        groups = tuple((block,) for block in names.blocks)
+        names = self.names
+        cuts = _cuts(self.config)
+        gone = tuple(f"{name}." for name in self._gone)
+        blocks, before, after, mixers = (
+            tuple(name for name in part if not f"{name}.".startswith(gone))
+            for part in (names.blocks, cuts.before, cuts.after, names.mixers)
+        )
+        groups = tuple((block,) for block in blocks)
+        ends = tuple(tuple(name for name in part if name in (names.embedding, names.head)) for part in (before, after))
         return Plan(
-            blocks=names.blocks,
-            first_block=0,
+            blocks=blocks,
+            first_block=names.blocks.index(blocks[0]),
             n_blocks=len(names.blocks),
             can_be_cut=False,
-            before_blocks=(names.embedding,),
-            after_blocks=(names.head,),
-            fsdp_groups=groups if names.is_tied else ((names.embedding,), *groups, (names.head,)),
+            before_blocks=before,
+            after_blocks=after,
+            fsdp_groups=groups if names.is_tied else tuple(filter(None, (ends[0], *groups, ends[1]))),
             attention=(),
-            mixers=names.mixers,
+            mixers=mixers,
             experts=(),
             routers=(),
-            tensor_parallel=self._names.roles,
+            tensor_parallel={name: role for name, role in names.roles.items() if not f"{name}.".startswith(gone)},
             save_ops=_SAVE_OPS,
             cannot_split=names.why_not_split(),
+            why_no_pipeline=cuts.why_not,
         )
 
     def initial_values(self, seed: int) -> Callable[[str], Tensor]:
@@ -145,6 +216,31 @@ class HfCausalLm(nn.Module):
         if "initializer" not in self.__dict__:
             self.__dict__["initializer"] = _Initializer(self.config)
         return self.__dict__["initializer"]
+
+
+def _end(hidden: Tensor, *_: Any, **__: Any) -> Any:
+    """The forward pass of a later stage's layer."""
+    raise StageEnd(hidden)
+
+
+@cache
+def _cuts(config: HfModel) -> Cuts:
+    """How a model can be cut into pipeline stages.
+
+    Raises:
+        ConfigError: its forward pass draws random numbers, whatever the config says of dropout.
+    """
+    model = HfCausalLm(config)
+    names = model.names
+    found = find_cuts(model.family, names.blocks, names.embedding, names.head, config.dim)
+    if found.random:
+        raise ConfigError(
+            f"{config.model_type} draws random numbers in its forward pass ({found.random}), which would not be the "
+            "same on every mesh; it can't be trained"
+        )
+    if found.why_not:
+        return replace(found, why_not=f"{config.model_type} {found.why_not}")
+    return found
 
 
 # --------------------------------------------------------------------------- building
@@ -181,10 +277,10 @@ def _require_trainable(family: Any) -> None:
     fields = family.config.to_dict()
     kind = family.config.model_type
     if any(map(_drops, family.modules())):
-        named = [name for name, value in fields.items() if "drop" in name and isinstance(value, float) and value > 0]
+        rates = {name: value for name, value in fields.items() if _RATES.search(name) and isinstance(value, float)}
         raise ConfigError(
-            f"this {kind} has dropout, whose random numbers would not be the same on every mesh; set it to 0.0 in "
-            f"model.hf_overrides ({', '.join(f'{name} = {fields[name]}' for name in named)})"
+            f"this {kind} has dropout or jitter, whose random numbers would not be the same on every mesh; set it to "
+            f"0.0 in model.hf_overrides ({', '.join(f'{name} = {rate}' for name, rate in rates.items() if rate > 0)})"
         )
     for name in _ROUTER_LOSSES:
         if fields.get(name):
@@ -195,25 +291,26 @@ def _require_trainable(family: Any) -> None:
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether a module applies dropout: it is one, or has a rate for its attention."""
-    rates = [value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+    """Whether a module draws random numbers: it is dropout, or has a rate for its attention or its router's noise."""
+    rates = [value for name, value in vars(module).items() if _RATES.search(name) and isinstance(value, float)]
     return (isinstance(module, nn.Dropout) and module.p > 0) or any(rate > 0 for rate in rates)
 
 
-def _scale_of_logits(model: HfCausalLm, family: Any) -> float:
-    """The factor that the family's forward pass puts on its logits, found by running it without the decoder.
+def _effect_on_logits(model: HfCausalLm, family: Any) -> tuple[float, float]:
+    """What the family's forward pass does to its logits, found by running it without the decoder.
+
+    Returns:
+        The factor on them, and the cap of softcapping; 0: there is none.
 
     Raises:
         ConfigError: it changes them otherwise; Keel's loss never sees logits, so the change would be lost.
     """
     kind = model.config.model_type
-    if getattr(model._head, "bias", None) is not None:
-        raise ConfigError(f"the head of {kind} has a bias, which the loss in chunks does not add; it can't be trained")
     with torch.device("meta"):
         hidden = torch.empty(1, 2, model._head.weight.shape[1])
         tokens = torch.zeros(1, 2, dtype=torch.int64)
     logits = torch.tensor([[[1.0, -2.0, 0.5], [1e4, -1e4, 4.0]]], dtype=torch.float64, device="cpu")
-    base = family.base_model
+    base = family.get_submodule(model.names.decoder)
     compute = model._head.compute
     base.forward = lambda *_, **__: _DecoderOutput(hidden)
     model._head.compute = lambda *_: logits
@@ -227,12 +324,15 @@ def _scale_of_logits(model: HfCausalLm, family: Any) -> float:
     finally:
         del base.forward
         model._head.compute = compute
+    found = {name: value for name in _LOGIT_FIELDS if (value := getattr(family.config, name, None)) not in (None, 1.0)}
+    for cap in found.values():
+        if torch.allclose(returned.double(), cap * torch.tanh(logits / cap), rtol=1e-6, atol=0.0):
+            return 1.0, float(cap)
     scale = float(returned[0, 0, 0])
     is_exact = returned.dtype == logits.dtype or scale == 1.0
     if is_exact and torch.allclose(returned.double(), logits * scale, rtol=1e-7, atol=0.0):
-        return scale
-    found = [name for name in _LOGIT_FIELDS if getattr(family.config, name, None) not in (None, 1.0)]
-    cause = f" ({', '.join(f'{name} = {getattr(family.config, name)}' for name in found)})" if found else ""
+        return scale, 0.0
+    cause = f" ({', '.join(f'{name} = {value}' for name, value in found.items())})" if found else ""
     raise ConfigError(
         f"{kind} changes the logits after its head{cause}, which the loss in chunks would leave out; it can't be "
         "trained as it is"
@@ -276,9 +376,11 @@ class _Names:
             raise ConfigError(f"{kind} has no list of {config.n_layers} decoder layers, which are what Keel shards")
         embedding = family.get_input_embeddings()
         head = family.get_output_embeddings()
-        if embedding is None or head is None or not hasattr(head, "weight"):
+        if embedding is None or type(head) is not nn.Linear:
             raise ConfigError(f"{kind} has no embedding or no head of its own, so no loss can be computed in chunks")
         self.blocks = tuple(f"{lists[0]}.{number}" for number in range(config.n_layers))
+        self.decoder = lists[0].partition(".")[0]
+        """The module that the family calls before its head; `base_model_prefix` has another name in Llama 4."""
         self.embedding = by_module[embedding]
         self.head = by_module[head]
         self._modules = modules
@@ -287,6 +389,9 @@ class _Names:
         self._family = family
         self.mixers = tuple(self._mixer(modules[block], block) for block in self.blocks)
         self._check_ties(family, kind)
+        for name, style in self._split_styles().items():
+            if style == "mla_kv_a_proj":  # its last features are the rotated part of the keys, which all heads share
+                modules[name].tail = family.config.qk_rope_head_dim
 
     @cached_property
     def roles(self) -> dict[str, TensorRole]:
@@ -318,7 +423,7 @@ class _Names:
     def _styles(self) -> dict[str, str]:
         """The family's style for each of its modules and parameters that has one."""
         declared = getattr(self._family.config, "base_model_tp_plan", None) or {}
-        prefix = f"{self._family.base_model_prefix}."
+        prefix = f"{self.decoder}."
         names = [*self._modules, *(name for name, _ in self._family.named_parameters())]
         styles: dict[str, str] = {}
         for pattern, style in declared.items():
@@ -338,6 +443,35 @@ class _Names:
             is_linear = (known.get(style) or "").startswith(("whole_column", "whole_row"))
             if is_linear and module is not None and type(module) is not nn.Linear:
                 return f"{name} of {self._kind} is a {type(module).__name__}, not a plain matrix"
+        if forgotten := self._without_a_style():
+            return (
+                f"the plan of {self._kind} says nothing of {forgotten}, whose gradient would be that of the rank's own "
+                "features"
+            )
+        return ""
+
+    def _without_a_style(self) -> str:
+        """A module that computes on a rank's own features, with parameters that the plan leaves out; "" if none does.
+
+        These are norms of single heads beside matrices that are split by heads, and activations that learn. The plans
+        of transformers 5.24 forget them in Sarvam's mixture and in Apertus: the loss is right, their gradients are not.
+        """
+        styles = self._split_styles()
+        for name, module in self._modules.items():
+            parent, _, own = name.rpartition(".")
+            side = re.fullmatch("([qk])_(?:layer)?norm|act_fn", own)
+            parameters = dict(module.named_parameters())
+            if (
+                side is None
+                or not parameters
+                or name in styles
+                or any(f"{name}.{each}" in styles for each in parameters)
+            ):
+                continue
+            beside = (f"{parent}.{side[1]}_proj",) if side[1] else (f"{parent}.up_proj", f"{parent}.c_fc")
+            features = [self._modules[each].weight.shape[0] for each in beside if styles.get(each) == "colwise"]
+            if features and max(parameter.numel() for parameter in parameters.values()) < features[0]:
+                return name
         return ""
 
     @staticmethod
@@ -367,6 +501,7 @@ _ROLES: dict[str, TensorRole | None] = {
     "rowwise_rep": "whole_row_own_part",
     "embedding_rowwise": "whole_embedding",
     "replicated_with_grad_allreduce": "whole_sum_gradients",
+    "mla_kv_a_proj": "whole_tail_shared",
     "replicate": None,
     "local_params": None,
 }
@@ -393,9 +528,23 @@ class _Initializer:
         for module in self._family.modules():  # what from_config has set would keep the rules from running
             module.__dict__.pop("_is_hf_initialized", None)
         self._rules = self._touched()
+        tensors = [*self._family.named_parameters(), *self._family.named_buffers()]
+        without_rule = [name for name, _ in tensors if name not in self._rules]
+        self._constructed = _small_tensors(config, without_rule) if without_rule else {}
 
     def values(self, seed: int, name: str) -> Tensor:
-        """The initial values of a parameter or a buffer, by name."""
+        """The initial values of a parameter or a buffer, by name.
+
+        Raises:
+            ConfigError: the family has no rule for it.
+        """
+        if name in self._constructed:
+            return self._constructed[name].clone()
+        if name not in self._rules:
+            raise ConfigError(
+                f"{self._family.config.model_type} has no rule for the initial values of {name} (_init_weights), "
+                "so it can't be trained"
+            )
         owner_name, _, attribute = name.rpartition(".")
         owner = self._family.get_submodule(owner_name)
         is_parameter = attribute in owner._parameters
@@ -409,6 +558,11 @@ class _Initializer:
                 for module, initialize in self._rules.get(name, []):
                     initialize(module)
             return held[attribute].detach()
+        except NotImplementedError as error:  # it reads another tensor, which has no memory
+            raise ConfigError(
+                f"the rule of {self._family.config.model_type} for the initial values of {name} needs the values of "
+                f"other parameters ({error}), so it can't be trained"
+            ) from None
         finally:
             held[attribute] = before
 
@@ -427,6 +581,30 @@ class _Initializer:
                     if tensor._version != version:
                         rules.setdefault(name, []).append((module, initialize))
         return rules
+
+
+def _small_tensors(config: HfModel, names: list[str]) -> dict[str, Tensor]:
+    """The values that a family's constructor, and not a rule, gives to parameters and buffers with few elements."""
+    with torch.random.fork_rng(devices=[]), _SmallInMemory():
+        torch.manual_seed(0)
+        family = _built(config)
+    tensors = dict(family.named_parameters()) | dict(family.named_buffers())
+    return {name: tensors[name].detach() for name in names if not tensors[name].is_meta}
+
+
+class _SmallInMemory(TorchFunctionMode):
+    """Lets a constructor compute with the tensors of few elements; the others are on the meta device."""
+
+    MOST_ELEMENTS = 4096
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _device_constructors():
+            sizes = [size for each in args for size in (each if isinstance(each, (tuple, list)) else (each,))]
+            has_sizes = func not in (torch.tensor, torch.as_tensor, torch.arange, torch.linspace)
+            is_large = has_sizes and prod(size for size in sizes if type(size) is int) > self.MOST_ELEMENTS
+            kwargs["device"] = "meta" if is_large else "cpu"
+        return func(*args, **kwargs)
 
 
 def _rules_of(module: nn.Module, initialize: Callable) -> Iterator[tuple[nn.Module, Callable]]:

@@ -47,14 +47,15 @@ def materialize(model: nn.Module, device: torch.device, seed: int, offload: bool
             cast(Callable[[], None], module.init_buffers)()
     if hasattr(model, "initial_values"):
         _fill(model, cast(Callable[[int], Callable[[str], Tensor]], model.initial_values)(seed))
-        check_initialized(model, zeros=True)
+        check_initialized(model, lambda name: True)
         return
     init_std = cast(Callable[[str], float | None], model.init_std)
+    zeros = {name for name, _ in model.named_parameters() if init_std(name) == 0.0}
     with ThreadPoolExecutor(_threads()) as pool:
         for name, parameter in model.named_parameters():
             _unset(parameter)
             _initialize(parameter, init_std(name), f"{seed}/{name}", pool)
-    check_initialized(model)
+    check_initialized(model, zeros.__contains__)
 
 
 def _fill(model: nn.Module, whole: Callable[[str], Tensor]) -> None:
@@ -80,8 +81,8 @@ def _unset(tensor: Tensor) -> Tensor:
 
 def _initialize(parameter: Tensor, std: float | None, key: str, pool: ThreadPoolExecutor) -> None:
     local = local_part(parameter).detach()
-    if std is None:
-        local.fill_(1.0)
+    if not std:
+        local.fill_(1.0 if std is None else 0.0)
         return
     if local.numel() == 0:
         return
@@ -139,8 +140,8 @@ def _truncated_normal(shape: Iterable[int], std: float, key: str) -> Tensor:
     return values
 
 
-def check_initialized(model: nn.Module, zeros: bool = False) -> None:
-    """Find parameters and buffers that contain a NaN, and, unless `zeros` may be, parameters that are zero everywhere.
+def check_initialized(model: nn.Module, may_be_zero: Callable[[str], bool] = lambda name: False) -> None:
+    """Find parameters and buffers that contain a NaN, and parameters that are zero everywhere though they may not be.
 
     Raises:
         RuntimeError: something was not initialized; the message names each such tensor.
@@ -148,7 +149,7 @@ def check_initialized(model: nn.Module, zeros: bool = False) -> None:
     forgotten = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         local = local_part(tensor)
-        is_zero = not zeros and isinstance(tensor, nn.Parameter) and not local.any()
+        is_zero = isinstance(tensor, nn.Parameter) and not may_be_zero(name) and not local.any()
         if local.numel() and (local.isnan().any() or is_zero):
             forgotten.append(name)
     if forgotten:

@@ -59,6 +59,10 @@ def _cut(model: nn.Module, layers: range) -> nn.Module:
     gone = [name for number, name in enumerate(plan.blocks) if number not in layers]
     gone += plan.before_blocks if layers.start > 0 else ()
     gone += plan.after_blocks if layers.stop < plan.n_blocks else ()
+    leave_out = getattr(model, "leave_out", None)
+    if leave_out is not None:
+        leave_out(gone)
+        return model
     for name in gone:
         parent, _, child = name.rpartition(".")
         owner = model.get_submodule(parent)
@@ -102,8 +106,10 @@ class Pipeline:
         self._n_stages = n_stages(config)
         self._owners = [rank_of_stage(config, stage) for stage in range(self._n_stages)]
         training = config.training
+        is_whole = any(plan_of(module).keeps_sequences_whole for module in stages.values())
+        parts = mesh.sizes.cp * (1 if is_whole else mesh.sizes.tp)
         self._hidden = torch.empty(
-            (training.micro_batch_size, training.seq_len // (mesh.sizes.cp * mesh.sizes.tp), config.model.dim),
+            (training.micro_batch_size, training.seq_len // parts, config.model.dim),
             dtype=getattr(torch, training.compute_dtype),
             device="meta",
             requires_grad=True,

@@ -143,21 +143,36 @@ def _embedding(module: Any, mesh: DeviceMesh) -> None:
 
 
 def _head(module: Any, mesh: DeviceMesh) -> None:
-    """Split the head by rows of the vocabulary; the loss is called with this rank's rows and the group."""
-    _distribute(module, "weight", mesh, 0)
+    """Split the head, and its bias, by rows of the vocabulary; the loss is called with this rank's and the group."""
+    for attribute in [name for name, _ in module.named_parameters(recurse=False)]:
+        _distribute(module, attribute, mesh, 0)
 
-    def split(hidden: Tensor, loss: Callable | None) -> Tensor:
+    def split(hidden: Tensor, loss: Callable | None = None) -> Tensor:
         hidden = _Same.apply(hidden, mesh)
+        bias = _local(getattr(module, "bias", None))
         if loss is None:
-            return _Joined.apply(F.linear(hidden, _local(module.weight)), mesh)
-        return loss(hidden, _local(module.weight), group=mesh.get_group())
+            return _Joined.apply(F.linear(hidden, _local(module.weight), bias), mesh)
+        return loss(hidden, _local(module.weight), bias=bias, group=mesh.get_group())
 
-    module.compute = split
+    # A head that calls `compute` does more around it; others are called with the loss themselves.
+    setattr(module, "compute" if hasattr(module, "compute") else "forward", split)
 
 
 def sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     """Keep a module's parameters whole, and sum their gradients: each rank uses them for its part of the features."""
     _substitute(module, {name: None for name, _ in module.named_parameters(recurse=False)}, mesh)
+
+
+def share_tail(module: Any, mesh: DeviceMesh) -> None:
+    """Keep a matrix whole, and sum the gradients of its last output features, which each rank uses for its heads."""
+    original = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        out = original(x)
+        head, tail = out.split([out.shape[-1] - module.tail, module.tail], -1)
+        return torch.cat([head, _Same.apply(tail, mesh)], -1)
+
+    module.forward = forward
 
 
 def cut_vector(owner: nn.Module, attribute: str, mesh: DeviceMesh) -> None:
@@ -203,5 +218,6 @@ STYLES: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
     "whole_embedding": _embedding,
     "whole_head": _head,
     "whole_sum_gradients": sum_gradients,
+    "whole_tail_shared": share_tail,
 }
 """What applies each role (`Plan.tensor_parallel`); the activations between them are whole."""

@@ -10,6 +10,7 @@ from typing import NoReturn, TextIO
 from checkpoint.find import find_checkpoint
 from configs.errors import ConfigError, KeelError, UserError, files_that_fail
 from configs.files import FULL, whole
+from configs.own_code import admit
 from configs.process import cannot_print, prepare_streams, require_current_folder, silence_stdout
 from trainer.guards.fragmentation import let_segments_grow
 from trainer.report.console import Console
@@ -62,6 +63,22 @@ def add_computing_arguments(parser: argparse.ArgumentParser) -> None:
         help="type of weights and computation (default: the run's training.compute_dtype, or the folder's own)",
     )
     add("--tokenizer", type=Path, metavar="FILE", help="replaces the job's tokenizer.path")
+    add(
+        "--model.architecture",
+        dest="architecture",
+        metavar="MODULE:CLASS",
+        help="the class of a model of your own, since Keel runs no code that a run folder names",
+    )
+
+
+def admit_own_model(options: argparse.Namespace) -> None:
+    """Import the class of a model of the user's own, if the command line names one.
+
+    Raises:
+        UserError: it can't be imported.
+    """
+    if options.architecture is not None:
+        admit(options.architecture, "--model.architecture")
 
 
 def _separator(text: str) -> str:

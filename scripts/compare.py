@@ -252,7 +252,7 @@ def _report(sides: list[Side], confidence: float) -> dict[str, Any]:
 
 
 def _seed(folder: Path) -> int:
-    return load(str(folder / "config.toml")).config.training.seed
+    return load(str(folder / "config.toml"), is_stored=True).config.training.seed
 
 
 def _interval(difference: float, half: float | None) -> list[float] | None:

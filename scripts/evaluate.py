@@ -19,7 +19,16 @@ from checkpoint.manifest import MANIFEST_NAME, read_manifest
 from configs.errors import UserError
 from configs.files import write_atomically
 from configs.load import load
-from scripts.command import add_computing_arguments, end, not_negative, parser_of, positive, require_file, run_command
+from scripts.command import (
+    add_computing_arguments,
+    admit_own_model,
+    end,
+    not_negative,
+    parser_of,
+    positive,
+    require_file,
+    run_command,
+)
 from trainer.report.console import Console
 
 
@@ -31,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's and transformers' bars
         model = find_model(options.model, options.step)  # a wrong path costs no import of torch
         require_file(options.tokenizer, "--tokenizer")
+        admit_own_model(options)
         from scripts.evaluation.tasks import Tasks, evaluate, find_tasks
 
         names = options.tasks.split(",")
@@ -72,7 +82,7 @@ def _record(run: Path, console: Console) -> None:
     from trainer.report.sinks.choose import choose_sinks
     from trainer.report.sinks.worker import Sinks
 
-    config = load(str(run / "config.toml")).config
+    config = load(str(run / "config.toml"), is_stored=True).config
     path = run / METRICS_NAME
     try:
         lock(run, console.warning)

@@ -8,7 +8,7 @@ their scales are over a micro-batch.
 
 import fnmatch
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import xxhash
 from torch import Tensor
 
 from configs.load import load
+from configs.own_code import code_of, is_import_path
 from configs.plan import plan_of
 from configs.schema import Config, Optimizer, ParameterGroup
 from models import build_model
@@ -26,6 +27,7 @@ from parallelisms.init import materialize
 from scripts.parity_float8 import in_8_bits
 from trainer.data.loader import IGNORED, MicroBatch, build_loader
 from trainer.lr_schedule import learning_rate
+from trainer.optimizers.rule import rule_of
 
 
 @dataclass
@@ -56,7 +58,7 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
     materialize(model, torch.device("cpu"), config.training.seed)
     if config.float8.recipe != "none":
         in_8_bits(model, config.float8)
-    optimizers = _plain_optimizers(config, dict(model.named_parameters()))
+    optimizers = _plain_optimizers(config, dict(model.named_parameters()), plan_of(model).blocks)
     found = Trajectory(initial=copied(dict(model.named_parameters()) | buffers_of([model])))
     for step, micro_batches in enumerate(batches(config, 0, 1)):
         for name, p in model.named_parameters():
@@ -71,7 +73,7 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
             logits = torch.cat([model(batch.tokens) for batch in micro_batches])
         else:
             logits = model(tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = _loss(config, logits.flatten(0, 1), targets.flatten())
         squares = logits.logsumexp(-1)[targets != IGNORED].square()
         (loss + config.training.z_loss_weight * squares.mean() + choices.auxiliary_loss(tokens.shape)).backward()
         if step == 0:
@@ -89,6 +91,14 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
     found.weights = {name: p.detach() for name, p in model.named_parameters()}
     found.buffers = buffers_of([model])
     torch.save(vars(found), path)
+
+
+def _loss(config: Config, logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss of the valid tokens; logits: (tokens, vocab)."""
+    if not is_import_path(config.training.loss):
+        return F.cross_entropy(logits, targets)
+    is_valid = targets != IGNORED
+    return code_of(config.training.loss)(logits[is_valid], targets[is_valid]).mean()
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -231,11 +241,17 @@ def _rounded(values: np.ndarray, bits: np.ndarray) -> np.ndarray:
     return (pattern & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def _plain_optimizers(job: Config, parameters: dict[str, torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """Build torch's AdamW, preceded by Muon for the matrices between embedding and head if the config names it."""
+def _plain_optimizers(
+    job: Config, parameters: dict[str, torch.nn.Parameter], blocks: Sequence[str]
+) -> list[torch.optim.Optimizer]:
+    """Build torch's AdamW, preceded by Muon for the matrices in the blocks if the config names it."""
     config = job.optimizer
-    ends = ("embed_tokens.weight", "lm_head.weight")
-    is_muons = {name: config.name == "muon" and p.ndim == 2 and name not in ends for name, p in parameters.items()}
+    if is_import_path(config.name):  # the user's own rule, over whole parameters
+        own = [{"params": [p], "freeze": False, **_group_settings(config, name, p)} for name, p in parameters.items()]
+        return [rule_of(config.name)(config).build(own)]
+    in_blocks = tuple(f"{block}." for block in blocks)
+    is_hidden = {name: p.ndim == 2 and name.startswith(in_blocks) for name, p in parameters.items()}
+    is_muons = {name: config.name == "muon" and is_hidden[name] for name in parameters}
     groups: list[dict[str, Any]] = [
         {"params": [p], **_group_settings(config, name, p)} for name, p in parameters.items() if not is_muons[name]
     ]

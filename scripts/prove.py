@@ -1,6 +1,8 @@
 """Prove that each technique computes what one process computes: scripts/prove.py MODEL [--axes fsdp,tp] [--ranks N]
 
-MODEL is a job file, a folder of Hugging Face or its config.json, or the name of a family of transformers (qwen3).
+MODEL is a job file, a folder of Hugging Face or its config.json, the name of a family of transformers (qwen3), the
+import path of a model of your own (my_package.my_model:MyModel), or a pattern of families ("qwen*", "*"), which tries
+each technique alone and makes one page of them.
 
 The job's model is made small: the same structure, with every kind of layer and every option, and sizes that a mesh can
 cut where it can cut the job's. One process trains it for four steps in plain PyTorch, in float64. Then each technique
@@ -13,11 +15,14 @@ Exit code: 0 if all is equal or refused with a reason, 1 if something is wrong, 
 
 import argparse
 import json
+import os
+import re
+import shlex
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -27,27 +32,34 @@ if not __package__:  # run as a file
 from configs.errors import ConfigError
 from configs.files import whole, write_atomically
 from configs.load import load
+from configs.own_code import is_import_path
 from configs.reading.hf_config import CONFIG_NAME, causal_families
 from configs.schema import Config
 from scripts.command import add_job_argument, end, job_of, parser_of, positive, run_command, without_overrides
-from scripts.proving.run import BOUND, Outcome, Prover, call, prove_all
+from scripts.proving.families import FamilyProof, families_of, families_page, prove_family
+from scripts.proving.run import BOUND, Outcome, Prover, Verdict, call, prove_all
 from scripts.proving.small import SmallJob, small_job
-from scripts.proving.techniques import AXES, TECHNIQUES, chosen
+from scripts.proving.techniques import AXES, TECHNIQUES, Technique, chosen
 from trainer.report.console import Console
 from trainer.report.units import duration
 
 
 def main(arguments: Sequence[str] | None = None, on_ranks: Callable = call) -> int:
     """Prove a job; returns the exit code. `on_ranks` is `Prover`'s."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice would stand between the rows, once a rank
     own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(own)
     found: list[Outcome] = []
+    proofs: list[FamilyProof] = []
 
     def work(console: Console) -> None:
         started = time.perf_counter()
         job = job_of(options)
         axes = _axes(options.axes)
         _require_folders({"--json": options.json, "--page": options.page})
+        if families := families_of(job):
+            proofs.extend(_prove_families(console, families, options, chosen(axes, False), overrides))
+            return
         config = job_of_model(job, overrides)
         ranks = 1 << (max(8, options.ranks) - 1).bit_length()
         small = small_job(config, ranks)
@@ -71,7 +83,53 @@ def main(arguments: Sequence[str] | None = None, on_ranks: Callable = call) -> i
         _write(console, options, job, small, found, seconds)
 
     code = run_command(work, "stopped; nothing was written")
-    return code or int(any(outcome.verdict == "wrong" for outcome in found))
+    is_wrong = any(outcome.verdict == "wrong" for outcome in found) or any(proof.is_wrong for proof in proofs)
+    return code or int(is_wrong)
+
+
+def _prove_families(
+    console: Console,
+    families: Sequence[str],
+    options: argparse.Namespace,
+    techniques: Sequence[Technique],
+    overrides: Sequence[str],
+) -> Iterator[FamilyProof]:
+    """Prove one family after the other; prints a line for each, and then writes the files with all families so far."""
+    from scripts.rank_pool import RankPool
+
+    console.line(f"{len(families)} families, made small, each technique alone, on up to {options.ranks} ranks")
+    proofs: list[FamilyProof] = []
+    pool = RankPool(size=options.ranks)
+    try:
+        for family in families:
+            started = time.perf_counter()
+            proof = prove_family(pool, family, lambda name: job_of_model(name, overrides), techniques, options.ranks)
+            _tell_family(console, proof, time.perf_counter() - started)
+            proofs.append(proof)
+            if options.json:
+                write_atomically(options.json, [json.dumps([each.as_json() for each in proofs], indent=1)])
+            if options.page:
+                words = [] if options.axes is None else ["--axes", options.axes]
+                command = shlex.join(["keel", "prove", options.job or options.config, *words, "--page", "PAGE"])
+                write_atomically(options.page, [families_page(proofs, techniques, command)])
+            yield proof
+    finally:
+        pool.close()
+
+
+def _tell_family(console: Console, proof: FamilyProof, seconds: float) -> None:
+    if proof.refused:
+        console.line(f"{proof.family:28s} not built: {proof.refused}", "dim")
+        return
+    names = {verdict: [each.name for each in proof.outcomes if each.verdict == verdict] for verdict in _VERDICTS}
+    parts = [f"{len(names['equal'])} equal", f"{len(names['refused'])} refused"]
+    console.line(f"{proof.family:28s} {', '.join(parts)}; {duration(seconds)}", "bold red" if names["wrong"] else "")
+    for outcome in proof.outcomes:
+        if outcome.verdict == "wrong":
+            console.line(f"    WRONG {outcome.name}: {outcome.reason}", "bold red")
+
+
+_VERDICTS: tuple[Verdict, ...] = ("equal", "refused", "not tried", "wrong")
 
 
 def job_of_model(model: str, overrides: Sequence[str] = ()) -> Config:
@@ -82,6 +140,8 @@ def job_of_model(model: str, overrides: Sequence[str] = ()) -> Config:
     """
     if model.endswith(".json") or (Path(model) / CONFIG_NAME).is_file():
         return _job_of_hf(model, overrides)
+    if is_import_path(model):
+        return load(_JOB, ["--model.architecture", model, *overrides]).config
     if model not in (causal_families() or ()):
         return load(model, overrides).config
     with tempfile.TemporaryDirectory() as folder:
@@ -98,12 +158,22 @@ _JOB = "parity.toml"
 
 
 def _default_config(family: str) -> str:
-    """The config.json that transformers writes for a family, without dropout, whose numbers no mesh would share."""
+    """The config.json that transformers writes for a family, without dropout, whose numbers no mesh would share.
+
+    Raises:
+        ConfigError: the family's own checks refuse it.
+    """
     from transformers import AutoConfig
 
-    fields = AutoConfig.for_model(family).to_dict()
-    dropout = {name: 0.0 for name, value in fields.items() if "drop" in name and isinstance(value, float)}
-    return json.dumps(fields | dropout)
+    try:
+        fields = AutoConfig.for_model(family).to_dict()
+    except Exception as error:  # the family's own checks refuse its own defaults
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{family} has no default configuration ({reason}); name a config.json") from None
+    random = {
+        name: 0.0 for name, value in fields.items() if re.search("drop|jitter", name) and isinstance(value, float)
+    }
+    return json.dumps(fields | random)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -164,9 +234,7 @@ def _tell(console: Console, outcome: Outcome) -> None:
 
 def _conclude(console: Console, found: Sequence[Outcome], seconds: float) -> None:
     counts = Counter(outcome.verdict for outcome in found)
-    words = [
-        f"{counts[verdict]} {verdict}" for verdict in ("equal", "refused", "not tried", "wrong") if counts[verdict]
-    ]
+    words = [f"{counts[verdict]} {verdict}" for verdict in _VERDICTS if counts[verdict]]
     console.line()
     console.line(f"{', '.join(words)}, to {BOUND:.0e}; {duration(seconds)}")
     wrong = min((outcome for outcome in found if outcome.verdict == "wrong"), key=_size, default=None)

@@ -143,7 +143,7 @@ def _compute(plan: "Plan", ranks: int, words: Sequence[str], folder: Path) -> No
 
     job = str(folder / JOB_NAME)
     words = [*plan.words(folder / "run"), *words]
-    load(job, words, ranks)  # mistakes are reported here, once
+    load(job, words, ranks, is_stored=True)  # mistakes are reported here, once
     (folder / _TASK).write_text(json.dumps({"job": job, "words": words, "first_sample": plan.first_sample}))
     os.environ[_RANK_OF] = str(folder)
     try:
@@ -166,7 +166,7 @@ def _be_a_rank(folder: Path) -> NoReturn:
 def compute(folder: Path, ranks: int, stop: StopRequest) -> int:
     """Compute, as one of the ranks, the steps that `replay` has left a task for; returns the exit code."""
     task = json.loads((folder / _TASK).read_text())
-    job = load(task["job"], task["words"], ranks)
+    job = load(task["job"], task["words"], ranks, is_stored=True)
     from scripts.proof.replay import Replayer, reporting_to_nobody
     from trainer.run import run
 

@@ -23,6 +23,7 @@ from configs.files import whole
 from configs.untrusted import printable
 from scripts.command import (
     add_computing_arguments,
+    admit_own_model,
     end,
     not_negative,
     number_of,
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work(console: Console) -> None:
         find_model(options.model, options.step)  # a wrong path costs no import of torch
         require_file(options.tokenizer, "--tokenizer")
+        admit_own_model(options)
         prompts = _prompts(options)
         from scripts.sampling.load import load_trained
 

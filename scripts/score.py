@@ -77,7 +77,7 @@ def load_for_scoring(folder: Path, overrides: Sequence[str], ranks: int) -> Load
     """Load a run folder's job, which is not elastic then; one rank drops its mesh, unless the overrides set one."""
     drops_mesh = ranks == 1 and not any(word.startswith("--mesh.") for word in overrides)
     alone = [f"--mesh.{axis}=1" for axis in Mesh.model_fields] if drops_mesh else []
-    return load(str(folder / "config.toml"), ["--elastic.enable=false", *alone, *overrides], ranks)
+    return load(str(folder / "config.toml"), ["--elastic.enable=false", *alone, *overrides], ranks, is_stored=True)
 
 
 def with_tokenizer_of(checkpoint: Path, job: LoadedConfig) -> Config:

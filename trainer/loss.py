@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from configs.errors import ConfigError
+from configs.own_code import code_of
 from parallelisms.ranges import named_range
 from trainer.data.loader import IGNORED
 
@@ -44,12 +46,20 @@ class CrossEntropy:
     """Compile what happens between the matrix products."""
     compiler_options: tuple[tuple[str, Any], ...] = ()
     """Settings of `torch._inductor.config` for that."""
+    own: str = ""
+    """A function of the user's own in place of the cross-entropy, by its import path; "": none."""
     repeatable: bool = False
     """Let backward run more than once, at the cost of a copy of the gradients. A zero-bubble pipeline needs that, since
     it computes the gradients of inputs and weights separately."""
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        group: dist.ProcessGroup | None = None,
+        bias: Tensor | None = None,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Sum over valid tokens of -log softmax(hidden @ weight.T)[target], in nats.
 
@@ -64,15 +74,21 @@ class CrossEntropy:
             group: the ranks that hold the vocabulary's rows. All call with the same hidden states and targets. Each
                 gets the same loss, the gradient of its own rows, and the part of the hidden states' gradient that
                 flows through its rows; the sum over the group is the whole (the backward of a gather sums it).
+            bias: (vocab,), or this rank's elements of it; added to the logits.
+            softcap: above 0, the logits are softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118, section 2).
 
         Returns:
             A scalar in the softmax's dtype.
         """
-        arguments = hidden.flatten(0, 1), weight, targets.flatten(), group, self
+        arguments = hidden.flatten(0, 1), weight, bias, targets.flatten(), group, softcap, self
         with named_range("loss"):
             if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
                 return _LossWithGradients.apply(*arguments)
             return _sweep(*arguments)
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""The gradients of hidden (tokens, dim), weight (vocab, dim) and bias (vocab,); None: not wanted."""
 
 
 class _LossWithGradients(torch.autograd.Function):
@@ -83,16 +99,20 @@ class _LossWithGradients(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         targets: Tensor,
         group: dist.ProcessGroup | None,
+        softcap: float,
         settings: CrossEntropy,
     ) -> Tensor:
         ctx.repeatable = settings.repeatable
+        by_hidden, by_weight, by_bias = ctx.needs_input_grad[:3]
         gradients = (
-            torch.empty_like(hidden) if ctx.needs_input_grad[0] else None,
-            torch.zeros_like(weight, dtype=_softmax_dtype(weight)) if ctx.needs_input_grad[1] else None,
+            torch.empty_like(hidden) if by_hidden else None,
+            torch.zeros_like(weight, dtype=_softmax_dtype(weight)) if by_weight else None,
+            None if bias is None or not by_bias else torch.zeros_like(bias, dtype=_softmax_dtype(weight)),
         )
-        loss = _sweep(hidden, weight, targets, group, settings, gradients)
+        loss = _sweep(hidden, weight, bias, targets, group, softcap, settings, gradients)
         ctx.save_for_backward(*gradients)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -100,7 +120,7 @@ class _LossWithGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         # Scaling in place makes autograd's version check turn a second backward into an error.
         scale = torch.mul if ctx.repeatable else torch.Tensor.mul_
         by_hidden = None if grad_hidden is None else scale(grad_hidden, grad_loss)
@@ -108,18 +128,23 @@ class _LossWithGradients(torch.autograd.Function):
             by_weight = None if grad_weight is None else scale(grad_weight, grad_loss)
         else:  # scaled and rounded in one pass
             by_weight = torch.mul(grad_weight, grad_loss, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
-        return by_hidden, by_weight, None, None, None
+        by_bias = None if grad_bias is None else scale(grad_bias, grad_loss).to(ctx.weight_dtype)
+        return by_hidden, by_weight, by_bias, None, None, None, None
 
 
 def _sweep(
     hidden: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     targets: Tensor,
     group: dist.ProcessGroup | None,
+    softcap: float,
     settings: CrossEntropy,
-    gradients: tuple[Tensor | None, Tensor | None] | None = None,
+    gradients: Gradients | None = None,
 ) -> Tensor:
-    """Compute the loss and, into `gradients`, the wanted gradients of hidden (tokens, dim) and weight (vocab, dim)."""
+    """Compute the loss and, into `gradients`, the wanted ones."""
+    if settings.own:
+        return _own_sweep(hidden, weight, bias, targets, group, softcap, settings.own, gradients)
     measure, differentiate_ = _kernels(settings.compile, settings.compiler_options)
     dtype = _softmax_dtype(hidden)
     rows = chunk_rows(len(hidden), len(weight) * dtype.itemsize, hidden.device.type)
@@ -130,16 +155,86 @@ def _sweep(
         part = slice(start, start + rows)
         local_targets = targets[part] - first_id
         logits = torch.mm(hidden[part], weight.T, out=buffer[: len(local_targets)])
+        slope = _finish_(logits, bias, softcap)
         log_partition[part], target_logit[part] = _over_group(measure(logits, local_targets), group)
         if gradients:
             ignored = targets[part] == IGNORED
             by_logits = differentiate_(logits, local_targets, ignored, log_partition[part], settings.z_loss_weight)
-            if gradients[0] is not None:
-                torch.mm(by_logits, weight, out=gradients[0][part])
-            if gradients[1] is not None:
-                _add_product_(gradients[1], by_logits.T, hidden[part])
+            _add_gradients_(gradients, by_logits if slope is None else by_logits.mul_(slope), hidden, weight, part)
     loss = log_partition - target_logit
     return loss.masked_fill(targets == IGNORED, 0).sum()
+
+
+# --------------------------------------------------------------------------- a function of the user's own
+
+
+def _own_sweep(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    group: dist.ProcessGroup | None,
+    softcap: float,
+    name: str,
+    gradients: Gradients | None,
+) -> Tensor:
+    """The same as `_sweep`: each rank of the group computes from the logits of all, and keeps its own gradients."""
+    dtype = _softmax_dtype(hidden)
+    ranks = dist.get_world_size(group) if group else 1
+    first_id = dist.get_rank(group) * len(weight) if group else 0
+    rows = chunk_rows(len(hidden), ranks * len(weight) * dtype.itemsize, hidden.device.type)
+    total = hidden.new_zeros((), dtype=dtype)
+    for start in range(0, len(hidden), rows):
+        part = slice(start, start + rows)
+        own_logits = hidden[part] @ weight.T
+        slope = _finish_(own_logits, bias, softcap)
+        logits = _side_by_side(own_logits, group).to(dtype)
+        is_valid = targets[part] != IGNORED
+        with torch.set_grad_enabled(gradients is not None):
+            logits.requires_grad_(gradients is not None)
+            values = own_values(code_of(name), logits, targets[part].clamp(min=0), name)
+            loss = values.where(is_valid, 0).sum()
+        total += loss.detach()
+        if gradients:
+            (by_logits,) = torch.autograd.grad(loss, logits)
+            by_logits = by_logits[:, first_id : first_id + len(weight)].to(hidden.dtype)
+            _add_gradients_(gradients, by_logits if slope is None else by_logits * slope, hidden, weight, part)
+    return total
+
+
+def own_values(function: Callable[..., Any], logits: Tensor, targets: Tensor, name: str) -> Tensor:
+    """The loss of each token, (tokens,), by a function of the user's own.
+
+    Args:
+        function: the function.
+        logits: (tokens, vocab) in the softmax's dtype.
+        targets: (tokens,), ids of the vocabulary.
+        name: the function's import path, for a message.
+
+    Raises:
+        ConfigError: it returns something else.
+    """
+    values = function(logits, targets)
+    if not isinstance(values, Tensor) or values.shape != targets.shape:
+        got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        raise ConfigError(
+            f'"{name}" must return a loss for each token, a tensor of shape ({len(targets)},) for logits of shape '
+            f"{tuple(logits.shape)}, and it returned {got}; only a sum over tokens is the same on every mesh"
+        )
+    return values
+
+
+def _side_by_side(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The columns of all ranks of the group, (rows, vocab)."""
+    if group is None:
+        return logits
+    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
+    # The logits of the other ranks' rows of the vocabulary.
+    dist.all_gather(parts, logits.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
+
+
+# --------------------------------------------------------------------------- chunks and kernels
 
 
 def chunk_rows(tokens: int, bytes_per_row: int, device_type: str) -> int:
@@ -206,6 +301,29 @@ def _over_group(measured: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     dist.all_gather(list(parts.unbind()), measured, group=group)
     log_partition, target_logit = parts.unbind(1)
     return torch.stack((log_partition.logsumexp(0), target_logit.sum(0)))
+
+
+def _finish_(logits: Tensor, bias: Tensor | None, softcap: float) -> Tensor | None:
+    """Add the bias and apply softcapping, in place; returns the slope of the latter at each logit, None without it."""
+    if bias is not None:
+        logits.add_(bias)
+    if not softcap:
+        return None
+    logits.div_(softcap).tanh_()
+    slope = 1 - logits.square()
+    logits.mul_(softcap)
+    return slope
+
+
+def _add_gradients_(gradients: Gradients, by_logits: Tensor, hidden: Tensor, weight: Tensor, part: slice) -> None:
+    """Write a chunk's gradient of the hidden states, and add those of the weight and the bias."""
+    by_hidden, by_weight, by_bias = gradients
+    if by_hidden is not None:
+        torch.mm(by_logits, weight, out=by_hidden[part])
+    if by_weight is not None:
+        _add_product_(by_weight, by_logits.T, hidden[part])
+    if by_bias is not None:
+        by_bias.add_(by_logits.sum(0, dtype=by_bias.dtype))
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:

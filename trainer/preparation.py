@@ -16,7 +16,7 @@ from configs.files import replacing
 from configs.layout import used_sources
 from configs.load import LoadedConfig
 from configs.paths import missing_paths
-from configs.schema import Config, Prepare, is_described
+from configs.schema import Config, HfModel, Prepare
 from trainer.data.text.bad_files import PATIENCE, BadFiles
 from trainer.data.text.documents import documents
 from trainer.data.text.listing import examine, list_files
@@ -66,7 +66,7 @@ def imported_to(config: Config) -> Path | None:
     """
     source = Path(config.checkpoint.init_from or "")
     is_folder = config.checkpoint.init_from is not None and (source / HF_CONFIG_NAME).is_file()
-    if is_described(config.model) or not is_folder or (source / MANIFEST_NAME).exists():
+    if not isinstance(config.model, HfModel) or not is_folder or (source / MANIFEST_NAME).exists():
         return None
     files = sorted(path for pattern in ("*.json", "*.safetensors") for path in source.glob(pattern))
     content = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from configs.own_code import is_import_path
 from configs.plan import plan_of
 from configs.schema import Config
 from models import build_model
@@ -266,6 +267,7 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
         optimizer=optimizer,
         loss=CrossEntropy(
             z_loss_weight=config.training.z_loss_weight,
+            own=config.training.loss if is_import_path(config.training.loss) else "",
             compile=config.compile.enable,
             compiler_options=tuple(compiler_options(config.compile).items()) if config.compile.enable else (),
             repeatable=config.pipeline.schedule == "zero_bubble_v" and mesh.sizes.pp > 1,

@@ -54,7 +54,7 @@ from configs.errors import UserError
 from configs.exportable import not_exportable
 from configs.reading import hf_config
 from configs.reading.toml_text import table_text
-from configs.schema import AnyModel, HfModel, Model, is_described, table_of_model
+from configs.schema import AnyModel, HfModel, Model, OwnModel, is_described, table_of_model
 from configs.untrusted import MAX_JSON_BYTES, link_out_of, parse_json, read_file, require_64_bits, shortened
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -108,7 +108,7 @@ def checkpoint_files(checkpoint: Path) -> ModelFiles:
     model = _model_of(manifest, checkpoint)
     _check_count(checkpoint / manifests.MANIFEST_NAME, model, _n_tensors(metadata))
     trained = manifest.value("training", "seq_len", int) or 0
-    seq_len = longest_sequence(model, trained) if is_described(model) else family.seq_len_of(model, trained)
+    seq_len = _longest_sequence(model, trained)
     names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
     entries = {name: entry_of(metadata, name) for name in names}
     return ModelFiles(
@@ -168,13 +168,14 @@ def export_hf(
     manifest = read_manifest(checkpoint)
     metadata = read_metadata(checkpoint)
     model = _model_of(manifest, checkpoint)
-    if not is_described(model):
+    if reason := not_exportable(model):
+        raise UserError(f"{checkpoint}: this model can't be exported to Hugging Face format: {reason}")
+    if isinstance(model, HfModel):
         _export_family(
             checkpoint, manifest, metadata, model, output, tokenizer, dtype, max_shard_bytes, verify, progress
         )
         return
-    if reason := not_exportable(model):
-        raise UserError(f"{checkpoint}: this model can't be exported to Hugging Face format: {reason}")
+    assert is_described(model)
     _check_count(checkpoint / manifests.MANIFEST_NAME, model, _n_tensors(metadata))
     shapes = tensor_shapes(model)
     own_dtype = _check_tensors(checkpoint, metadata, checkpoint_shapes(model))
@@ -280,6 +281,13 @@ def _model_of(manifest: Manifest, checkpoint: Path) -> AnyModel:
         first = error.errors()[0]
         place = ".".join(map(str, ("config", "model", *first["loc"])))
         raise damaged(checkpoint, f"{manifests.MANIFEST_NAME}: {place}: {first['msg']}") from None
+
+
+def _longest_sequence(model: AnyModel, trained: int) -> int:
+    """Tokens of the longest sequence that a model is made for, which was trained with so many."""
+    if isinstance(model, OwnModel):
+        return model.max_seq_len or trained
+    return longest_sequence(model, trained) if is_described(model) else family.seq_len_of(model, trained)
 
 
 def _n_tensors(metadata: Metadata) -> int:

@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterator
 from functools import cache
 
-from configs.architectures import hf, llama
+from configs.architectures import hf, llama, own
 from configs.architectures.hf import HfKeys
 from configs.architectures.llama import LlamaKeys
+from configs.architectures.own import OwnKeys
 from configs.architectures.parts import Described, Family, HfClass, Weight
 from configs.plan import PARAMETER_ROLES, TensorRole
 
@@ -23,9 +24,9 @@ HF_CLASSES: dict[str, HfClass] = {each.model_type: each for family in _DESCRIBED
 """Hugging Face's classes by `model_type`."""
 
 
-def family_of(model: LlamaKeys | HfKeys) -> Family:
-    """The file of the model's architecture."""
-    return _FAMILIES[model.architecture]
+def family_of(model: LlamaKeys | HfKeys | OwnKeys) -> Family:
+    """The file of the model's architecture; all models of the user's own have one."""
+    return _FAMILIES.get(model.architecture, own)
 
 
 def description_of(model: LlamaKeys) -> Described:

@@ -19,11 +19,12 @@ from configs.table import Table
 
 WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 VOCABULARY = ("vocab_size",)
-NEEDED = (WIDTH, LAYERS, HEADS, VOCABULARY)
-"""The fields that the checks and the estimates read, each with the names that families have for it."""
+NEEDED = (WIDTH, LAYERS, VOCABULARY)
+"""The fields that the checks and the estimates read, each with the names that families have for it. A family without
+heads, such as Mamba, has no attention."""
 
 
 class HfKeys(Table):
@@ -65,8 +66,8 @@ class HfKeys(Table):
 
     @property
     def n_heads(self) -> int:
-        """Number of query heads."""
-        return self._number(HEADS)
+        """Number of query heads; 0: the family has no attention."""
+        return first_of(self.fields, HEADS) or 0
 
     @property
     def n_kv_heads(self) -> int | None:
@@ -76,7 +77,7 @@ class HfKeys(Table):
     @property
     def head_dim(self) -> int | None:
         """Width of one head; None: dim / n_heads."""
-        return first_of(self.fields, ("head_dim",))
+        return first_of(self.fields, ("head_dim",)) if self.n_heads else 1
 
     @property
     def vocab_size(self) -> int:
@@ -121,7 +122,7 @@ def shape(model: HfKeys) -> str:
 
 def split_sizes(model: HfKeys) -> dict[str, int]:
     """The sizes that tensor parallelism splits, by the field of config.json."""
-    heads = {HEADS[0]: model.n_heads, KV_HEADS[0]: model.n_kv_heads or model.n_heads}
+    heads = {HEADS[0]: model.n_heads, KV_HEADS[0]: model.n_kv_heads or model.n_heads} if model.n_heads else {}
     return {**heads, "vocab_size": model.vocab_size}
 
 
@@ -156,7 +157,6 @@ def rules(config: Any) -> Iterator[tuple[str, str]]:
 
 _AXES = {
     "cp": ("splits sequences inside attention, by a function of Keel's own", "dp_shard for more ranks, tp for memory"),
-    "pp": ("cuts the model into stages", "dp_shard or tp for the ranks"),
     "ep": ("distributes Keel's own experts", "dp_shard, which shards a family's experts, too"),
 }
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
@@ -174,19 +174,32 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
 
 _SMALL_HEAD = 16
 _LEAST: dict[str, int] = {
-    **dict.fromkeys(("vocab_size",), 128),
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), 64),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 128),
+    "hidden_size_per_layer_input": _SMALL_HEAD,
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp"), 64),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_dim"), 32),
+    **dict.fromkeys(("expert_ffn_hidden_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"), 32),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim"), _SMALL_HEAD),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), _SMALL_HEAD),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim", "linear_head_dim"), _SMALL_HEAD),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
+    **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 8),
     "qk_rope_head_dim": 8,
 }
 """Least sizes, of fields that have any of these names."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
-_AT_MOST = {"sliding_window": 8, "attention_chunk_size": 16, "max_position_embeddings": 256, "n_positions": 256}
-_GROUPS = ("n_group", "topk_group")
+_AT_MOST = {
+    **{"sliding_window": 8, "attention_chunk_size": 16, "max_position_embeddings": 256, "n_positions": 256},
+    "rotary_dim": 8,
+}
+_GROUPS = ("n_group", "topk_group", "num_expert_group", "n_groups", "mamba_n_groups")
+_STATE_HEADS = {
+    "mamba_n_heads": "mamba_d_head",
+    "mamba_num_heads": "mamba_head_dim",
+    "num_heads": "head_dim",
+}
+"""Field with the number of heads of a state space layer -> that with the width of one; together expand * hidden_size
+features."""
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -200,10 +213,14 @@ def small(model: HfKeys, ranks: int) -> dict[str, Any]:
     for name, value in fields.items():
         if isinstance(value, list) and len(value) == model.n_layers:
             fields[name] = [value[layer] for layer in layers]
+    by_layer = fields.get("per_layer_config")
+    if isinstance(by_layer, dict):  # its keys are numbers of layers, some with two digits
+        kept = {place: by_layer.get(str(layer), by_layer.get(f"{layer:02}")) for place, layer in enumerate(layers)}
+        fields["per_layer_config"] = {str(place): value for place, value in kept.items() if value}
     kv_heads = small_size(model.n_kv_heads or model.n_heads, 1, ranks)
-    heads = kv_heads * min(model.n_heads // (model.n_kv_heads or model.n_heads), 3)
+    heads = kv_heads * min(model.n_heads // (model.n_kv_heads or model.n_heads or 1), 3)
     if model.n_kv_heads in (None, model.n_heads):
-        heads = small_size(model.n_heads, 2, ranks)
+        heads = small_size(model.n_heads or ranks, 2, ranks)
         kv_heads = heads
     sizes: dict[str, Any] = dict.fromkeys(LAYERS, len(layers))
     sizes |= dict.fromkeys(HEADS, heads) | dict.fromkeys(KV_HEADS, kv_heads)
@@ -213,10 +230,33 @@ def small(model: HfKeys, ranks: int) -> dict[str, Any]:
     sizes |= {name: min(fields[name], 2) for name in _CHOSEN if _is_size(fields, name)}
     sizes |= {name: min(fields[name], most) for name, most in _AT_MOST.items() if _is_size(fields, name)}
     changed = {name: value for name, value in sizes.items() if _is_size(fields, name)}
+    changed |= dict(_dependent(fields, changed, kv_heads))
     tokens = {name: value for name, value in _TOKENS.items() if fields.get(name) is not None}
-    # torch has no grouped matrix products in float64 on a CPU.
-    grouped = {"experts_implementation": "eager"} if any(name in fields for name in _EXPERTS) else {}
+    # torch has no grouped matrix products in float64 on a CPU, and experts one by one (eager) do not compile.
+    grouped = {"experts_implementation": "batched_mm"} if any(name in fields for name in _EXPERTS) else {}
     return {"hf_config": json.dumps(fields | changed | tokens | grouped, sort_keys=True)}
+
+
+def _dependent(fields: Mapping[str, Any], small: Mapping[str, int], kv_heads: int) -> Iterator[tuple[str, Any]]:
+    """The fields that follow from others, or that a default configuration leaves open where its modules need them."""
+    if "head_dim" in fields:
+        is_rotated = fields["head_dim"] == fields.get("qk_rope_head_dim", 0)  # then it is the rotated part's
+        yield "head_dim", small["qk_rope_head_dim"] if is_rotated else small.get("head_dim", _SMALL_HEAD)
+    if "qk_head_dim" in fields:
+        yield "qk_head_dim", small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+    if "num_key_value_heads" in fields and fields["num_key_value_heads"] is None:
+        yield "num_key_value_heads", kv_heads
+    for name in _CHOSEN:
+        if name in fields and fields[name] is None:
+            yield name, 2
+    for heads, width in _STATE_HEADS.items():
+        inner = fields.get("expand", fields.get("mamba_expand"))
+        if inner and _is_size(fields, heads) and _is_size(fields, width):
+            features = inner * next(small[name] for name in WIDTH if name in small)
+            yield heads, features // _SMALL_HEAD
+            yield width, _SMALL_HEAD
+            if "mamba_d_ssm" in fields:
+                yield "mamba_d_ssm", features
 
 
 def _is_size(fields: Mapping[str, Any], name: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from configs.checks import activation_checkpoint, attention, compile, data, float8, fsdp, job, mesh, model, training
 from configs.checks.rule import Problem, Rule
 from configs.reading.keys import tables_in
-from configs.schema import Config, tag_of_model
+from configs.schema import Config, table_of_model
 
 RULES: tuple[Rule, ...] = (
     *job.RULES,
@@ -46,8 +46,9 @@ def check_tables(values: dict[str, Any], wrong: Collection[str | int]) -> list[P
         wrong: the tables with keys that are unknown, missing, or set to a wrong value.
     """
     choices = {name: tables_in(field.annotation) for name, field in Config.model_fields.items() if name not in wrong}
-    which = ["llama", "hf"].index(tag_of_model(values.get("model")))
-    tables = {name: found[which] if len(found) > 1 else found[0] for name, found in choices.items()}
+    tables = {name: found[0] for name, found in choices.items()}
+    if "model" in tables:
+        tables["model"] = table_of_model(values.get("model"))
     right: Any = SimpleNamespace(**{name: table.model_validate(values.get(name, {})) for name, table in tables.items()})
     problems: list[Problem] = []
     for rule in RULES:

@@ -15,7 +15,7 @@ def _tokenizer(config: Config, _: int | None) -> Iterator[Problem]:
         yield "tokenizer.train_on", "train_on needs path, the file for the trained tokenizer; set tokenizer.path"
     if train_on and path is not None and path.endswith(".json"):
         yield "tokenizer.train_on", f'train_on makes a SentencePiece model, so path "{path}" must end in .model'
-    readers = [f'source "{source.name}"' for source in config.data.sources if source.kind != "synthetic"]
+    readers = [f'source "{source.name}"' for source in config.data.sources if source.kind in ("tokens", "text")]
     if config.data.prepare:
         readers.append("[data.prepare]")
     if readers and path is None and not train_on:
@@ -39,7 +39,7 @@ def _sources(config: Config, _: int | None) -> Iterator[Problem]:
 
 
 def _source(key: str, source: Source) -> Iterator[Problem]:
-    if source.kind != "synthetic" and not source.path:
+    if source.kind in ("tokens", "text") and not source.path:
         what = "the folder of its token files" if source.kind == "tokens" else "a file, a folder, or hub:NAME"
         yield f"{key}.path", f'source "{source.name}" of kind "{source.kind}" needs path: {what}'
 

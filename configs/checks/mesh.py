@@ -118,13 +118,13 @@ def _times(chunks: int, cp: int, tp: int) -> str:
 
 def _pipeline(config: Config, _: int | None) -> Iterator[Problem]:
     table = config.pipeline
-    if config.mesh.pp == 1 or not is_described(config.model):
+    if config.mesh.pp == 1:
         return
     try:
         layers_of_stages(config)
     except ConfigError as error:
         yield ("mesh.pp" if table.split is None else "pipeline.split"), str(error)
-    if config.model.tie_embeddings:
+    if is_described(config.model) and config.model.tie_embeddings:
         yield (
             "mesh.pp",
             f"pp {config.mesh.pp} puts the embedding on the first stage and the head on the last, so they cannot "

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from configs.only_with import Condition, conditions
@@ -122,9 +123,9 @@ def _walk_choice(of: type[Table], name: str, definitions: dict[str, Any], prefix
 
 
 def _merged(first: Key, second: Key) -> Key:
-    """A key that several tables have, each with a value of its own: the one that says which table it is."""
+    """A key that several tables have, each with values of its own: the one that says which table it is."""
     choices = first.choices + second.choices
-    words = " | ".join(map(json.dumps, choices))
+    words = f"{first.type}{' | ' if second.choices else ' or '}{second.type}"
     doc = f"{first.doc} {second.doc}"
     return Key(first.name, words, False, first.default, choices, doc, first.conditions)
 
@@ -136,6 +137,9 @@ def _without_null(field: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choices(shape: dict[str, Any]) -> tuple[str, ...]:
+    branches = shape.get("anyOf", [])
+    if branches and all(branch.get("type") == "string" for branch in branches):  # names, or code of the user's own
+        return tuple(chain.from_iterable(map(_choices, branches)))
     return (shape["const"],) if "const" in shape else tuple(shape.get("enum", ()))
 
 

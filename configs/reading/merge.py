@@ -51,8 +51,16 @@ class Layers:
         below = self.values.get("model")
         if isinstance(below, dict) and below.get("architecture", "llama") != architecture:
             for key in list(below):
-                if not self.origins[("model", key)].startswith("--"):
-                    self.remove(("model", key))
+                self._remove_what_files_set(("model", key))
+
+    def _remove_what_files_set(self, path: KeyPath) -> None:
+        """Remove a key or table, but not what the command line has set in it."""
+        value = self.value(path)
+        if not any(where.startswith("--") for other, where in self.origins.items() if other[: len(path)] == path):
+            self.remove(path)
+        elif isinstance(value, dict):
+            for key in list(value):
+                self._remove_what_files_set((*path, key))
 
     def _merge(self, below: dict[str, Any], above: Mapping[str, Any], at: KeyPath, places: Places) -> None:
         for key, value in above.items():

@@ -67,7 +67,7 @@ class RunData:
         """
         require_run(folder)
         self._folder = folder
-        self.config = load(str(folder / "config.toml")).config
+        self.config = load(str(folder / "config.toml"), is_stored=True).config
         self.history: History = read_history(folder, self.config)
         self.sources: dict[str, Source] = {source.name: source for source in self.config.data.sources}
         weights = [source.weight for source in self.sources.values()]

@@ -93,7 +93,7 @@ def _check_same_run(launches: Sequence[Launch], folder: Path, where: str) -> Non
     before: dict[str, Any] | None = None
     for job in dict.fromkeys(launch.job for launch in launches):
         (folder / JOB_NAME).write_text(job)
-        config = load(str(folder / JOB_NAME)).config.model_dump(mode="json")
+        config = load(str(folder / JOB_NAME), is_stored=True).config.model_dump(mode="json")
         if before and (changed := run_key_diff(before, config)):
             raise UserError(
                 f"{where} was resumed with other run keys ({'; '.join(changed)}): keep a checkpoint in between to "
@@ -185,7 +185,7 @@ def judge(plan: Plan, folder: Path) -> Verdict:
     largest = None
     outside = None
     pairs = pairs[:MAX_STEPS_APART]
-    dtype = load(str(folder / "config.toml")).config.training.compute_dtype
+    dtype = load(str(folder / "config.toml"), is_stored=True).config.training.compute_dtype
     for recorded, again in pairs:
         bound = bound_of(recorded.step - plan.first + 1, dtype)
         for gap in gaps(recorded, again, plan.launch.parameters, bound):
@@ -201,6 +201,6 @@ def _changed(was: Launch, now: Launch, folder: Path) -> dict[str, str]:
     for number, launch in enumerate((was, now)):
         file = folder / f"launch-{number}.toml"
         file.write_text(launch.job)
-        configs.append(load(str(file)).config.model_dump(mode="json"))
+        configs.append(load(str(file), is_stored=True).config.model_dump(mode="json"))
     settings = changed_settings(configs[0], was.mesh, configs[1], now.mesh)
     return settings | changes(was.environment, now.environment)

@@ -149,7 +149,7 @@ def differences(
     result = {}
     for name in {**expected, **found} if names is None else names:
         if name in expected and name in found and expected[name].shape == found[name].shape:
-            apart = _largest(found[name].to(expected[name]) - expected[name])
+            apart = _apart(found[name].to(expected[name]), expected[name])
             size = max(_largest(expected[name]), least)
             beyond = apart - _round_off(expected[name]) * size
             if beyond <= 0:
@@ -179,6 +179,11 @@ def worst(values: Iterable[float]) -> float:
 def ratio(found: float, expected: float) -> float:
     """Relative difference of two numbers."""
     return abs(found - expected) / abs(expected) if expected else abs(found)
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    """The largest difference of two tensors; 1 if two of booleans differ."""
+    return _largest(found ^ expected if expected.dtype == torch.bool else found - expected)
 
 
 def _round_off(tensor: Tensor) -> float:

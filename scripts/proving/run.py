@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Verdict = Literal["equal", "wrong", "refused", "not tried"]
 BOUND = BOUNDS["float64"][0]
+FLOAT32 = "to the round-off of float32"
+"""How the reason of an outcome begins that is equal by the bounds of a model that casts to float32 itself."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,11 @@ class Prover:
     def refusal(self, techniques: Combination) -> str:
         """The job's reason to refuse a combination, in one line; "" if it accepts it."""
         if techniques not in self._refusals:
+            from trainer.planning.unknown_names import require_known_names
+
             row = self.row(techniques)
             try:
-                load(self._job, row.run_overrides + row.overrides, world_size=row.ranks)
+                require_known_names(load(self._job, row.run_overrides + row.overrides, world_size=row.ranks))
                 self._refusals[techniques] = ""
             except ConfigError as error:
                 self._refusals[techniques] = " ".join(str(error).split())
@@ -95,15 +99,13 @@ class Prover:
         try:
             difference = self.difference(row)
         except RuntimeError as error:  # of a rank, with its traceback
-            last = _error(str(error))
-            is_refusal = last.startswith("configs.errors.")
-            reason = last.partition(": ")[2] if is_refusal else f"a rank failed: {last}"
+            is_refusal, reason = error_in(str(error))
             return Outcome(*what, "refused" if is_refusal else "wrong", reason, seconds=time.perf_counter() - started)
         figures = dict(zip(("loss", "norm", "gradients", "weights"), difference.values, strict=True))
         if difference.passes("float64"):
             return Outcome(*what, "equal", figures=figures, seconds=time.perf_counter() - started)
         if difference.passes("own float32") and (place := self.own_float32()):
-            reason = f"to the round-off of float32, in which the model itself computes {place}"
+            reason = f"{FLOAT32}, in which the model itself computes {place}"
             return Outcome(*what, "equal", reason, figures, seconds=time.perf_counter() - started)
         kind, wrong = difference.wrong()
         block = self._first_block_apart(row)
@@ -190,12 +192,18 @@ def not_tried(techniques: Combination, reason: str) -> Outcome:
     return Outcome(name_of(techniques), tuple(each.name for each in techniques), ranks, "not tried", reason)
 
 
-def _error(trace: str) -> str:
-    """The line of a traceback that names the error; what follows it may be advice."""
+def error_in(trace: str) -> tuple[bool, str]:
+    """Whether a rank's traceback ends in a refusal of Keel's, and its reason, or what failed.
+
+    The line that names the error may be followed by advice.
+    """
     lines = trace.strip().splitlines()
-    return next(
+    last = next(
         (line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception|Unsupported)\b", line)), lines[-1]
     )
+    if last.startswith("configs.errors."):
+        return True, last.partition(": ")[2]
+    return False, f"a rank failed: {last}"
 
 
 def _in_words(difference: Difference, kind: str, wrong: Sequence[str], block: str) -> str:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from parallelisms.torch_internals import has_zero_bubble
 from scripts.parity_compare import STRAIGHT, Detour, compare
 from tests.hf_families import FAMILIES, NEEDS_TRANSFORMERS, trained_by_transformers, words, write_config
 from tests.marked import marked
@@ -21,10 +22,10 @@ def reference(overrides, path):
     torch.save(vars(trained_by_transformers(overrides)), path)
 
 
-def assert_equal(ranks, n_ranks, folder, mesh, tmp_path, detour=STRAIGHT, bound=BOUND):
+def assert_equal(ranks, n_ranks, folder, mesh, tmp_path, detour=STRAIGHT, bound=BOUND, of_model=()):
     """Train on a mesh, and compare losses, norms, the first gradients and the last weights with transformers'."""
     path = str(tmp_path / "reference.pt")
-    ranks(1, reference, words(folder, *STEPS), path)
+    ranks(1, reference, words(folder, *STEPS, *of_model), path)
     difference, *_ = ranks(n_ranks, compare, "parity.toml", words(folder, *STEPS, *mesh), path, detour)
     assert max(difference.values) < bound, difference
 
@@ -55,6 +56,49 @@ def test_a_resume_moves_from_fsdp_to_tensor_parallelism(ranks, tmp_path):
     assert_equal(ranks, 2, folder, FSDP, tmp_path, detour)
 
 
+PP = ("--mesh.pp", "2", "--training.micro_batch_size", "1")
+STAGES = {
+    "llama": (),
+    "qwen3": ("--model.hf_overrides.tie_word_embeddings", "false"),
+    "gpt2": ("--model.hf_overrides.tie_word_embeddings", "false"),
+    "gemma3_text": ("--model.hf_overrides.tie_word_embeddings", "false"),
+    "granite": (
+        "--model.hf_overrides.embedding_multiplier",
+        "6.0",
+        "--model.hf_overrides.tie_word_embeddings",
+        "false",
+    ),
+    "mixtral": (),
+    "deepseek_v3": (),
+}
+
+
+@pytest.mark.parametrize("family", marked(STAGES, slow=["llama", "mixtral", "deepseek_v3", "granite"]))
+def test_pipeline_is_transformers(ranks, tmp_path, family):
+    """Gemma's and GPT-2's embeddings are scaled or added to before the layers, which only the first stage may do."""
+    folder = write_config(tmp_path / family, family)
+    bound = OWN_CASTS.get(family, BOUND)
+    assert_equal(ranks, 2, folder, (*STAGES[family], *PP), tmp_path, bound=bound, of_model=STAGES[family])
+
+
+SCHEDULES = {
+    "gpipe": (*PP, "--pipeline.schedule", "gpipe"),
+    "interleaved": (*PP, "--pipeline.schedule", "interleaved_1f1b"),
+    "zero-bubble": (*PP, "--pipeline.schedule", "zero_bubble_v"),
+    "1f1b x FSDP 2": (*PP, *FSDP),
+    "1f1b x TP 2": (*PP, *TP),
+    "1f1b, full recomputation": (*PP, "--activation_checkpoint.mode", "full"),
+}
+
+
+@pytest.mark.parametrize("schedule", marked(SCHEDULES, slow=[name for name in SCHEDULES if name != "1f1b x TP 2"]))
+def test_every_schedule_is_transformers(ranks, tmp_path, schedule):
+    if schedule == "zero-bubble" and not has_zero_bubble():
+        pytest.skip("this torch has no zero-bubble schedule")
+    folder = write_config(tmp_path / "qwen3", "qwen3", tie_word_embeddings=False, num_hidden_layers=4)
+    assert_equal(ranks, 4 if " x " in schedule else 2, folder, SCHEDULES[schedule], tmp_path)
+
+
 MESHES = {
     "DDP 2": ("--mesh.dp_replicate", "2", "--mesh.dp_shard", "1"),
     "HSDP 2x2": ("--mesh.dp_replicate", "2", "--mesh.dp_shard", "2", "--training.micro_batch_size", "1"),
@@ -77,9 +121,13 @@ def test_every_technique_is_transformers(ranks, tmp_path, mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "technique",
-    [FSDP, TP, (*FSDP, "--activation_checkpoint.mode", "selective"), (*TP, "--activation_checkpoint.mode", "full")],
+    [
+        *(FSDP, TP, PP),
+        (*FSDP, "--activation_checkpoint.mode", "selective"),
+        (*TP, "--activation_checkpoint.mode", "full"),
+    ],
 )
 def test_compiled_layers_are_transformers(ranks, tmp_path, technique):
     """The norms of Qwen3 compute in float32, which the compiler rounds in another order."""
-    folder = write_config(tmp_path / "qwen3", "qwen3")
+    folder = write_config(tmp_path / "qwen3", "qwen3", tie_word_embeddings=False)
     assert_equal(ranks, 2, folder, (*technique, "--compile.enable", "true"), tmp_path, bound=2e-5)

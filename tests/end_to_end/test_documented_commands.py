@@ -144,8 +144,20 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     " runs/continued/checkpoints/step-00000004 continued-hf --dtype bfloat16 && python -c 'import transformers;"
     ' transformers.AutoModelForCausalLM.from_pretrained("continued-hf")\'',
     "keel prove": "keel prove --help",
+    "keel score": "keel score --help",
+    "keel data": "keel data --help",
     "keel prove JOB": "keel prove --help",
+    'keel prove "*"': "keel prove --help",
+    'keel prove "*" --axes ddp,fsdp,zero,owner,tp,ac,accumulation --ranks 2 --page families.md': 'keel prove "olmo[2]"'
+    " --axes fsdp --ranks 2 --page families.md",
     "keel prove debug.toml": "keel prove debug.toml --axes fsdp --ranks 2",
+    "keel prove my_model.toml": "keel prove my_model.toml --axes fsdp --ranks 2",
+    "keel prove my_model:GPT2": "keel prove my_model:GPT2 --axes fsdp --ranks 2 --model.options.vocab_size 128"
+    " --model.options.dim 32 --model.options.n_layers 2 --model.options.ffn_dim 64",
+    "keel train my_model.toml --ranks 2 --mesh.tp 2": "keel train my_model.toml --ranks 2 --mesh.tp 2"
+    f" --training.steps 2 {BATCH}",
+    'keel sample runs/my_model "def main(" --model.architecture my_model:GPT2': "keel sample runs/my_model"
+    ' "def main(" --max-tokens 3 --model.architecture my_model:GPT2',
     "keel import": "keel import --help",
     "keel import SOURCE OUTPUT --as-it-is": "keel import --help | grep -q as-it-is",
     "keel export": "keel export --help",
@@ -262,6 +274,11 @@ JOBS = {  # a line of a TOML block: what precedes and follows it in its job file
         ' intermediate_size=128)).save_pretrained("gemma-3-270m")\' && torchrun train.py --config {job}'
         " --job.name gemma --training.steps 1",
     ),
+    'architecture = "my_model:GPT2"': (
+        "",
+        "",
+        "mv configs/{job} my_model.toml && python train.py --config my_model.toml --validate",
+    ),
     'name = "fineweb_edu_1b"': ("", "", "mv configs/{job} configs/fineweb_edu_1b.toml"),  # beside its base
     'name = "continued"': (
         "",
@@ -296,6 +313,29 @@ PROGRAMS = {  # first line of a Python block: what precedes and follows it, what
         "PYTHONPATH=. python {program}",
     ),
     "import pyarrow.parquet as parquet": ("", "", "python {program}"),
+    '"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU."""': ("", "", "mv {program} my_model.py"),
+    '"""SGD with momentum (Sutskever et al. 2013)."""': (
+        "",
+        "",
+        "mv {program} my_rule.py && python train.py --config debug.toml --optimizer.name my_rule:Momentum --validate",
+    ),
+    "def parabola(progress):": (
+        "",
+        "",
+        "mv {program} my_schedule.py"
+        " && python train.py --config debug.toml --lr_schedule.name my_schedule:parabola --validate",
+    ),
+    "def with_z_loss(logits, targets):": (
+        "",
+        "",
+        "mv {program} my_loss.py && python train.py --config debug.toml --training.loss my_loss:with_z_loss --validate",
+    ),
+    "import numpy as np": (
+        "",
+        "",
+        "mv {program} my_source.py"
+        " && python train.py --config parity.toml --data.sources.0.kind my_source:Counting --training.steps 1",
+    ),
     "from keel import prove": ("", "", "torchrun --nproc-per-node 2 {program} | grep -q 'equal: loss, norm and 4'"),
     "# Hours by the FLOPs of the job, on 8 H100 SXM of 989.5 TFLOP/s in bfloat16.": (  # the page shows what it prints
         "",

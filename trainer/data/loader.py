@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from configs.errors import ConfigError, UserError
+from configs.own_code import is_import_path
 from configs.schema import Config
 from configs.schema import Source as SourceConfig
 from trainer.data.order import Mixture
 from trainer.data.packing import PackedSource, packed_for
 from trainer.data.prefetch import Prefetcher
-from trainer.data.sources import PADDING, SampleSource, SyntheticSource, TokenSource
+from trainer.data.sources import PADDING, OwnSource, SampleSource, SyntheticSource, TokenSource
 from trainer.data.text.streaming import TextSource, merge_states
 from trainer.data.token_file import TokenFolder
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
@@ -314,6 +315,8 @@ def _build_source(
     seq_len = config.training.seq_len
     vocab_size = config.model.vocab_size
     seed = _seed(config, validation)
+    if is_import_path(source.kind):
+        return OwnSource(source, seq_len, vocab_size, seed)
     if source.kind == "synthetic":
         return SyntheticSource(source.name, vocab_size, seed, source.document_length)
     assert source.path is not None  # configs.checks ensures it, and text's tokenizer

@@ -1,15 +1,17 @@
-"""Where windows of tokens come from: a folder of token files, or a keyed random number generator.
+"""Where windows of tokens come from: a folder of token files, a keyed random number generator, the user's own class.
 
 A source returns windows of seq_len + 1 tokens (the inputs, and the targets one position further) by *address*.
 `addresses` maps many ordinals to addresses at once, so that the order's arithmetic is done in bulk; `read` then fetches
-one window. The third source, text that is tokenized while training, is in `streaming`.
+one window. Another source, text that is tokenized while training, is in `streaming`.
 """
 
 from typing import Any, Protocol
 
 import numpy as np
 
-from configs.errors import UserError
+from configs.errors import ConfigError, UserError
+from configs.own_code import code_of, reason_of
+from configs.schema import Source
 from trainer.data.order import Epochs, derive_key
 from trainer.data.token_file import TokenFolder
 
@@ -151,3 +153,67 @@ class SyntheticSource:
 
     def check_unchanged(self) -> None:
         """Do nothing: there are no files."""
+
+
+_METHODS = ("addresses", "check_unchanged", "read", "state")
+
+
+class OwnSource:
+    """A source of the user's own, whose windows are checked: a token that is none would be an error of the device's."""
+
+    def __init__(self, settings: Source, seq_len: int, vocab_size: int, seed: int) -> None:
+        """Open it: its class is called with these arguments.
+
+        Args:
+            settings: the source's table in the job.
+            seq_len: a window has one token more.
+            vocab_size: tokens are below it.
+            seed: of the order; 0 for validation.
+
+        Raises:
+            ConfigError: it can't be opened, or lacks a method of `SampleSource`.
+        """
+        self._name = f'source "{settings.name}" of kind "{settings.kind}"'
+        self._vocab_size = vocab_size
+        found = code_of(settings.kind)
+        try:
+            self._source = found(settings, seq_len, vocab_size, seed)
+        except UserError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{self._name} cannot be opened: {reason_of(error)}") from None
+        if missing := [name for name in _METHODS if not callable(getattr(self._source, name, None))]:
+            raise ConfigError(f"{self._name} lacks {', '.join(missing)} of trainer.data.sources.SampleSource")
+
+    @property
+    def layout(self) -> str:
+        """Its own; "" if it has none."""
+        return str(getattr(self._source, "layout", ""))
+
+    def addresses(self, ordinals: np.ndarray) -> np.ndarray:
+        """Its own."""
+        return self._source.addresses(ordinals)
+
+    def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
+        """Fetch a window.
+
+        Raises:
+            UserError: it has an id that is no token's.
+        """
+        self._source.read(address, tokens, starts)
+        if tokens.min() < PADDING or tokens.max() >= self._vocab_size:
+            wrong = tokens[(tokens < PADDING) | (tokens >= self._vocab_size)][0]
+            raise UserError(
+                f"{self._name}: the window at {address} has the token {wrong}, and the vocabulary is {self._vocab_size}"
+            )
+
+    def state(self) -> dict[str, Any]:
+        """Its own, which must have the fingerprint of its content."""
+        state = self._source.state()
+        if not isinstance(state, dict) or "fingerprint" not in state:
+            raise ConfigError(f'{self._name}: state() must return a dict with a "fingerprint" of its content')
+        return state
+
+    def check_unchanged(self) -> None:
+        """Its own."""
+        self._source.check_unchanged()

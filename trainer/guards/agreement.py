@@ -72,7 +72,7 @@ def compare_data(config: Config) -> None:
         tokenizer = _fact(lambda: xxhash.xxh3_128_hexdigest(Path(str(config.tokenizer.path)).read_bytes()))
         facts[f"the content of tokenizer.path ({config.tokenizer.path})"] = tokenizer
     for key, source in used_sources(config):
-        if source.kind != "synthetic":
+        if source.kind in ("tokens", "text"):
             facts[f"the content of {key} ({source.path})"] = _fact(partial(_fingerprint, source, tokenizer))
     differing = _differences(facts)
     if differing:

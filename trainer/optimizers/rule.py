@@ -1,7 +1,8 @@
 """An optimizer's description, given by its file in this folder.
 
-`optimizer.name` is the name of the file; its class `Rule` implements the one below. The rest follows from it: which
-tensors a checkpoint has and under which names, their memory, row shards and owners, freezing, parameter groups.
+`optimizer.name` is the name of the file; its class `Rule` implements the one below, as does a class of the
+user's own. The rest follows from it: which tensors a checkpoint has and under which names, their memory, row shards and
+owners, freezing, parameter groups.
 """
 
 from abc import ABC, abstractmethod
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer as TorchOptimizer
 
+from configs.own_code import code_of, is_import_path
 from configs.schema import Optimizer
 from parallelisms.sums import Sums
 from trainer.kernels.keyed import Key
@@ -60,5 +62,7 @@ class Rule(ABC):
 
 
 def rule_of(name: str) -> type[Rule]:
-    """The rule of the optimizer with a name."""
+    """The rule of the optimizer with a name, or of the user's own."""
+    if is_import_path(name):
+        return code_of(name)
     return import_module(f"trainer.optimizers.{name}").Rule

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from configs.layout import MeshSizes
 from configs.plan import plan_of
-from configs.schema import ActivationCheckpoint, Config
+from configs.schema import ActivationCheckpoint, Config, OwnModel
 from models import build_model
 from parallelisms.activation_checkpoint import apply_activation_checkpoint, selected_layers
 from parallelisms.fake_ranks import mesh_of_a_block, split_blocks
@@ -114,6 +114,9 @@ def _remembered(asked: _Asked, mesh: Mesh | None) -> BlockMemory:
     """The answer of this process or, from a file, of an earlier one; else the block is measured."""
     key = asked.key
     if key in _answers:
+        return _answers[key]
+    if isinstance(asked.config.model, OwnModel):  # its code may have changed since an earlier process
+        _answers[key] = _measure(asked, mesh)
         return _answers[key]
     file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keel" / "blocks" / f"{key}.json"
     with suppress(OSError, ValueError, TypeError):  # there is none, or none that can be read

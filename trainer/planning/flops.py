@@ -67,7 +67,7 @@ def _weights_of(config: AnyModel) -> Iterator[Weight]:
     embedding = f"{plan.before_blocks[0]}.weight"
     head = f"{plan.after_blocks[-1]}.weight"
     for name, shape in model.shapes.items():
-        role: TensorRole = "embedding" if name == embedding else "head" if name == head else "column"
+        role: TensorRole = "embedding" if model.is_before_blocks(name) else "head" if name == head else "column"
         used = config.experts_per_token if len(shape) > 2 else None
         yield Weight(name, shape, role, used=used)
     if head not in model.shapes:

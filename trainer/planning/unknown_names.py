@@ -12,10 +12,11 @@ from configs.errors import ConfigError
 from configs.load import LoadedConfig
 from configs.plan import plan_of
 from configs.reading.keys import key_path
-from configs.schema import Config, is_described
+from configs.schema import Config, OwnModel, is_described
 from models import build_model
 from parallelisms.activation_checkpoint import select
 from trainer.optimizers.build import frozen_until
+from trainer.planning.own_code import faults_of_own_code
 from trainer.planning.skeleton import skeleton
 
 
@@ -34,10 +35,12 @@ def _mistakes(config: Config) -> Iterator[tuple[str, str]]:
     """Yield a key and what is wrong with it."""
     table = config.activation_checkpoint
     if not is_described(config.model):
-        faults = list(_mistake("model.hf_config", lambda: _require_supported(config)))
+        key = "model.architecture" if isinstance(config.model, OwnModel) else "model.hf_config"
+        faults = list(_mistake(key, lambda: _require_supported(config)))
         yield from faults
         if faults:
             return
+    yield from faults_of_own_code(config)
     if config.optimizer.groups:
         names = list(skeleton(config.model).shapes)
         yield from _mistake("optimizer.groups", lambda: frozen_until(config.optimizer, names))
@@ -56,6 +59,10 @@ def _require_supported(config: Config) -> None:
     if config.mesh.tp > 1 and plan.cannot_split:
         raise ConfigError(
             f"mesh.tp is {config.mesh.tp}, but {plan.cannot_split}; set tp = 1, and dp_shard for the ranks"
+        )
+    if config.mesh.pp > 1 and plan.why_no_pipeline:
+        raise ConfigError(
+            f"mesh.pp is {config.mesh.pp}, but {plan.why_no_pipeline}; or set pp = 1, and dp_shard or tp for the ranks"
         )
 
 

@@ -301,7 +301,10 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "optimizer.name=muon",
             '--optimizer.name: Muon orthogonalizes whole matrices, but partition "rows" cuts them; set fsdp.',
         ),
-        ("optimizer.momentum=0.9", 'momentum does nothing with name = "adamw" (the default), only with "muon"; leave'),
+        (
+            "optimizer.momentum=0.9",
+            'momentum does nothing with name = "adamw" (the default), only with "muon" or "module:Class"; leave',
+        ),
         (
             "profile.memory_snapshot=true",
             "does nothing with start_step = 0 (the default), which traces no steps",

@@ -93,7 +93,8 @@ def test_help_lists_every_key_with_type_default_and_sentence(capsys):
             (at,) = (i for i, line in enumerate(lines) if line.startswith(f"  --{key.name}  "))
             assert key.type in lines[at]
             assert key.doc.split()[0] in lines[at + 1]
-    assert '  --lr_schedule.name  "cosine" | "linear" | "warmup_stable_decay"; default "cosine"' in lines
+    names = '"cosine" | "linear" | "warmup_stable_decay" or string such as "module:Class"'
+    assert f'  --lr_schedule.name  {names}; default "cosine"' in lines
     assert "  --training.seq_len  integer > 0; required" in lines
     assert "  --model.head_dim  integer > 0; optional" in lines
 

@@ -84,11 +84,11 @@ def test_unknown_keys_name_the_nearest(text, message):
         ),
         (
             '[metrics]\nsink = "wandb"',
-            'metrics.sink must be a string such as "package.module:Class", got "wandb"',
+            'metrics.sink must be a string such as "module:Class", got "wandb"',
         ),
         (
             '[metrics]\nsink = "mine"',
-            'metrics.sink must be a string such as "package.module:Class", got "mine"',
+            'metrics.sink must be a string such as "module:Class", got "mine"',
         ),
         ("[data]\nsources = [3]", "data.sources.0 must be a table, got 3"),
         ("[tokenizer]\ntrain_on = [1]", "tokenizer.train_on must be a list of strings, got [1]"),

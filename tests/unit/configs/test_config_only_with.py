@@ -13,6 +13,7 @@ from configs.checks.idle import idle_keys
 from configs.display import help_text
 from configs.errors import ConfigError
 from configs.load import load
+from configs.own_code import EXAMPLE
 from configs.reading.keys import schema_keys
 from configs.reading.toml_text import table_text
 from configs.run_change import run_key_diff
@@ -182,7 +183,8 @@ def test_every_condition_is_of_a_key_with_a_default_and_about_a_key_that_can_mee
         for condition in needs:
             other = keys[condition.key if "." in condition.key else f"{name.rpartition('.')[0]}.{condition.key}"]
             if other.choices:
-                assert set(condition.values) < set(other.choices), f"{name}: {condition}"
+                code = {EXAMPLE} if EXAMPLE in other.type else set()  # stands for the user's own
+                assert set(condition.values) < {*other.choices, *code}, f"{name}: {condition}"
             assert condition.of is None or f'"{condition.of}"' in keys[name].type
             assert condition.values or not other.choices
 

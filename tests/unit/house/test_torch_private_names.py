@@ -31,7 +31,14 @@ NAMES = {
         "torch.distributed.checkpoint.utils._create_file_view",
     },
     "models/documents.py": {"torch._dynamo.maybe_mark_dynamic"} | ATTENTION,
-    "models/hf.py": {"*._buffers", "*._head", "*._non_persistent_buffers_set", "*._parameters", "*._version"},
+    "models/hf.py": {
+        *("*._buffers", "*._head", "*._modules", "*._non_persistent_buffers_set", "*._parameters", "*._version"),
+        "torch.utils._device._device_constructors",
+    },
+    "models/hf_stages.py": {
+        *("torch._subclasses.fake_tensor.FakeTensorMode", "torch.utils._python_dispatch.TorchDispatchMode"),
+        "torch.utils._pytree.tree_leaves",
+    },
     "parallelisms/activation_checkpoint.py": {"torch._C._dispatch_get_all_op_names", "torch._functorch.config"},
     "parallelisms/attention/backend.py": {
         "aten._scaled_dot_product_cudnn_attention",

@@ -105,10 +105,14 @@ def test_flops_count_matrices_and_attention(tmp_path):
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
-        ("gemma2", {}, "changes the logits after its head.*final_logit_softcapping = 30.0"),
+        ("phimoe", {"router_jitter_noise": 0.01}, "random numbers.*router_jitter_noise = 0.01"),
         ("gpt2", {"attn_pdrop": 0.1}, "dropout.*attn_pdrop = 0.1"),
         ("seed_oss", {}, "has dropout"),
-        ("phi", {"resid_pdrop": 0.0}, "the head of phi has a bias"),
+        (
+            "bert",
+            {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+            "shares cls.predictions.bias with cls.predictions.decoder.bias",
+        ),
         ("mixtral", {"output_router_logits": True}, "auxiliary loss"),
         ("qwen3", {"rope_parameters": {"rope_type": "nonsense"}}, "transformers cannot build this qwen3"),
     ],
@@ -122,7 +126,10 @@ def test_what_cannot_be_trained_as_it_is_is_refused(tmp_path, family, fields, me
 
 @pytest.mark.parametrize(
     ("family", "message"),
-    [("gpt2", "has no plan of tensor parallelism"), ("deepseek_v2", 'the style "mla_kv_a_proj"')],
+    [
+        ("gpt2", "has no plan of tensor parallelism"),
+        ("sarvam_moe", "says nothing of model.layers.0.self_attn.[qk]_norm"),
+    ],
 )
 def test_a_family_that_tensor_parallelism_cannot_split(tmp_path, family, message):
     folder = write_config(tmp_path / family, family, num_key_value_heads=4)

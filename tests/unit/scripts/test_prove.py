@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import combinations
 from math import gcd
 from unittest import mock
@@ -17,8 +18,9 @@ from models import hf
 from scripts import prove
 from scripts.proving.activations import first_block_apart
 from scripts.proving.equal import Report, differences, worst
+from scripts.proving.families import FamilyProof, families_page
 from scripts.proving.page import page, pair_verdicts
-from scripts.proving.run import Outcome
+from scripts.proving.run import FLOAT32, Outcome
 from scripts.proving.small import SmallJob, small_job
 from scripts.proving.techniques import AXES, TECHNIQUES, Search, chosen, ranks_of, row_of
 
@@ -208,7 +210,7 @@ def test_small_experts_are_more_than_a_token_goes_to(tmp_path):
     small = json.loads(family_small({**fields, "moe_intermediate_size": 768, "num_key_value_heads": 4}, tmp_path))
     assert (small["num_experts"], small["num_experts_per_tok"], small["moe_intermediate_size"]) == (4, 2, 32)
     assert small["num_attention_heads"] == small["num_key_value_heads"] == 4
-    assert small["experts_implementation"] == "eager"
+    assert small["experts_implementation"] == "batched_mm"
 
 
 def family_small(fields, tmp_path):
@@ -263,3 +265,32 @@ def test_a_proof_of_one_axis(tmp_path, capsys):
     assert [row["name"] for row in rows] == ["1 process", "FSDP 2", "accumulation", "FSDP 2 x accumulation"]
     assert all(max(row["figures"].values()) < 1e-12 for row in rows)
     assert "FSDP 2" in (tmp_path / "a.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_pattern_of_families_makes_one_page(tmp_path):
+    json_file = tmp_path / "families.json"
+    page_file = tmp_path / "families.md"
+    words = ["--axes", "fsdp,tp,cp", "--ranks", "2", "--json", str(json_file), "--page", str(page_file)]
+    assert prove.main(["olmo[2]", *words]) == 0
+    (proof,) = json.loads(json_file.read_text())
+    verdicts = {row["name"]: row["verdict"] for row in proof["rows"]}
+    equal = dict.fromkeys(("transformers", "1 process", "FSDP 2", "TP 2"), "equal")
+    assert verdicts == equal | dict.fromkeys(("CP 2 gather", "CP 2 ring", "CP 2 all_to_all"), "refused")
+    assert "| olmo2 | = | = | = | - | - | - |" in page_file.read_text()
+    assert prove.main(["bert[-]gen*", *words]) == 0
+    assert "shares lm_head.bias with lm_head.decoder.bias, which techniques would separate" in page_file.read_text()
+
+
+def test_reasons_are_joined_by_what_they_say():
+    """The name of a family is no part of the reason; float32's round-off is a sign of its own."""
+    refused = Outcome("TP 2", ("TP 2",), 2, "refused", "opt has no plan of tensor parallelism; set tp = 1")
+    other = replace(refused, reason="bloom has no plan of tensor parallelism; set tp = 1")
+    cast = Outcome("FSDP 2", ("FSDP 2",), 2, "equal", f"{FLOAT32}, in which the model itself computes x")
+    proofs = [FamilyProof("opt", outcomes=[cast, refused]), FamilyProof("bloom", outcomes=[other])]
+    text = families_page([*proofs, FamilyProof("bert", "bert is shared")], chosen(("fsdp", "tp"), False), "keel prove")
+    assert "| opt |  | ≈ | - |" in text
+    assert "- the family has no plan of tensor parallelism: TP 2: all" in text
+    assert "- the family is shared: bert" in text
+    assert not FamilyProof("opt", outcomes=[cast, refused]).is_wrong
+    assert FamilyProof("opt", outcomes=[replace(cast, verdict="wrong")]).is_wrong

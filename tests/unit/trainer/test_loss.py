@@ -74,6 +74,19 @@ def test_exact_in_float64(batch: int, seq: int, vocab: int, rows: int, z_loss_we
 
 
 @pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_bias_and_softcap_are_part_of_the_logits(small_chunks: None, softcap: float):
+    hidden, weight, targets = _inputs(2, 9, 5, 23)
+    bias = torch.randn(23, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    logits = F.linear(hidden, weight, bias).flatten(0, 1)
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    expected = F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORED)
+    found = CrossEntropy()(hidden, weight, targets, bias=bias, softcap=softcap)
+    tensors = (hidden, weight, bias)
+    ours = (found.detach(), *torch.autograd.grad(found / 13, tensors))
+    _assert_equal(ours, (expected.detach(), *torch.autograd.grad(expected / 13, tensors)), 1e-12)
+
+
 def test_nothing_valid_is_zero_with_zero_gradients():
     hidden, weight, targets = _inputs(2, 10, 4, 50, ignored=1.0)
     for tensor in _with_gradients(CrossEntropy(0.1)(hidden, weight, targets), hidden, weight):

@@ -1,14 +1,11 @@
 """The sinks that `[metrics]` asks for, checked before anything is built."""
 
-import os
-import sys
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from configs.errors import UserError
 from configs.files import link_refused
+from configs.own_code import admit
 from configs.schema import Metrics
 from trainer.report.sinks.tensorboard import TensorBoard
 from trainer.report.sinks.wandb import WandB
@@ -38,7 +35,7 @@ def choose_sinks(settings: Metrics, folder: Path, with_own: bool = True) -> dict
         _require_login()
         sinks["W&B"] = WandB
     if settings.sink and with_own:
-        sinks[f"metrics.sink {settings.sink}"] = _own_sink(settings.sink)
+        sinks[f"metrics.sink {settings.sink}"] = admit(settings.sink, "metrics.sink")
     return sinks
 
 
@@ -60,21 +57,3 @@ def _require_login() -> None:
         raise UserError(f"metrics.wandb = true: {error} Or work offline: WANDB_MODE=offline") from None
     if not is_ready:
         raise UserError("metrics.wandb = true, and W&B is not logged in: wandb login, or WANDB_MODE=offline")
-
-
-def _own_sink(name: str) -> Any:
-    """Import `module:Class`, from the current folder or an installed package."""
-    module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found = getattr(import_module(module), attribute, None)
-    except Exception as error:
-        raise UserError(
-            f'metrics.sink is "{name}", and {module} can\'t be imported ({type(error).__name__}: {error}); Keel looks '
-            "for it on PYTHONPATH, in the current folder and among installed packages, and its own packages, such as "
-            "models, come first"
-        ) from None
-    if not callable(found):
-        raise UserError(f'metrics.sink is "{name}", but {module} has no class {attribute}')
-    return found

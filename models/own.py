@@ -1,0 +1,104 @@
+"""What models of the user's own are made of: parts of Keel's that fit its techniques.
+
+    from models.own import CausalLm, Head, Options, attend, plan_of_parts
+
+A model is a module that is called like Keel's own, `model(tokens, positions, documents, loss)`, and has a `plan` and an
+`init_std` (`configs.plan.PlannedModel`). `CausalLm` is a base that has all but the modules, the forward pass and the
+plan (docs/own_models.md).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from configs.architectures.own import Options
+from configs.plan import Plan, TensorRole
+from models.documents import Documents, has_kernel
+from models.llama import Head, Loss, Mask, attend, document_mask
+
+__all__ = ["CausalLm", "Documents", "Head", "Loss", "Mask", "Options", "attend", "plan_of_parts"]
+
+_SAVE_OPS = ("aten.mm", "aten.addmm", "*._scaled_dot_product_*attention*")
+_INIT_STD = 0.02
+
+
+class CausalLm(nn.Module):
+    """A base for models of one's own, which have the attribute `plan` and the method `forward`."""
+
+    plan: Plan
+
+    def __init__(self, options: Any) -> None:
+        """Keep the options as `self.options`."""
+        super().__init__()
+        self.options = options
+        self.mask = self._mask
+        """Maps documents and the activations' dtype to the mask that each `attend` takes; techniques replace it."""
+
+    def init_std(self, name: str) -> float | None:
+        """Standard deviation of a parameter's initial values: 0.02 for matrices (`options.init_std`, if there is one),
+        0 for biases; None, all 1, for norms, which are the other vectors."""
+        if name.endswith("bias"):
+            return 0.0
+        return None if self.get_parameter(name).ndim == 1 else getattr(self.options, "init_std", _INIT_STD)
+
+    def _mask(self, documents: Documents, dtype: torch.dtype) -> Mask:
+        width = getattr(self.options, "head_dim", None) or self.options.dim // self.options.n_heads
+        if has_kernel(documents.ids.device.type, dtype, width):
+            return documents.numbered()
+        return document_mask(documents.ids)
+
+
+def plan_of_parts(
+    model: nn.Module,
+    blocks: str,
+    n_blocks: int,
+    before: tuple[str, ...],
+    after: tuple[str, ...],
+    attention: str = "",
+    tensor_parallel: Mapping[str, TensorRole] | None = None,
+    save_ops: tuple[str, ...] = _SAVE_OPS,
+) -> Plan:
+    """The plan of a model, or of a pipeline's stage, in which parts are missing.
+
+    Args:
+        model: the whole model, or a stage.
+        blocks: name of the `nn.ModuleDict` of blocks, whose keys are "0", "1", ...
+        n_blocks: their number in the whole model.
+        before: modules before the blocks, the embedding of the tokens first.
+        after: modules after the blocks, the head last.
+        attention: in each block, the module with `attend`; "": none, so that neither the sequence nor documents can be
+            divided.
+        tensor_parallel: roles (`configs.plan.Plan`) of modules and parameters, by their names in a block; embedding
+            and head need none. None: tensor parallelism can't split the model.
+        save_ops: costly ops, whose outputs selective activation checkpointing keeps.
+    """
+    numbers = [name for name, _ in model.get_submodule(blocks).named_children()]
+    names = tuple(f"{blocks}.{number}" for number in numbers)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first = tuple(name for name in before if getattr(model, name, None) is not None)
+    last = tuple(name for name in after if getattr(model, name, None) is not None)
+    is_tied = parameters.get(f"{before[0]}.weight") is parameters.get(f"{after[-1]}.weight")
+    groups = [(name,) for name in names]
+    roles: dict[str, TensorRole] = {}
+    if tensor_parallel is not None:
+        roles |= {f"{name}.{part}": role for name in names for part, role in tensor_parallel.items()}
+        ends: dict[str, TensorRole] = {before[0]: "whole_embedding", after[-1]: "whole_head"}
+        roles |= {name: role for name, role in ends.items() if name in (*first, *last)}
+    return Plan(
+        blocks=names,
+        first_block=int(numbers[0]),
+        n_blocks=n_blocks,
+        can_be_cut=not is_tied,
+        before_blocks=first,
+        after_blocks=last,
+        fsdp_groups=tuple(groups if is_tied else filter(None, (first, *groups, last))),
+        attention=tuple(f"{name}.{attention}" for name in names) if attention else (),
+        mixers=tuple(f"{name}.{attention}" if attention else name for name in names),
+        experts=(),
+        routers=(),
+        tensor_parallel=roles,
+        save_ops=save_ops,
+        cannot_split="" if roles else "its plan has no roles of tensor parallelism (tensor_parallel)",
+    )

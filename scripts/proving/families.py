@@ -1,0 +1,201 @@
+"""Proves many families of transformers, one after the other: each technique alone, and a page of families by axes."""
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs.errors import ConfigError
+from configs.reading.hf_config import causal_families
+from configs.schema import Config
+from scripts.proving.run import BOUND, FLOAT32, Outcome, Prover, Verdict, error_in, not_tried
+from scripts.proving.small import small_job
+from scripts.proving.techniques import Technique
+
+if TYPE_CHECKING:
+    from scripts.rank_pool import RankPool
+
+
+@dataclass(frozen=True)
+class FamilyProof:
+    """What came out of a family."""
+
+    family: str
+    refused: str = ""
+    """Why no model of it is built; then there are no outcomes."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    """First the comparison with transformers, then one process, then each technique."""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a technique computes something else."""
+        return any(outcome.verdict == "wrong" for outcome in self.outcomes)
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields, by name."""
+        return {
+            "family": self.family,
+            "refused": self.refused,
+            "rows": [outcome.as_json() for outcome in self.outcomes],
+        }
+
+
+def families_of(pattern: str) -> list[str]:
+    """The families of transformers that a pattern such as qwen* names; none if it is not a pattern."""
+    if not any(sign in pattern for sign in "*?["):
+        return []
+    return [family for family in causal_families() or () if fnmatch(family, pattern)]
+
+
+def prove_family(
+    pool: "RankPool", family: str, job_of: Callable[[str], Config], techniques: Sequence[Technique], ranks: int
+) -> FamilyProof:
+    """Compare a family's small model with transformers, then train it with each technique alone.
+
+    Args:
+        pool: the ranks.
+        family: its name in transformers.
+        job_of: returns the job that trains a family.
+        techniques: those to try.
+        ranks: the most ranks.
+    """
+    try:
+        config = job_of(family)
+        with tempfile.TemporaryDirectory() as folder:
+            job = Path(folder) / "small.toml"
+            job.write_text(small_job(config, 8).text)
+            return FamilyProof(family, outcomes=list(_outcomes(pool, job, techniques, ranks)))
+    except ConfigError as error:
+        return FamilyProof(family, refused=" ".join(str(error).split()))
+
+
+def _outcomes(pool: "RankPool", job: Path, techniques: Sequence[Technique], ranks: int) -> Iterator[Outcome]:
+    yield _against_transformers(pool, job)
+    prover = Prover(pool, str(job), job.parent)
+    alone = prover.outcome(())
+    yield alone
+    for technique in techniques if alone.verdict == "equal" else ():
+        too_many = technique.ranks > ranks
+        outcome = (
+            not_tried((technique,), f"needs {technique.ranks} ranks") if too_many else prover.outcome((technique,))
+        )
+        yield not_tried((technique,), "a rank was killed: too little memory") if _KILLED in outcome.reason else outcome
+
+
+def _against_transformers(pool: "RankPool", job: Path) -> Outcome:
+    """The outcome of the comparison of logits.
+
+    Raises:
+        ConfigError: the model can't be built, or transformers' own fails.
+    """
+    from scripts.proving.plain import difference_from_transformers
+
+    name = "transformers"
+    try:
+        difference, failure = pool.run(1, difference_from_transformers, str(job))[0]
+    except RuntimeError as error:
+        is_refusal, reason = error_in(str(error))
+        if is_refusal:
+            raise ConfigError(reason) from None
+        return Outcome(name, (), 1, "wrong", reason)
+    if failure:
+        raise ConfigError(f"transformers itself fails with the small model: {failure}")
+    verdict: Verdict = "equal" if difference <= BOUND else "wrong"
+    return Outcome(name, (), 1, verdict, f"logits {difference:.1e} off" * (verdict == "wrong"), {"loss": difference})
+
+
+_KILLED = "(exit code -9)"
+"""How a rank ends of which the system takes the memory back."""
+
+
+# --------------------------------------------------------------------------- the page
+
+_SIGNS: Mapping[str, str] = {"equal": "=", "float32": "≈", "refused": "-", "not tried": "", "wrong": "**wrong**"}
+_HEAD = """# Families of transformers by technique
+
+Made by `{command}` with transformers {version} and torch {torch}.
+
+Each family's default configuration, [made small](prove.md#what-it-does), trains for four steps in float64 with each
+technique alone, and losses, gradient norms, first gradients, weights and buffers are compared with one process in plain
+PyTorch. The first column compares logits with those of the model that transformers itself builds, of the same weights.
+
+| sign | meaning |
+|---|---|
+| = | equal to {bound:.0e} |
+| ≈ | equal to the round-off of float32, in which the family computes a part itself, whatever type it is given |
+| - | refused, before anything is built; the reasons are below |
+| **wrong** | something else is computed |
+"""
+
+
+def families_page(proofs: Sequence[FamilyProof], techniques: Sequence[Technique], command: str) -> str:
+    """The Markdown page of proofs: the counts, a row for each family that is built, and all reasons."""
+    from importlib.metadata import version
+
+    columns = {"transformers": "transformers"} | {each.name: each.axis for each in techniques}
+    built = [proof for proof in proofs if not proof.refused]
+    rows = ["| family | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for proof in built:
+        signs = {outcome.name: _sign(outcome) for outcome in proof.outcomes}
+        rows.append(f"| {proof.family} | " + " | ".join(signs.get(name, "") for name in columns) + " |")
+    head = _HEAD.format(command=command, version=version("transformers"), torch=_release(), bound=BOUND)
+    parts = [head, "## Counts", _counts(built, columns), "## Families", "\n".join(rows)]
+    parts += ["## Reasons", _reasons(built), "## Families of which no model is built", _unbuilt(proofs)]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _release() -> str:
+    from importlib.metadata import version
+
+    return version("torch").partition("+")[0]
+
+
+def _sign(outcome: Outcome) -> str:
+    is_float32 = outcome.verdict == "equal" and outcome.reason.startswith(FLOAT32)
+    return _SIGNS["float32" if is_float32 else outcome.verdict]
+
+
+def _counts(built: Sequence[FamilyProof], columns: Mapping[str, str]) -> str:
+    """A table with the numbers of families by column and verdict."""
+    rows = [f"{len(built)} families are built.", "", "| technique | equal | refused | wrong |", "|---|---|---|---|"]
+    for name in columns:
+        verdicts = [outcome.verdict for proof in built for outcome in proof.outcomes if outcome.name == name]
+        figures = [str(verdicts.count(verdict)) for verdict in ("equal", "refused", "wrong")]
+        rows.append(f"| {name} | {' | '.join(figures)} |")
+    return "\n".join(rows)
+
+
+def _reasons(built: Sequence[FamilyProof]) -> str:
+    """Each reason to refuse, or what is wrong, with the techniques and families of which it is."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for proof in built:
+        for outcome in proof.outcomes:
+            if outcome.reason and not outcome.reason.startswith(FLOAT32):
+                reason = _without_name(outcome.reason.split("; ")[0], proof.family)
+                found.setdefault(reason, {}).setdefault(outcome.name, []).append(proof.family)
+    return "\n".join(
+        f"- {reason}: " + "; ".join(f"{name}: {_listed(families, len(built))}" for name, families in by_name.items())
+        for reason, by_name in found.items()
+    )
+
+
+def _unbuilt(proofs: Sequence[FamilyProof]) -> str:
+    found: dict[str, list[str]] = {}
+    for proof in proofs:
+        if proof.refused:
+            found.setdefault(_without_name(proof.refused, proof.family), []).append(proof.family)
+    return "\n".join(f"- {reason}: {', '.join(families)}" for reason, families in found.items())
+
+
+def _listed(families: Sequence[str], of: int) -> str:
+    return "all" if len(families) == of else ", ".join(families)
+
+
+def _without_name(reason: str, family: str) -> str:
+    """The reason in words that are the same for all families that have it."""
+    reason = reason.removeprefix("--model.hf: ")
+    reason = re.sub(rf"\b{re.escape(family)}\b", "the family", reason)
+    return reason.replace("|", r"\|").replace("<", r"\<")
