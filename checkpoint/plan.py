@@ -279,14 +279,6 @@ class Plans:
     made: int = 0
     """How many plans were made."""
 
-    @staticmethod
-    def described(shards: Mapping[str, Shard]) -> list[Any]:
-        """What a plan is made for: it serves again for tensors that are described alike."""
-        return [
-            (name, shard.local.dtype, shard.local.shape, shard.shape, shard.offsets, shard.spread)
-            for name, shard in shards.items()
-        ]
-
     def plan(self, shards: Mapping[str, Shard], group: dist.ProcessGroup) -> Plan:
         """The plan for a state; all ranks of `group`, which holds all ranks, must call it."""
         made_for = [
