@@ -279,11 +279,14 @@ class Plans:
     made: int = 0
     """How many plans were made."""
 
+    @staticmethod
+    def described(shards: Mapping[str, Shard]) -> list[Any]:
+        """What a plan is made for: it serves again for tensors that are described alike."""
+        return [(name, shard.local.dtype, shard.shape, shard.offsets, shard.spread) for name, shard in shards.items()]
+
     def plan(self, shards: Mapping[str, Shard], group: dist.ProcessGroup) -> Plan:
         """The plan for a state; all ranks of `group`, which holds all ranks, must call it."""
-        made_for = [
-            (name, shard.local.dtype, shard.shape, shard.offsets, shard.spread) for name, shard in shards.items()
-        ]
+        made_for = self.described(shards)
         serves = torch.tensor(int(self._last is not None and made_for == self._made_for))
         # Whether the last plan serves on all ranks.
         dist.all_reduce(serves, op=dist.ReduceOp.MIN, group=group)
