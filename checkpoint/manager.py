@@ -30,10 +30,12 @@ from checkpoint.consensus import Vote
 from checkpoint.incarnation import Alone, Incarnation, Superseded
 from checkpoint.lock import BeingRead
 from checkpoint.manifest import MANIFEST_NAME, Damaged, FileEntry, Manifest, Origin, RunChange, manifest_of
+from checkpoint.plan import Plans
 from checkpoint.reader import Description, Found, Log, Reader, TrainerState
+from checkpoint.shards import Shard, State, shards_of
 from checkpoint.staging import Stager, hashes, require_unchanged, too_little_memory
 from checkpoint.storage import FolderStorage, Storage, commit
-from checkpoint.store import SaveFailed, Shard, State, save_failed
+from checkpoint.store import SaveFailed, save_failed
 from checkpoint.verify import content_damages
 from configs.errors import UserError
 from configs.schema import Checkpoint
@@ -110,6 +112,7 @@ class CheckpointManager:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_seconds))
         self._reader = Reader(folder, self._storage, settings, self._run, self._log, self._group)
         self._stager = Stager(self._log.warning)
+        self._plans = Plans()
         self._mode = settings.mode
         self._pending: _Save | None = None
         self._vote: Vote | None = None
@@ -207,7 +210,7 @@ class CheckpointManager:
         If a host has too little memory to stage its ranks' state, this launch saves like `checkpoint.mode = "sync"`:
         through a small buffer, while training waits.
         """
-        if self._mode == "async" and (complaint := too_little_memory(store.shards_of(state), self._group)):
+        if self._mode == "async" and (complaint := too_little_memory(shards_of(state), self._group)):
             self._mode = "sync"
             self._log.warning(complaint)
 
@@ -339,7 +342,7 @@ class CheckpointManager:
     def _start(self, save: _Save, state: State) -> None:
         """Write `state` as it is now, in the background if the mode is "async"; `save.result` becomes the outcome."""
         try:
-            shards = store.shards_of(state)
+            shards = shards_of(state)
             is_staged = self._mode == "async"
             if is_staged:
                 shards = self._stager.stage(shards)
@@ -375,7 +378,7 @@ class CheckpointManager:
         """Write, commit and prune."""
         staged = hashes(shards) if is_staged else {}
         store.require_finite(shards, save.checkpoint.name, self.newest, self._group)
-        files = store.write(self._storage, save.unfinished, shards, self._group)
+        files = store.write(self._storage, save.unfinished, shards, self._group, self._plans)
         if is_staged:
             require_unchanged(shards, staged, save.checkpoint.name, self._group)
         self._require_readable(save.unfinished, files)

@@ -21,7 +21,10 @@ from pydantic import Field, TypeAdapter, ValidationError
 from configs.errors import UserError
 from configs.untrusted import MAX_JSON_BYTES, parse_json, printable, read_file, require_64_bits
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+"""Since 3, each rank has an index of its own (`checkpoint.index`)."""
+OLDEST_VERSION = 2
+"""The oldest that is read."""
 MANIFEST_NAME = "MANIFEST.json"
 TRAINER_NAME = "trainer.json"
 UNFINISHED = ".tmp"
@@ -34,6 +37,9 @@ Value = TypeVar("Value")
 
 class Damaged(UserError):
     """The files of a checkpoint are not what was written, so it must not be loaded."""
+
+    reason = ""
+    """What is wrong, without the checkpoint's name and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,9 @@ def config_hash(config: dict[str, Any]) -> str:
 def damaged(folder: Path, reason: str) -> Damaged:
     """Create the error for a checkpoint that must not be loaded."""
     remedy = "move it away, or choose another (checkpoint.load, checkpoint.go_back)"
-    return Damaged(f"checkpoint {folder} is damaged: {reason}; {remedy}")
+    error = Damaged(f"checkpoint {folder} is damaged: {reason}; {remedy}")
+    error.reason = reason
+    return error
 
 
 @contextmanager
@@ -179,9 +187,10 @@ def read_manifest(folder: Path) -> Manifest:
     text = sealed_text(folder)
     with readable(folder, MANIFEST_NAME):
         version = parse_json(text).get("format_version")  # the seal guarantees an object
-    if isinstance(version, int) and version != FORMAT_VERSION:
+    if isinstance(version, int) and not OLDEST_VERSION <= version <= FORMAT_VERSION:
         keel = "a newer Keel" if version > FORMAT_VERSION else "the Keel that wrote it"
-        raise UserError(f"checkpoint {folder} has format {version}; this Keel reads {FORMAT_VERSION}: use {keel}")
+        formats = f"{OLDEST_VERSION} to {FORMAT_VERSION}"
+        raise UserError(f"checkpoint {folder} has format {version}; this Keel reads {formats}: use {keel}")
     with readable(folder, MANIFEST_NAME):
         manifest = _MANIFEST.validate_json(text, strict=True)
         require_64_bits(manifest.config)

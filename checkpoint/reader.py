@@ -19,11 +19,11 @@ from checkpoint import manifest as manifests
 from checkpoint import store
 from checkpoint.compare import shape_differences
 from checkpoint.find import find_checkpoint
-from checkpoint.index import index_text, metadata_of, read_metadata
+from checkpoint.index import metadata_of, read_index, read_metadata
 from checkpoint.manifest import Damaged, Manifest, RunChange, damaged
 from checkpoint.reproducibility import CODE, changed_settings, changed_surroundings
+from checkpoint.shards import State, shards_of
 from checkpoint.storage import Storage
-from checkpoint.store import State
 from checkpoint.verify import content_damages
 from configs.errors import ConfigError, listed
 from configs.run_change import function_diff, run_key_diff
@@ -277,7 +277,7 @@ class Reader:
 
     def _fill(self, found: Found, state: State, may_convert: Callable[[str, torch.dtype], bool]) -> None:
         """Compare names, shapes and dtypes on all ranks, then load the tensors."""
-        shards = store.shards_of(state)
+        shards = shards_of(state)
         self._require_none(found, store.differences(found.metadata, shards, self.group, may_convert))
         started = time.perf_counter()
         store.read(self.storage, found.folder, found.metadata, shards, self.group)
@@ -303,14 +303,16 @@ def _read(folder: Path) -> Json:
         UserError: it has another format.
     """
     manifest = manifests.read_manifest(folder)
-    index = index_text(read_metadata(folder))
-    return [str(folder), asdict(manifest), index.decode(), manifests.read_trainer_state(folder)]
+    read_metadata(folder)
+    index = read_index(folder).decode()
+    return [str(folder), asdict(manifest), index, manifests.read_trainer_state(folder)]
 
 
 def _found(told: list[Any]) -> Found:
     """The result of `_read` as an object."""
     folder, manifest, index, trainer_state = told
-    return Found(Path(folder), manifests.manifest_of(manifest), metadata_of(index), trainer_state)
+    metadata = metadata_of(index.encode(), Path(folder))
+    return Found(Path(folder), manifests.manifest_of(manifest), metadata, trainer_state)
 
 
 def _may_resume_from(name: str, saved: torch.dtype) -> bool:

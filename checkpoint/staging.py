@@ -18,7 +18,8 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from checkpoint.store import SaveFailed, Shard, places
+from checkpoint.shards import Shard
+from checkpoint.store import SaveFailed, places
 from configs.errors import listed
 from parallelisms.ranks import gather
 

@@ -1,9 +1,12 @@
 """The tensors of one checkpoint, put into a storage and read from it by torch.distributed.checkpoint (DCP).
 
-A state is a flat dict from names to tensors or DTensors. Every rank first turns its own into `Shard`s: a plain local
-tensor and its position in the whole. One description thus serves a replicated scalar, an FSDP x TP parameter and a copy
-of either in CPU memory, and DCP, which sees only shards, converts from any saved sharding to any requested one. A shard
-that several ranks hold is written once; DCP assigns it to the rank that has the least to write.
+A state is a flat dict from names to tensors or DTensors. Every rank first turns its own into shards (`shards.py`): a
+plain local tensor and its position in the whole. One description thus serves a replicated scalar, an FSDP x TP
+parameter and a copy of either in CPU memory, and DCP, which sees only shards, converts from any saved sharding to any
+requested one. What several ranks hold is written once; which of them writes it, each derives by itself (`plan.py`).
+
+Of DCP this uses the planners' and the storages' interface, step by step, on each rank alone. `dcp.save` and `dcp.load`
+would gather the plans of all ranks on the first, as pickles, and send them back.
 
 Data are hashed as they are written, which costs a thirtieth of the writing. In return, torch's own checksum is disabled
 (the zip format's CRC-32, which torch.load never checks): it costs a third of the writing.
@@ -14,46 +17,33 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from checkpoint.index import put_index
-from checkpoint.manifest import FileEntry, damaged
+from checkpoint.index import MOST_PARTS, complete_metadata, index_of, places_text, put_directory, put_index
+from checkpoint.manifest import Damaged, FileEntry, damaged
+from checkpoint.plan import Plan, Plans, file_of
+from checkpoint.shards import Shard
 from checkpoint.storage import Storage
-from checkpoint.tensor_stream import require_stored
+from checkpoint.tensor_stream import entry_of, require_stored
 from configs.errors import UserError, listed
-from parallelisms.ranks import Json, gather, on_rank_zero
-
-State = Mapping[str, Tensor]
-Result = TypeVar("Result")
+from parallelisms.ranks import Json, error_as_json, error_of, gather, on_rank_zero
 
 
 class SaveFailed(UserError):
@@ -62,46 +52,6 @@ class SaveFailed(UserError):
 
 class NotFinite(UserError):
     """The state has non-finite values, so no run can resume from it."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This rank's part of a tensor. DCP finds the methods by their names (protocol `_Checkpointable`)."""
-
-    local: Tensor
-    shape: torch.Size
-    """Shape of the whole tensor."""
-    offsets: torch.Size
-    """Where `local` begins in the whole tensor, one number per dimension."""
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The box for DCP to fill or write; empty if this rank's part is empty."""
-        if self.local.numel() == 0:
-            return []
-        return [ChunkStorageMetadata(offsets=self.offsets, sizes=self.local.shape)]
-
-    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.local.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(name, self.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-
-def shards_of(state: State) -> dict[str, Shard]:
-    """This rank's parts of the tensors in `state`. They share its memory: loading into them loads `state`."""
-    shards = {}
-    for name, tensor in state.items():
-        if not isinstance(tensor, DTensor):
-            shards[name] = Shard(tensor.detach(), tensor.shape, torch.Size([0] * tensor.dim()))
-        elif tensor.device_mesh.get_coordinate() is not None:
-            [chunk] = tensor.__create_chunk_list__()
-            shards[name] = Shard(tensor.to_local().detach(), tensor.shape, chunk.offsets)
-    return shards
 
 
 def require_finite(shards: Mapping[str, Shard], name: str, newest: Path | None, group: dist.ProcessGroup) -> None:
@@ -141,9 +91,20 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def write(
-    storage: Storage, folder: Path, shards: Mapping[str, Shard], group: dist.ProcessGroup
+    storage: Storage,
+    folder: Path,
+    shards: Mapping[str, Shard],
+    group: dist.ProcessGroup,
+    plans: Plans | None = None,
 ) -> dict[str, FileEntry]:
     """Put every rank's shards, and their index, into the unfinished checkpoint `folder`; all ranks must call it.
+
+    Args:
+        storage: where the checkpoint is.
+        folder: the unfinished checkpoint.
+        shards: this rank's.
+        group: all ranks.
+        plans: keeps the plan for the next save; None: it is made for this one.
 
     Returns:
         All files put, by any rank, with their sizes and hashes.
@@ -151,19 +112,107 @@ def write(
     Raises:
         SaveFailed: a rank could not write. All ranks raise it.
     """
-    writer = _Writer(storage, folder)
-    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    plan = (plans or Plans()).plan(shards, group)
+    rank = dist.get_rank(group)
+    n_parts = plan.directory.n_parts
+    is_whole = dist.get_world_size(group) == 1 and n_parts <= MOST_PARTS
+    files = _Files(storage)
+    places: dict[str, tuple[int, int]] = {}
+    failure: Exception | None = None
     try:
-        dcp.save(dict(shards), storage_writer=writer, planner=planner, process_group=group)
-    # CheckpointException derives from BaseException, and has the errors of each rank.
-    except CheckpointException as failure:
-        if not all(isinstance(error, OSError) for error, _ in failure.failures.values()):
-            raise RuntimeError(f"writing {folder} failed: {failure}") from failure
-        reasons = "; ".join(f"rank {rank}: {error}" for rank, (error, _) in sorted(failure.failures.items()))
-        # Only the first rank knows the plans of all.
-        raise SaveFailed(on_rank_zero(group, lambda: str(save_failed(folder, reasons, planner.n_bytes)))) from None
-    mine: dict[str, Json] = {name: [entry.size, entry.xxh3] for name, entry in writer.fs.files.items()}
-    return {name: FileEntry(*entry) for files in gather(mine, group) for name, entry in files.items()}
+        places = _put_shards(files, folder, shards, plan, rank)
+        if not is_whole:
+            with files.create_stream(folder / index_of(file_of(rank)), "wb") as file:
+                file.write(places_text(places))
+    except Exception as error:
+        failure = error
+    told: Json = [
+        None if failure is None else error_as_json(failure),
+        sum(_n_bytes(item) for item in plan.items),
+        {name: [entry.size, entry.xxh3] for name, entry in files.files.items()},
+        places if n_parts <= MOST_PARTS else None,
+    ]
+    # What each rank has put, or why it could not.
+    by_rank = gather(told, group)
+    n_bytes = sum(of_rank for _, of_rank, *_ in by_rank)
+    _raise_failures([error for error, *_ in by_rank], folder, n_bytes, failure, group)
+    found = {name: FileEntry(*entry) for _, _, entries, _ in by_rank for name, entry in entries.items()}
+    places_by_rank = [places for *_, places in by_rank]
+    return found | _put_index(files, folder, plan, places_by_rank, is_whole, group)
+
+
+def _put_shards(
+    files: "_Files", folder: Path, shards: Mapping[str, Shard], plan: Plan, rank: int
+) -> dict[str, tuple[int, int]]:
+    """Put what this rank writes into its file; returns first byte and number of bytes of each tensor's part in it."""
+    writer = _Writer(files, folder, rank)
+    planner = _SavePlanner(plan)
+    planner.set_up_planner(dict(shards), writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(is_coordinator=True)
+    own = writer.prepare_local_plan(planner.create_local_plan())
+    [own], _ = planner.create_global_plan([own])
+    [own] = writer.prepare_global_plan([own])
+    written = writer.write_data(planner.finish_plan(own), planner)
+    written.wait()
+    return {each.index.fqn: (each.storage_data.offset, each.storage_data.length) for each in written.value()}
+
+
+def _raise_failures(
+    told: Sequence[Any], folder: Path, n_bytes: int, own: Exception | None, group: dist.ProcessGroup
+) -> None:
+    """Raise SaveFailed if ranks could not write, or RuntimeError if one failed otherwise; the same on all ranks.
+
+    Args:
+        told: each rank's error, as `error_as_json` has it; None: it has written.
+        folder: the unfinished checkpoint.
+        n_bytes: of all ranks' tensors.
+        own: this rank's error.
+        group: all ranks.
+    """
+    failures = {rank: error_of(error) for rank, error in enumerate(told) if error is not None}
+    if not failures:
+        return
+    reasons = "; ".join(f"rank {rank}: {error}" for rank, error in failures.items())
+    if not all(isinstance(error, OSError) for error in failures.values()):
+        raise RuntimeError(f"writing {folder} failed: {reasons}") from own
+    # The free space is measured once, so that all ranks say the same.
+    raise SaveFailed(on_rank_zero(group, lambda: str(save_failed(folder, reasons, n_bytes)))) from None
+
+
+def _put_index(
+    files: "_Files", folder: Path, plan: Plan, places: list[Any], is_whole: bool, group: dist.ProcessGroup
+) -> dict[str, FileEntry]:
+    """Put the index of all ranks, on the first one; returns its files on all.
+
+    Args:
+        files: the storage's.
+        folder: the unfinished checkpoint.
+        plan: the plan of the save.
+        places: the content of each rank's index; None: there are too many parts for `.metadata`.
+        is_whole: whether there is but one rank, without an index of its own.
+        group: all ranks.
+    """
+
+    def put() -> Json:
+        metadata = None if None in places else complete_metadata(plan.directory, places)
+        open_file = partial(_opened, files, folder)
+        try:
+            if is_whole and metadata is not None:
+                entries = put_index(open_file, metadata)
+            else:
+                entries = put_directory(open_file, plan.directory, metadata)
+        except OSError as error:
+            raise save_failed(folder, f"rank 0: {error}") from None
+        return {name: [entry.size, entry.xxh3] for name, entry in entries.items()}
+
+    # The first rank puts it, and measures the free space if it can't.
+    entries = on_rank_zero(group, put)
+    return {name: FileEntry(*entry) for name, entry in entries.items()}
+
+
+def _opened(files: "_Files", folder: Path, name: str) -> AbstractContextManager[Any]:
+    """A file of the checkpoint, open for writing."""
+    return files.create_stream(folder / name, "wb")
 
 
 def save_failed(folder: Path, reason: object, n_bytes: int | None = None) -> SaveFailed:
@@ -195,16 +244,48 @@ def read(
     Raises:
         Damaged: a rank can't read a file. All ranks raise it.
     """
+    failure: Exception | None = None
     try:
-        dcp.load(
-            dict(shards),
-            storage_reader=_Reader(storage, folder, metadata),
-            planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-        )
-    except CheckpointException as failure:
-        reasons = [f"rank {rank}: {_first_line(error)}" for rank, (error, _) in sorted(failure.failures.items())]
+        _read_shards(storage, folder, needed(metadata, shards), shards)
+    except Exception as error:
+        failure = error
+    # Why ranks could not read.
+    told = gather(_first_line(failure) if failure else None, group)
+    if reasons := [f"rank {rank}: {reason}" for rank, reason in enumerate(told) if reason is not None]:
         raise damaged(folder, "; ".join(reasons)) from failure
+
+
+def _read_shards(storage: Storage, folder: Path, metadata: Metadata, shards: Mapping[str, Shard]) -> None:
+    reader = _Reader(storage, folder)
+    planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(shards), metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    own = reader.prepare_local_plan(planner.create_local_plan())
+    [own] = planner.create_global_plan([own])
+    [own] = reader.prepare_global_plan([own])
+    reader.read_data(planner.finish_plan(own), planner).wait()
+
+
+def needed(metadata: Metadata, shards: Mapping[str, Shard]) -> Metadata:
+    """The index without the parts that none of `shards` needs.
+
+    DCP looks at every part of every tensor. Here the tensors of a group, which share a list of parts, are looked at
+    once for each box.
+    """
+    known: dict[Any, list[ChunkStorageMetadata]] = {}
+    entries: dict[str, STORAGE_TYPES] = {}
+    for name, shard in shards.items():
+        entry = entry_of(metadata, name)
+        key = (id(entry.chunks), shard.offsets, shard.local.shape)
+        if key not in known:
+            known[key] = [chunk for chunk in entry.chunks if _overlap(chunk, shard)]
+        entries[name] = replace(entry, chunks=known[key])
+    return replace(metadata, state_dict_metadata=entries)
+
+
+def _overlap(chunk: ChunkStorageMetadata, shard: Shard) -> bool:
+    sides = zip(chunk.offsets, chunk.sizes, shard.offsets, shard.local.shape, strict=True)
+    return all(a < b + of_b and b < a + of_a for a, of_a, b, of_b in sides)
 
 
 def differences(
@@ -220,10 +301,13 @@ def differences(
     """
     saved = metadata.state_dict_metadata
     mine = [_difference(name, shard, saved.get(name), may_convert) for name, shard in shards.items()]
+    # What each rank has to say.
+    lines = set(chain.from_iterable(gather([line for line in mine if line], group)))
+    names = sorted(saved)
+    held = torch.tensor([name in shards for name in names], dtype=torch.uint8)
     # A rank need not hold every tensor (pipeline stages): only a tensor that no rank holds is superfluous.
-    reports = gather([[line for line in mine if line], [*(saved.keys() - shards.keys())]], group)
-    lines = set().union(*(lines for lines, _ in reports))
-    superfluous = set.intersection(*(set(names) for _, names in reports))
+    dist.all_reduce(held, op=dist.ReduceOp.MAX, group=group)
+    superfluous = [name for name, is_held in zip(names, held.tolist(), strict=True) if not is_held]
     return sorted(lines | {f"{name}: only in the checkpoint" for name in superfluous})
 
 
@@ -246,20 +330,28 @@ def _n_bytes(item: WriteItem) -> int:
     return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line(error: Exception) -> str:
+    if isinstance(error, Damaged) and error.reason:
+        return error.reason
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    n_bytes: int | None = None
-    """What all ranks together will write; set on the first rank, once all have planned."""
+    """Takes the plan that was made (`plan.py`) in place of DCP's own."""
+
     _copy: Tensor | None = None
     """The copy that is being written."""
 
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._plan = plan
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan(self._plan.items)
+
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = super().create_global_plan(all_plans)
-        self.n_bytes = sum(_n_bytes(item) for plan in plans for item in plan.items)
-        return plans, metadata
+        """Leave the plan, which is this rank's own, as it is; the index is put elsewhere (`_put_index`)."""
+        return all_plans, Metadata({})
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].local
@@ -292,10 +384,15 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class _Writer(dcp.FileSystemWriter):
-    def __init__(self, storage: Storage, folder: Path) -> None:
+    def __init__(self, files: "_Files", folder: Path, rank: int) -> None:
         # Nothing is copied ahead: the planner holds one copy at a time. The storage syncs.
         super().__init__(folder, per_thread_copy_ahead=0, sync_files=False)
-        self.fs: _Files = _Files(storage)
+        self.fs: _Files = files
+        self._rank = rank
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Name the file after this rank: DCP counts the plans, of which there is one here."""
+        return [replace(plan, storage_data=_StoragePrefix(f"__{self._rank}_")) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         computes_crc32 = get_crc32_options()
@@ -305,32 +402,17 @@ class _Writer(dcp.FileSystemWriter):
         finally:
             set_crc32_options(computes_crc32)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Put the index, without the folder's path and a random id: equal states make equal files, wherever they are.
-
-        DCP would sync its own before Python's buffer is flushed.
-        """
-        metadata.storage_data = {each.index: each.storage_data for written in results for each in written}
-        metadata.storage_meta = StorageMeta()
-        metadata.version = CURRENT_DCP_VERSION
-        put_index(lambda name: self.fs.create_stream(Path(self.path) / name, "wb"), metadata)
-
 
 class _Reader(dcp.FileSystemReader):
-    def __init__(self, storage: Storage, folder: Path, metadata: Metadata) -> None:
+    def __init__(self, storage: Storage, folder: Path) -> None:
         super().__init__(folder)
         self.fs = _Files(storage)
-        self._metadata = metadata
 
     def _slice_file(self, file: Any, place: Any) -> Any:
         """The part of a file with one tensor, after checking that nothing in it is compressed."""
         part = super()._slice_file(file, place)
         require_stored(part)
         return part
-
-    # Without `kwargs` in the signature, DCP does not look for other files if this one fails.
-    def read_metadata(self) -> Metadata:  # type: ignore[override]
-        return self._metadata
 
 
 class _Files(FileSystem):

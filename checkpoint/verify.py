@@ -4,12 +4,14 @@ Each rank reads its share of the files, so hashing takes as long as reading the 
 """
 
 from collections.abc import Mapping
+from heapq import heapreplace
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from checkpoint.manifest import FileEntry, Manifest, content_damage, damaged, read_manifest
+from checkpoint.index import INDEX_NAME, files_of
+from checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, content_damage, damaged, read_manifest
 from parallelisms.ranks import gather
 
 
@@ -40,14 +42,14 @@ def check(folder: Path) -> Manifest:
 
 
 def check_tensors(folder: Path, manifest: Manifest, metadata: Metadata, prefix: str) -> None:
-    """Compare every file that holds a part of a tensor whose name starts with `prefix` with its hash.
+    """Compare every file that says or holds a part of a tensor whose name starts with `prefix` with its hash.
 
     Raises:
         Damaged: a file has changed, or can't be read.
     """
-    places = metadata.storage_data.items()
-    files = {place.relative_path for index, place in places if index.fqn.startswith(prefix)}
-    for name in sorted(files):
+    for name in sorted(files_of(metadata, prefix)):
+        if name not in manifest.files:
+            raise damaged(folder, f"{INDEX_NAME} names {name}, which {MANIFEST_NAME} does not")
         if damage := content_damage(folder, name, manifest.files[name]):
             raise damaged(folder, damage)
 
@@ -55,9 +57,9 @@ def check_tensors(folder: Path, manifest: Manifest, metadata: Metadata, prefix: 
 def shares(sizes: Mapping[str, int], n: int) -> list[list[str]]:
     """The names in `n` lists of about equal total size: the largest first, each to the smallest list."""
     names: list[list[str]] = [[] for _ in range(n)]
-    totals = [0] * n
+    totals = [(0, number) for number in range(n)]  # a heap: the smallest is the first
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        least = totals.index(min(totals))
+        total, least = totals[0]
         names[least].append(name)
-        totals[least] += size
+        heapreplace(totals, (total + size, least))
     return names

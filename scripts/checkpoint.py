@@ -5,6 +5,7 @@
   verify PATH                  read and hash all files of one checkpoint or all in a folder; exit 1 if one is damaged
   diff A B                     list config keys and tensors that differ; exit 1 if any does
   prune FOLDER --keep-last N   remove checkpoints as [checkpoint] would; --keep-every, --keep-best, --abandoned
+  metadata CHECKPOINT OUTPUT   make a folder that torch's own tools open: links to the files, and DCP's .metadata
 
 FOLDER is a run folder or its checkpoints/. CHECKPOINT, A and B are folders such as checkpoints/step-00000100, or run
 folders, for their newest. No command runs code from a checkpoint, so checkpoints of unknown origin are safe to inspect.
@@ -161,6 +162,19 @@ def prune(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def metadata(options: argparse.Namespace, console: Console) -> int:
+    """Make a folder that torch's own tools open (dcp.load, dcp_to_torch_save): links to a checkpoint's files of
+    tensors, and DCP's index of them, .metadata, which a checkpoint of many ranks does not have."""
+    checkpoint = checkpoint_in(options.checkpoint, console)
+    from checkpoint.export.torch_index import write_torch_index
+
+    started = time.perf_counter()
+    n_parts = write_torch_index(checkpoint, options.output)
+    spent = duration(time.perf_counter() - started)
+    console.line(f"{options.output}: DCP's index of {n_parts:,} parts in {checkpoint} ({spent})")
+    return 0
+
+
 # --------------------------------------------------------------------------- helpers
 
 
@@ -243,6 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--config", action="store_true", help="print the complete config of its job")
     command("verify", verify, "path")
     command("diff", diff, "a", "b")
+    command("metadata", metadata, "checkpoint", "output")
     pruned = command("prune", prune, "folder")
     pruned.add_argument("--keep-last", type=positive, required=True, metavar="N", help="keep the newest N")
     pruned.add_argument(

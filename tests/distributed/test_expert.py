@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from checkpoint.index import read_metadata
+from checkpoint.shards import shards_of
 from checkpoint.storage import FolderStorage
-from checkpoint.store import shards_of, write
+from checkpoint.store import write
 from configs.layout import mesh_sizes, parameter_count
 from configs.load import load
 from parallelisms import expert

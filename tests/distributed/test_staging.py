@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import staging
+from checkpoint.shards import Shard
 from checkpoint.staging import crowded_hosts, measure_memory
-from checkpoint.store import Shard
 
 FREE = 10_000
 

@@ -72,7 +72,7 @@ CASES = {
     ),
     "tokenizer": (lambda c: rewrite(c, tokenizer_hash="ab"), (), 78, "content of the tokenizer: ab -> None"),
     "data": (of_other_data, (), 78, "source 'noise' has changed since the checkpoint"),
-    "newer": (lambda c: rewrite(c, format_version=99), (), 78, "has format 99; this Keel reads 2: use a newer Keel"),
+    "newer": (lambda c: rewrite(c, format_version=99), (), 78, "has format 99; this Keel reads 2 to 3: use a newer"),
     "missing": (lambda c: (c / "__0_0.distcp").unlink(), (), 78, "is damaged: __0_0.distcp is missing"),
     "extra": (lambda c: (c / "__7_0.distcp").touch(), (), 78, "__7_0.distcp is in the folder, but not in"),
     "unreadable": (unreadable, (), 78, "is damaged: trainer.json is no plain file"),

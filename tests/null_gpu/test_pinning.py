@@ -5,8 +5,8 @@ import os
 
 import torch
 
+from checkpoint.shards import shards_of
 from checkpoint.staging import Stager
-from checkpoint.store import shards_of
 
 
 def staged(refuses: bool) -> tuple[list[str], list[int], bool]:

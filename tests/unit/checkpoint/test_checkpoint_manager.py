@@ -190,10 +190,10 @@ def test_memory_that_changes_while_it_is_written(tmp_path, monkeypatch, when):
     """A bit flips in what is staged: the files' hashes are of the wrong bytes, so they cannot show it."""
     write = store.write
 
-    def flipping(storage, folder, shards, group):
-        files = write(storage, folder, shards, group) if when == "after" else None
+    def flipping(storage, folder, shards, *arguments):
+        files = write(storage, folder, shards, *arguments) if when == "after" else None
         shards["model.weight"].local.view(torch.int32)[0, 0] ^= 1 << 22
-        return files or write(storage, folder, shards, group)
+        return files or write(storage, folder, shards, *arguments)
 
     save_steps(tmp_path, 1)
     log = []

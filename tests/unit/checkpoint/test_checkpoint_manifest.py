@@ -7,6 +7,7 @@ import xxhash
 
 from checkpoint.manifest import (
     FORMAT_VERSION,
+    OLDEST_VERSION,
     FileEntry,
     Manifest,
     Origin,
@@ -91,14 +92,21 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
         read_manifest(folder)
 
 
-@pytest.mark.parametrize(("more", "keel"), [(1, "a newer Keel"), (-1, "the Keel that wrote it")])
-def test_another_format(tmp_path, more, keel):
+@pytest.mark.parametrize(
+    ("version", "keel"), [(FORMAT_VERSION + 1, "a newer Keel"), (OLDEST_VERSION - 1, "the Keel that wrote it")]
+)
+def test_another_format(tmp_path, version, keel):
     folder = committed(tmp_path)
-    edit(folder, format_version=FORMAT_VERSION + more, files="unheard of")
-    with pytest.raises(
-        UserError, match=f"has format {FORMAT_VERSION + more}; this Keel reads {FORMAT_VERSION}: use {keel}"
-    ):
+    edit(folder, format_version=version, files="unheard of")
+    formats = f"{OLDEST_VERSION} to {FORMAT_VERSION}"
+    with pytest.raises(UserError, match=f"has format {version}; this Keel reads {formats}: use {keel}"):
         read_manifest(folder)
+
+
+def test_an_older_format_that_is_read(tmp_path):
+    folder = committed(tmp_path)
+    edit(folder, format_version=OLDEST_VERSION)
+    assert read_manifest(folder).format_version == OLDEST_VERSION
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null", '{"format_version": 1}', "\x00", '"text"'])

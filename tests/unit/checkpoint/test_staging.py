@@ -5,8 +5,8 @@ import torch
 
 from checkpoint import staging
 from checkpoint.manifest import steps_in
+from checkpoint.shards import shards_of
 from checkpoint.staging import Stager, free_memory
-from checkpoint.store import shards_of
 from tests.unit.checkpoint.test_checkpoint_manager import assert_equal, begun, make_state, process_group, resumed
 
 __all__ = ["process_group"]

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.index import read_metadata
+from checkpoint.shards import shards_of
 from checkpoint.storage import FolderStorage
-from checkpoint.store import read, shards_of, write
+from checkpoint.store import read, write
 
 PARTS = 4
 ELEMENTS = 1 << 16
