@@ -49,6 +49,7 @@ from checkpoint.tensor_stream import (
     write_tensors,
 )
 from checkpoint.verify import check_tensors
+from configs.architectures import HF_CLASSES
 from configs.architectures.parts import Shape
 from configs.errors import UserError
 from configs.exportable import not_exportable
@@ -121,11 +122,13 @@ def checkpoint_files(checkpoint: Path) -> ModelFiles:
 
 
 def hf_files(source: Path) -> ModelFiles:
-    """Open the model in a Hugging Face folder.
+    """Open the model in a Hugging Face folder: in Keel's own modules, or as it is where Keel has none for its family.
 
     Raises:
-        UserError: it can't be read, or is not a model of Keel's.
+        UserError: it can't be read, or neither has modules for it.
     """
+    if str(_read_json(source / CONFIG_NAME).get("model_type")) not in HF_CLASSES:
+        return _family_files(source)
     config, model, tensors = _open(source)
     shapes = checkpoint_shapes(model)
     names = sources(model)
@@ -136,6 +139,18 @@ def hf_files(source: Path) -> ModelFiles:
         dtype,
         {name: described(shape) for name, shape in shapes.items()},
         lambda name: _read_sources(names[name], shapes[name], tensors, dtype),
+    )
+
+
+def _family_files(source: Path) -> ModelFiles:
+    """Open a model without a description, which is then in memory, whole."""
+    model, tensors = _read_family(source, None)
+    return ModelFiles(
+        model,
+        family.seq_len_of(model),
+        reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values())),
+        {f"model.{name}": described(tensor.shape) for name, tensor in tensors.items()},
+        lambda name: tensors[name.removeprefix("model.")],
     )
 
 
@@ -388,17 +403,21 @@ def import_hf(
 
 
 def _import_family(source: Path, output: Path, tokenizer: Path | None, dtype: str | None, progress: Progress) -> None:
-    """Import a model to train as it is: transformers reads the folder."""
-    fields = _read_json(source / CONFIG_NAME)
-    table = {"architecture": "hf", "hf_config": json.dumps(fields)}
-    if faults := [message for _, message in hf_config.resolve(table)]:
-        raise UserError(f"{source / CONFIG_NAME}: {faults[0]}")
-    model = HfModel.model_validate(table)
-    tensors = family.read_folder(model, source, getattr(torch, dtype) if dtype else None)
+    """Import a model to train as it is."""
+    model, tensors = _read_family(source, getattr(torch, dtype) if dtype else None)
     target = next(iter(tensors.values())).dtype
     count = Counter(progress, sum(n_bytes(tensor.shape, target) for tensor in tensors.values()))
     stream = ((f"model.{name}", count(tensor)) for name, tensor in tensors.items())
     _write_import(source, output, tokenizer, model, family.seq_len_of(model), target, stream)
+
+
+def _read_family(source: Path, dtype: torch.dtype | None) -> tuple[HfModel, dict[str, Tensor]]:
+    """The model of a folder as it is, and its tensors: transformers reads them."""
+    table = {"architecture": "hf", "hf_config": json.dumps(_read_json(source / CONFIG_NAME))}
+    if faults := [message for _, message in hf_config.resolve(table)]:
+        raise UserError(f"{source / CONFIG_NAME}: {faults[0]}")
+    model = HfModel.model_validate(table)
+    return model, family.read_folder(model, source, dtype)
 
 
 def _write_import(

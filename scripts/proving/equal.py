@@ -193,7 +193,8 @@ def _round_off(tensor: Tensor) -> float:
 
 
 def _largest(tensor: Tensor) -> float:
-    return tensor.detach().double().abs().max().item() if tensor.numel() else 0.0
+    values = tensor.detach().abs() if tensor.is_complex() else tensor.detach().double().abs()
+    return values.max().item() if tensor.numel() else 0.0
 
 
 def _norm(tensors: Iterable[Tensor | None]) -> float:

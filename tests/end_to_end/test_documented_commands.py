@@ -337,6 +337,12 @@ PROGRAMS = {  # first line of a Python block: what precedes and follows it, what
         " && python train.py --config parity.toml --data.sources.0.kind my_source:Counting --training.steps 1",
     ),
     "from keel import prove": ("", "", "torchrun --nproc-per-node 2 {program} | grep -q 'equal: loss, norm and 4'"),
+    # tests/end_to_end/test_prove_torchtitan.py runs it, where torchtitan is installed
+    "# torchtitan's Llama 3 by its own parallelize_llama: torchrun --nproc-per-node 4 prove_torchtitan.py": (
+        "",
+        "",
+        "python -m py_compile {program}",
+    ),
     "# Hours by the FLOPs of the job, on 8 H100 SXM of 989.5 TFLOP/s in bfloat16.": (  # the page shows what it prints
         "",
         "",

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from checkpoint.export.hf import TokenizerFiles, checkpoint_files, export_hf, import_hf
+from checkpoint.export.hf import TokenizerFiles, checkpoint_files, export_hf, hf_files, import_hf
 from configs.errors import UserError
 from scripts.sampling.load import _read_model
 from tests.hf_families import FAMILIES, NEEDS_TRANSFORMERS, write_config
@@ -52,6 +52,15 @@ def test_an_import_computes_the_same(tmp_path):
     ours = _read_model(files, tmp_path / "imported", torch.device("cpu"), torch.float32)
     tokens = torch.randint(160, (2, 16))
     theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, experts_implementation="eager")
+    assert torch.equal(ours(tokens), theirs(input_ids=tokens, use_cache=False).logits)
+
+
+def test_a_folder_of_a_family_without_modules_of_keels_is_opened_as_it_is(tmp_path):
+    """keel sample reads exports of such families, too."""
+    source = published(tmp_path / "source", "gemma3_text")
+    ours = _read_model(hf_files(source), source, torch.device("cpu"), torch.float32)
+    tokens = torch.randint(160, (2, 16))
+    theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     assert torch.equal(ours(tokens), theirs(input_ids=tokens, use_cache=False).logits)
 
 

@@ -1,5 +1,8 @@
 """Models of Hugging Face as Keel builds them: outputs, initial values, buffers, and what is refused."""
 
+from math import prod
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -10,9 +13,11 @@ from models import build_model
 from parallelisms.init import materialize
 from tests.hf_families import FAMILIES, NEEDS_TRANSFORMERS, words, write_config
 from trainer.planning.flops import flops_per_token
+from trainer.planning.skeleton import skeleton
 from trainer.planning.unknown_names import require_known_names
 
 pytestmark = NEEDS_TRANSFORMERS
+PUBLISHED = Path(__file__).parents[2] / "published"
 
 
 def built(folder, seed=0, dtype=torch.float64):
@@ -55,6 +60,21 @@ def test_initial_values_are_drawn_as_the_family_does(tmp_path, family):
             chance = max(0.15, 4 / ours.numel() ** 0.5)
             assert ours.std().item() == pytest.approx(spread, rel=chance), name
             assert ours.mean().abs().item() < 5 * spread / ours.numel() ** 0.5, name
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("qwen3-0.6b", 596_049_920),
+        ("olmo-2-1b", 1_484_916_736),
+        ("smollm3-3b", 3_075_098_624),
+        ("gemma-3-270m", 268_098_176),
+    ],
+)
+def test_published_models_have_their_parameters(name, parameters):
+    """Their config.json as it was published, with the fields of earlier versions of transformers."""
+    config = load("parity.toml", words(PUBLISHED / f"{name}.json"), world_size=1).config
+    assert sum(map(prod, skeleton(config.model).shapes.values())) == parameters
 
 
 def test_residual_matrices_of_gpt2_start_smaller(tmp_path):

@@ -126,6 +126,8 @@ def test_differences_are_relative_and_a_nan_is_one():
     buffer = {"bias": torch.tensor([0.02])}
     assert differences({"bias": torch.tensor([0.02 * (1 + 1e-7)])}, buffer, 1e-2) == {"bias": 0.0}
     assert differences({"bias": torch.tensor([0.021])}, buffer, 1e-2)["bias"] == pytest.approx(0.05, rel=1e-3)
+    rotations = {"freqs_cis": torch.tensor([1.0 + 0.0j, 0.6 + 0.8j])}
+    assert differences({"freqs_cis": torch.tensor([1.0 + 0.0j, 0.6 - 0.8j])}, rotations, 1e-2)["freqs_cis"] > 1.5
 
 
 def test_a_report_says_what_is_wrong_first():
