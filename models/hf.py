@@ -31,7 +31,7 @@ from torch.utils._device import _device_constructors
 from configs.errors import ConfigError
 from configs.plan import Plan, TensorRole
 from configs.schema import HfModel
-from models.documents import Documents
+from models.documents import Documents, NumberedDocuments
 from models.hf_stages import Cuts, StageEnd, find_cuts, without_tensors
 
 Loss = Callable[..., Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
@@ -66,9 +66,13 @@ class HfCausalLm(nn.Module):
         self.__dict__["family"] = family
         for name, child in family.named_children():
             self.add_module(name, child)
+        from models.hf_attention import NAME, register
+
+        register(family)
         self.names = _Names(family, config)
-        self.mask: Callable[[Documents, torch.dtype], Any] = _no_mask
-        """Documents are refused when the job is checked."""
+        self.mask: Callable[[Documents, torch.dtype], Any] = _numbered
+        """What layers of plain causal attention get in place of a mask; replaced with their `attend`."""
+        self._has_attend = family.config._attn_implementation == NAME
         self._loss: Loss | None = None
         # As an attribute it would be a second name of the head's parameters.
         self.__dict__["_head"] = family.get_output_embeddings()
@@ -94,24 +98,24 @@ class HfCausalLm(nn.Module):
         Args:
             tokens: (batch, seq) ids; for a later pipeline stage, the previous stage's output, (batch, seq, dim).
             positions: (1 or batch, seq). Default: 0, 1, 2, ...
-            documents: not offered.
+            documents: restricts attention to tokens of the same document; `positions` restart in each.
             loss: called with the last hidden states and the head's weight.
 
         Returns:
             Logits (batch, seq, vocab), or the loss if `loss` is given. A pipeline stage other than the last returns its
             last layer's output, (batch, seq, dim).
         """
-        assert documents is None, "the checks of a job refuse documents"
+        from models.hf_attention import reading
+
         self._loss = loss
         given = {"input_ids": tokens, "position_ids": positions}
-        if self._gone:
-            # A pipeline's positions are 0, 1, 2, ..., which the family counts without a look at the values.
-            given["position_ids"] = None
         if self.names.embedding in self._gone:
             self._received = tokens
             given["inputs_embeds"] = given.pop("input_ids")
+        mask = None if documents is None else self.mask(documents, self._head.weight.dtype)
         try:
-            output = self.family.forward(**given, use_cache=False, return_dict=True)
+            with reading(documents, mask, self._has_attend):
+                output = self.family.forward(**given, use_cache=False, return_dict=True)
             return output.logits if self._result is None else self._result
         except StageEnd as end:
             return end.hidden
@@ -173,7 +177,7 @@ class HfCausalLm(nn.Module):
         """How techniques may split the model; see `Plan`."""
         names = self.names
         cuts = _cuts(self.config)
-        gone = tuple(f"{name}." for name in self._gone)
+        gone = self._gone_prefixes
         blocks, before, after, mixers = (
             tuple(name for name in part if not f"{name}.".startswith(gone))
             for part in (names.blocks, cuts.before, cuts.after, names.mixers)
@@ -188,7 +192,7 @@ class HfCausalLm(nn.Module):
             before_blocks=before,
             after_blocks=after,
             fsdp_groups=groups if names.is_tied else tuple(filter(None, (ends[0], *groups, ends[1]))),
-            attention=(),
+            attention=self._attention(),
             mixers=mixers,
             experts=(),
             routers=(),
@@ -196,7 +200,21 @@ class HfCausalLm(nn.Module):
             save_ops=_SAVE_OPS,
             cannot_split=names.why_not_split(),
             why_no_pipeline=cuts.why_not,
+            can_cache=False,
         )
+
+    @property
+    def _gone_prefixes(self) -> tuple[str, ...]:
+        return tuple(f"{name}." for name in self._gone)
+
+    def _attention(self) -> tuple[str, ...]:
+        """The modules whose attention can be replaced, each of which gets its `attend`."""
+        from models.hf_attention import attend
+
+        names = tuple(name for name in _cuts(self.config).attention if not f"{name}.".startswith(self._gone_prefixes))
+        for name in names:
+            vars(self.get_submodule(name)).setdefault("attend", attend)
+        return names
 
     def initial_values(self, seed: int) -> Callable[[str], Tensor]:
         """Return what draws a parameter, by its name: whole, float32, on the CPU."""
@@ -230,9 +248,14 @@ def _cuts(config: HfModel) -> Cuts:
     Raises:
         ConfigError: its forward pass draws random numbers, whatever the config says of dropout.
     """
+    from models.hf_attention import reading, watching
+
     model = HfCausalLm(config)
     names = model.names
-    found = find_cuts(model.family, names.blocks, names.embedding, names.head, config.dim)
+    with reading(None, None, True), watching() as seen:
+        found = find_cuts(model.family, names.blocks, names.embedding, names.head, config.dim)
+    attention = tuple(name for name, module in model.family.named_modules() if module in seen.modules)
+    found = replace(found, attention=attention, kv_heads=seen.kv_heads, windows=frozenset(seen.windows))
     if found.random:
         raise ConfigError(
             f"{config.model_type} draws random numbers in its forward pass ({found.random}), which would not be the "
@@ -355,8 +378,8 @@ class _DecoderOutput:
 _LOGIT_FIELDS = ("final_logit_softcapping", "logits_soft_cap")
 
 
-def _no_mask(_documents: Documents, _dtype: torch.dtype) -> Any:
-    raise AssertionError("the checks of a job refuse documents")
+def _numbered(documents: Documents, _dtype: torch.dtype) -> NumberedDocuments:
+    return documents.numbered()
 
 
 class _Names:

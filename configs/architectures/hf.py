@@ -156,11 +156,9 @@ def rules(config: Any) -> Iterator[tuple[str, str]]:
 
 
 _AXES = {
-    "cp": ("splits sequences inside attention, by a function of Keel's own", "dp_shard for more ranks, tp for memory"),
     "ep": ("distributes Keel's own experts", "dp_shard, which shards a family's experts, too"),
 }
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
-    "data.document_mask": (bool, "documents are separated by Keel's own attention", "leave document_mask out"),
     "float8.recipe": (lambda recipe: recipe != "none", "float8 matmuls replace Keel's own matrices", "leave it out"),
     "attention.backend": (
         lambda backend: backend != "auto",
