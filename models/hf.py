@@ -61,18 +61,17 @@ class HfCausalLm(nn.Module):
         super().__init__()
         self.config = config
         with torch.device("meta"):
-            family = _built(config)
+            family = built(config)
         # The family's object runs the forward pass, but its modules are registered here, under its own names.
         self.__dict__["family"] = family
         for name, child in family.named_children():
             self.add_module(name, child)
-        from models.hf_attention import NAME, register
+        from models.hf_attention import register
 
         register(family)
         self.names = _Names(family, config)
         self.mask: Callable[[Documents, torch.dtype], Any] = _numbered
         """What layers of plain causal attention get in place of a mask; replaced with their `attend`."""
-        self._has_attend = family.config._attn_implementation == NAME
         self._loss: Loss | None = None
         # As an attribute it would be a second name of the head's parameters.
         self.__dict__["_head"] = family.get_output_embeddings()
@@ -114,7 +113,7 @@ class HfCausalLm(nn.Module):
             given["inputs_embeds"] = given.pop("input_ids")
         mask = None if documents is None else self.mask(documents, self._head.weight.dtype)
         try:
-            with reading(documents, mask, self._has_attend):
+            with reading(documents, mask):
                 output = self.family.forward(**given, use_cache=False, return_dict=True)
             return output.logits if self._result is None else self._result
         except StageEnd as end:
@@ -126,7 +125,7 @@ class HfCausalLm(nn.Module):
 
     def leave_out(self, names: Iterable[str]) -> None:
         """Remove the modules that this pipeline stage does not have; others without parameters take their places."""
-        cuts = _cuts(self.config)
+        cuts = cuts_of(self.config)
         self._gone = frozenset(names)
         blocks = self.names.blocks
         first = next(number for number, name in enumerate(blocks) if name not in self._gone)
@@ -151,12 +150,12 @@ class HfCausalLm(nn.Module):
     def _passed(self, *_: Any, **__: Any) -> Any:
         """The forward pass of an earlier stage's layer: what that stage has sent."""
         assert self._received is not None
-        return _cuts(self.config).returned(self._received)
+        return cuts_of(self.config).returned(self._received)
 
     def _blank(self, name: str, *_: Any, **__: Any) -> Tensor:
         """The forward pass of a module before the layers of an earlier stage; its output is not used."""
         assert self._received is not None
-        return _cuts(self.config).blank(name, self._received.shape[:2], self._received.device)
+        return cuts_of(self.config).blank(name, self._received.shape[:2], self._received.device)
 
     def _head_or_loss(self, hidden: Tensor) -> Tensor:
         """The head's forward pass: its logits, or the loss in their place, to which the family's factor is applied."""
@@ -176,7 +175,7 @@ class HfCausalLm(nn.Module):
     def plan(self) -> Plan:
         """How techniques may split the model; see `Plan`."""
         names = self.names
-        cuts = _cuts(self.config)
+        cuts = cuts_of(self.config)
         gone = self._gone_prefixes
         blocks, before, after, mixers = (
             tuple(name for name in part if not f"{name}.".startswith(gone))
@@ -211,7 +210,7 @@ class HfCausalLm(nn.Module):
         """The modules whose attention can be replaced, each of which gets its `attend`."""
         from models.hf_attention import attend
 
-        names = tuple(name for name in _cuts(self.config).attention if not f"{name}.".startswith(self._gone_prefixes))
+        names = tuple(name for name in cuts_of(self.config).attention if not f"{name}.".startswith(self._gone_prefixes))
         for name in names:
             vars(self.get_submodule(name)).setdefault("attend", attend)
         return names
@@ -242,7 +241,7 @@ def _end(hidden: Tensor, *_: Any, **__: Any) -> Any:
 
 
 @cache
-def _cuts(config: HfModel) -> Cuts:
+def cuts_of(config: HfModel) -> Cuts:
     """How a model can be cut into pipeline stages.
 
     Raises:
@@ -252,7 +251,7 @@ def _cuts(config: HfModel) -> Cuts:
 
     model = HfCausalLm(config)
     names = model.names
-    with reading(None, None, True), watching() as seen:
+    with reading(None, None), watching() as seen:
         found = find_cuts(model.family, names.blocks, names.embedding, names.head, config.dim)
     attention = tuple(name for name, module in model.family.named_modules() if module in seen.modules)
     found = replace(found, attention=attention, kv_heads=seen.kv_heads, windows=frozenset(seen.windows))
@@ -269,7 +268,12 @@ def _cuts(config: HfModel) -> Cuts:
 # --------------------------------------------------------------------------- building
 
 
-def _built(config: HfModel) -> Any:
+def built(config: HfModel) -> Any:
+    """Build a family's own model of plain transformers, on the device of the context, with float32 parameters.
+
+    Raises:
+        ConfigError: transformers cannot build it, or Keel cannot train it as it is.
+    """
     try:
         import transformers
     except ImportError as error:
@@ -547,7 +551,7 @@ class _Initializer:
 
     def __init__(self, config: HfModel) -> None:
         with torch.device("meta"):
-            self._family = _built(config)
+            self._family = built(config)
         for module in self._family.modules():  # what from_config has set would keep the rules from running
             module.__dict__.pop("_is_hf_initialized", None)
         self._rules = self._touched()
@@ -610,7 +614,7 @@ def _small_tensors(config: HfModel, names: list[str]) -> dict[str, Tensor]:
     """The values that a family's constructor, and not a rule, gives to parameters and buffers with few elements."""
     with torch.random.fork_rng(devices=[]), _SmallInMemory():
         torch.manual_seed(0)
-        family = _built(config)
+        family = built(config)
     tensors = dict(family.named_parameters()) | dict(family.named_buffers())
     return {name: tensors[name].detach() for name in names if not tensors[name].is_meta}
 

@@ -9,15 +9,17 @@ would compute with torch's `scaled_dot_product_attention` gets Keel's name (`reg
   inside each document.
 * With context parallelism, `attend` is the function that it has put in place.
 
-Families that compute with their own "eager" function, such as those with attention sinks, get the documents in the way
-in which transformers keeps packed sequences apart. There it asks the positions, which on a GPU makes the host wait for
-the device in each forward pass. `reading` answers instead.
+Families that compute with their own "eager" function, such as those with attention sinks, get a mask of all pairs, too.
+
+transformers itself asks the positions in each forward pass whether sequences are packed, which on a GPU makes the host
+wait for the device. `reading` answers in its place that they are not: Keel knows its documents.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +70,8 @@ _NOW = _Pass()
 
 
 def register(family: Any) -> None:
-    """Let a family that computes with torch's attention compute with Keel's."""
+    """Let a family that computes with torch's attention compute with Keel's, and others keep documents apart."""
+    transformers.AttentionMaskInterface.register("eager", partial(_mask, build=masking_utils.eager_mask))
     if family.config._attn_implementation != "sdpa" or not family._supports_attention_backend:
         return
     transformers.AttentionInterface.register(NAME, _attention)
@@ -77,17 +80,15 @@ def register(family: Any) -> None:
 
 
 @contextmanager
-def reading(documents: Documents | None, mask: Any, is_registered: bool) -> Iterator[None]:
-    """Answer transformers' question for documents while a family's forward pass runs.
+def reading(documents: Documents | None, mask: Any) -> Iterator[None]:
+    """Let the attention of a family's forward pass know the documents.
 
     Args:
         documents: those of the batch; None: there are none.
         mask: what layers of plain causal attention get in place of a mask.
-        is_registered: whether the family computes with Keel's attention.
     """
     asked = masking_utils.find_packed_sequence_indices
-    numbers = None if documents is None or is_registered else documents.numbered().numbers
-    masking_utils.find_packed_sequence_indices = lambda _positions: numbers
+    masking_utils.find_packed_sequence_indices = lambda _positions: None
     _NOW.documents = documents
     _NOW.mask = mask
     try:
@@ -157,20 +158,21 @@ def _mask(
     mask_function: Callable,
     allow_is_causal_skip: bool = True,
     local_size: int | None = None,
+    build: Callable = masking_utils.sdpa_mask,
     **options: Any,
 ) -> Any:
-    """What transformers calls for the mask of a kind of layers; options as in `masking_utils.sdpa_mask`."""
+    """What transformers calls for the mask of a kind of layers; other options as in `masking_utils.sdpa_mask`."""
     if _NOW.seen and (local_size or not allow_is_causal_skip):
         _NOW.seen.windows.add(local_size or 0)
     if _NOW.documents is not None:
         ids = _NOW.documents.ids
-        if allow_is_causal_skip and (local_size is None or local_size >= ids.shape[1]):
+        is_plain = allow_is_causal_skip and (local_size is None or local_size >= ids.shape[1])
+        if is_plain and build is masking_utils.sdpa_mask:
             return _NOW.mask
         mask_function = _inside(ids, mask_function)
         allow_is_causal_skip = False
-    return masking_utils.sdpa_mask(
-        mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **options
-    )
+    shape = {"allow_is_causal_skip": allow_is_causal_skip, "local_size": local_size}
+    return build(mask_function=mask_function, **shape, **options)
 
 
 def _inside(ids: Tensor, pattern: Callable) -> Callable:
