@@ -3,7 +3,7 @@
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from configs.errors import ConfigError
 from configs.reading.hf_config import causal_families
 from configs.schema import Config
+from scripts.parity_rows import words
 from scripts.proving.run import BOUND, FLOAT32, Outcome, Prover, Verdict, error_in, not_tried
 from scripts.proving.small import small_job
 from scripts.proving.techniques import Technique
@@ -82,11 +83,16 @@ def _outcomes(pool: "RankPool", job: Path, techniques: Sequence[Technique], rank
         outcome = (
             not_tried((technique,), f"needs {technique.ranks} ranks") if too_many else prover.outcome((technique,))
         )
+        if technique.run and outcome.verdict == "equal":
+            plain = _against_transformers(pool, job, words(technique.run), bool(prover.own_float32()))
+            outcome = replace(outcome, verdict=plain.verdict, reason=plain.reason or outcome.reason)
         yield not_tried((technique,), "a rank was killed: too little memory") if _KILLED in outcome.reason else outcome
 
 
-def _against_transformers(pool: "RankPool", job: Path) -> Outcome:
-    """The outcome of the comparison of logits.
+def _against_transformers(
+    pool: "RankPool", job: Path, overrides: tuple[str, ...] = (), has_float32: bool = False
+) -> Outcome:
+    """The outcome of the comparison of logits; of packed documents, those of models that cast to float32 are rounded.
 
     Raises:
         ConfigError: the model can't be built, or transformers' own fails.
@@ -95,7 +101,7 @@ def _against_transformers(pool: "RankPool", job: Path) -> Outcome:
 
     name = "transformers"
     try:
-        difference, failure = pool.run(1, difference_from_transformers, str(job))[0]
+        difference, failure = pool.run(1, difference_from_transformers, str(job), overrides)[0]
     except RuntimeError as error:
         is_refusal, reason = error_in(str(error))
         if is_refusal:
@@ -103,10 +109,12 @@ def _against_transformers(pool: "RankPool", job: Path) -> Outcome:
         return Outcome(name, (), 1, "wrong", reason)
     if failure:
         raise ConfigError(f"transformers itself fails with the small model: {failure}")
-    verdict: Verdict = "equal" if difference <= BOUND else "wrong"
-    return Outcome(name, (), 1, verdict, f"logits {difference:.1e} off" * (verdict == "wrong"), {"loss": difference})
+    verdict: Verdict = "equal" if difference <= (_FLOAT32_BOUND if has_float32 else BOUND) else "wrong"
+    reason = f"logits {difference:.1e} off those of transformers" * (verdict == "wrong")
+    return Outcome(name, (), 1, verdict, reason, {"loss": difference})
 
 
+_FLOAT32_BOUND = 2e-6
 _KILLED = "(exit code -9)"
 """How a rank ends of which the system takes the memory back."""
 
