@@ -253,7 +253,8 @@ def cuts_of(config: HfModel) -> Cuts:
     names = model.names
     with reading(None, None), watching() as seen:
         found = find_cuts(model.family, names.blocks, names.embedding, names.head, config.dim)
-    attention = tuple(name for name, module in model.family.named_modules() if module in seen.modules)
+    modules = seen.modules if found.has_ended else []
+    attention = tuple(name for name, module in model.family.named_modules() if module in modules)
     found = replace(found, attention=attention, kv_heads=seen.kv_heads, windows=frozenset(seen.windows))
     if found.random:
         raise ConfigError(

@@ -52,10 +52,10 @@ def _why_not_split(config: Config, model: HfModel) -> str:
     """Why context parallelism can't replace the family's attention; "" if it can."""
     kind = model.model_type
     found = cuts_of(model)
+    if not found.has_ended:
+        return found.why_not
     if not found.attention:
-        with torch.device("meta"):
-            own = built(model).config._attn_implementation
-        return f"{kind} does not compute attention by transformers' attention interface with sdpa (but {own})"
+        return f"no layer of {kind} computes attention by torch's scaled_dot_product_attention, which Keel replaces"
     windows = sorted(window for window in found.windows if window < config.training.seq_len)
     if windows:
         what = f"attend to {windows[0]} tokens only" if windows[0] else "have a mask that is not plain causal"
@@ -225,7 +225,7 @@ def _logits(family: Any, **given: Tensor) -> Tensor:
 
 def _results(family: Any, logits: Tensor, weights: Tensor) -> list[Tensor]:
     """The logits, and the gradients of a weighted sum of them with respect to all parameters."""
-    parameters = list(family.parameters())
+    parameters = [parameter for parameter in family.parameters() if parameter.requires_grad]
     gradients = torch.autograd.grad((logits * weights).sum(), parameters, allow_unused=True)
     zeros = (torch.zeros_like(each) if found is None else found for each, found in zip(parameters, gradients, strict=True))
     return [logits.detach(), *zeros]
