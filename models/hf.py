@@ -113,7 +113,7 @@ class HfCausalLm(nn.Module):
             given["inputs_embeds"] = given.pop("input_ids")
         mask = None if documents is None else self.mask(documents, self._head.weight.dtype)
         try:
-            with reading(documents, mask):
+            with reading(documents, mask, self._splits_heads()):
                 output = self.family.forward(**given, use_cache=False, return_dict=True)
             return output.logits if self._result is None else self._result
         except StageEnd as end:
@@ -215,6 +215,13 @@ class HfCausalLm(nn.Module):
             vars(self.get_submodule(name)).setdefault("attend", attend)
         return names
 
+    def _splits_heads(self) -> bool:
+        """Whether context parallelism gives attention whole sequences for some of the heads, and the model's mask."""
+        from models.hf_attention import attend
+
+        first = next((vars(module)["attend"] for module in self.modules() if "attend" in vars(module)), attend)
+        return self.mask is _numbered and first is not attend
+
     def initial_values(self, seed: int) -> Callable[[str], Tensor]:
         """Return what draws a parameter, by its name: whole, float32, on the CPU."""
         return partial(self._initializer.values, seed)
@@ -251,11 +258,17 @@ def cuts_of(config: HfModel) -> Cuts:
 
     model = HfCausalLm(config)
     names = model.names
-    with reading(None, None), watching() as seen:
+    with reading(), watching() as seen:
         found = find_cuts(model.family, names.blocks, names.embedding, names.head, config.dim)
     modules = seen.modules if found.has_ended else []
     attention = tuple(name for name, module in model.family.named_modules() if module in modules)
-    found = replace(found, attention=attention, kv_heads=seen.kv_heads, windows=frozenset(seen.windows))
+    found = replace(
+        found,
+        attention=attention,
+        kv_heads=seen.kv_heads,
+        windows=frozenset(seen.windows),
+        patterns=frozenset(seen.patterns),
+    )
     if found.random:
         raise ConfigError(
             f"{config.model_type} draws random numbers in its forward pass ({found.random}), which would not be the "

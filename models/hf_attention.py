@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,22 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """What families hand to attention besides queries, keys and values, and `attend` does not compute."""
 
 
+class Window(NamedTuple):
+    """A mask that `attend` makes itself, since it sees longer sequences than the family does."""
+
+    size: int
+    """Tokens that a token sees, itself included."""
+    numbers: Tensor | None
+    """(batch, seq): the documents' numbers; None: there are no documents."""
+
+    def pairs(self, q: Tensor) -> Tensor:
+        """The mask for queries (batch, heads, seq, head_dim): (1 or batch, 1, seq, seq), true for allowed pairs."""
+        places = torch.arange(q.shape[2], device=q.device)
+        distances = places[:, None] - places
+        seen = ((distances >= 0) & (distances < self.size))[None, None]
+        return seen if self.numbers is None else seen & document_mask(self.numbers)
+
+
 @dataclass
 class Seen:
     """What a forward pass asked of attention."""
@@ -47,7 +63,9 @@ class Seen:
     kv_heads: int = 0
     """The fewest heads of keys and values that a module has."""
     windows: set[int] = field(default_factory=set)
-    """Tokens to which layers limit their attention; 0: a pattern of another kind."""
+    """Tokens to which layers with sliding windows limit their attention."""
+    patterns: set[int] = field(default_factory=set)
+    """Tokens up to which layers with other masks are plain causal; 0: with none."""
 
     def note(self, module: nn.Module, key: Tensor) -> None:
         """Note a module and its keys, (batch, kv_heads, seq, head_dim)."""
@@ -64,6 +82,8 @@ class _Pass:
     documents: Documents | None = None
     mask: Any = None
     """What layers of plain causal attention get."""
+    splits_heads: bool = False
+    """Whether context parallelism gives attention whole sequences for some of the heads."""
 
 
 _NOW = _Pass()
@@ -80,23 +100,30 @@ def register(family: Any) -> None:
 
 
 @contextmanager
-def reading(documents: Documents | None, mask: Any) -> Iterator[None]:
+def reading(documents: Documents | None = None, mask: Any = None, splits_heads: bool = False) -> Iterator[None]:
     """Let the attention of a family's forward pass know the documents.
 
     Args:
         documents: those of the batch; None: there are none.
         mask: what layers of plain causal attention get in place of a mask.
+        splits_heads: whether attention is replaced by a function that sees whole sequences.
     """
     asked = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda _positions: None
+    masking_utils.find_packed_sequence_indices = _no_packed_sequences
     _NOW.documents = documents
     _NOW.mask = mask
+    _NOW.splits_heads = splits_heads
     try:
         yield
     finally:
         _NOW.documents = None
         _NOW.mask = None
+        _NOW.splits_heads = False
         masking_utils.find_packed_sequence_indices = asked
+
+
+def _no_packed_sequences(position_ids: Tensor) -> Tensor | None:
+    return None
 
 
 @contextmanager
@@ -109,8 +136,10 @@ def watching() -> Iterator[Seen]:
         _NOW.seen = None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: NumberedDocuments | Tensor | None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: NumberedDocuments | Window | Tensor | None) -> Tensor:
     """Scaled dot-product attention, as in `models/llama.py`, for all dtypes and widths of heads."""
+    if isinstance(mask, Window):
+        mask = mask.pairs(q)
     if isinstance(mask, NumberedDocuments) and not has_kernel(q.device.type, q.dtype, q.shape[-1]):
         mask = document_mask(mask.numbers)
     return attend_natively(q, k, v, mask)
@@ -123,7 +152,7 @@ def _attention(
     if _NOW.seen:
         _NOW.seen.note(module, key)
     by = getattr(module, "attend", attend)
-    if by is attend and not isinstance(attention_mask, NumberedDocuments):
+    if by is attend and not isinstance(attention_mask, (NumberedDocuments, Window)):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if isinstance(attention_mask, Tensor):
         raise ValueError("has layers whose mask is not plain causal")
@@ -136,7 +165,7 @@ def _by_attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: NumberedDocuments | None,
+    mask: NumberedDocuments | Window | None,
     scaling: float | None = None,
     is_causal: bool | None = None,
     **options: Any,
@@ -162,8 +191,11 @@ def _mask(
     **options: Any,
 ) -> Any:
     """What transformers calls for the mask of a kind of layers; other options as in `masking_utils.sdpa_mask`."""
+    window = local_size if allow_is_causal_skip and _slides(options["config"], local_size) else None
     if _NOW.seen and (local_size or not allow_is_causal_skip):
-        _NOW.seen.windows.add(local_size or 0)
+        (_NOW.seen.windows if window else _NOW.seen.patterns).add(local_size or 0)
+    if _NOW.splits_heads and window:
+        return Window(window, None if _NOW.mask is None else _NOW.mask.numbers)
     if _NOW.documents is not None:
         ids = _NOW.documents.ids
         is_plain = allow_is_causal_skip and (local_size is None or local_size >= ids.shape[1])
@@ -173,6 +205,11 @@ def _mask(
         allow_is_causal_skip = False
     shape = {"allow_is_causal_skip": allow_is_causal_skip, "local_size": local_size}
     return build(mask_function=mask_function, **shape, **options)
+
+
+def _slides(config: Any, size: int | None) -> bool:
+    """Whether a mask of this size is a sliding window, and not of chunks."""
+    return getattr(config, "sliding_window", None) == size != getattr(config, "attention_chunk_size", None)
 
 
 def _inside(ids: Tensor, pattern: Callable) -> Callable:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ BOUND = 1e-5
 """Largest difference, relative to the largest value: families that cast to float32 themselves differ by 1e-7."""
 _LENGTHS = ((11, 1, 20), (5, 27))
 """Tokens of the documents in each sequence. Some are longer than the windows of small models, some are not."""
+Split = Literal["none", "sequence", "heads"]
 _N_PARTS = 2
 _LONG = 64
 _LIMITS = ("sliding_window", "attention_chunk_size")
@@ -40,12 +41,12 @@ def require_attention(config: Config) -> None:
     assert isinstance(model, HfModel)
     if reason := _why_not_split(config, model) if config.mesh.cp > 1 else "":
         raise ConfigError(f"mesh.cp is {config.mesh.cp}, but {reason}; set cp = 1, and dp_shard or tp for the ranks")
-    for key, is_asked in {
-        f"mesh.cp is {config.mesh.cp}": config.mesh.cp > 1,
-        "data.document_mask is true": config.data.document_mask,
-    }.items():
-        if is_asked and (reason := _why_not(model, config.training.seq_len, config.data.document_mask, "cp" in key)):
-            raise ConfigError(f"{key}, but {reason}; leave it out")
+    documents = config.data.document_mask
+    if documents and (reason := _why_not(model, config.training.seq_len, True, "none")):
+        raise ConfigError(f"data.document_mask is true, but {reason}; leave it out")
+    split: Split = "heads" if config.context.method == "all_to_all" else "sequence"
+    if config.mesh.cp > 1 and (reason := _why_not(model, config.training.seq_len, documents, split)):
+        raise ConfigError(f"mesh.cp is {config.mesh.cp}, but {reason}; set cp = 1")
 
 
 def _why_not_split(config: Config, model: HfModel) -> str:
@@ -56,17 +57,20 @@ def _why_not_split(config: Config, model: HfModel) -> str:
         return found.why_not
     if not found.attention:
         return f"no layer of {kind} computes attention by torch's scaled_dot_product_attention, which Keel replaces"
-    windows = sorted(window for window in found.windows if window < config.training.seq_len)
-    if windows:
-        what = f"attend to {windows[0]} tokens only" if windows[0] else "have a mask that is not plain causal"
-        return f"layers of {kind} {what}, which context parallelism does not offer"
+    by_heads = config.context.method == "all_to_all"
+    seq_len = config.training.seq_len
+    if any(size < seq_len for size in found.patterns):
+        return f"layers of {kind} have a mask that is neither plain causal nor a sliding window"
+    windows = [size for size in found.windows if size < seq_len]
+    if windows and not by_heads:
+        return f'layers of {kind} have a sliding window of {windows[0]} tokens; context.method "all_to_all" offers that'
     parts = config.mesh.cp * config.mesh.tp
-    if config.context.method == "all_to_all" and found.kv_heads % parts:
-        return f'context.method "all_to_all" splits the {found.kv_heads} heads of keys and values of {kind} over {parts}'
+    if by_heads and found.kv_heads % parts:
+        return f'"all_to_all" splits the {found.kv_heads} heads of keys and values of {kind} over {parts} ranks'
     return ""
 
 
-def _why_not(model: HfModel, seq_len: int, documents: bool, is_split: bool) -> str:
+def _why_not(model: HfModel, seq_len: int, documents: bool, split: Split) -> str:
     kind = model.model_type
     with torch.device("meta"):
         family = built(model)
@@ -76,7 +80,7 @@ def _why_not(model: HfModel, seq_len: int, documents: bool, is_split: bool) -> s
             f"the rotary frequencies of {kind} depend on the largest position in a batch above {limit} positions, "
             f"and training.seq_len is {seq_len}"
         )
-    difference, failure = _difference(model, documents, is_split)
+    difference, failure = _difference(model, documents, split)
     if failure:
         return f"{kind} {failure}"
     if difference > BOUND:
@@ -120,13 +124,13 @@ def _without_attention(model: HfModel) -> Iterator[nn.Module]:
 
 
 @cache
-def _difference(model: HfModel, documents: bool, is_split: bool) -> tuple[float, str]:
+def _difference(model: HfModel, documents: bool, split: Split) -> tuple[float, str]:
     """Compute with a small model what the job asks for, and the same by plain transformers.
 
     Args:
         model: the job's.
         documents: whether documents are packed.
-        is_split: whether each rank has a part of each sequence; no window is shorter than it then.
+        split: what each rank has a part of: of each sequence only where no window is shorter.
 
     Returns:
         The largest difference, and how it fails; "" if it does not.
@@ -134,14 +138,14 @@ def _difference(model: HfModel, documents: bool, is_split: bool) -> tuple[float,
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            family = _small_family(model, is_split)
+            family = _small_family(model, split)
             tokens = torch.randint(3, family.config.get_text_config().vocab_size, (len(_LENGTHS), sum(_LENGTHS[0])))
             weights = torch.randn(*tokens.shape, family.config.get_text_config().vocab_size, dtype=torch.float64)
             expected = _results(family, _plainly(family, tokens, documents), weights)
         except Exception as error:  # whatever the family's code makes of it
             return 0.0, f"can't be tried with a small model of it ({_in_words(error)})"
     try:
-        found = _results(family, _as_asked(family, tokens, documents, is_split), weights)
+        found = _results(family, _as_asked(family, tokens, documents, split), weights)
     except Exception as error:
         return 0.0, f"can't compute it ({_in_words(error)})"
     differences = [_relative(mine, theirs) for mine, theirs in zip(found, expected, strict=True)]
@@ -152,10 +156,10 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _small_family(model: HfModel, is_split: bool) -> Any:
+def _small_family(model: HfModel, split: Split) -> Any:
     """A small model of plain transformers in float64, in which every weight and bias matters."""
     fields = json.loads(small(model, _N_PARTS)["hf_config"])
-    if is_split:
+    if split == "sequence":
         fields |= {name: _LONG for name in _LIMITS if isinstance(fields.get(name), int)}
     config = HfModel.model_validate({"architecture": "hf", "hf_config": json.dumps(fields)})
     with torch.device("cpu"):
@@ -180,7 +184,7 @@ def _plainly(family: Any, tokens: Tensor, documents: bool) -> Tensor:
     return torch.cat(rows)
 
 
-def _as_asked(family: Any, tokens: Tensor, documents: bool, is_split: bool) -> Tensor:
+def _as_asked(family: Any, tokens: Tensor, documents: bool, split: Split) -> Tensor:
     """The logits by Keel's attention: of packed documents; with the parts of sequences as rows of the batch."""
     from models.hf_attention import reading, register
 
@@ -192,8 +196,8 @@ def _as_asked(family: Any, tokens: Tensor, documents: bool, is_split: bool) -> T
         packed = Documents.find(torch.stack(numbers))
         positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in _LENGTHS])
     mask = None if packed is None else packed.numbered()
-    with reading(packed, mask):
-        if not is_split:
+    with reading(packed, mask, split == "heads"):
+        if split == "none":
             return _logits(family, input_ids=tokens, position_ids=positions)
         parts = (len(tokens) * _N_PARTS, -1)
         with _joined(family):
@@ -227,8 +231,8 @@ def _results(family: Any, logits: Tensor, weights: Tensor) -> list[Tensor]:
     """The logits, and the gradients of a weighted sum of them with respect to all parameters."""
     parameters = [parameter for parameter in family.parameters() if parameter.requires_grad]
     gradients = torch.autograd.grad((logits * weights).sum(), parameters, allow_unused=True)
-    zeros = (torch.zeros_like(each) if found is None else found for each, found in zip(parameters, gradients, strict=True))
-    return [logits.detach(), *zeros]
+    of_unused = torch.zeros(())
+    return [logits.detach(), *(of_unused if gradient is None else gradient for gradient in gradients)]
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:

@@ -52,14 +52,16 @@ class Cuts:
     """Number of values in the tuple that a layer returns; 0: it returns a tensor."""
     random: str = ""
     """An operator of the forward pass that draws random numbers, other than attention; empty if none was seen."""
+    outputs: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    """What the modules of `before` return for tokens of the shape `_PROBE`."""
     attention: tuple[str, ...] = ()
     """Modules that compute with Keel's attention (`models/hf_attention.py`)."""
     kv_heads: int = 0
     """The fewest heads of keys and values that one of these has."""
     windows: frozenset[int] = frozenset()
-    """Tokens to which layers limit their attention; 0: a pattern of another kind."""
-    outputs: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
-    """What the modules of `before` return for tokens of the shape `_PROBE`."""
+    """Tokens to which layers with sliding windows limit their attention."""
+    patterns: frozenset[int] = frozenset()
+    """Tokens up to which layers with other masks are plain causal; 0: with none."""
 
     def blank(self, name: str, tokens: torch.Size, device: torch.device) -> Tensor:
         """Zeros like the output of a module of `before` for tokens of a shape (batch, seq)."""

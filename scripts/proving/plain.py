@@ -44,6 +44,8 @@ def difference_from_transformers(config_name: str, overrides: tuple[str, ...] = 
             expected = theirs(input_ids=tokens, use_cache=False).logits
             found = ours(tokens)
         else:
-            expected = each_document_alone(lambda document: theirs(document, use_cache=False).logits, tokens, batch.document_ids)
+            expected = each_document_alone(
+                lambda document: theirs(document, use_cache=False).logits, tokens, batch.document_ids
+            )
             found = ours(tokens, batch.positions, Documents.find(batch.document_ids))
     return float((found - expected).abs().max() / expected.abs().max()), ""
