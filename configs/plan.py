@@ -107,6 +107,9 @@ class Plan:
     why_not_distributed: str = ""
     """Why expert parallelism can't distribute the experts; empty if it can."""
 
+    can_cache: bool = True
+    """Whether each `attend` may be given new tokens only, with keys and values that were kept."""
+
     @property
     def keeps_sequences_whole(self) -> bool:
         """Whether tensor-parallel ranks hold whole sequences between the matrices, and not slices of them."""

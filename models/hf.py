@@ -32,7 +32,7 @@ from torch.utils._device import _device_constructors
 from configs.errors import ConfigError
 from configs.plan import Plan, TensorRole
 from configs.schema import HfModel
-from models.documents import Documents
+from models.documents import Documents, NumberedDocuments
 from models.hf_experts import compute_experts_in_groups
 from models.hf_stages import Cuts, StageEnd, find_cuts, without_tensors
 
@@ -63,15 +63,18 @@ class HfCausalLm(nn.Module):
         super().__init__()
         self.config = config
         with torch.device("meta"):
-            family = _built(config)
+            family = built(config)
         # The family's object runs the forward pass, but its modules are registered here, under its own names.
         self.__dict__["family"] = family
         for name, child in family.named_children():
             self.add_module(name, child)
+        from models.hf_attention import register
+
+        register(family)
         self.names = _Names(family, config)
         self._experts = compute_experts_in_groups(family, self.names.blocks)
-        self.mask: Callable[[Documents, torch.dtype], Any] = _no_mask
-        """Documents are refused when the job is checked."""
+        self.mask: Callable[[Documents, torch.dtype], Any] = _numbered
+        """What layers of plain causal attention get in place of a mask; replaced with their `attend`."""
         self._loss: Loss | None = None
         # As an attribute it would be a second name of the head's parameters.
         self.__dict__["_head"] = family.get_output_embeddings()
@@ -97,24 +100,24 @@ class HfCausalLm(nn.Module):
         Args:
             tokens: (batch, seq) ids; for a later pipeline stage, the previous stage's output, (batch, seq, dim).
             positions: (1 or batch, seq). Default: 0, 1, 2, ...
-            documents: not offered.
+            documents: restricts attention to tokens of the same document; `positions` restart in each.
             loss: called with the last hidden states and the head's weight.
 
         Returns:
             Logits (batch, seq, vocab), or the loss if `loss` is given. A pipeline stage other than the last returns its
             last layer's output, (batch, seq, dim).
         """
-        assert documents is None, "the checks of a job refuse documents"
+        from models.hf_attention import reading
+
         self._loss = loss
         given = {"input_ids": tokens, "position_ids": positions}
-        if self._gone:
-            # A pipeline's positions are 0, 1, 2, ..., which the family counts without a look at the values.
-            given["position_ids"] = None
         if self.names.embedding in self._gone:
             self._received = tokens
             given["inputs_embeds"] = given.pop("input_ids")
+        mask = None if documents is None else self.mask(documents, self._head.weight.dtype)
         try:
-            output = self.family.forward(**given, use_cache=False, return_dict=True)
+            with reading(documents, mask, self._splits_heads()):
+                output = self.family.forward(**given, use_cache=False, return_dict=True)
             return output.logits if self._result is None else self._result
         except StageEnd as end:
             return end.hidden
@@ -125,7 +128,7 @@ class HfCausalLm(nn.Module):
 
     def leave_out(self, names: Iterable[str]) -> None:
         """Remove the modules that this pipeline stage does not have; others without parameters take their places."""
-        cuts = _cuts(self.config)
+        cuts = cuts_of(self.config)
         self._gone = frozenset(names)
         blocks = self.names.blocks
         first = next(number for number, name in enumerate(blocks) if name not in self._gone)
@@ -150,12 +153,12 @@ class HfCausalLm(nn.Module):
     def _passed(self, *_: Any, **__: Any) -> Any:
         """The forward pass of an earlier stage's layer: what that stage has sent."""
         assert self._received is not None
-        return _cuts(self.config).returned(self._received)
+        return cuts_of(self.config).returned(self._received)
 
     def _blank(self, name: str, *_: Any, **__: Any) -> Tensor:
         """The forward pass of a module before the layers of an earlier stage; its output is not used."""
         assert self._received is not None
-        return _cuts(self.config).blank(name, self._received.shape[:2], self._received.device)
+        return cuts_of(self.config).blank(name, self._received.shape[:2], self._received.device)
 
     def _head_or_loss(self, hidden: Tensor) -> Tensor:
         """The head's forward pass: its logits, or the loss in their place, to which the family's factor is applied."""
@@ -175,8 +178,8 @@ class HfCausalLm(nn.Module):
     def plan(self) -> Plan:
         """How techniques may split the model; see `Plan`."""
         names = self.names
-        cuts = _cuts(self.config)
-        gone = tuple(f"{name}." for name in self._gone)
+        cuts = cuts_of(self.config)
+        gone = self._gone_prefixes
         blocks, before, after, mixers = (
             tuple(name for name in part if not f"{name}.".startswith(gone))
             for part in (names.blocks, cuts.before, cuts.after, names.mixers)
@@ -191,7 +194,7 @@ class HfCausalLm(nn.Module):
             before_blocks=before,
             after_blocks=after,
             fsdp_groups=groups if names.is_tied else tuple(filter(None, (ends[0], *groups, ends[1]))),
-            attention=(),
+            attention=self._attention(),
             mixers=mixers,
             experts=tuple(name for name in self._experts.names if not name.startswith(gone)),
             routers=(),
@@ -200,7 +203,28 @@ class HfCausalLm(nn.Module):
             cannot_split=names.why_not_split(),
             why_no_pipeline=cuts.why_not,
             why_not_distributed=self._experts.why_not and f"{self.config.model_type} {self._experts.why_not}",
+            can_cache=False,
         )
+
+    @property
+    def _gone_prefixes(self) -> tuple[str, ...]:
+        return tuple(f"{name}." for name in self._gone)
+
+    def _attention(self) -> tuple[str, ...]:
+        """The modules whose attention can be replaced, each of which gets its `attend`."""
+        from models.hf_attention import attend
+
+        names = tuple(name for name in cuts_of(self.config).attention if not f"{name}.".startswith(self._gone_prefixes))
+        for name in names:
+            vars(self.get_submodule(name)).setdefault("attend", attend)
+        return names
+
+    def _splits_heads(self) -> bool:
+        """Whether context parallelism gives attention whole sequences for some of the heads, and the model's mask."""
+        from models.hf_attention import attend
+
+        first = next((vars(module)["attend"] for module in self.modules() if "attend" in vars(module)), attend)
+        return self.mask is _numbered and first is not attend
 
     def initial_values(self, seed: int) -> Callable[[str], Tensor]:
         """Return what draws a parameter, by its name: whole, float32, on the CPU."""
@@ -228,15 +252,27 @@ def _end(hidden: Tensor, *_: Any, **__: Any) -> Any:
 
 
 @cache
-def _cuts(config: HfModel) -> Cuts:
+def cuts_of(config: HfModel) -> Cuts:
     """How a model can be cut into pipeline stages.
 
     Raises:
         ConfigError: its forward pass draws random numbers, whatever the config says of dropout.
     """
+    from models.hf_attention import reading, watching
+
     model = HfCausalLm(config)
     names = model.names
-    found = find_cuts(model.family, names.blocks, names.embedding, names.head, config.dim)
+    with reading(), watching() as seen:
+        found = find_cuts(model.family, names.blocks, names.embedding, names.head, config.dim)
+    modules = seen.modules if found.has_ended else []
+    attention = tuple(name for name, module in model.family.named_modules() if module in modules)
+    found = replace(
+        found,
+        attention=attention,
+        kv_heads=seen.kv_heads,
+        windows=frozenset(seen.windows),
+        patterns=frozenset(seen.patterns),
+    )
     if found.random:
         raise ConfigError(
             f"{config.model_type} draws random numbers in its forward pass ({found.random}), which would not be the "
@@ -250,7 +286,12 @@ def _cuts(config: HfModel) -> Cuts:
 # --------------------------------------------------------------------------- building
 
 
-def _built(config: HfModel) -> Any:
+def built(config: HfModel) -> Any:
+    """Build a family's own model of plain transformers, on the device of the context, with float32 parameters.
+
+    Raises:
+        ConfigError: transformers cannot build it, or Keel cannot train it as it is.
+    """
     try:
         import transformers
     except ImportError as error:
@@ -359,8 +400,8 @@ class _DecoderOutput:
 _LOGIT_FIELDS = ("final_logit_softcapping", "logits_soft_cap")
 
 
-def _no_mask(_documents: Documents, _dtype: torch.dtype) -> Any:
-    raise AssertionError("the checks of a job refuse documents")
+def _numbered(documents: Documents, _dtype: torch.dtype) -> NumberedDocuments:
+    return documents.numbered()
 
 
 class _Names:
@@ -528,7 +569,7 @@ class _Initializer:
 
     def __init__(self, config: HfModel) -> None:
         with torch.device("meta"):
-            self._family = _built(config)
+            self._family = built(config)
         for module in self._family.modules():  # what from_config has set would keep the rules from running
             module.__dict__.pop("_is_hf_initialized", None)
         self._rules = self._touched()
@@ -591,7 +632,7 @@ def _small_tensors(config: HfModel, names: list[str]) -> dict[str, Tensor]:
     """The values that a family's constructor, and not a rule, gives to parameters and buffers with few elements."""
     with torch.random.fork_rng(devices=[]), _SmallInMemory():
         torch.manual_seed(0)
-        family = _built(config)
+        family = built(config)
     tensors = dict(family.named_parameters()) | dict(family.named_buffers())
     return {name: tensors[name].detach() for name in names if not tensors[name].is_meta}
 

@@ -42,6 +42,8 @@ class Cuts:
 
     why_not: str = ""
     """Why a pipeline can't; empty if it can."""
+    has_ended: bool = True
+    """Whether the forward pass was followed to its end."""
     before: tuple[str, ...] = ()
     """Modules with parameters that the first layer's input depends on, and those that nothing depends on."""
     after: tuple[str, ...] = ()
@@ -52,6 +54,14 @@ class Cuts:
     """An operator of the forward pass that draws random numbers, other than attention; empty if none was seen."""
     outputs: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     """What the modules of `before` return for tokens of the shape `_PROBE`."""
+    attention: tuple[str, ...] = ()
+    """Modules that compute with Keel's attention (`models/hf_attention.py`)."""
+    kv_heads: int = 0
+    """The fewest heads of keys and values that one of these has."""
+    windows: frozenset[int] = frozenset()
+    """Tokens to which layers with sliding windows limit their attention."""
+    patterns: frozenset[int] = frozenset()
+    """Tokens up to which layers with other masks are plain causal; 0: with none."""
 
     def blank(self, name: str, tokens: torch.Size, device: torch.device) -> Tensor:
         """Zeros like the output of a module of `before` for tokens of a shape (batch, seq)."""
@@ -96,7 +106,7 @@ def find_cuts(family: Any, blocks: tuple[str, ...], embedding: str, head: str, d
             )
         return run.cuts(logits, embedding, head, dim)
     except _NotCuttable as error:
-        return Cuts(str(error), before=(embedding,), after=(head,), random=run.random)
+        return Cuts(str(error), run.has_ended, before=(embedding,), after=(head,), random=run.random)
 
 
 class _Listener(TorchDispatchMode):
@@ -130,6 +140,7 @@ class _Run:
         self._n_returned = 0
         self._outputs: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._listener = _Listener()
+        self.has_ended = False
 
     @property
     def random(self) -> str:
@@ -165,7 +176,7 @@ class _Run:
         before = (embedding, *sorted({*before, *unused} - {embedding}))
         if missing := sorted({*before} - {embedding, *unused, *self._outputs}):
             raise _NotCuttable(f"has parameters in {missing[0]}, which no stage can do without")
-        return Cuts("", before, (*sorted({*after} - {head}), head), self._n_returned, self.random, self._outputs)
+        return Cuts("", True, before, (*sorted({*after} - {head}), head), self._n_returned, self.random, self._outputs)
 
     def run(self) -> Tensor:
         """Run; returns the logits.
@@ -186,7 +197,9 @@ class _Run:
             with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), self._listener:
                 self._family.to_empty(device="cpu").train()
                 tokens = torch.zeros(_PROBE, dtype=torch.int64)
-                return self._family.forward(input_ids=tokens, use_cache=False, return_dict=True).logits
+                logits = self._family.forward(input_ids=tokens, use_cache=False, return_dict=True).logits
+            self.has_ended = True
+            return logits
         except _NotCuttable:
             raise
         except Exception as error:

@@ -8,7 +8,7 @@ their scales are over a micro-batch.
 
 import fnmatch
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +76,7 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
         document_ids = [ids for batch in micro_batches if (ids := batch.document_ids) is not None]
         choices = _Choices(model, config)
         if document_ids:
-            logits = _each_document_alone(model, tokens, torch.cat(document_ids))
+            logits = each_document_alone(model, tokens, torch.cat(document_ids))
         elif config.float8.recipe != "none":
             logits = torch.cat([model(batch.tokens) for batch in micro_batches])
         else:
@@ -297,8 +297,8 @@ def _rests(config: Optimizer, name: str, step: int) -> bool:
     return group.freeze or group.freeze_until_step > step
 
 
-def _each_document_alone(model: torch.nn.Module, tokens: Tensor, document_ids: Tensor) -> Tensor:
-    """Compute the logits that a document mask must give, without a mask."""
+def each_document_alone(model: Callable[[Tensor], Tensor], tokens: Tensor, document_ids: Tensor) -> Tensor:
+    """Compute the logits that a document mask must give, without a mask; `model` maps tokens to logits."""
     rows = []
     for row, ids in zip(tokens, document_ids, strict=True):
         lengths = ids.unique_consecutive(return_counts=True)[1].tolist()

@@ -12,7 +12,8 @@ from configs.load import load
 from configs.reading.hf_config import is_too_old
 from models import build_model
 from parallelisms.init import materialize
-from scripts.parity_reference import Trajectory, batches, copied
+from scripts.parity_reference import Trajectory, batches, copied, each_document_alone
+from trainer.data.loader import MicroBatch
 from trainer.lr_schedule import learning_rate
 
 NEEDS_TRANSFORMERS = pytest.mark.skipif(is_too_old(), reason="the installed transformers is older than Keel needs")
@@ -96,7 +97,7 @@ def trained_by_transformers(overrides: tuple[str, ...]) -> Trajectory:
     for step, micro_batches in enumerate(batches(config, 0, 1)):
         tokens = torch.cat([batch.tokens for batch in micro_batches])
         targets = torch.cat([batch.targets for batch in micro_batches])
-        loss = F.cross_entropy(model(input_ids=tokens, use_cache=False).logits.flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(_logits(model, tokens, micro_batches).flatten(0, 1), targets.flatten())
         loss.backward()
         if step == 0:
             found.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -111,6 +112,14 @@ def trained_by_transformers(overrides: tuple[str, ...]) -> Trajectory:
     found.weights = {name: p.detach() for name, p in parameters.items()}
     found.buffers = {name: b for name, b in _tensors(model, ours).items() if name not in parameters}
     return found
+
+
+def _logits(model: Any, tokens: torch.Tensor, micro_batches: list[MicroBatch]) -> torch.Tensor:
+    """Of whole sequences, or of each document alone."""
+    document_ids = [ids for batch in micro_batches if (ids := batch.document_ids) is not None]
+    if not document_ids:
+        return model(input_ids=tokens, use_cache=False).logits
+    return each_document_alone(lambda alone: model(alone, use_cache=False).logits, tokens, torch.cat(document_ids))
 
 
 def _tensors(model: torch.nn.Module, ours: torch.nn.Module) -> dict[str, torch.Tensor]:

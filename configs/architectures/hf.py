@@ -140,13 +140,6 @@ _NOT_COMPUTED = {
 
 def rules(config: Any) -> Iterator[tuple[str, str]]:
     """What a job asks for that models of Hugging Face can't do yet: the key to blame, and a message."""
-    for axis, (what, instead) in _AXES.items():
-        ranks = getattr(config.mesh, axis)
-        if ranks > 1:
-            yield (
-                f"mesh.{axis}",
-                f'{axis} {ranks} {what}, which architecture "hf" does not offer; set {axis} = 1, and {instead}',
-            )
     for key, (needs, what, remedy) in _REFUSED.items():
         value = config
         for part in key.split("."):
@@ -155,11 +148,7 @@ def rules(config: Any) -> Iterator[tuple[str, str]]:
             yield key, f'{what}, which architecture "hf" does not offer; {remedy}'
 
 
-_AXES = {
-    "cp": ("splits sequences inside attention, by a function of Keel's own", "dp_shard for more ranks, tp for memory"),
-}
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
-    "data.document_mask": (bool, "documents are separated by Keel's own attention", "leave document_mask out"),
     "float8.recipe": (lambda recipe: recipe != "none", "float8 matmuls replace Keel's own matrices", "leave it out"),
     "attention.backend": (
         lambda backend: backend != "auto",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from configs.errors import ConfigError
 from configs.reading.hf_config import causal_families
 from configs.schema import Config
+from scripts.parity_rows import words
 from scripts.proving.run import BOUND, FLOAT32, Outcome, Prover, Verdict, error_in, not_tried
 from scripts.proving.small import small_job
 from scripts.proving.techniques import TECHNIQUES, Technique
@@ -122,6 +123,9 @@ def _outcomes(pool: "RankPool", job: Path, techniques: Sequence[Technique], rank
     yield alone
     for technique in techniques if alone.verdict == "equal" else ():
         outcome = _outcome(prover, technique, ranks)
+        if technique.run and outcome.verdict == "equal":
+            plain = _against_transformers(pool, job, words(technique.run), bool(prover.own_float32()))
+            outcome = replace(outcome, verdict=plain.verdict, reason=plain.reason or outcome.reason)
         yield not_tried((technique,), "a rank was killed: too little memory") if _KILLED in outcome.reason else outcome
 
 
@@ -141,8 +145,10 @@ UNTIED = f"with {_TIE} = false, since its default ties the embedding and the hea
 """What the reason of such an outcome says."""
 
 
-def _against_transformers(pool: "RankPool", job: Path) -> Outcome:
-    """The outcome of the comparison of logits.
+def _against_transformers(
+    pool: "RankPool", job: Path, overrides: tuple[str, ...] = (), has_float32: bool = False
+) -> Outcome:
+    """The outcome of the comparison of logits; of packed documents, those of models that cast to float32 are rounded.
 
     Raises:
         ConfigError: the model can't be built, or transformers' own fails.
@@ -151,7 +157,7 @@ def _against_transformers(pool: "RankPool", job: Path) -> Outcome:
 
     name = "transformers"
     try:
-        difference, failure = pool.run(1, difference_from_transformers, str(job))[0]
+        difference, failure = pool.run(1, difference_from_transformers, str(job), overrides)[0]
     except RuntimeError as error:
         is_refusal, reason = error_in(str(error))
         if is_refusal:
@@ -159,10 +165,12 @@ def _against_transformers(pool: "RankPool", job: Path) -> Outcome:
         return Outcome(name, (), 1, "wrong", reason)
     if failure:
         raise ConfigError(f"transformers itself fails with the small model: {failure}")
-    verdict: Verdict = "equal" if difference <= BOUND else "wrong"
-    return Outcome(name, (), 1, verdict, f"logits {difference:.1e} off" * (verdict == "wrong"), {"loss": difference})
+    verdict: Verdict = "equal" if difference <= (_FLOAT32_BOUND if has_float32 else BOUND) else "wrong"
+    reason = f"logits {difference:.1e} off those of transformers" * (verdict == "wrong")
+    return Outcome(name, (), 1, verdict, reason, {"loss": difference})
 
 
+_FLOAT32_BOUND = 2e-6
 _KILLED = "(exit code -9)"
 """How a rank ends of which the system takes the memory back."""
 

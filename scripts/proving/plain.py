@@ -7,23 +7,27 @@ import torch
 from configs.load import load
 from configs.schema import HfModel
 from models import build_model
+from models.documents import Documents
 from parallelisms.init import materialize
-from scripts.parity_reference import batches
+from scripts.parity_reference import batches, each_document_alone
 
 
-def difference_from_transformers(config_name: str) -> tuple[float, str]:
+def difference_from_transformers(config_name: str, overrides: tuple[str, ...] = ()) -> tuple[float, str]:
     """Compare the logits of the same weights and tokens in float64, on one process.
+
+    With data.document_mask, Keel's are of packed documents, and transformers' of each document alone.
 
     Returns:
         The largest difference, relative to the largest logit, and how transformers' own model fails; "" if it works.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = load(config_name, world_size=1).config
+    config = load(config_name, overrides, world_size=1).config
     assert isinstance(config.model, HfModel)
     # One expert after the other: torch has no grouped matrix products in float64 on a CPU.
     fields: dict[str, Any] = {**config.model.fields, "experts_implementation": "eager"}
-    tokens = next(iter(batches(config, 0, 1)))[0].tokens
+    batch = next(iter(batches(config, 0, 1)))[0]
+    tokens = batch.tokens
     try:
         described = AutoConfig.for_model(fields.pop("model_type"), **fields)
         theirs: Any = AutoModelForCausalLM.from_config(described, dtype=torch.float32).to(torch.float64)
@@ -36,6 +40,13 @@ def difference_from_transformers(config_name: str) -> tuple[float, str]:
     materialize(ours, torch.device("cpu"), config.training.seed)
     theirs.load_state_dict(dict(ours.named_parameters()), strict=False)  # buffers are its own
     with torch.no_grad():
-        expected = theirs.train()(input_ids=tokens, use_cache=False).logits
-        found = ours(tokens)
+        theirs.train()
+        if batch.document_ids is None:
+            expected = theirs(input_ids=tokens, use_cache=False).logits
+            found = ours(tokens)
+        else:
+            expected = each_document_alone(
+                lambda document: theirs(document, use_cache=False).logits, tokens, batch.document_ids
+            )
+            found = ours(tokens, batch.positions, Documents.find(batch.document_ids))
     return float((found - expected).abs().max() / expected.abs().max()), ""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.plan import attention_of
+from configs.plan import attention_of, plan_of
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
@@ -24,11 +24,12 @@ class CachedModel:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._sequences: list[list[int]] | None = None if attention_of(model) else []
+        attention = attention_of(model) if plan_of(model).can_cache else []
+        self._sequences: list[list[int]] | None = None if attention else []
         """The tokens so far, of a model whose attention cannot be replaced: every token reads all before it again."""
         self._layers: list[list[Tensor]] = []
         """Keys and values of each attention module, (batch, heads, length, head_dim); empty before `start`."""
-        for module in attention_of(model):
+        for module in attention:
             self._layers.append([])
             module.attend = partial(self._attend, self._layers[-1], module.attend)
         self._length = self._end = 0

@@ -5,6 +5,8 @@ import torch
 
 from parallelisms.torch_internals import has_zero_bubble
 from scripts.parity_compare import STRAIGHT, Detour, compare
+from scripts.parity_rows import DOCUMENTS as DOCUMENT_KEYS
+from scripts.parity_rows import words as words_of
 from tests.hf_families import FAMILIES, NEEDS_TRANSFORMERS, trained_by_transformers, words, write_config
 from tests.marked import marked
 
@@ -140,6 +142,57 @@ def test_every_technique_on_distributed_experts_is_transformers(ranks, tmp_path,
     assert_equal(ranks, 4 if technique.endswith(" 2") or "2x2" in technique else 2, folder, mesh, tmp_path, bound=bound)
 
 
+DOCUMENTS = words_of(DOCUMENT_KEYS)
+CP = ("--mesh.cp", "2", "--context.method")
+PACKED = {
+    "documents": (),
+    "FSDP 2": FSDP,
+    "TP 2": TP,
+    "CP 2 gather": (*CP, "gather"),
+    "CP 2 ring": (*CP, "ring"),
+    "CP 2 all_to_all": (*CP, "all_to_all"),
+    "CP 2 gather x TP 2": (*CP, "gather", *TP),
+    "CP 2 ring x FSDP 2": (*CP, "ring", *FSDP),
+    "CP 2 gather, full recomputation": (*CP, "gather", "--activation_checkpoint.mode", "full"),
+}
+
+
+@pytest.mark.parametrize("mesh", marked(PACKED, slow=[name for name in PACKED if name != "CP 2 gather x TP 2"]))
+def test_packed_documents_are_transformers_of_each_document(ranks, tmp_path, mesh):
+    folder = write_config(tmp_path / "qwen3", "qwen3")
+    n_ranks = 1 if mesh == "documents" else 4 if " x " in mesh else 2
+    assert_equal(ranks, n_ranks, folder, (*DOCUMENTS, *PACKED[mesh]), tmp_path, of_model=DOCUMENTS)
+
+
+OF_FAMILIES = {
+    "gemma3_text": FSDP,  # one of its layers has a window
+    "llama": (*CP, "ring"),
+    "mixtral": (*CP, "gather"),
+    "deepseek_v3": (*CP, "all_to_all"),  # values narrower than keys
+    "granite": (*CP, "gather"),  # a scale of its own
+}
+
+
+@pytest.mark.parametrize("family", marked(OF_FAMILIES, slow=["llama", "mixtral", "deepseek_v3", "granite"]))
+def test_packed_documents_of_families(ranks, tmp_path, family):
+    folder = write_config(tmp_path / family, family, **{"sliding_window": 3} if family == "gemma3_text" else {})
+    bound = OWN_CASTS.get(family, BOUND)
+    keys = (*DOCUMENTS, *OF_FAMILIES[family])
+    assert_equal(ranks, 2, folder, keys, tmp_path, bound=bound, of_model=DOCUMENTS)
+
+
+@pytest.mark.parametrize("method", marked(["gather", "ring", "all_to_all"], slow=["gather", "all_to_all"]))
+def test_parts_of_sequences_are_transformers(ranks, tmp_path, method):
+    folder = write_config(tmp_path / "llama", "llama")
+    assert_equal(ranks, 2, folder, (*CP, method), tmp_path)
+
+
+@pytest.mark.slow
+def test_documents_in_a_pipeline_are_transformers(ranks, tmp_path):
+    folder = write_config(tmp_path / "llama", "llama")
+    assert_equal(ranks, 2, folder, (*DOCUMENTS, *PP), tmp_path, of_model=DOCUMENTS)
+
+
 MESHES = {
     "DDP 2": ("--mesh.dp_replicate", "2", "--mesh.dp_shard", "1"),
     "HSDP 2x2": ("--mesh.dp_replicate", "2", "--mesh.dp_shard", "2", "--training.micro_batch_size", "1"),
@@ -164,6 +217,8 @@ def test_every_technique_is_transformers(ranks, tmp_path, mesh):
     "technique",
     [
         *(FSDP, TP, PP),
+        (*FSDP, *DOCUMENTS),
+        (*DOCUMENTS, *CP, "gather"),
         (*FSDP, "--activation_checkpoint.mode", "selective"),
         (*TP, "--activation_checkpoint.mode", "full"),
     ],
@@ -171,4 +226,5 @@ def test_every_technique_is_transformers(ranks, tmp_path, mesh):
 def test_compiled_layers_are_transformers(ranks, tmp_path, technique):
     """The norms of Qwen3 compute in float32, which the compiler rounds in another order."""
     folder = write_config(tmp_path / "qwen3", "qwen3", tie_word_embeddings=False)
-    assert_equal(ranks, 2, folder, (*technique, "--compile.enable", "true"), tmp_path, bound=2e-5)
+    run = DOCUMENTS if DOCUMENTS[0] in technique else ()
+    assert_equal(ranks, 2, folder, (*technique, "--compile.enable", "true"), tmp_path, bound=2e-5, of_model=run)

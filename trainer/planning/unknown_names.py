@@ -12,8 +12,9 @@ from configs.errors import ConfigError
 from configs.load import LoadedConfig
 from configs.plan import plan_of
 from configs.reading.keys import key_path
-from configs.schema import Config, OwnModel, is_described
+from configs.schema import Config, HfModel, OwnModel, is_described
 from models import build_model
+from models.hf_check import require_attention
 from parallelisms.activation_checkpoint import select
 from trainer.optimizers.build import frozen_until
 from trainer.planning.own_code import faults_of_own_code
@@ -66,6 +67,8 @@ def _require_supported(config: Config) -> None:
         )
     if config.mesh.ep > 1:
         _require_distributable(config.mesh.ep, skeleton(config.model))
+    if isinstance(config.model, HfModel) and (config.mesh.cp > 1 or config.data.document_mask):
+        require_attention(config)
 
 
 def _require_distributable(ep: int, model: Skeleton) -> None:

@@ -64,14 +64,12 @@ def test_another_architecture_replaces_the_table_of_the_base(folder):
     ("more", "expected"),
     [
         (["--model.dim", "64"], '--model.dim: model.dim is no key of architecture "hf"; the shape of the model comes'),
-        (["--mesh.cp", "2"], "--mesh.cp: cp 2 splits sequences inside attention"),
         (["--mesh.pp", "4"], "--mesh.pp: pp 4 = 4 stages are more than n_layers 2"),
         (["--mesh.dp_shard", "2", "--mesh.ep", "4"], "--mesh.ep: ep 4 does not divide dp_shard 2 x cp 1 = 2 (2 / 4 ="),
         (
             ["--mesh.ep", "2", "--fsdp.partition", "owner", "--mesh.dp_replicate", "2", "--mesh.dp_shard", "1"],
             "--mesh.ep: ep 2 distributes experts over the ranks of dp_shard x cp, but fsdp.partition",
         ),
-        (["--data.document_mask", "true"], "--data.document_mask: documents are separated by Keel's own attention"),
         (["--attention.backend", "flash2"], "--attention.backend: the kernel is chosen in Keel's own attention"),
         (["--float8.recipe", "rowwise", "--float8.emulate", "true"], "--float8.recipe: float8 matmuls replace"),
         (["--mesh.tp", "4"], "--mesh.tp: tp 4 does not divide num_key_value_heads 2 (2 / 4 = 0.50); change one of"),

@@ -1,0 +1,226 @@
+"""Attention of `transformers`' models by Keel's own function, so that documents stay apart and sequences may be split.
+
+transformers looks up attention, and the mask of each kind of layer, by a name in the family's config. A family that
+would compute with torch's `scaled_dot_product_attention` gets Keel's name (`register`). What is computed then:
+
+* Without documents and without context parallelism, exactly what transformers computes under the name "sdpa".
+* With documents, layers of plain causal attention get the documents in place of a mask, and `attend` keeps them apart
+  by Keel's kernel. Other layers (sliding windows, chunks) get a mask of all pairs, which has the family's own pattern
+  inside each document.
+* With context parallelism, `attend` is the function that it has put in place.
+
+Families that compute with their own "eager" function, such as those with attention sinks, get a mask of all pairs, too.
+
+transformers itself asks the positions in each forward pass whether sequences are packed, which on a GPU makes the host
+wait for the device. `reading` answers in its place that they are not: Keel knows its documents.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from models.documents import Documents, NumberedDocuments, has_kernel
+from models.llama import attend as attend_natively
+from models.llama import document_mask
+
+NAME = "keel"
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""What families hand to attention besides queries, keys and values, and `attend` does not compute."""
+
+
+class Window(NamedTuple):
+    """A mask that `attend` makes itself, since it sees longer sequences than the family does."""
+
+    size: int
+    """Tokens that a token sees, itself included."""
+    numbers: Tensor | None
+    """(batch, seq): the documents' numbers; None: there are no documents."""
+
+    def pairs(self, q: Tensor) -> Tensor:
+        """The mask for queries (batch, heads, seq, head_dim): (1 or batch, 1, seq, seq), true for allowed pairs."""
+        places = torch.arange(q.shape[2], device=q.device)
+        distances = places[:, None] - places
+        seen = ((distances >= 0) & (distances < self.size))[None, None]
+        return seen if self.numbers is None else seen & document_mask(self.numbers)
+
+
+@dataclass
+class Seen:
+    """What a forward pass asked of attention."""
+
+    modules: list[nn.Module] = field(default_factory=list)
+    """Those that called it, in order."""
+    kv_heads: int = 0
+    """The fewest heads of keys and values that a module has."""
+    windows: set[int] = field(default_factory=set)
+    """Tokens to which layers with sliding windows limit their attention."""
+    patterns: set[int] = field(default_factory=set)
+    """Tokens up to which layers with other masks are plain causal; 0: with none."""
+
+    def note(self, module: nn.Module, key: Tensor) -> None:
+        """Note a module and its keys, (batch, kv_heads, seq, head_dim)."""
+        if module not in self.modules:
+            self.modules.append(module)
+        self.kv_heads = min(self.kv_heads or key.shape[1], key.shape[1])
+
+
+@dataclass
+class _Pass:
+    """The forward pass that runs; transformers calls functions by name, which get nothing from Keel's model."""
+
+    seen: Seen | None = None
+    documents: Documents | None = None
+    mask: Any = None
+    """What layers of plain causal attention get."""
+    splits_heads: bool = False
+    """Whether context parallelism gives attention whole sequences for some of the heads."""
+
+
+_NOW = _Pass()
+
+
+def register(family: Any) -> None:
+    """Let a family that computes with torch's attention compute with Keel's, and others keep documents apart."""
+    transformers.AttentionMaskInterface.register("eager", partial(_mask, build=masking_utils.eager_mask))
+    if family.config._attn_implementation != "sdpa" or not family._supports_attention_backend:
+        return
+    transformers.AttentionInterface.register(NAME, _attention)
+    transformers.AttentionMaskInterface.register(NAME, _mask)
+    family.set_attn_implementation(NAME)
+
+
+@contextmanager
+def reading(documents: Documents | None = None, mask: Any = None, splits_heads: bool = False) -> Iterator[None]:
+    """Let the attention of a family's forward pass know the documents.
+
+    Args:
+        documents: those of the batch; None: there are none.
+        mask: what layers of plain causal attention get in place of a mask.
+        splits_heads: whether attention is replaced by a function that sees whole sequences.
+    """
+    asked = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _no_packed_sequences
+    _NOW.documents = documents
+    _NOW.mask = mask
+    _NOW.splits_heads = splits_heads
+    try:
+        yield
+    finally:
+        _NOW.documents = None
+        _NOW.mask = None
+        _NOW.splits_heads = False
+        masking_utils.find_packed_sequence_indices = asked
+
+
+def _no_packed_sequences(position_ids: Tensor) -> Tensor | None:
+    return None
+
+
+@contextmanager
+def watching() -> Iterator[Seen]:
+    """Note what forward passes ask of attention."""
+    _NOW.seen = Seen()
+    try:
+        yield _NOW.seen
+    finally:
+        _NOW.seen = None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: NumberedDocuments | Window | Tensor | None) -> Tensor:
+    """Scaled dot-product attention, as in `models/llama.py`, for all dtypes and widths of heads."""
+    if isinstance(mask, Window):
+        mask = mask.pairs(q)
+    if isinstance(mask, NumberedDocuments) and not has_kernel(q.device.type, q.dtype, q.shape[-1]):
+        mask = document_mask(mask.numbers)
+    return attend_natively(q, k, v, mask)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """What transformers calls: (batch, heads, seq, head_dim) -> (batch, seq, heads, head_dim)."""
+    if _NOW.seen:
+        _NOW.seen.note(module, key)
+    by = getattr(module, "attend", attend)
+    if by is attend and not isinstance(attention_mask, (NumberedDocuments, Window)):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if isinstance(attention_mask, Tensor):
+        raise ValueError("has layers whose mask is not plain causal")
+    return _by_attend(by, module, query, key, value, attention_mask, **options), None
+
+
+def _by_attend(
+    by: Callable[..., Tensor],
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: NumberedDocuments | Window | None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> Tensor:
+    """Attention by an `attend`, whose scale is that of the width of its heads, and whose heads have one width."""
+    for name in _UNSUPPORTED:
+        if options.get(name) is not None:
+            raise ValueError(f"computes attention with {name}")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ValueError(f"has attention that is not causal ({type(module).__name__})")
+    width = q.shape[-1]
+    if scaling is not None and not math.isclose(scaling, width**-0.5, rel_tol=1e-12):
+        q = q * (scaling * width**0.5)
+    out = by(q, k, F.pad(v, (0, width - v.shape[-1])), mask)[..., : v.shape[-1]]
+    return out.transpose(1, 2).contiguous()
+
+
+def _mask(
+    mask_function: Callable,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    build: Callable = masking_utils.sdpa_mask,
+    **options: Any,
+) -> Any:
+    """What transformers calls for the mask of a kind of layers; other options as in `masking_utils.sdpa_mask`."""
+    window = local_size if allow_is_causal_skip and _slides(options["config"], local_size) else None
+    if _NOW.seen and (local_size or not allow_is_causal_skip):
+        (_NOW.seen.windows if window else _NOW.seen.patterns).add(local_size or 0)
+    if _NOW.splits_heads and window:
+        return Window(window, None if _NOW.mask is None else _NOW.mask.numbers)
+    if _NOW.documents is not None:
+        ids = _NOW.documents.ids
+        is_plain = allow_is_causal_skip and (local_size is None or local_size >= ids.shape[1])
+        if is_plain and build is masking_utils.sdpa_mask:
+            return _NOW.mask
+        mask_function = _inside(ids, mask_function)
+        allow_is_causal_skip = False
+    shape = {"allow_is_causal_skip": allow_is_causal_skip, "local_size": local_size}
+    return build(mask_function=mask_function, **shape, **options)
+
+
+def _slides(config: Any, size: int | None) -> bool:
+    """Whether a mask of this size is a sliding window, and not of chunks."""
+    return getattr(config, "sliding_window", None) == size != getattr(config, "attention_chunk_size", None)
+
+
+def _inside(ids: Tensor, pattern: Callable) -> Callable:
+    """A pattern of pairs, as transformers writes it, that counts tokens in each document from 0."""
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    places = torch.arange(ids.shape[1], device=ids.device)
+    counted = places - torch.where(begins, places, 0).cummax(1).values
+
+    def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        inside = pattern(batch, head, counted[batch, query], counted[batch, key])
+        return inside & (ids[batch, query] == ids[batch, key])
+
+    return allowed
