@@ -109,7 +109,7 @@ def prove_family(
         config = job_of(family)
         with tempfile.TemporaryDirectory() as folder:
             job = Path(folder) / "small.toml"
-            job.write_text(small_job(config, 8).text)
+            job.write_text(small_job(config, 1 << (ranks - 1).bit_length()).text)
             found = _outcomes(pool, job, left, ranks)
             return FamilyProof(family, outcomes=[*before, *(each for each in found if each.name not in tried)])
     except ConfigError as error:
