@@ -22,8 +22,7 @@ from models.grouped_mm import grouped_mm
 from models.moe import count, through_experts, unchanged
 
 _LARGEST_DIFFERENCE = 1e-5
-"""Of the trial, relative to a token's largest output: some families compute a part in float32, whatever the type."""
-_SIZES = {"experts": 3, "dim": 6, "inner": 4}
+"""Relative to a token's largest output in the trial: some families compute a part in float32, whatever the type."""
 
 
 class FoundExperts(NamedTuple):
@@ -57,7 +56,7 @@ def compute_experts_in_groups(family: nn.Module, blocks: tuple[str, ...]) -> Fou
             reasons.append(f"has experts outside of its layers, in {name}")
     if not names and not reasons:
         reasons.append("has no stacked experts (modules of use_experts_implementation)")
-    return FoundExperts(tuple(names), reasons[0] if reasons else "")
+    return FoundExperts(tuple(names), next(iter(reasons), ""))
 
 
 def _is_declared(module: Any) -> bool:
@@ -145,14 +144,13 @@ def _tried(experts: Any) -> float:
     """The largest difference between a module's own loop and the grouped products, of a small copy and few tokens."""
     with torch.device("cpu"):
         tried = copy(experts)
-        tried.num_experts = _SIZES["experts"]
-        shapes = _shapes(experts, *_SIZES.values())
-        values = {name: nn.Parameter(_waves(*shape)) for name, shape in shapes.items()}
-        tried.__dict__["_parameters"] = values
+        tried.num_experts = 3
+        shapes = _shapes(experts, 3, dim=6, inner=4)
+        tried.__dict__["_parameters"] = {name: nn.Parameter(_waves(*shape)) for name, shape in shapes.items()}
         tried.local = unchanged
         tried.compute = partial(_in_groups, tried)
         scales = torch.tensor([0.1, 1.0, 10.0, 100.0])[:, None]  # a gate may clamp what is large
-        hidden = _waves(4, _SIZES["dim"]) * scales
+        hidden = _waves(4, 6) * scales
         chosen = torch.tensor([[0, 2], [2, 0], [2, 0], [0, 2]])  # one expert has no token
         weights = _waves(4, 2).abs()
         own: Callable = type(experts).forward.__wrapped__
