@@ -92,8 +92,7 @@ def _in_groups(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
     """Apply to each row its expert, as `models.moe.Experts` does."""
     up = _projected(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, counts)
     inner = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)
-    out = _projected(experts, "down_proj", inner, counts)
-    return experts.post_expert_norm(out) if _has_norm(experts) else out
+    return _projected(experts, "down_proj", inner, counts)
 
 
 def _projected(experts: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
@@ -106,10 +105,6 @@ def _projected(experts: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
     # rows of 16 bytes, so there are eight features, of which one is the bias.
     bias = F.pad(experts.local(getattr(experts, f"{name}_bias"))[..., None], (0, 7))
     return out + grouped_mm(rows.new_ones(rows.shape[0], 8), bias, counts)
-
-
-def _has_norm(experts: Any) -> bool:
-    return getattr(experts, "has_post_expert_norm", False)
 
 
 # --------------------------------------------------------------------------- the trial
