@@ -22,8 +22,7 @@ from models.grouped_mm import grouped_mm
 from models.moe import count, through_experts, unchanged
 
 _LARGEST_DIFFERENCE = 1e-5
-"""Of the trial, relative to a token's largest output: some families compute a part in float32, whatever the type."""
-_SIZES = {"experts": 3, "dim": 6, "inner": 4}
+"""Relative to a token's largest output in the trial: some families compute a part in float32, whatever the type."""
 
 
 class FoundExperts(NamedTuple):
@@ -57,7 +56,7 @@ def compute_experts_in_groups(family: nn.Module, blocks: tuple[str, ...]) -> Fou
             reasons.append(f"has experts outside of its layers, in {name}")
     if not names and not reasons:
         reasons.append("has no stacked experts (modules of use_experts_implementation)")
-    return FoundExperts(tuple(names), reasons[0] if reasons else "")
+    return FoundExperts(tuple(names), next(iter(reasons), ""))
 
 
 def _is_declared(module: Any) -> bool:
@@ -93,8 +92,7 @@ def _in_groups(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
     """Apply to each row its expert, as `models.moe.Experts` does."""
     up = _projected(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, counts)
     inner = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)
-    out = _projected(experts, "down_proj", inner, counts)
-    return experts.post_expert_norm(out) if _has_norm(experts) else out
+    return _projected(experts, "down_proj", inner, counts)
 
 
 def _projected(experts: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
@@ -107,10 +105,6 @@ def _projected(experts: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
     # rows of 16 bytes, so there are eight features, of which one is the bias.
     bias = F.pad(experts.local(getattr(experts, f"{name}_bias"))[..., None], (0, 7))
     return out + grouped_mm(rows.new_ones(rows.shape[0], 8), bias, counts)
-
-
-def _has_norm(experts: Any) -> bool:
-    return getattr(experts, "has_post_expert_norm", False)
 
 
 # --------------------------------------------------------------------------- the trial
@@ -145,14 +139,13 @@ def _tried(experts: Any) -> float:
     """The largest difference between a module's own loop and the grouped products, of a small copy and few tokens."""
     with torch.device("cpu"):
         tried = copy(experts)
-        tried.num_experts = _SIZES["experts"]
-        shapes = _shapes(experts, *_SIZES.values())
-        values = {name: nn.Parameter(_waves(*shape)) for name, shape in shapes.items()}
-        tried.__dict__["_parameters"] = values
+        tried.num_experts = 3
+        shapes = _shapes(experts, 3, dim=6, inner=4)
+        tried.__dict__["_parameters"] = {name: nn.Parameter(_waves(*shape)) for name, shape in shapes.items()}
         tried.local = unchanged
         tried.compute = partial(_in_groups, tried)
         scales = torch.tensor([0.1, 1.0, 10.0, 100.0])[:, None]  # a gate may clamp what is large
-        hidden = _waves(4, _SIZES["dim"]) * scales
+        hidden = _waves(4, 6) * scales
         chosen = torch.tensor([[0, 2], [2, 0], [2, 0], [0, 2]])  # one expert has no token
         weights = _waves(4, 2).abs()
         own: Callable = type(experts).forward.__wrapped__
