@@ -1,6 +1,6 @@
-"""Runs of Hugging Face's models from start to end: debug.toml by the `hf` door, stopped, moved to another mesh, exported.
+"""Whole runs of Hugging Face's models: debug.toml with architecture "hf", stopped, moved to another mesh, exported.
 
-All is computed in float64, in norms, too (tests/end_to_end/without_casts.py), so that meshes differ by its round-off only.
+All is computed in float64, norms included (tests/end_to_end/without_casts.py): meshes differ by its round-off only.
 """
 
 import json
