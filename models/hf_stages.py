@@ -99,7 +99,7 @@ def find_cuts(family: Any, blocks: tuple[str, ...], embedding: str, head: str, d
         return Cuts(str(error), before=(embedding,), after=(head,), random=run.random)
 
 
-class _Listener(TorchDispatchMode):
+class RandomListener(TorchDispatchMode):
     """Listens for random numbers, which every mesh would draw otherwise."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class _Run:
         self._end: Tensor | None = None
         self._n_returned = 0
         self._outputs: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        self._listener = _Listener()
+        self._listener = RandomListener()
 
     @property
     def random(self) -> str:
