@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -151,12 +151,12 @@ def job_of_model(model: str, overrides: Sequence[str] = ()) -> Config:
         return _job_of_hf(folder, overrides)
 
 
-def _require_job(name: str, families: Sequence[str]) -> None:
+def _require_job(name: str, families: Iterable[str]) -> None:
     """Raise ConfigError if there is no such job; the message has the families with a similar name."""
     try:
         find_job_file(name)
     except ConfigError as error:
-        near = get_close_matches(name, families, 3, 0.7)
+        near = get_close_matches(name, list(families), 3, 0.7)
         advice = f"\nFamilies of transformers with a similar name: {', '.join(near)}" if near else ""
         raise ConfigError(f"{error}{advice}") from None
 
