@@ -109,7 +109,7 @@ def find_cuts(family: Any, blocks: tuple[str, ...], embedding: str, head: str, d
         return Cuts(str(error), run.has_ended, before=(embedding,), after=(head,), random=run.random)
 
 
-class _Listener(TorchDispatchMode):
+class RandomListener(TorchDispatchMode):
     """Listens for random numbers, which every mesh would draw otherwise."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class _Run:
         self._end: Tensor | None = None
         self._n_returned = 0
         self._outputs: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        self._listener = _Listener()
+        self._listener = RandomListener()
         self.has_ended = False
 
     @property

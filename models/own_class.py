@@ -10,6 +10,7 @@ from configs.errors import ConfigError
 from configs.own_code import code_of, reason_of
 from configs.plan import Plan
 from configs.schema import OwnModel
+from models.hf_stages import RandomListener
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -105,7 +106,7 @@ def try_forward(model: Any, seq_len: int) -> None:
         seq_len: tokens of the sequence.
 
     Raises:
-        ConfigError: the forward pass raises, or does not return what the loss returned.
+        ConfigError: the forward pass raises, draws random numbers, or does not return what the loss returned.
     """
     stages = model if isinstance(model, list) else [model]
     seen: list[tuple[torch.Size, torch.Size]] = []
@@ -119,15 +120,22 @@ def try_forward(model: Any, seq_len: int) -> None:
         x = torch.zeros(1, seq_len, dtype=torch.int64)
         positions = torch.arange(seq_len)[None]
     place = ""
+    listener = RandomListener()
     try:
         for number, stage in enumerate(stages):
             place = f" of stage {number} of the pipeline" if len(stages) > 1 else ""
-            x = stage(x, positions=positions, loss=loss)
+            with listener:
+                x = stage(x, positions=positions, loss=loss)
     except Exception as error:
         raise ConfigError(
             f"the forward pass{place}, called as model(tokens, positions=positions, loss=loss), raises "
             f"{reason_of(error)}"
         ) from None
+    if listener.random:
+        raise ConfigError(
+            f"the forward pass draws random numbers ({listener.random}), as dropout does, which would not be the same "
+            "on every mesh; leave them out"
+        )
     whole = [(name, p.shape) for name, p in stages[-1].named_parameters(remove_duplicate=False)]
     if x is not marker:
         raise ConfigError(

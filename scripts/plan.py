@@ -59,13 +59,17 @@ def rows(config: Config, ranks: int, device_bytes: int | None) -> list[Row]:
     from trainer.planning.memory import estimate_memory
     from trainer.planning.skeleton import skeleton
     from trainer.planning.takes_less import does_not_fit
+    from trainer.report.summary import native_modules
 
     started = time.perf_counter()
     held = shard_bytes(config, ranks)
     sizes = mesh_sizes(config, ranks)
     estimate = estimate_memory(config, sizes, "cuda")
     return [
-        ("model", f"{count(sum(map(prod, skeleton(config.model).shapes.values())))} parameters"),
+        (
+            "model",
+            f"{count(sum(map(prod, skeleton(config.model).shapes.values())))} parameters{native_modules(config)}",
+        ),
         ("ranks", f"{ranks}: {sizes}"),
         ("held by rank 0", f"{size(held)} of parameters; with gradients and optimizer {size(estimate.states)}"),
         (

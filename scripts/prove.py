@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -32,7 +32,7 @@ if not __package__:  # run as a file
 
 from configs.errors import ConfigError
 from configs.files import whole, write_atomically
-from configs.load import load
+from configs.load import find_job_file, load
 from configs.own_code import is_import_path
 from configs.reading.hf_config import CONFIG_NAME, causal_families
 from configs.schema import Config
@@ -173,11 +173,23 @@ def job_of_model(model: str, overrides: Sequence[str] = ()) -> Config:
         return _job_of_hf(model, overrides)
     if is_import_path(model):
         return load(_JOB, ["--model.architecture", model, *overrides]).config
-    if model not in (causal_families() or ()):
+    families = causal_families() or ()
+    if model not in families:
+        _require_job(model, families)
         return load(model, overrides).config
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / CONFIG_NAME).write_text(_default_config(model))
         return _job_of_hf(folder, overrides)
+
+
+def _require_job(name: str, families: Iterable[str]) -> None:
+    """Raise ConfigError if there is no such job; the message has the families with a similar name."""
+    try:
+        find_job_file(name)
+    except ConfigError as error:
+        near = get_close_matches(name, list(families), 3, 0.7)
+        advice = f"\nFamilies of transformers with a similar name: {', '.join(near)}" if near else ""
+        raise ConfigError(f"{error}{advice}") from None
 
 
 def _job_of_hf(source: str, overrides: Sequence[str]) -> Config:

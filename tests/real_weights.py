@@ -1,6 +1,6 @@
 """A Hugging Face model in full size through Keel and back: python -m tests.real_weights SOURCE WORK
 
-SOURCE is a downloaded folder, or a config.json such as those in tests/published, whose weights are then drawn at random.
+SOURCE is a downloaded folder, or a config.json such as those in tests/published; its weights are then drawn at random.
 WORK gets the import and the export (each as large as the weights). The command checks that the export has the bytes of
 SOURCE, tensor by tensor, and that the logits of the import in Keel's modules are those of transformers, in float32. It
 holds one model at a time.

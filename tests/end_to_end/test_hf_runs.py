@@ -1,6 +1,6 @@
-"""Runs of Hugging Face's models from start to end: debug.toml by the `hf` door, stopped, moved to another mesh, exported.
+"""Whole runs of Hugging Face's models: debug.toml with architecture "hf", stopped, moved to another mesh, exported.
 
-All is computed in float64, in norms, too (tests/end_to_end/without_casts.py), so that meshes differ by its round-off only.
+All is computed in float64, norms included (tests/end_to_end/without_casts.py): meshes differ by its round-off only.
 """
 
 import json
@@ -111,6 +111,9 @@ def test_greedy_text_of_its_export_is_that_of_transformers(
     for source in (moved, exported):
         trained = load_trained(source, dtype="float64")
         prompt = prompt_tokens(trained.tokenizer, PROMPT)
+        tokens = torch.tensor([prompt])
+        logits = theirs(tokens, use_cache=False).logits  # their norms compute in float32 here
+        assert torch.allclose(trained.model(tokens), logits, rtol=0, atol=5e-6)
         steps = generate(
             CachedModel(trained.model, trained.device),
             [prompt],
@@ -122,10 +125,8 @@ def test_greedy_text_of_its_export_is_that_of_transformers(
         )
         ours = [step[0] for step in steps]
         options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        expected = theirs.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        expected = theirs.generate(tokens, **options)[0, len(prompt) :].tolist()
         assert ours == expected
-        tokens = torch.tensor([prompt + ours])
-        assert torch.allclose(trained.model(tokens), theirs(tokens, use_cache=False).logits, rtol=0, atol=1e-12)
         words = [str(source), PROMPT, "--temperature", "0", "--max-tokens", str(NEW_TOKENS), "--dtype", "float64"]
         capsys.readouterr()
         assert sample.main(words) == 0

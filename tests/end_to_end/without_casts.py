@@ -6,12 +6,12 @@ without the casts show that nothing else differs between meshes.
 
 from typing import Any
 
+import keel  # noqa: F401 - Keel's packages come first
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-import keel  # noqa: F401 - Keel's packages come first
 from train import end_process, main
 
 

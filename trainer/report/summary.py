@@ -9,8 +9,11 @@ from pathlib import Path
 
 import torch
 
+from checkpoint.export.hf_config import to_keel
+from checkpoint.find import HF_CONFIG_NAME
 from configs.architectures import family_of
 from configs.architectures.parts import head_dim
+from configs.errors import UserError
 from configs.layout import (
     MeshSizes,
     accumulation_steps,
@@ -18,7 +21,7 @@ from configs.layout import (
     named_axes,
     tokens_per_step,
 )
-from configs.schema import Config, Training, is_described
+from configs.schema import Config, HfModel, Training, is_described
 from configs.stages import layers_of_stages
 from models.documents import has_kernel
 from parallelisms.mesh import Mesh
@@ -88,8 +91,19 @@ def _model(config: Config) -> str:
     n_parameters = sum(map(prod, shapes.values()))
     return (
         f"{model.architecture}, {count(n_parameters)} parameters ({n_parameters:,}){active}{trained}\n"
-        f"{family_of(model).shape(model)}"
+        f"{family_of(model).shape(model)}{native_modules(config)}"
     )
+
+
+def native_modules(config: Config) -> str:
+    """A line if Keel has modules of its own for this model of Hugging Face; "" otherwise."""
+    if not isinstance(config.model, HfModel):
+        return ""
+    try:
+        own = to_keel(config.model.fields, Path(HF_CONFIG_NAME))
+    except UserError:
+        return ""
+    return f"\nKeel's own {own.architecture} computes the same, and offers cp, document masks and float8 besides"
 
 
 def _precision(config: Config, device_type: str) -> str:

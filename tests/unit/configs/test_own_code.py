@@ -95,6 +95,17 @@ class OneStage(Good):
         return self.head(self.embed(tokens), loss)
 
 
+class Functional(Good):
+    def forward(self, tokens, positions=None, documents=None, loss=None):
+        return self.head(torch.nn.functional.dropout(self.embed(tokens), 0.1), loss)
+
+
+class InAttention(Good):
+    def forward(self, tokens, positions=None, documents=None, loss=None):
+        x = self.embed(tokens)
+        return self.head(torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1), loss)
+
+
 class Outside(Good):
     def __init__(self, options: Plain):
         super().__init__(options)
@@ -141,6 +152,8 @@ def message(job, *words):
         ("wrong_code:Raises", "cannot be built with these options: RuntimeError: no such thing in "),
         ("wrong_code:NoValues", "has no initial values, which may not depend on the mesh"),
         ("wrong_code:Dropping", "has dropout in drop, whose random numbers would not be the same on every mesh"),
+        ("wrong_code:Functional", "the forward pass draws random numbers (aten.bernoulli_.float), as dropout does"),
+        ("wrong_code:InAttention", "the forward pass draws random numbers (aten.bernoulli_.float), as dropout does"),
         ("wrong_code:NoLoss", "does not return what the loss returned"),
         ("my-model:GPT2", 'or string such as "module:Class", got "my-model:GPT2"'),
     ],

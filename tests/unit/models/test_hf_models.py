@@ -15,6 +15,7 @@ from tests.hf_families import FAMILIES, NEEDS_TRANSFORMERS, words, write_config
 from trainer.planning.flops import flops_per_token
 from trainer.planning.skeleton import skeleton
 from trainer.planning.unknown_names import require_known_names
+from trainer.report.summary import native_modules
 
 pytestmark = NEEDS_TRANSFORMERS
 PUBLISHED = Path(__file__).parents[2] / "published"
@@ -62,6 +63,7 @@ def test_initial_values_are_drawn_as_the_family_does(tmp_path, family):
             assert ours.mean().abs().item() < 5 * spread / ours.numel() ** 0.5, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -75,6 +77,19 @@ def test_published_models_have_their_parameters(name, parameters):
     """Their config.json as it was published, with the fields of earlier versions of transformers."""
     config = load("parity.toml", words(PUBLISHED / f"{name}.json"), world_size=1).config
     assert sum(map(prod, skeleton(config.model).shapes.values())) == parameters
+
+
+def test_a_model_that_keel_has_modules_for_is_told_so():
+    """Where Keel's own modules would compute something else, and in jobs that use them, there is no hint."""
+    qwen3 = str(PUBLISHED / "qwen3-0.6b.json")
+    hints = {
+        words(Path(qwen3)): "\nKeel's own llama computes the same, and offers cp, document masks and float8 besides",
+        words(Path(qwen3), "--model.hf_overrides.attention_bias", "true"): "",
+        words(PUBLISHED / "gemma-3-270m.json"): "",
+        (): "",
+    }
+    for overrides, hint in hints.items():
+        assert native_modules(load("parity.toml", overrides, world_size=1).config) == hint
 
 
 def test_residual_matrices_of_gpt2_start_smaller(tmp_path):

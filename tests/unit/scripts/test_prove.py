@@ -228,8 +228,10 @@ def test_a_model_may_be_a_folder_a_file_or_a_family(tmp_path):
     assert by_folder.model.n_layers == 18
     family = prove.job_of_model("gpt2", ["--model.hf_overrides.n_layer", "6"]).model
     assert (family.model_type, family.n_layers, family.fields["attn_pdrop"]) == ("gpt2", 6, 0.0)
-    with pytest.raises(ConfigError, match="job qwen33: no job file"):
+    with pytest.raises(ConfigError, match=r"job qwen33: no job file[^\n]*\nFamilies [a-z ]* similar name: qwen3, "):
         prove.job_of_model("qwen33")
+    with pytest.raises(ConfigError, match=r"^job xyz: no job file[^\n]*$"):
+        prove.job_of_model("xyz")
 
 
 @pytest.mark.slow
