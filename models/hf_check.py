@@ -27,6 +27,8 @@ _LENGTHS = ((11, 1, 20), (5, 27))
 """Tokens of the documents in each sequence. Some are longer than the windows of small models, some are not."""
 Split = Literal["none", "sequence", "heads"]
 _N_PARTS = 2
+_MOST_PARAMETERS = 1 << 25
+"""Of a small model, which each rank holds in memory for a moment: 32 million, 256 MB."""
 _LONG = 64
 _LIMITS = ("sliding_window", "attention_chunk_size")
 
@@ -162,6 +164,10 @@ def _small_family(model: HfModel, split: Split) -> Any:
     if split == "sequence":
         fields |= {name: _LONG for name in _LIMITS if isinstance(fields.get(name), int)}
     config = HfModel.model_validate({"architecture": "hf", "hf_config": json.dumps(fields)})
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in built(config).parameters())
+    if size > _MOST_PARAMETERS:
+        raise ConfigError(f"it still has {size:,} parameters")
     with torch.device("cpu"):
         family = built(config).double()
     with torch.no_grad():
