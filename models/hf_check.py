@@ -28,7 +28,7 @@ _LENGTHS = ((11, 1, 20), (5, 27))
 Split = Literal["none", "sequence", "heads"]
 _N_PARTS = 2
 _MOST_PARAMETERS = 1 << 25
-"""Of a small model, which each rank holds in memory for a moment: 32 million, 256 MB."""
+"""The most parameters of a small model, which each rank holds in memory for a moment: 256 MB."""
 _LONG = 64
 _LIMITS = ("sliding_window", "attention_chunk_size")
 
@@ -58,7 +58,7 @@ def _why_not_split(config: Config, model: HfModel) -> str:
     if not found.has_ended:
         return found.why_not
     if not found.attention:
-        return f"no layer of {kind} computes attention by torch's scaled_dot_product_attention, which Keel replaces"
+        return f"no layer of {kind} computes attention by transformers' attention interface with sdpa"
     by_heads = config.context.method == "all_to_all"
     seq_len = config.training.seq_len
     if any(size < seq_len for size in found.patterns):
