@@ -111,12 +111,16 @@ class HfCausalLm(nn.Module):
 
         self._loss = loss
         given = {"input_ids": tokens, "position_ids": positions}
+        has_parts = self._has_parts()
+        if self._gone and documents is None and not has_parts:
+            # A pipeline's positions are then 0, 1, 2, ..., which every family counts, and not every one is given.
+            given["position_ids"] = None
         if self.names.embedding in self._gone:
             self._received = tokens
             given["inputs_embeds"] = given.pop("input_ids")
         mask = None if documents is None else self.mask(documents, self._head.weight.dtype)
         try:
-            with reading(documents, mask, self._splits_heads()):
+            with reading(documents, mask, has_parts and self.mask is _numbered):
                 output = self.family.forward(**given, use_cache=False, return_dict=True)
             return output.logits if self._result is None else self._result
         except StageEnd as end:
@@ -219,12 +223,12 @@ class HfCausalLm(nn.Module):
             vars(self.get_submodule(name)).setdefault("attend", attend)
         return names
 
-    def _splits_heads(self) -> bool:
-        """Whether context parallelism gives attention whole sequences for some of the heads, and the model's mask."""
+    def _has_parts(self) -> bool:
+        """Whether context parallelism has replaced attention, so that the model computes on parts of sequences."""
         from models.hf_attention import attend
 
         first = next((vars(module)["attend"] for module in self.modules() if "attend" in vars(module)), attend)
-        return self.mask is _numbered and first is not attend
+        return first is not attend
 
     def initial_values(self, seed: int) -> Callable[[str], Tensor]:
         """Return what draws a parameter, by its name: whole, float32, on the CPU."""

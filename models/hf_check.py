@@ -27,6 +27,8 @@ _LENGTHS = ((11, 1, 20), (5, 27))
 """Tokens of the documents in each sequence. Some are longer than the windows of small models, some are not."""
 Split = Literal["none", "sequence", "heads"]
 _N_PARTS = 2
+_MOST_PARAMETERS = 1 << 25
+"""The most parameters of a small model, which each rank holds in memory for a moment: 256 MB."""
 _LONG = 64
 _LIMITS = ("sliding_window", "attention_chunk_size")
 
@@ -56,7 +58,7 @@ def _why_not_split(config: Config, model: HfModel) -> str:
     if not found.has_ended:
         return found.why_not
     if not found.attention:
-        return f"no layer of {kind} computes attention by torch's scaled_dot_product_attention, which Keel replaces"
+        return f"no layer of {kind} computes attention by transformers' attention interface with sdpa"
     by_heads = config.context.method == "all_to_all"
     seq_len = config.training.seq_len
     if any(size < seq_len for size in found.patterns):
@@ -163,6 +165,10 @@ def _small_family(model: HfModel, split: Split) -> Any:
     if split == "sequence":
         fields |= {name: _LONG for name in _LIMITS if isinstance(fields.get(name), int)}
     config = HfModel.model_validate({"architecture": "hf", "hf_config": json.dumps(fields)})
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in built(config).parameters())
+    if size > _MOST_PARAMETERS:
+        raise ConfigError(f"it still has {size:,} parameters")
     with torch.device("cpu"):
         family = built(config).double()
     with torch.no_grad():

@@ -188,9 +188,17 @@ def test_parts_of_sequences_are_transformers(ranks, tmp_path, method):
 
 
 @pytest.mark.slow
-def test_documents_in_a_pipeline_are_transformers(ranks, tmp_path):
+@pytest.mark.parametrize("split", [(), (*CP, "gather"), (*CP, "all_to_all")])
+def test_documents_in_a_pipeline_are_transformers(ranks, tmp_path, split):
     folder = write_config(tmp_path / "llama", "llama")
-    assert_equal(ranks, 2, folder, (*DOCUMENTS, *PP), tmp_path, of_model=DOCUMENTS)
+    assert_equal(ranks, 4 if split else 2, folder, (*DOCUMENTS, *PP, *split), tmp_path, of_model=DOCUMENTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [(), DOCUMENTS])
+def test_windows_of_whole_sequences_are_transformers(ranks, tmp_path, run):
+    folder = write_config(tmp_path / "gemma3_text", "gemma3_text", sliding_window=5)
+    assert_equal(ranks, 2, folder, (*run, *CP, "all_to_all"), tmp_path, bound=2e-6, of_model=run)
 
 
 MESHES = {

@@ -103,7 +103,7 @@ def native_modules(config: Config) -> str:
         own = to_keel(config.model.fields, Path(HF_CONFIG_NAME))
     except UserError:
         return ""
-    return f"\nKeel's own {own.architecture} computes the same, and offers cp, document masks and float8 besides"
+    return f"\nKeel's own {own.architecture} computes the same, and offers sequence parallelism and float8 besides"
 
 
 def _precision(config: Config, device_type: str) -> str:

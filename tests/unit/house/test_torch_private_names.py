@@ -35,6 +35,7 @@ NAMES = {
         *("*._buffers", "*._head", "*._modules", "*._non_persistent_buffers_set", "*._parameters", "*._version"),
         "torch.utils._device._device_constructors",
     },
+    "models/hf_attention.py": {"*._attn_implementation", "*._supports_attention_backend"},
     "models/hf_experts.py": {"*._apply_gate"},
     "models/hf_stages.py": {
         *("torch._subclasses.fake_tensor.FakeTensorMode", "torch.utils._python_dispatch.TorchDispatchMode"),

@@ -83,7 +83,7 @@ def test_a_model_that_keel_has_modules_for_is_told_so():
     """Where Keel's own modules would compute something else, and in jobs that use them, there is no hint."""
     qwen3 = str(PUBLISHED / "qwen3-0.6b.json")
     hints = {
-        words(Path(qwen3)): "\nKeel's own llama computes the same, and offers cp, document masks and float8 besides",
+        words(Path(qwen3)): "\nKeel's own llama computes the same, and offers sequence parallelism and float8 besides",
         words(Path(qwen3), "--model.hf_overrides.attention_bias", "true"): "",
         words(PUBLISHED / "gemma-3-270m.json"): "",
         (): "",
