@@ -117,7 +117,6 @@ LONG = {
         ),
         ("lfm2", CONVOLUTION, CP, "mesh.cp is 2, but lfm2 mixes tokens .* from whole sequences; set cp = 1"),
         ("phi3", LONG, DOCUMENTS, "rotary frequencies of phi3 depend on the largest position .* above 16 positions"),
-        ("phi3", LONG, CP, "rotary frequencies of phi3 depend on the largest position"),
         ("gpt_oss", SINKS, CP, "no layer of gpt_oss computes attention by transformers' attention interface with sdpa"),
         ("gemma3_text", {}, CP, 'sliding window of 8 tokens; context.method "all_to_all" offers that'),
         (
