@@ -117,7 +117,9 @@ class HfCausalLm(nn.Module):
             given["position_ids"] = None
         if self.names.embedding in self._gone:
             self._received = tokens
-            given["inputs_embeds"] = given.pop("input_ids")
+            del given["input_ids"]
+            # What an earlier stage has computed of it is received; some families change theirs in place.
+            given["inputs_embeds"] = torch.zeros_like(tokens)
         mask = None if documents is None else self.mask(documents, self._head.weight.dtype)
         try:
             with reading(documents, mask, has_parts and self.mask is _numbered):
@@ -162,7 +164,7 @@ class HfCausalLm(nn.Module):
     def _blank(self, name: str, *_: Any, **__: Any) -> Tensor:
         """The forward pass of a module before the layers of an earlier stage; its output is not used."""
         assert self._received is not None
-        return cuts_of(self.config).blank(name, self._received.shape[:2], self._received.device)
+        return cuts_of(self.config).blank(name, self._received)
 
     def _head_or_loss(self, hidden: Tensor) -> Tensor:
         """The head's forward pass: its logits, or the loss in their place, to which the family's factor is applied."""

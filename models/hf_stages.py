@@ -63,11 +63,15 @@ class Cuts:
     patterns: frozenset[int] = frozenset()
     """Tokens up to which layers with other masks are plain causal; 0: with none."""
 
-    def blank(self, name: str, tokens: torch.Size, device: torch.device) -> Tensor:
-        """Zeros like the output of a module of `before` for tokens of a shape (batch, seq)."""
+    def blank(self, name: str, received: Tensor) -> Tensor:
+        """Zeros like the output of a module of `before`, for a stage that has received hidden states (batch, seq, dim).
+
+        The run without memory was in float32, so floating-point outputs are of the type of what was received.
+        """
         shape, dtype = self.outputs[name]
-        sizes = [dict(zip(_PROBE, tokens, strict=True)).get(size, size) for size in shape[:-1]]
-        return torch.zeros(*sizes, shape[-1], dtype=dtype, device=device)
+        sizes = [dict(zip(_PROBE, received.shape, strict=False)).get(size, size) for size in shape[:-1]]
+        is_floating = dtype.is_floating_point
+        return received.new_zeros(*sizes, shape[-1], dtype=received.dtype if is_floating else dtype)
 
     def returned(self, hidden: Tensor) -> Any:
         """Hidden states in the form in which a layer returns them."""

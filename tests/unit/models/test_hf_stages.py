@@ -20,8 +20,11 @@ FAMILIES = {
     "opt": {"ffn_dim": 96, "dropout": 0.0, "word_embed_proj_dim": 32, **UNTIED},
     "gpt_neox": {},
     "falcon_h1": UNTIED,
+    "bloom": {"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0, **UNTIED},
+    "ctrl": {"n_embd": 64, "n_layer": 2, "n_head": 4, "dff": 96, "resid_pdrop": 0.0, "embd_pdrop": 0.0, **UNTIED},
 }
-"""OPT has learned positions and projections at both ends; Granite scales its embeddings outside of any module."""
+"""OPT has learned positions and projections at both ends; Granite scales its embeddings outside of any module. Bloom
+computes in the type of its embeddings' norm. CTRL changes its embeddings in place, on stages without them, too."""
 
 
 def model_of(tmp_path, family, **fields):
@@ -30,9 +33,9 @@ def model_of(tmp_path, family, **fields):
         return build_model(config.model).double()
 
 
-def summed(hidden, weight):
+def summed(hidden, weight, bias=None):
     targets = torch.arange(hidden.shape[0] * hidden.shape[1]) % weight.shape[0]
-    return F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets, reduction="sum")
+    return F.cross_entropy(F.linear(hidden, weight, bias).flatten(0, 1), targets, reduction="sum")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
