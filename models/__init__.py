@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from configs.schema import AnyModel, OwnModel
-from models.hf import HfCausalLm
+from models.hf.model import HfCausalLm
 from models.llama import Llama
 from models.own_class import build_own
 

@@ -1,6 +1,6 @@
 """A causal language model of the package `transformers`, trained as it is: the keys, and what its config.json says.
 
-Keel has no description of its weights. `models/hf.py` builds the family's own class and reads the plan from it. What
+Keel has no description of its weights. `models/hf/` builds the family's own class and reads the plan from it. What
 the checks of a job need is in config.json, under names that most families share. Nothing here imports `transformers`:
 it takes seconds, and needs torch.
 """

@@ -14,7 +14,7 @@ from configs.plan import plan_of
 from configs.reading.keys import key_path
 from configs.schema import Config, HfModel, OwnModel, is_described
 from models import build_model
-from models.hf_check import require_attention
+from models.hf.check import require_attention
 from parallelisms.activation_checkpoint import select
 from trainer.optimizers.build import frozen_until
 from trainer.planning.own_code import faults_of_own_code

@@ -31,13 +31,14 @@ NAMES = {
         "torch.distributed.checkpoint.utils._create_file_view",
     },
     "models/documents.py": {"torch._dynamo.maybe_mark_dynamic"} | ATTENTION,
-    "models/hf.py": {
-        *("*._buffers", "*._head", "*._modules", "*._non_persistent_buffers_set", "*._parameters", "*._version"),
+    "models/hf/attention.py": {"*._attn_implementation", "*._supports_attention_backend"},
+    "models/hf/experts.py": {"*._apply_gate"},
+    "models/hf/initial_values.py": {
+        *("*._buffers", "*._parameters", "*._version"),
         "torch.utils._device._device_constructors",
     },
-    "models/hf_attention.py": {"*._attn_implementation", "*._supports_attention_backend"},
-    "models/hf_experts.py": {"*._apply_gate"},
-    "models/hf_stages.py": {
+    "models/hf/model.py": {"*._head", "*._modules", "*._non_persistent_buffers_set"},
+    "models/hf/stages.py": {
         *("torch._subclasses.fake_tensor.FakeTensorMode", "torch.utils._python_dispatch.TorchDispatchMode"),
         "torch.utils._pytree.tree_leaves",
     },

@@ -7,7 +7,7 @@ from configs.errors import ConfigError
 from configs.load import load
 from models import build_model
 from models.documents import Documents
-from models.hf import cuts_of
+from models.hf.model import cuts_of
 from parallelisms.init import materialize
 from tests.hf_families import NEEDS_TRANSFORMERS, VOCABULARY, words, write_config
 from trainer.planning.unknown_names import require_known_names

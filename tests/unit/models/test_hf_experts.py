@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from configs.errors import ConfigError
 from configs.load import load
-from models.hf_experts import compute_experts_in_groups
+from models.hf.experts import compute_experts_in_groups
 from tests.hf_families import NEEDS_TRANSFORMERS, words, write_config
 from trainer.planning.unknown_names import require_known_names
 

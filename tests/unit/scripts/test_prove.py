@@ -15,7 +15,7 @@ from configs.architectures import all_weights, family_of
 from configs.errors import ConfigError
 from configs.load import load
 from configs.reading.merge import JOB_FILES
-from models import hf
+from models.hf import names
 from scripts import prove
 from scripts.proving.activations import first_block_apart
 from scripts.proving.equal import Report, differences, worst
@@ -281,7 +281,7 @@ def test_a_style_that_is_left_out_is_named_though_the_loss_is_right(capsys):
 
 
 def without_sums(function, *arguments):
-    with mock.patch.dict(hf._ROLES, replicated_with_grad_allreduce=None):
+    with mock.patch.dict(names._ROLES, replicated_with_grad_allreduce=None):
         return function(*arguments)
 
 

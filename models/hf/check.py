@@ -19,7 +19,8 @@ from configs.architectures.hf import small
 from configs.errors import ConfigError
 from configs.schema import Config, HfModel
 from models.documents import Documents
-from models.hf import HfCausalLm, built, cuts_of
+from models.hf.family import built
+from models.hf.model import HfCausalLm, cuts_of
 
 BOUND = 1e-5
 """Largest difference, relative to the largest value: families that cast to float32 themselves differ by 1e-7."""
@@ -193,7 +194,7 @@ def _plainly(family: Any, tokens: Tensor, documents: bool) -> Tensor:
 
 def _as_asked(family: Any, tokens: Tensor, documents: bool, split: Split) -> Tensor:
     """The logits by Keel's attention: of packed documents; with the parts of sequences as rows of the batch."""
-    from models.hf_attention import reading, register
+    from models.hf.attention import reading, register
 
     register(family)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -215,7 +216,7 @@ def _as_asked(family: Any, tokens: Tensor, documents: bool, split: Split) -> Ten
 @contextmanager
 def _joined(family: Any) -> Iterator[None]:
     """Let attention see whole sequences, of which the rows of the batch are parts."""
-    from models.hf_attention import attend
+    from models.hf.attention import attend
 
     for module in family.modules():
         vars(module)["attend"] = _attend_whole(attend)
