@@ -204,13 +204,18 @@ def index_text(metadata: Metadata) -> bytes:
     return json.dumps({"tensors": tensors}, separators=(",", ":")).encode()
 
 
+def text_for_torch(metadata: Metadata) -> bytes:
+    """The content of `.metadata`, which torch's own tools read."""
+    return pickle.dumps(metadata)
+
+
 def put_index(put: Callable[[str], AbstractContextManager[HashedFile]], metadata: Metadata) -> dict[str, FileEntry]:
     """Put the index of a checkpoint, as Keel and as torch's own tools read it, and return the files.
 
     `put` opens a file of the checkpoint by its name, for writing.
     """
     files = {}
-    for name, content in ((INDEX_NAME, index_text(metadata)), (METADATA_NAME, pickle.dumps(metadata))):
+    for name, content in ((INDEX_NAME, index_text(metadata)), (METADATA_NAME, text_for_torch(metadata))):
         with put(name) as file:
             file.write(content)
         files[name] = file.entry()
@@ -229,7 +234,7 @@ def put_directory(
     """
     contents = {INDEX_NAME: directory.text()}
     if metadata is not None:
-        contents[METADATA_NAME] = pickle.dumps(metadata)
+        contents[METADATA_NAME] = text_for_torch(metadata)
     files = {}
     for name, content in contents.items():
         with put(name) as file:

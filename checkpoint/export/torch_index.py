@@ -3,12 +3,11 @@
 The folder is a new one, because a committed checkpoint never changes.
 """
 
-import pickle
 from dataclasses import replace
 from pathlib import Path
 
 from checkpoint.export.output import finish, unfinished_folder, write_bytes
-from checkpoint.index import METADATA_NAME, read_metadata
+from checkpoint.index import METADATA_NAME, read_metadata, text_for_torch
 from checkpoint.lock import ReadLock
 from checkpoint.manifest import read_manifest
 
@@ -33,6 +32,6 @@ def write_torch_index(checkpoint: Path, output: Path) -> int:
         with unfinished_folder(output) as folder:
             for name in sorted({place.relative_path for place in places.values()}):
                 (folder / name).symlink_to((checkpoint / name).absolute())
-            write_bytes(folder / METADATA_NAME, pickle.dumps(replace(metadata, storage_data=places)))
+            write_bytes(folder / METADATA_NAME, text_for_torch(replace(metadata, storage_data=places)))
             finish(folder, output)
     return len(places)
