@@ -148,8 +148,8 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel data": "keel data --help",
     "keel prove JOB": "keel prove --help",
     'keel prove "*"': "keel prove --help",
-    'keel prove "*" --axes ddp,fsdp,zero,owner,tp,ac,accumulation --ranks 2 --json families.json --page families.md': 'keel prove "olmo[2]"'
-    " --axes fsdp --ranks 2 --page families.md",
+    'keel prove "*" --axes ddp,fsdp,zero,owner,tp,ac,accumulation --ranks 2'
+    " --json families.json --page families.md": 'keel prove "olmo[2]" --axes fsdp --ranks 2 --page families.md',
     "keel prove debug.toml": "keel prove debug.toml --axes fsdp --ranks 2",
     "keel prove my_model.toml": "keel prove my_model.toml --axes fsdp --ranks 2",
     "keel prove my_model:GPT2": "keel prove my_model:GPT2 --axes fsdp --ranks 2 --model.options.vocab_size 128"
