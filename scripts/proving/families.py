@@ -6,10 +6,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.errors import ConfigError
+from configs.load import load
 from configs.reading.hf_config import causal_families
 from configs.schema import Config
 from scripts.parity_rows import words
@@ -110,10 +112,23 @@ def prove_family(
         with tempfile.TemporaryDirectory() as folder:
             job = Path(folder) / "small.toml"
             job.write_text(small_job(config, 1 << (ranks - 1).bit_length()).text)
+            _require_small(job)
             found = _outcomes(pool, job, left, ranks)
             return FamilyProof(family, outcomes=[*before, *(each for each in found if each.name not in tried)])
     except ConfigError as error:
         return FamilyProof(family, refused=" ".join(str(error).split()))
+
+
+def _require_small(job: Path) -> None:
+    """Raise ConfigError if a small model would still take the memory of the machine, or minutes for each technique."""
+    from trainer.planning.skeleton import skeleton
+
+    size = sum(map(prod, skeleton(load(str(job), world_size=1).config.model).shapes.values()))
+    if size > _MOST_PARAMETERS:
+        raise ConfigError(f"its small model still has {size:,} parameters: sizes of fields that Keel does not know")
+
+
+_MOST_PARAMETERS = 200_000_000
 
 
 def _outcomes(pool: "RankPool", job: Path, techniques: Sequence[Technique], ranks: int) -> Iterator[Outcome]:
