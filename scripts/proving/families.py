@@ -282,6 +282,7 @@ def _listed(families: Sequence[str], of: int) -> str:
 
 def _without_name(reason: str, family: str) -> str:
     """The reason in words that are the same for all families that have it."""
-    reason = reason.removeprefix("--model.hf: ")
+    reason = reason.replace("--model.hf: ", "")
+    reason = re.sub(r" \(perhaps in [^)]*\)|(?<=small model of it differs) by \S+", "", reason)
     reason = re.sub(rf"\b{re.escape(family)}\b", "the family", reason)
     return reason.replace("|", r"\|").replace("<", r"\<")

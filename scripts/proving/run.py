@@ -94,7 +94,8 @@ class Prover:
                 require_known_names(load(self._job, row.run_overrides + row.overrides, world_size=row.ranks))
                 self._refusals[techniques] = ""
             except ConfigError as error:
-                self._refusals[techniques] = " ".join(str(error).split())
+                place = rf"\S*{re.escape(Path(self._job).name)}:\d+: "  # of a file that nobody has seen
+                self._refusals[techniques] = " ".join(re.sub(place, "", str(error)).split())
         return self._refusals[techniques]
 
     def outcome(self, techniques: Combination) -> Outcome:
