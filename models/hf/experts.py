@@ -59,6 +59,52 @@ def compute_experts_in_groups(family: nn.Module, blocks: tuple[str, ...]) -> Fou
     return FoundExperts(tuple(names), next(iter(reasons), ""))
 
 
+def give_all_a_gradient(family: nn.Module, blocks: tuple[str, ...], grouped: tuple[str, ...]) -> None:
+    """Let experts that a family computes by a loop of its own have a gradient, zero, where no token has chosen them.
+
+    Such a loop leaves out experts without tokens. A rank without their gradients would reduce fewer than the others
+    (FSDP passes over None): LongCat-Flash, whose tokens may all choose experts that compute nothing, ended in a
+    collective of unequal sizes.
+
+    Args:
+        family: of `transformers`.
+        blocks: names of its layers.
+        grouped: modules whose experts are computed by grouped products, which all have gradients.
+    """
+    for block in blocks:
+        layer = family.get_submodule(block)
+        left_out = tuple(name.removeprefix(f"{block}.") for name in grouped if name.startswith(f"{block}."))
+        names = [
+            name
+            for name, _ in layer.named_parameters()
+            if "expert" in name and "shared" not in name and not name.startswith(left_out)
+        ]
+        if names:
+            layer.register_forward_hook(partial(_use_all, names))
+
+
+def _use_all(names: list[str], layer: nn.Module, _inputs: Any, output: Any) -> Any:
+    if next(layer.parameters(), None) is None:  # in the place of another pipeline stage's layer
+        return output
+    parameters = [layer.get_parameter(name) for name in names]
+    if isinstance(output, tuple):
+        return (_Used.apply(output[0], *parameters), *output[1:])
+    return _Used.apply(output, *parameters)
+
+
+class _Used(torch.autograd.Function):
+    """Passes hidden states on; the gradients of all parameters are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
+        return hidden.clone()  # FSDP warns of views
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients[0], *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+
+
 def _is_declared(module: Any) -> bool:
     """Whether a module is of the decorator, which keeps the family's own loop beside its choice of a function."""
     return hasattr(module, "is_transposed") and hasattr(type(module).forward, "__wrapped__")

@@ -29,7 +29,7 @@ from configs.errors import ConfigError
 from configs.plan import Plan
 from configs.schema import HfModel
 from models.documents import Documents, NumberedDocuments
-from models.hf.experts import compute_experts_in_groups
+from models.hf.experts import compute_experts_in_groups, give_all_a_gradient
 from models.hf.family import built
 from models.hf.initial_values import Initializer
 from models.hf.names import Names
@@ -69,6 +69,7 @@ class HfCausalLm(nn.Module):
         register(family)
         self.names = Names(family, config)
         self._experts = compute_experts_in_groups(family, self.names.blocks)
+        give_all_a_gradient(family, self.names.blocks, self._experts.names)
         self.mask: Callable[[Documents, torch.dtype], Any] = _numbered
         """What layers of plain causal attention get in place of a mask; replaced with their `attend`."""
         self._loss: Loss | None = None

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from configs.errors import ConfigError
 from configs.load import load
-from models.hf.experts import compute_experts_in_groups
+from models.hf.experts import compute_experts_in_groups, give_all_a_gradient
 from tests.hf_families import NEEDS_TRANSFORMERS, words, write_config
 from trainer.planning.unknown_names import require_known_names
 
@@ -166,3 +166,38 @@ def test_a_family_that_expert_parallelism_cannot_distribute(tmp_path, family, ep
     with pytest.raises(ConfigError) as raised:
         require_known_names(job)
     assert message in str(raised.value)
+
+
+class OneOfTwo(nn.Module):
+    """A layer of which a token uses one expert, by a loop that leaves the other one out."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 4).double(), nn.Linear(4, 4).double()])
+        self.norm = nn.Linear(4, 4).double()
+
+    def forward(self, hidden, chosen):
+        return (self.experts[chosen](hidden), None)
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_experts_without_tokens_have_gradients_of_zeros(chosen):
+    """FSDP passes over parameters without gradients, so ranks would reduce unequal sizes."""
+    torch.manual_seed(0)
+    family = nn.ModuleDict({"layer": OneOfTwo()})
+    hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    family["layer"](hidden, chosen)[0].square().sum().backward()
+    expected = {name: p.grad for name, p in family.named_parameters()}
+    of_hidden = hidden.grad
+    family.zero_grad()
+    hidden.grad = None
+    give_all_a_gradient(family, ("layer",), ())
+    family["layer"](hidden, chosen)[0].square().sum().backward()
+    assert torch.equal(hidden.grad, of_hidden)
+    for name, p in family.named_parameters():
+        if name.startswith(f"layer.experts.{chosen}."):
+            assert torch.equal(p.grad, expected[name])
+        elif "experts" in name:
+            assert torch.equal(p.grad, torch.zeros_like(p))
+        else:
+            assert p.grad is None
