@@ -120,7 +120,8 @@ def _prove_families(
                 write_atomically(options.json, [replace(earlier, proofs=list(known.values())).text()])
             if options.page:
                 words = [] if options.axes is None else ["--axes", options.axes]
-                command = shlex.join(["keel", "prove", options.job or options.config, *words, "--page", "PAGE"])
+                words += ["--ranks", str(options.ranks), "--page", "PAGE"]
+                command = shlex.join(["keel", "prove", options.job or options.config, *words])
                 write_atomically(options.page, [families_page(list(known.values()), command)])
             yield proof
     finally:
