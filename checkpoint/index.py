@@ -209,32 +209,30 @@ def text_for_torch(metadata: Metadata) -> bytes:
     return pickle.dumps(metadata)
 
 
-def put_index(put: Callable[[str], AbstractContextManager[HashedFile]], metadata: Metadata) -> dict[str, FileEntry]:
-    """Put the index of a checkpoint, as Keel and as torch's own tools read it, and return the files.
-
-    `put` opens a file of the checkpoint by its name, for writing.
-    """
-    files = {}
-    for name, content in ((INDEX_NAME, index_text(metadata)), (METADATA_NAME, text_for_torch(metadata))):
-        with put(name) as file:
-            file.write(content)
-        files[name] = file.entry()
-    return files
+Put = Callable[[str], AbstractContextManager[HashedFile]]
+"""Opens a file of the checkpoint by its name, for writing."""
 
 
-def put_directory(
-    put: Callable[[str], AbstractContextManager[HashedFile]], directory: Directory, metadata: Metadata | None
-) -> dict[str, FileEntry]:
+def put_index(put: Put, metadata: Metadata) -> dict[str, FileEntry]:
+    """Put the index of what one process has written, as Keel and as torch's own tools read it; returns the files."""
+    return _put(put, {INDEX_NAME: index_text(metadata), METADATA_NAME: text_for_torch(metadata)})
+
+
+def put_directory(put: Put, directory: Directory, metadata: Metadata | None) -> dict[str, FileEntry]:
     """Put what stands beside the ranks' own indexes: the directory and, for torch's own tools, all in one.
 
     Args:
-        put: opens a file of the checkpoint by its name, for writing.
+        put: opens a file.
         directory: where the parts are.
         metadata: the same as DCP's class, with the places; None: it would take too long.
     """
     contents = {INDEX_NAME: directory.text()}
     if metadata is not None:
         contents[METADATA_NAME] = text_for_torch(metadata)
+    return _put(put, contents)
+
+
+def _put(put: Put, contents: Mapping[str, bytes]) -> dict[str, FileEntry]:
     files = {}
     for name, content in contents.items():
         with put(name) as file:

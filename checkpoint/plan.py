@@ -39,8 +39,8 @@ FRAME_BYTES = 1300
 """Bytes that torch.save adds to a tensor."""
 SMALL_BYTES = 64 << 10
 SMALL_WRITERS = 8
-"""Tensors below this size, such as the step counts that every rank has, are divided among this many of their holders:
-whoever resumes needs them all, and opens as many files."""
+"""Tensors below this size, such as the step counts that every rank has, are divided among this many of their holders.
+A rank that resumes needs all of these tensors, so it opens this many files for them."""
 
 
 @dataclass(frozen=True)

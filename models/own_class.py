@@ -10,7 +10,7 @@ from configs.errors import ConfigError
 from configs.own_code import code_of, reason_of
 from configs.plan import Plan
 from configs.schema import OwnModel
-from models.hf.stages import RandomListener
+from models.random_numbers import RandomListener
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 

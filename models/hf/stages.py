@@ -3,9 +3,9 @@
 A stage runs the family's own forward pass, in which the layers of other stages are replaced by modules without
 parameters, so that numbers of layers, and what the config says of each, stay right:
 
-* The stages after the first are given hidden states in place of tokens. Whatever the family does with them before the
-  layers (factors, learned positions, norms) is lost: the layers of earlier stages are replaced by modules that return
-  the hidden states as they came. Embeddings and norms before the layers are replaced by modules that return zeros.
+* The stages after the first are given hidden states in place of tokens. The family gets zeros for its embeddings, and
+  what it does with them before the layers (factors, learned positions, norms) is lost: the layers of earlier stages are
+  replaced by modules that return the hidden states as they came, and norms before the layers by some that return zeros.
 * In the stages before the last, the first layer of a later stage ends the forward pass, with the hidden states.
 
 That is right if hidden states are all that goes from layer to layer. `find_cuts` makes sure: a model without memory
@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from models.random_numbers import RandomListener
 
 _PROBE = (3, 11)
 """Batch and sequence of the tokens with which the model runs: numbers that no other size is likely to have."""
@@ -111,20 +112,6 @@ def find_cuts(family: Any, blocks: tuple[str, ...], embedding: str, head: str, d
         return run.cuts(logits, embedding, head, dim)
     except _NotCuttable as error:
         return Cuts(str(error), run.has_ended, before=(embedding,), after=(head,), random=run.random)
-
-
-class RandomListener(TorchDispatchMode):
-    """Listens for random numbers, which every mesh would draw otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.random = ""
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Attention has the tag for its dropout, whose rate is known.
-        if torch.Tag.nondeterministic_seeded in op.tags and "attention" not in str(op) and not self.random:
-            self.random = str(op)
-        return op(*args, **(kwargs or {}))
 
 
 class _Run:

@@ -113,19 +113,19 @@ class Prover:
         figures = dict(zip(("loss", "norm", "gradients", "weights"), difference.values, strict=True))
         if difference.passes("float64"):
             return Outcome(*what, "equal", figures=figures, seconds=time.perf_counter() - started)
-        if (place := self.own_float32()) and difference.is_within(self._bounds_of_float32(row.run_overrides)):
+        is_usual = difference.passes("own float32")
+        if (place := self.own_float32()) and (is_usual or difference.is_within(self._wider_bounds(row.run_overrides))):
             reason = f"{FLOAT32}, in which the model itself computes {place}"
-            if not difference.passes("own float32"):
-                effect = self._effects[row.run_overrides]
-                reason += f", and which moves its gradients by {effect[2]:.0e}"
+            if not is_usual:
+                reason += f", and which moves its gradients by {self._effects[row.run_overrides][2]:.0e}"
             return Outcome(*what, "equal", reason, figures, seconds=time.perf_counter() - started)
         kind, wrong = difference.wrong()
         block = self._first_block_apart(row)
         reason = _in_words(difference, kind, wrong, block)
         return Outcome(*what, "wrong", reason, figures, tuple(wrong), block, time.perf_counter() - started)
 
-    def _bounds_of_float32(self, run: tuple[str, ...]) -> list[float]:
-        """The bounds of a model that computes in float32 itself: wider ones if a change of its last bits moves it."""
+    def _wider_bounds(self, run: tuple[str, ...]) -> list[float]:
+        """The bounds of a model that computes in float32 itself, as wide as a change of its last bits moves it."""
         if run not in self._effects:
             from scripts.proving.own_types import effect_of_round_off
 

@@ -39,9 +39,9 @@ NAMES = {
     },
     "models/hf/model.py": {"*._head", "*._modules", "*._non_persistent_buffers_set"},
     "models/hf/stages.py": {
-        *("torch._subclasses.fake_tensor.FakeTensorMode", "torch.utils._python_dispatch.TorchDispatchMode"),
-        "torch.utils._pytree.tree_leaves",
+        *("torch._subclasses.fake_tensor.FakeTensorMode", "torch.utils._pytree.tree_leaves"),
     },
+    "models/random_numbers.py": {"torch.utils._python_dispatch.TorchDispatchMode"},
     "parallelisms/activation_checkpoint.py": {"torch._C._dispatch_get_all_op_names", "torch._functorch.config"},
     "parallelisms/attention/backend.py": {
         "aten._scaled_dot_product_cudnn_attention",

@@ -268,7 +268,7 @@ def test_the_bounds_of_a_model_that_computes_in_float32(tmp_path, effects, bound
     """Ten times the effect of round-off, at least what all such models have, and never so wide that a fault hides."""
     pool = mock.Mock(run=lambda *_: [effects])
     prover = Prover(pool, "parity.toml", tmp_path)
-    assert prover._bounds_of_float32(()) == pytest.approx(bounds)
+    assert prover._wider_bounds(()) == pytest.approx(bounds)
 
 
 @pytest.mark.slow
