@@ -17,7 +17,8 @@ from tests.end_to_end.signals import wait_until
 
 COPY = """sh -c 'cp "$1/MANIFEST.json" "$2" && echo copied' sh {checkpoint} {output}"""
 SLOW_COPY = """sh -c 'sleep 0.3; cp "$1/MANIFEST.json" "$2"' sh {checkpoint} {output}"""
-SLEEP = """sh -c 'sleep 600 & echo $! > "$1"; wait' sh {run}/pid"""
+# The file is renamed, so that whoever finds it finds the number in it.
+SLEEP = """sh -c 'sleep 600 & echo $! > "$1.new"; mv "$1.new" "$1"; wait' sh {run}/pid"""
 
 
 def after_save(**commands: str | tuple[str, int]) -> tuple[str, str]:
