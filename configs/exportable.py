@@ -1,7 +1,6 @@
 """Which models Hugging Face's own classes compute exactly as Keel does, so that they can be exported."""
 
 from collections.abc import Iterator
-from functools import reduce
 
 from configs.architectures import description_of
 from configs.schema import AnyModel, Model, OwnModel, is_described
@@ -21,11 +20,5 @@ def _faults(model: Model) -> Iterator[str]:
             "head_dim"
         )
     kind = description_of(model).hf_class(model)
-    values = {key: reduce(getattr, key.split("."), model) for key in kind.keys}
-    found = [
-        f"{key} is {values[key]!r}, not {' or '.join(map(repr, allowed))}"
-        for key, allowed in kind.keys.items()
-        if values[key] not in allowed
-    ]
-    if found:
+    if found := kind.differences(model):
         yield f"{kind.name} is the nearest class, and computes other models: {', '.join(found)}"

@@ -20,6 +20,7 @@ TensorRole = Literal[
     "part_column",
     "part_row",
     "replicated_partial_grad",
+    "norm_of_parts",
     "whole_column",
     "whole_column_joined",
     "whole_row",
@@ -33,7 +34,7 @@ TensorRole = Literal[
 PARAMETER_ROLES = ("part_column", "part_row", "replicated_partial_grad", "whole_vector")
 """Roles of single parameters; the others are of modules."""
 TENSOR_PARALLEL_DIM = {
-    **{"embedding": -2, "head": -2, "column": -2, "row": -1, "part_column": -2, "part_row": -1},
+    **{"embedding": -2, "head": -2, "column": -2, "row": -1, "part_column": -2, "part_row": -1, "norm_of_parts": -1},
     **{"whole_column": -2, "whole_column_joined": -2, "whole_embedding": -2, "whole_head": -2},
     **{"whole_row": -1, "whole_row_own_part": -1, "whole_vector": -1},
 }
@@ -81,7 +82,8 @@ class Plan:
     tensor_parallel: dict[str, TensorRole]
     """Name of a module or parameter -> role. embedding: rows of the vocabulary; norm: works on a shard of the
     sequence; gather: its input is gathered from the sequence's shards; column, row: the weight is split by output or
-    input features; head: rows of the vocabulary, including the loss.
+    input features; norm_of_parts: an RMSNorm of features of which each rank has a part; head: rows of the vocabulary,
+    including the loss.
 
     parts: the module's input is gathered, each rank computes a partial sum, and the sum is split by sequence again.
     For parameters (not modules): part_column, part_row, inside of "parts": split by output or input features, the
@@ -144,6 +146,8 @@ class Attention(Protocol):
     attend: Callable[[Any, Any, Any, Any], Any]
     """(q, k, v, mask) -> output, all but the mask (batch, heads, seq, head_dim): the only place that reads other
     tokens. Replaced by: context parallelism, a backend of attention, the cache of sampling."""
+
+    # A module whose `attend` sees only the last tokens has their number in its attribute `window`.
 
 
 class LocalWeights(Protocol):

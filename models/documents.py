@@ -1,9 +1,10 @@
-"""Attention that keeps the documents of a window apart, without a mask of (seq x seq) pairs.
+"""Attention within documents, or to the last tokens only, without a mask of (seq x seq) pairs.
 
-Documents are contiguous parts of a window, so attention within them is causal attention over several short sequences
+Documents are contiguous parts of a sequence, so attention within them is causal attention over several short sequences
 instead of one long one. FlashAttention's kernels take such sequences packed, with the indices at which they end; on a
 CPU they are computed one after the other. Pairs of tokens from different documents, which a mask would compute and
-discard, cost nothing.
+discard, cost nothing. Where attention sees the last `window` tokens only, time and memory grow with seq x window: the
+kernels skip what is farther away, and on a CPU blocks of queries read the keys in reach of them.
 
 The number and length of documents differ from batch to batch. A GPU kernel needs bounds of both at launch. The host
 computes them, because it has the batch before the GPU does (`Documents.find`). Both are rounded up to powers of two,
@@ -13,9 +14,11 @@ which is why torch's own `torch.nn.attention.varlen`, which takes the bounds as 
 
 import itertools
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
@@ -79,27 +82,59 @@ def has_kernel(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
     return device_type == "cpu" or (is_half and head_dim % 8 == 0 and head_dim <= 256)
 
 
-def attend_within(q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments) -> Tensor:
+def attend_within(q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments, window: int = 0) -> Tensor:
     """Causal attention within each document.
 
     Args:
         q: (batch, heads, seq, head_dim).
         k, v: same shape, with as many heads or fewer (grouped queries).
         documents: the batch's documents.
+        window: the number of last tokens that a token sees, itself among them; 0: all.
     """
-    return _document_attention(q, k, v, documents.ends, documents.longest)[0]
+    return attend_to_parts(q, k, v, documents.ends, documents.ends, documents.longest, window)
+
+
+def attend_near(q: Tensor, k: Tensor, v: Tensor, mask: NumberedDocuments | Tensor | None, window: int) -> Tensor:
+    """Causal attention to the last `window` tokens, itself among them; arguments otherwise as in a model's `attend`."""
+    seq_len = q.shape[2]
+    if isinstance(mask, NumberedDocuments):
+        return attend_within(q, k, v, mask, window)
+    if mask is None and has_kernel(q.device.type, q.dtype, q.shape[-1]):
+        ends = torch.arange(0, (q.shape[0] + 1) * seq_len, seq_len, dtype=torch.int32, device=q.device)
+        longest = torch.full((), seq_len, device="cpu")
+        return attend_to_parts(q, k, v, ends, ends, longest, window)
+    near = torch.ones(seq_len, seq_len, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+    pairs = near if mask is None else mask & near
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=pairs, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def attend_to_parts(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, key_ends: Tensor, longest: Tensor, window: int
+) -> Tensor:
+    """Causal attention of documents' queries to their own keys, which may begin before the queries; both end together.
+
+    Args:
+        q: (batch, heads, queries, head_dim).
+        k, v: (batch, heads or fewer, keys, head_dim).
+        ends, key_ends: (slots + 1,), int32: where each document's queries and keys end, as `NumberedDocuments.ends`.
+        longest: upper bound on the keys of a document; a scalar in CPU memory.
+        window: as for `attend_within`.
+    """
+    return _document_attention(q, k, v, ends, key_ends, longest, window)[0]
 
 
 # The name lets a pattern for attention ops (`save_ops`) match this one as well.
 @torch.library.custom_op("keel::_scaled_dot_product_document_attention", mutates_args=())
-def _document_attention(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: Tensor) -> tuple[Tensor, Tensor]:
-    """Output, shaped like q, and its logsumexp (heads, batch * seq)."""
+def _document_attention(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, key_ends: Tensor, longest: Tensor, window: int
+) -> tuple[Tensor, Tensor]:
+    """Output, shaped like q, and its logsumexp (heads, batch * queries)."""
     packed = _pack(q), _pack(k), _pack(v)
     if _flash_takes_packed(q):
-        bounds = ends, ends, int(longest), int(longest)
-        out, logsumexp, *_ = aten._flash_attention_forward(*packed, *bounds, 0.0, True, False)
+        bounds = ends, key_ends, int(longest), int(longest)
+        out, logsumexp, *_ = aten._flash_attention_forward(*packed, *bounds, 0.0, True, False, **_sides(window))
     else:
-        out, logsumexp = _one_by_one(*packed, ends)
+        out, logsumexp = _one_by_one(*packed, ends, key_ends, window)
     return _unpack(out, q), logsumexp
 
 
@@ -111,16 +146,26 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("keel::_scaled_dot_product_document_attention_backward", mutates_args=())
 def _document_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, ends: Tensor, longest: Tensor
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    ends: Tensor,
+    key_ends: Tensor,
+    longest: Tensor,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     packed = _pack(grad), _pack(q), _pack(k), _pack(v), _pack(out)
     if _flash_takes_packed(q):
         random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the dropout's state; there is no dropout
-        bounds = ends, ends, int(longest), int(longest)
+        bounds = ends, key_ends, int(longest), int(longest)
         # The kernel reads the logsumexp through a raw pointer and ignores strides.
-        gradients = aten._flash_attention_backward(*packed, logsumexp.contiguous(), *bounds, 0.0, True, random, random)
+        given = (*packed, logsumexp.contiguous(), *bounds, 0.0, True, random, random)
+        gradients = aten._flash_attention_backward(*given, **_sides(window))
     else:
-        gradients = _one_by_one_backward(*packed, logsumexp, ends)
+        gradients = _one_by_one_backward(*packed, logsumexp, ends, key_ends, window)
     by_q, by_k, by_v = (_unpack(gradient, of) for gradient, of in zip(gradients, (q, k, v), strict=True))
     return by_q, by_k, by_v
 
@@ -131,15 +176,20 @@ def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, 
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ends, longest = inputs
-    ctx.save_for_backward(q, k, v, *output, ends, longest)
+    q, k, v, ends, key_ends, longest, ctx.window = inputs
+    ctx.save_for_backward(q, k, v, *output, ends, key_ends, longest)
 
 
 def _backward(ctx: Any, grad: Tensor, _by_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
-    return *_document_attention_backward(grad, *ctx.saved_tensors), None, None
+    return *_document_attention_backward(grad, *ctx.saved_tensors, ctx.window), None, None, None, None
 
 
 _document_attention.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def _sides(window: int) -> dict[str, int]:
+    """FlashAttention's arguments for a window: tokens in reach on either side."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
 def _flash_takes_packed(q: Tensor) -> bool:
@@ -164,35 +214,81 @@ def _empty_like_unpacked(x: Tensor) -> Tensor:
 # --------------------------------------------------------------------------- on a CPU
 
 
-def _one_by_one(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+_BLOCK = 256
+"""Queries of a block with a window; longer blocks compute more pairs out of reach, shorter ones take more calls."""
+
+
+class _Piece(NamedTuple):
+    """Queries that are computed in one call, and the keys in reach of them."""
+
+    rows: slice
+    keys: slice
+    mask: Tensor | None
+    """(queries, keys), added to the scores; None: causal."""
+
+
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, key_ends: Tensor, window: int) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q)
     logsumexp = q.new_empty((q.shape[1], len(q)), dtype=torch.promote_types(q.dtype, torch.float32))
-    for rows in _rows(ends):
+    for rows, keys, mask in _pieces(ends, key_ends, window, q.dtype):
         op = aten._scaled_dot_product_flash_attention_for_cpu
-        document_out, document_logsumexp = op(*(_alone(each[rows]) for each in (q, k, v)), 0.0, True)
-        out[rows] = document_out[0].transpose(0, 1)
-        logsumexp[:, rows] = document_logsumexp[0]
+        given = (_alone(q[rows]), _alone(k[keys]), _alone(v[keys]))
+        piece, piece_logsumexp = op(*given, 0.0, mask is None, attn_mask=mask)
+        out[rows] = piece[0].transpose(0, 1)
+        logsumexp[:, rows] = piece_logsumexp[0]
     return out, logsumexp
 
 
 def _one_by_one_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, ends: Tensor
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    ends: Tensor,
+    key_ends: Tensor,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    by_q, by_k, by_v = (torch.empty_like(each) for each in (q, k, v))
-    for rows in _rows(ends):
-        given = (_alone(each[rows]) for each in (grad, q, k, v, out))
+    by_q = torch.empty_like(q)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    by_k, by_v = (torch.zeros_like(each, dtype=wide if window else each.dtype) for each in (k, v))
+    for rows, keys, mask in _pieces(ends, key_ends, window, q.dtype):
+        given = (_alone(grad[rows]), _alone(q[rows]), _alone(k[keys]), _alone(v[keys]), _alone(out[rows]))
         op = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        gradients = op(*given, logsumexp[None, :, rows], 0.0, True)
-        by_q[rows], by_k[rows], by_v[rows] = (gradient[0].transpose(0, 1) for gradient in gradients)
-    return by_q, by_k, by_v
+        gradients = op(*given, logsumexp[None, :, rows], 0.0, mask is None, attn_mask=mask)
+        by_q[rows], own_k, own_v = (gradient[0].transpose(0, 1) for gradient in gradients)
+        if mask is None:  # no other queries see these keys
+            by_k[keys] = own_k
+            by_v[keys] = own_v
+        else:
+            by_k[keys] += own_k
+            by_v[keys] += own_v
+    return by_q, by_k.to(k.dtype), by_v.to(v.dtype)
 
 
-def _rows(ends: Tensor) -> Iterator[slice]:
-    """The rows of each document; empty slots are skipped."""
-    indices = ends.tolist()
-    for start, end in itertools.pairwise(indices):
-        if end > start:
-            yield slice(start, end)
+def _pieces(ends: Tensor, key_ends: Tensor, window: int, dtype: torch.dtype) -> Iterator[_Piece]:
+    """The documents, in blocks of queries if there is a window; empty slots are skipped."""
+    both = zip(itertools.pairwise(ends.tolist()), itertools.pairwise(key_ends.tolist()), strict=True)
+    for (start, end), (first_key, last_key) in both:
+        if not window and end > start:
+            yield _Piece(slice(start, end), slice(first_key, last_key), None)
+            continue
+        before = (last_key - first_key) - (end - start)  # keys before the first query
+        for block in range(start, end, _BLOCK):
+            last = min(block + _BLOCK, end)
+            place = before + block - start  # of the block's first query among the keys
+            reach = max(0, place - window + 1)
+            keys = slice(first_key + reach, first_key + before + last - start)
+            yield _Piece(slice(block, last), keys, _near(last - block, keys.stop - keys.start, window, dtype))
+
+
+@lru_cache(maxsize=8)
+def _near(n_queries: int, n_keys: int, window: int, dtype: torch.dtype) -> Tensor:
+    """0 for the last `window` keys of each query, of which the last one has the last key; -inf for others."""
+    last = n_keys - n_queries
+    seen = torch.ones(n_queries, n_keys, dtype=torch.bool).tril(last).triu(last + 1 - window)
+    return torch.zeros(n_queries, n_keys, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
 def _alone(x: Tensor) -> Tensor:

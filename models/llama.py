@@ -1,8 +1,8 @@
-"""Llama 2 and 3.x: RMSNorm, rotary embedding, grouped-query attention, SwiGLU; with experts, Mixtral.
+"""Llama 2 and 3.x: RMSNorm, rotary embedding, grouped-query attention, SwiGLU; with options, most of today's families.
 
-Plain single-device PyTorch: no mesh, rank or process group is known here. Modules and weights are named and laid out
-as in Hugging Face's `LlamaForCausalLM` (rotary halves split, not interleaved; names without the leading "model."), so
-that an export is a rename.
+Each option is a key of `configs/architectures/llama.py`, and a line or two here. Plain single-device PyTorch: no mesh,
+rank or process group is known here. Modules and weights are named and laid out as in Hugging Face's classes (rotary
+halves split, not interleaved; names without the leading "model."), so that an export is a rename.
 
 One thing is unusual: `forward` takes the loss as an argument. The head then passes its hidden states and weight to the
 loss instead of multiplying them, so that the full logits (2 GiB for 4,096 tokens of a 128K vocabulary in float32)
@@ -11,6 +11,7 @@ never have to exist.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -18,13 +19,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.architectures import init_stds, tensor_parallel_roles
-from configs.architectures.llama import ATTENTION, RopeScaling, is_mixture
+from configs.architectures.llama import (
+    ATTENTION,
+    RopeScaling,
+    block_norms,
+    embedding_scale,
+    is_mixture,
+    is_rotated,
+    rope_dim,
+    window_of,
+)
 from configs.architectures.parts import head_dim, n_kv_heads
 from configs.plan import Plan
 from configs.schema import Model
-from models.documents import Documents, NumberedDocuments, attend_within, has_kernel
+from models.documents import Documents, NumberedDocuments, attend_near, attend_within, has_kernel
 from models.feed_forward import FeedForward
 from models.moe import Load, MixtureOfExperts, unchanged
+from models.norm import OffsetNorm, norm
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (hidden (batch, seq, dim), head weight (vocab, dim)) -> loss
 Mask = NumberedDocuments | Tensor  # which pairs of tokens see each other; a tensor is (batch, 1, seq, seq), bool
@@ -36,9 +47,9 @@ class RotaryEmbedding(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
+    def __init__(self, features: int, theta: float, scaling: RopeScaling | None) -> None:
         super().__init__()
-        self.head_dim = head_dim
+        self.features = features
         self.theta = theta
         self.scaling = scaling
         self.register_buffer("inv_freq", self._inverse_frequencies(), persistent=False)
@@ -48,19 +59,22 @@ class RotaryEmbedding(nn.Module):
         self.inv_freq = self._inverse_frequencies("cpu").to(self.inv_freq.device)
 
     def _inverse_frequencies(self, device: str | None = None) -> Tensor:
-        """Radians per token, (head_dim / 2,), float32."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+        """Radians per token, (features / 2,), float32."""
+        exponents = torch.arange(0, self.features, 2, dtype=torch.float32, device=device) / self.features
         frequencies = 1.0 / self.theta**exponents
-        return _stretch(frequencies, self.scaling) if self.scaling else frequencies
+        return _STRETCHES[self.scaling.kind](frequencies, self.theta, self.scaling) if self.scaling else frequencies
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions: (1 or batch, seq) -> cos, sin: (1 or batch, seq, 1, head_dim), float32 for exact large angles."""
-        angles = positions[..., None].float() * self.inv_freq  # (batch, seq, head_dim / 2)
+        """positions: (1 or batch, seq) -> cos, sin: (1 or batch, seq, 1, features), float32 for exact large angles."""
+        angles = positions[..., None].float() * self.inv_freq  # (batch, seq, features / 2)
         angles = torch.cat((angles, angles), dim=-1)[:, :, None]
-        return angles.cos(), angles.sin()
+        factor = _attention_factor(self.scaling)
+        if factor == 1.0:
+            return angles.cos(), angles.sin()
+        return angles.cos() * factor, angles.sin() * factor
 
 
-def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def _by_wavelength(frequencies: Tensor, _theta: float, scaling: RopeScaling) -> Tensor:
     """Llama 3.1's RoPE scaling: long wavelengths are stretched by the factor, short ones kept, those between blended.
 
     Source: Meta's reference implementation of Llama 3.1 (`apply_scaling`), which is `rope_type = "llama3"` in
@@ -73,8 +87,48 @@ def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
+def _by_turns(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """YaRN (Peng et al. 2023, section 3.2): stretched, kept or blended by the turns within the original length.
+
+    As in its authors' code and in Hugging Face's `rope_type = "yarn"`, the features between which frequencies are
+    blended are whole numbers.
+    """
+    n = len(frequencies)
+
+    def feature(turns: float) -> float:
+        """The feature that turns so often."""
+        return n * math.log(scaling.original_seq_len / (turns * 2 * math.pi)) / math.log(theta)
+
+    first = max(math.floor(feature(scaling.beta_fast)), 0)
+    last = min(math.ceil(feature(scaling.beta_slow)), 2 * n - 1)
+    features = torch.arange(n, dtype=torch.float32, device=frequencies.device)
+    stretched = ((features - first) / max(last - first, 0.001)).clamp(0, 1)
+    return stretched * frequencies / scaling.factor + (1 - stretched) * frequencies
+
+
+def _all_alike(frequencies: Tensor, _theta: float, scaling: RopeScaling) -> Tensor:
+    """Position interpolation (Chen et al. 2023)."""
+    return frequencies / scaling.factor
+
+
+_STRETCHES = {"llama3": _by_wavelength, "yarn": _by_turns, "linear": _all_alike}
+
+
+def _attention_factor(scaling: RopeScaling | None) -> float:
+    """YaRN's factor on queries and keys (section 3.4)."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    return scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x: (batch, seq, heads, head_dim) by its positions; feature i is paired with i + head_dim / 2."""
+    """Rotate x: (batch, seq, heads, head_dim) by its positions; feature i is paired with i + features / 2.
+
+    If the angles are of fewer features than a head has, the others stay as they are.
+    """
+    features = cos.shape[-1]
+    if features < x.shape[-1]:
+        return torch.cat((rotate(x[..., :features], cos, sin), x[..., features:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -82,32 +136,49 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention with grouped queries (Ainslie et al. 2023)."""
 
-    def __init__(self, config: Model) -> None:
+    def __init__(self, config: Model, layer: int) -> None:
         super().__init__()
         self.head_dim = head_dim(config)
         query_dim = config.n_heads * self.head_dim
         kv_dim = n_kv_heads(config) * self.head_dim
-        self.q_proj = nn.Linear(config.dim, query_dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.q_norm = self._norm_of_heads(config)
-        self.k_norm = self._norm_of_heads(config)
+        self.q_proj = nn.Linear(config.dim, query_dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=config.attention_bias)
+        self.gate_proj = nn.Linear(config.dim, query_dim, bias=False) if config.attention_gate else None
+        # Query-key normalization (Henry et al. 2020), of each head (Qwen3) or of all heads together (OLMo 2).
+        self.norms_heads = config.qk_norm == "head"
+        self.q_norm = self._norm(config, query_dim)
+        self.k_norm = self._norm(config, kv_dim)
         self.o_proj = nn.Linear(query_dim, config.dim, bias=False)
-        self.attend: Attend = attend
+        self.rotates = is_rotated(config, layer)
+        self.query_factor = math.sqrt(self.head_dim / (config.query_scale or self.head_dim))
+        self.window = window_of(config, layer)
+        self.attend: Attend = attend if self.window is None else partial(attend_near, window=self.window)
         """The function that mixes tokens; context parallelism replaces it where the sequence is split over ranks."""
 
-    def _norm_of_heads(self, config: Model) -> Callable[[Tensor], Tensor]:
-        """Query-key normalization (Henry et al. 2020), with RMSNorm (Qwen3); or nothing."""
-        return nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm == "head" else unchanged
+    def _norm(self, config: Model, features: int) -> Callable[[Tensor], Tensor]:
+        if config.qk_norm == "none":
+            return unchanged
+        return norm(config, self.head_dim if self.norms_heads else features)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
         """x: (batch, seq, dim) -> the same shape; mask: from the model's `mask`, or None for plain causal attention."""
         heads = (*x.shape[:-1], -1, self.head_dim)  # -1: a tensor-parallel rank holds only some of the heads
-        q = rotate(self.q_norm(self.q_proj(x).view(heads)), cos, sin)
-        k = rotate(self.k_norm(self.k_proj(x).view(heads)), cos, sin)
+        q = self._normed(self.q_proj(x), self.q_norm, heads)
+        k = self._normed(self.k_proj(x), self.k_norm, heads)
         v = self.v_proj(x).view(heads)
+        if self.rotates:
+            q = rotate(q, cos, sin)
+            k = rotate(k, cos, sin)
+        if self.query_factor != 1.0:
+            q = q * self.query_factor  # `attend` divides by the square root of head_dim
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, heads, seq, head_dim)
-        return self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
+        out = self.attend(q, k, v, mask).transpose(1, 2).flatten(2)
+        return self.o_proj(out if self.gate_proj is None else out * self.gate_proj(x).sigmoid())
+
+    def _normed(self, x: Tensor, norm: Callable[[Tensor], Tensor], heads: tuple[int, ...]) -> Tensor:
+        """x: (batch, seq, heads * head_dim) -> (batch, seq, heads, head_dim), normed."""
+        return norm(x.view(heads)) if self.norms_heads else norm(x).view(heads)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
@@ -126,23 +197,35 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each applied to the normed residual stream and added to it."""
+    """Attention and feed-forward, each applied to the residual stream and added to it, with norms around them."""
 
     def __init__(self, config: Model, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = MixtureOfExperts(config) if is_mixture(config, layer) else FeedForward(config.dim, config.ffn_dim)
+        self.norms = block_norms(config)
+        before_attention, after_attention, before_mlp, after_mlp = self.norms
+        self._add_norm(config, before_attention)
+        self.self_attn = Attention(config, layer)
+        self._add_norm(config, after_attention)
+        self._add_norm(config, before_mlp)
+        self.mlp = MixtureOfExperts(config) if is_mixture(config, layer) else FeedForward(config, config.ffn_dim)
+        self._add_norm(config, after_mlp)
+
+    def _add_norm(self, config: Model, name: str) -> None:
+        if name:
+            self.add_module(name, norm(config, config.dim))
+
+    def _normed(self, x: Tensor, name: str) -> Tensor:
+        return getattr(self, name)(x) if name else x
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None) -> tuple[Tensor, Load | None]:
         """x: (batch, seq, dim) -> the same shape, and the load of the experts (None in a dense layer)."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
-        normed = self.post_attention_layernorm(x)
+        before_attention, after_attention, before_mlp, after_mlp = self.norms
+        x = x + self._normed(self.self_attn(self._normed(x, before_attention), cos, sin, mask), after_attention)
+        normed = self._normed(x, before_mlp)
         if isinstance(self.mlp, MixtureOfExperts):
             out, load = self.mlp(normed)
-            return x + out, load
-        return x + self.mlp(normed), None
+            return x + self._normed(out, after_mlp), load
+        return x + self._normed(self.mlp(normed), after_mlp), None
 
 
 class Head(nn.Linear):
@@ -168,7 +251,7 @@ class Llama(nn.Module):
     """
 
     embed_tokens: nn.Embedding | None
-    norm: nn.RMSNorm | None
+    norm: nn.RMSNorm | OffsetNorm | None
     lm_head: Head | None
 
     def __init__(self, config: Model) -> None:
@@ -176,11 +259,14 @@ class Llama(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = norm(config, config.dim)
         self.lm_head = Head(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.rotary = RotaryEmbedding(head_dim(config), config.rope_theta, config.rope_scaling)
+        self.embedding_scale = embedding_scale(config)
+        self.rotary = RotaryEmbedding(rope_dim(config), config.rope_theta, config.rope_scaling)
+        near = config.window_rope_theta
+        self.window_rotary = RotaryEmbedding(rope_dim(config), near, None) if near else None
         self.mask: Callable[[Documents, torch.dtype], Mask] = self._mask
         """Maps documents and the activations' dtype to the mask that each block's `attend` takes; replaced with it."""
 
@@ -205,11 +291,14 @@ class Llama(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        cos, sin = self.rotary(positions)
+        angles = self.rotary(positions)
+        angles_near = angles if self.window_rotary is None else self.window_rotary(positions)
         x = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
+        if self.embed_tokens is not None and self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
         mask = None if documents is None else self.mask(documents, x.dtype)
         for block in self.layers.values():
-            x, load = block(x, cos, sin, mask)
+            x, load = block(x, *(angles_near if cast(Block, block).self_attn.window else angles), mask)
             # Recorded outside the block, which activation checkpointing runs twice. Validation is not counted.
             if load is not None and torch.is_grad_enabled():
                 cast(MixtureOfExperts, block.mlp).router.record(load)
@@ -250,6 +339,7 @@ class Llama(nn.Module):
                 if ".".join(name.split(".")[:2]) in (*before, *blocks, *after)
             },
             save_ops=_SAVE_OPS + (_SAVE_OPS_OF_EXPERTS if mixtures else ()),
+            can_cache=self.config.window is None,
         )
 
     def init_std(self, name: str) -> float | None:

@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.architectures.llama import expert_dim
+from configs.architectures.llama import expert_dim, has_gate
 from configs.schema import Model
-from models.feed_forward import FeedForward
+from models.feed_forward import FeedForward, activate
 from models.grouped_mm import grouped_mm
 
 
@@ -152,13 +152,15 @@ class _WithLoss(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """SwiGLU feed-forwards side by side, each applied to its own rows."""
+    """Feed-forwards side by side, each applied to its own rows."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
         assert config.n_experts is not None
         inner = expert_dim(config)
-        self.gate_proj = nn.Parameter(torch.empty(config.n_experts, inner, config.dim))
+        self.activation = config.activation
+        has_gates = has_gate(config)
+        self.gate_proj = nn.Parameter(torch.empty(config.n_experts, inner, config.dim)) if has_gates else None
         self.up_proj = nn.Parameter(torch.empty(config.n_experts, inner, config.dim))
         self.down_proj = nn.Parameter(torch.empty(config.n_experts, config.dim, inner))
         self.local: Callable[[Tensor], Tensor] = unchanged
@@ -174,9 +176,9 @@ class Experts(nn.Module):
         Returns:
             (n, dim); one term of a sum over ranks if the weights are sharded by inner width.
         """
-        gate, up, down = map(self.local, (self.gate_proj, self.up_proj, self.down_proj))
-        hidden = F.silu(grouped_mm(rows, gate, counts)) * grouped_mm(rows, up, counts)
-        return grouped_mm(hidden, down, counts)
+        gate = None if self.gate_proj is None else grouped_mm(rows, self.local(self.gate_proj), counts)
+        hidden = activate(self.activation, gate, grouped_mm(rows, self.local(self.up_proj), counts))
+        return grouped_mm(hidden, self.local(self.down_proj), counts)
 
 
 class MixtureOfExperts(nn.Module):
@@ -188,7 +190,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config)
         # Shared experts side by side are one feed-forward of their joint width (Dai et al. 2024, DeepSeekMoE).
         shared = config.n_shared_experts * expert_dim(config)
-        self.shared_experts = FeedForward(config.dim, shared) if shared else None
+        self.shared_experts = FeedForward(config, shared) if shared else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Load]:
         """x: (batch, seq, dim) -> the same shape, and the load of each expert."""

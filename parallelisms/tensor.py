@@ -6,8 +6,9 @@ embedding and head hold rows of it, and the loss is computed on each rank's rows
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from configs.plan import PARAMETER_ROLES, TENSOR_PARALLEL_DIM, plan_of
-from parallelisms.tensor_whole import STYLES, cut_vector
+from parallelisms.tensor_whole import STYLES, cut_vector, sum_of_parts
 from parallelisms.ties import ties_kept
 
 SEQUENCE = Shard(1)
@@ -98,9 +99,30 @@ class _Parts(ParallelStyle):
         return module
 
 
+class _NormOfParts(ParallelStyle):
+    """Norms features of which each rank has a part: the sum of their squares is over all ranks, the weight is split."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.RMSNorm)
+        assert module.eps is not None
+        eps = module.eps
+        features = module.weight.numel()
+        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)]))
+
+        def forward(x: Tensor) -> Tensor:
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))  # as torch's own norm
+            squares = sum_of_parts(wide.square().sum(-1, keepdim=True), device_mesh)
+            normed = wide * (squares / features + eps).rsqrt()
+            return (normed * cast(DTensor, module.weight).to_local()).to(x.dtype)
+
+        module.forward = forward  # type: ignore[method-assign]
+        return module
+
+
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding": _Embedding,
-    "norm": SequenceParallel,
+    "norm": lambda: SequenceParallel(use_local_output=True),
+    "norm_of_parts": _NormOfParts,
     "gather": _Gather,
     "column": ColwiseParallel,
     "row": lambda: RowwiseParallel(output_layouts=SEQUENCE),

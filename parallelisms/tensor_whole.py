@@ -67,6 +67,11 @@ class _OwnPart(torch.autograd.Function):
         return _side_by_side(gradients[0], ctx.mesh), None
 
 
+def sum_of_parts(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum over the ranks of `mesh`, each of which goes on with it: a gradient is the sum of theirs."""
+    return _Same.apply(_Total.apply(x, mesh), mesh)
+
+
 def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
     # Over the ranks that hold the other parts of the matrices.
     return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", mesh))

@@ -5,6 +5,7 @@ bias, another activation, another kind of rotary scaling) is refused by name, ne
 """
 
 from collections.abc import Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,26 @@ from configs.errors import UserError
 from configs.schema import Model
 from configs.untrusted import shortened
 
-_SCALING_NAMES = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_seq_len",
+_SCALINGS = {
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_seq_len",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_seq_len",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+    },
+    "linear": {"factor": "factor"},
 }
+"""Field of config.json -> key of model.rope_scaling, by the kind of scaling."""
+_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor")
+_NOT_SCALED_BY = {"mscale": None, "mscale_all_dim": None, "truncate": True, "llama_4_scaling_beta": None}
+"""Fields of a scaling that Keel has no keys for -> the only value with which Keel computes the same."""
 
 
 def tensor_shapes(model: Model) -> dict[str, Shape]:
@@ -47,19 +62,15 @@ def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: in
     `torch_dtype`.
     """
     kind = description_of(model).hf_class(model)
-    values = model.model_dump()
-    theta = {"rope_theta": model.rope_theta}
-    scaling = _scaling_to_hf(model.rope_scaling)
     return {
         "architectures": [kind.name],
         "model_type": kind.model_type,
-        **{name: values[key] for name, key in kind.fields.items()},
+        **{name: reduce(getattr, key.split("."), model) for name, key in kind.fields.items()},
+        **kind.write(model),
         "num_key_value_heads": n_kv_heads(model),
         "head_dim": head_dim(model),
         "max_position_embeddings": longest_sequence(model, seq_len),
-        **theta,
-        "rope_scaling": scaling,
-        "rope_parameters": (scaling or {"rope_type": "default"}) | theta,
+        **_rope_to_hf(model, kind),
         **{name: value for name, value in kind.fixed.items() if value is not None},
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
@@ -69,16 +80,29 @@ def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: in
     }
 
 
+def _rope_to_hf(model: Model, kind: HfClass) -> dict[str, Any]:
+    """The newer and the older form of the rotary frequencies."""
+    scaling = _scaling_to_hf(model.rope_scaling)
+    theta = {"rope_theta": model.rope_theta}
+    whole = (scaling or {"rope_type": "default"}) | theta
+    if not kind.rope_by_layer:
+        return {**theta, "rope_scaling": scaling, "rope_parameters": whole}
+    local = model.window_rope_theta or model.rope_theta
+    by_layer = {"full_attention": whole, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+    return {**theta, "rope_scaling": scaling, "rope_local_base_freq": local, "rope_parameters": by_layer}
+
+
 def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    return {"rope_type": "llama3", **{name: getattr(scaling, key) for name, key in _SCALING_NAMES.items()}}
+    values = {name: getattr(scaling, key) for name, key in _SCALINGS[scaling.kind].items()}
+    return {"rope_type": scaling.kind, **{name: value for name, value in values.items() if value is not None}}
 
 
 def longest_sequence(model: Model, seq_len: int) -> int:
     """The sequence length that a model is made for: its training's, or the one that its RoPE is scaled to."""
     scaling = model.rope_scaling
-    return max(seq_len, int(scaling.factor * scaling.original_seq_len) if scaling else 0)
+    return max(seq_len, int(scaling.factor * scaling.original_seq_len) if scaling and scaling.kind != "linear" else 0)
 
 
 def to_keel(config: Mapping[str, Any], path: Path) -> Model:
@@ -99,13 +123,36 @@ def to_keel(config: Mapping[str, Any], path: Path) -> Model:
         if config.get(field, value) != value:
             raise _unsupported(path, field, config[field], f"Keel's {kind.title} has {value!r}")
     given = {**kind.defaults} | {name: config[name] for name in kind.fields if config.get(name) is not None}
-    values = {key: allowed[0] for key, allowed in kind.keys.items() if "." not in key}
+    values = {key: allowed[0] for key, allowed in kind.keys.items() if allowed[0] != _default(key)}
     values |= {kind.fields[name]: value for name, value in given.items()}
     try:
-        return Model.model_validate(values | _rope_to_keel(config, path, kind.rope_theta))
+        values |= {key: value for key, value in kind.read(config).items() if value is not None}
+    except ValueError as error:
+        raise UserError(f"{path}: {error}: not supported") from None
+    values |= _rope_to_keel(config, path, kind, has_window="window" in values)
+    try:
+        return Model.model_validate(_nested(values))
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: {_field(kind, first['loc'])}: {first['msg']}") from None
+
+
+def _default(key: str) -> Any:
+    """The default of a key of [model]; None for tables, whose keys a class sets."""
+    field = Model.model_fields.get(key)
+    return field.default if field else None
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted key -> the table."""
+    table: dict[str, Any] = {}
+    for key, value in values.items():
+        name, _, inner = key.partition(".")
+        if inner:
+            table.setdefault(name, {})[inner] = value
+        else:
+            table[name] = value
+    return table
 
 
 def seq_len_of(config: Mapping[str, Any]) -> int:
@@ -116,25 +163,46 @@ def seq_len_of(config: Mapping[str, Any]) -> int:
     return value
 
 
-def _rope_to_keel(config: Mapping[str, Any], path: Path, theta: float) -> dict[str, Any]:
-    """Translate `rope_theta` and `rope_scaling` to [model] from their newer or older form."""
+def _rope_to_keel(config: Mapping[str, Any], path: Path, kind: HfClass, has_window: bool) -> dict[str, Any]:
+    """Translate the rotary frequencies to [model] from their newer or older form."""
     field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(field) or {}
-    if not isinstance(rope, dict):
+    local: Any = {}
+    if kind.rope_by_layer and isinstance(rope, dict) and "full_attention" in rope:
+        local = rope.get("sliding_attention") or {}
+        rope = rope["full_attention"]
+        field = f"{field}.full_attention"
+    if not isinstance(rope, dict) or not isinstance(local, dict):
         raise _unsupported(path, field, rope, "Keel expects an object")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    given = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", theta))}
-    if kind not in ("default", "llama3"):
-        raise _unsupported(path, f"{field}.rope_type", kind, 'Keel knows "default" and "llama3"')
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        raise _unsupported(path, "partial_rotary_factor", partial, "Keel rotates whole heads")
-    if kind == "default":
+        raise _unsupported(path, "partial_rotary_factor", partial, f"Keel's {kind.title} rotates whole heads")
+    theta = rope.get("rope_theta", config.get("rope_theta", kind.rope_theta))
+    given = {"rope_theta": theta, **_scaling_to_keel(rope, path, field)}
+    if not (kind.rope_by_layer and has_window):
         return given
-    missing = [name for name in _SCALING_NAMES if name not in rope]
+    if local.get("rope_type", "default") != "default":
+        raise _unsupported(path, "sliding_attention.rope_type", local["rope_type"], "Keel scales no window layers")
+    of_windows = local.get("rope_theta", config.get("rope_local_base_freq", kind.window_rope_theta or theta))
+    is_apart = of_windows != theta or "rope_scaling" in given
+    return given | ({"window_rope_theta": of_windows} if is_apart else {})
+
+
+def _scaling_to_keel(rope: Mapping[str, Any], path: Path, field: str) -> dict[str, Any]:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {}
+    if kind not in _SCALINGS:
+        known = ", ".join(f'"{name}"' for name in ("default", *_SCALINGS))
+        raise _unsupported(path, f"{field}.rope_type", kind, f"Keel knows {known}")
+    for name, value in _NOT_SCALED_BY.items():
+        if rope.get(name, value) != value:
+            raise _unsupported(path, f"{field}.{name}", rope[name], "Keel has no key for it")
+    names = _SCALINGS[kind]
+    missing = [name for name in names if name not in rope and name not in _OPTIONAL]
     if missing:
-        raise UserError(f"{path}: {field}.{missing[0]} is missing, which rope_type llama3 needs")
-    return given | {"rope_scaling": {key: rope[name] for name, key in _SCALING_NAMES.items()}}
+        raise UserError(f"{path}: {field}.{missing[0]} is missing, which rope_type {kind} needs")
+    return {"rope_scaling": {"kind": kind} | {key: rope[name] for name, key in names.items() if name in rope}}
 
 
 def _unsupported(path: Path, field: str, value: Any, instead: str) -> UserError:
@@ -143,5 +211,5 @@ def _unsupported(path: Path, field: str, value: Any, instead: str) -> UserError:
 
 def _field(kind: HfClass, location: tuple[str | int, ...]) -> str:
     """The name in config.json of the key of [model] at `location`."""
-    names = {key: name for name, key in (*kind.fields.items(), *_SCALING_NAMES.items())}
+    names = {key: name for fields in (kind.fields, *_SCALINGS.values()) for name, key in fields.items()}
     return ".".join(names.get(str(part), str(part)) for part in location)

@@ -56,7 +56,7 @@ def tensor_parallel_roles(model: LlamaKeys) -> dict[str, TensorRole]:
         roles |= {f"layers.{layer}.{module}": role for module, role in around.items()}
     for weight in all_weights(model):
         of_parameter = weight.role in PARAMETER_ROLES
-        roles[weight.name if of_parameter else weight.name.removesuffix(".weight")] = weight.role
+        roles[weight.name if of_parameter else weight.name.rpartition(".")[0]] = weight.role
     return roles
 
 
@@ -69,6 +69,8 @@ def init_stds(model: LlamaKeys) -> dict[str, float | None]:
 def _std(model: LlamaKeys, weight: Weight) -> float | None:
     if weight.start == "ones":
         return None
+    if weight.start == "zeros":
+        return 0.0
     if weight.start == "normal":
         return model.init_std
     return model.init_std / math.sqrt(2 * (int(weight.name.split(".")[1]) + 1))

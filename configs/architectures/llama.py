@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from configs.architectures.parts import HfClass, Weight, head_dim, n_kv_heads, small_size
+from configs.architectures.llama_hf import HF_CLASSES, name_of_experts, name_of_router
+from configs.architectures.parts import HfClass, Start, Weight, head_dim, n_kv_heads, small_size
 from configs.only_with import only_with
 from configs.plan import TensorRole
 from configs.table import NonNegativeInt, PositiveFloat, PositiveInt, Table
@@ -21,15 +22,23 @@ from configs.table import NonNegativeInt, PositiveFloat, PositiveInt, Table
 
 
 class RopeScaling(Table):
-    """Llama 3.1's scaling of the rotary frequencies, for sequences longer than those of the original training."""
+    """Scaling of the rotary frequencies, for sequences longer than those of the original training."""
 
+    kind: Literal["llama3", "yarn", "linear"] = "llama3"
+    """llama3: by wavelength (Llama 3.1); yarn: by turns within the original length (Peng et al. 2023); linear: all."""
     factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
-    """Factor by which the low frequencies are divided."""
-    low_freq_factor: PositiveFloat = 1.0
+    """Factor by which the low frequencies are divided; with linear, all."""
+    low_freq_factor: Annotated[PositiveFloat, only_with("kind", "llama3")] = 1.0
     """Wavelengths above original_seq_len / this are scaled by the whole factor."""
-    high_freq_factor: PositiveFloat = 4.0
+    high_freq_factor: Annotated[PositiveFloat, only_with("kind", "llama3")] = 4.0
     """Wavelengths below original_seq_len / this are unchanged."""
-    original_seq_len: PositiveInt = 8192
+    beta_fast: Annotated[PositiveFloat, only_with("kind", "yarn")] = 32.0
+    """Frequencies that turn more often than this within original_seq_len are unchanged."""
+    beta_slow: Annotated[PositiveFloat, only_with("kind", "yarn")] = 1.0
+    """Frequencies that turn less often than this within original_seq_len are scaled by the whole factor."""
+    attention_factor: Annotated[PositiveFloat | None, only_with("kind", "yarn")] = None
+    """Factor on the rotated queries and keys; default: 0.1 ln(factor) + 1."""
+    original_seq_len: Annotated[PositiveInt, only_with("kind", "llama3", "yarn")] = 8192
     """Sequence length of the original training, in tokens."""
 
 
@@ -52,7 +61,7 @@ class LlamaKeys(Table):
     """The keys of [model]."""
 
     architecture: Literal["llama"] = "llama"
-    """llama: Llama 2 and 3.x; with qk_norm Qwen3; with n_experts Mixtral, DeepSeekMoE and similar models."""
+    """llama: Llama 2 and 3.x; with the keys below Qwen, Mistral, OLMo, SmolLM3, Gemma 3, Mixtral and similar models."""
     dim: PositiveInt
     """Width of the residual stream."""
     n_layers: Annotated[int, Field(gt=0, le=4096)]
@@ -63,12 +72,26 @@ class LlamaKeys(Table):
     """Number of key and value heads (grouped-query attention); default: n_heads."""
     head_dim: PositiveInt | None = None
     """Width of one head; default: dim / n_heads."""
-    qk_norm: Literal["none", "head"] = "none"
-    """head: an RMSNorm of each head's queries and keys, with one weight for all heads (Qwen3); none: no such norms."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """RMSNorms of queries and keys. head: of each, with one weight for all (Qwen3); full: over all heads (OLMo 2)."""
+    attention_bias: bool = False
+    """Add biases to queries, keys and values (Qwen 2)."""
+    attention_gate: bool = False
+    """Multiply each head's output by the sigmoid of one more projection (Qiu et al. 2025; Qwen3-Next)."""
+    query_scale: PositiveFloat | None = None
+    """Number by whose square root the scores of attention are divided; default: head_dim."""
+    norm_position: Literal["before", "after", "both"] = "before"
+    """Norms of attention and feed-forward: before their input, after their output (OLMo 2), or both (Gemma 3)."""
+    norm_offset: bool = False
+    """Norms multiply by 1 + weight, and their weights start at 0 (Gemma)."""
     ffn_dim: PositiveInt
-    """Inner width of the SwiGLU feed-forward."""
+    """Inner width of the feed-forward."""
+    activation: Literal["swiglu", "geglu", "relu_squared"] = "swiglu"
+    """Of the feed-forward: silu(gate) * up, gelu(gate) * up (tanh's form; Gemma), or relu(up) squared, without gate."""
+    embedding_scale: PositiveFloat | Literal["sqrt_dim"] = 1.0
+    """Factor on the embeddings; "sqrt_dim": the square root of dim (Gemma)."""
     n_experts: Annotated[int, Field(ge=2)] | None = None
-    """Number of routed experts per layer, each a SwiGLU feed-forward; default: dense feed-forwards."""
+    """Number of routed experts per layer, each a feed-forward; default: dense feed-forwards."""
     experts_per_token: Annotated[PositiveInt, only_with("n_experts")] = 2
     """Number of experts that each token is routed to."""
     n_shared_experts: Annotated[NonNegativeInt, only_with("n_experts")] = 0
@@ -84,7 +107,17 @@ class LlamaKeys(Table):
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies (10,000 in Llama 2, 500,000 in Llama 3, 1,000,000 in Qwen3)."""
     rope_scaling: RopeScaling | None = None
-    """Llama 3.1's scaling of the rotary frequencies."""
+    """Scaling of the rotary frequencies, for longer sequences."""
+    rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of each head's features that are rotated, its first ones."""
+    no_rope_every: Annotated[int, Field(ge=2)] | None = None
+    """Every n-th layer has no rotary embedding (4 in SmolLM3); default: all have."""
+    window: PositiveInt | None = None
+    """Number of last tokens that attention sees, a token itself among them; default: all earlier ones."""
+    window_pattern: Annotated[NonNegativeInt, only_with("window")] = 0
+    """Every n-th layer sees all earlier tokens all the same (6 in Gemma 3, 4 in OLMo 3); 0: none does."""
+    window_rope_theta: Annotated[PositiveFloat | None, only_with("window")] = None
+    """rope_theta of the layers with a window, which then have no rope_scaling (Gemma 3); default: as in all layers."""
     norm_eps: PositiveFloat = 1e-5
     """Epsilon of the RMS norms."""
     tie_embeddings: bool = False
@@ -103,14 +136,36 @@ def is_mixture(model: LlamaKeys, layer: int) -> bool:
     return model.n_experts is not None and layer >= model.n_dense_layers
 
 
+def window_of(model: LlamaKeys, layer: int) -> int | None:
+    """Number of last tokens that a layer's attention sees; None: all."""
+    is_whole = model.window_pattern > 0 and (layer + 1) % model.window_pattern == 0
+    return None if is_whole else model.window
+
+
+def is_rotated(model: LlamaKeys, layer: int) -> bool:
+    """Whether a layer has a rotary embedding."""
+    return model.no_rope_every is None or (layer + 1) % model.no_rope_every > 0
+
+
+def embedding_scale(model: LlamaKeys) -> float:
+    """Factor on the embeddings."""
+    return sqrt(model.dim) if model.embedding_scale == "sqrt_dim" else model.embedding_scale
+
+
+def rope_dim(model: LlamaKeys) -> int:
+    """Number of a head's features that are rotated."""
+    return round(head_dim(model) * model.rope_fraction)
+
+
 def shape(model: LlamaKeys) -> str:
     """The sizes, for people; a second line is about the experts."""
     heads = f"{model.n_heads} heads of {head_dim(model)}"
     if n_kv_heads(model) != model.n_heads:
         heads += f", {n_kv_heads(model)} of keys and values"
     tied = ", tied" if model.tie_embeddings else ""
+    window = f", window {model.window:,}" if model.window else ""
     return (
-        f"{model.n_layers} layers, dim {model.dim}, {heads}, ffn_dim {model.ffn_dim}, "
+        f"{model.n_layers} layers, dim {model.dim}, {heads}{window}, ffn_dim {model.ffn_dim}, "
         f"vocabulary {model.vocab_size:,}{tied}{_shape_of_experts(model)}"
     )
 
@@ -157,8 +212,9 @@ def computed(model: LlamaKeys) -> dict[str, Any]:
 
 def rules(config: Any) -> Iterator[tuple[str, str]]:
     """What is wrong between the keys: the key to blame, and a message."""
-    for rule in (_head_width, _kv_heads, _experts_fit, _router, _rope_scaling):
+    for rule in (_head_width, _kv_heads, _experts_fit, _router, _rope, _norms, _window):
         yield from rule(config.model)
+    yield from _window_and_machine(config)
 
 
 def _head_width(model: LlamaKeys) -> Iterator[tuple[str, str]]:
@@ -168,7 +224,13 @@ def _head_width(model: LlamaKeys) -> Iterator[tuple[str, str]]:
             f"dim {model.dim} is not divisible by n_heads {model.n_heads} ({model.dim} / {model.n_heads} = "
             f"{model.dim / model.n_heads:.2f}); change one of them, or set head_dim",
         )
-    elif head_dim(model) % 2:
+    elif rope_dim(model) % 2 and model.rope_fraction < 1:
+        yield (
+            "model.rope_fraction",
+            f"rope_fraction {model.rope_fraction:g} of head_dim {head_dim(model)} is {rope_dim(model)} features; "
+            "rotary embeddings rotate pairs of features, so it must be an even number",
+        )
+    elif model.rope_fraction == 1 and head_dim(model) % 2:
         width = "" if model.head_dim else f" = dim {model.dim} / n_heads {model.n_heads}"
         key = "model.head_dim" if model.head_dim else "model.dim"
         yield (
@@ -217,12 +279,53 @@ def _router(model: LlamaKeys) -> Iterator[tuple[str, str]]:
         )
 
 
-def _rope_scaling(model: LlamaKeys) -> Iterator[tuple[str, str]]:
+def _rope(model: LlamaKeys) -> Iterator[tuple[str, str]]:
     scaling = model.rope_scaling
     if scaling and scaling.low_freq_factor >= scaling.high_freq_factor:
         yield (
             "model.rope_scaling.high_freq_factor",
             f"high_freq_factor {scaling.high_freq_factor} must be above low_freq_factor {scaling.low_freq_factor}",
+        )
+    if scaling and scaling.beta_slow >= scaling.beta_fast:
+        yield (
+            "model.rope_scaling.beta_fast",
+            f"beta_fast {scaling.beta_fast} must be above beta_slow {scaling.beta_slow}",
+        )
+    if rope_dim(model) == 0:
+        yield (
+            "model.rope_fraction",
+            f"rope_fraction {model.rope_fraction:g} of head_dim {head_dim(model)} is less than one feature",
+        )
+
+
+def _norms(model: LlamaKeys) -> Iterator[tuple[str, str]]:
+    if model.norm_offset and model.qk_norm == "full":
+        yield (
+            "model.norm_offset",
+            'qk_norm = "full" with norm_offset: no published model has both; set qk_norm = "head", or leave '
+            "norm_offset out",
+        )
+
+
+def _window(model: LlamaKeys) -> Iterator[tuple[str, str]]:
+    if model.window and model.window_pattern == 1:
+        yield "model.window_pattern", "window_pattern 1 leaves no layer with a window; leave model.window out"
+
+
+def _window_and_machine(config: Any) -> Iterator[tuple[str, str]]:
+    """What cannot compute a window."""
+    if config.model.window is None:
+        return
+    if config.mesh.cp > 1 and config.context.method == "ring":
+        yield (
+            "context.method",
+            "a ring passes all keys to all ranks, of which a window (model.window) needs the nearest; set "
+            'context.method = "gather" or "all_to_all"',
+        )
+    if config.attention.backend not in ("auto", "flash2"):
+        yield (
+            "attention.backend",
+            f'{config.attention.backend} computes no window (model.window); set "auto" or "flash2"',
         )
 
 
@@ -245,52 +348,82 @@ def block(model: LlamaKeys, layer: int) -> tuple[Weight, ...]:
 
 @cache
 def _block(model: LlamaKeys, mixture: bool) -> tuple[Weight, ...]:
-    query = model.n_heads * head_dim(model)
-    kv = n_kv_heads(model) * head_dim(model)
+    before_attention, after_attention, before_mlp, after_mlp = (_norm(model, name) for name in block_norms(model))
     return (
-        Weight("input_layernorm.weight", (model.dim,), "norm", "ones"),
-        Weight("self_attn.q_proj.weight", (query, model.dim), "column"),
-        Weight("self_attn.k_proj.weight", (kv, model.dim), "column"),
-        Weight("self_attn.v_proj.weight", (kv, model.dim), "column"),
-        *(_qk_norms(model) if model.qk_norm == "head" else ()),
-        Weight("self_attn.o_proj.weight", (model.dim, query), "row", "residual"),
-        Weight("post_attention_layernorm.weight", (model.dim,), "norm", "ones"),
-        *(_experts(model) if mixture else _feed_forward("mlp", model.dim, model.ffn_dim)),
+        *before_attention,
+        *_attention(model),
+        *after_attention,
+        *before_mlp,
+        *(_experts(model) if mixture else _feed_forward(model, "mlp", model.ffn_dim)),
+        *after_mlp,
     )
 
 
-def _qk_norms(model: LlamaKeys) -> list[Weight]:
-    """The norms' weights; a tensor-parallel rank uses them for its heads only."""
-    names = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-    return [Weight(name, (head_dim(model),), "replicated_partial_grad", "ones") for name in names]
+def block_norms(model: LlamaKeys) -> tuple[str, str, str, str]:
+    """Names of a block's norms before attention, after it, before the feed-forward, and after it; "": there is none."""
+    if model.norm_position == "before":
+        return "input_layernorm", "", "post_attention_layernorm", ""
+    if model.norm_position == "after":
+        return "", "post_attention_layernorm", "", "post_feedforward_layernorm"
+    return "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 
 
-def _feed_forward(module: str, dim: int, inner: int, roles: Sequence[TensorRole] = ("column", "row")) -> list[Weight]:
+def _norm(model: LlamaKeys, name: str, width: int = 0, role: TensorRole = "norm", hf: str = "") -> list[Weight]:
+    """A norm's weight; none without a name."""
+    start: Start = "zeros" if model.norm_offset else "ones"
+    return [Weight(f"{name}.weight", (width or model.dim,), role, start, hf)] if name else []
+
+
+def _attention(model: LlamaKeys) -> Iterator[Weight]:
+    query = model.n_heads * head_dim(model)
+    kv = n_kv_heads(model) * head_dim(model)
+    for name, width in (("q_proj", query), ("k_proj", kv), ("v_proj", kv)):
+        yield Weight(f"self_attn.{name}.weight", (width, model.dim), "column")
+        if model.attention_bias:
+            yield Weight(f"self_attn.{name}.bias", (width,), "column", "zeros")
+    if model.attention_gate:
+        yield Weight("self_attn.gate_proj.weight", (query, model.dim), "column")
+    # With "head", a tensor-parallel rank uses the whole weight for its heads only.
+    for name, width in (("q_norm", query), ("k_norm", kv)):
+        if model.qk_norm == "head":
+            yield from _norm(model, f"self_attn.{name}", head_dim(model), "replicated_partial_grad")
+        elif model.qk_norm == "full":
+            yield from _norm(model, f"self_attn.{name}", width, "norm_of_parts")
+    yield Weight("self_attn.o_proj.weight", (model.dim, query), "row", "residual")
+
+
+def _feed_forward(
+    model: LlamaKeys, module: str, inner: int, roles: Sequence[TensorRole] = ("column", "row")
+) -> Iterator[Weight]:
     into, out_of = roles
-    return [
-        Weight(f"{module}.gate_proj.weight", (inner, dim), into),
-        Weight(f"{module}.up_proj.weight", (inner, dim), into),
-        Weight(f"{module}.down_proj.weight", (dim, inner), out_of, "residual"),
-    ]
+    if has_gate(model):
+        yield Weight(f"{module}.gate_proj.weight", (inner, model.dim), into)
+    yield Weight(f"{module}.up_proj.weight", (inner, model.dim), into)
+    yield Weight(f"{module}.down_proj.weight", (model.dim, inner), out_of, "residual")
+
+
+def has_gate(model: LlamaKeys) -> bool:
+    """Whether a feed-forward has a matrix of gates."""
+    return model.activation != "relu_squared"
 
 
 def _experts(model: LlamaKeys) -> Iterator[Weight]:
-    """A router and its experts, with Mixtral's names; then the shared experts, side by side in one feed-forward."""
+    """A router and its experts; then the shared experts, side by side in one feed-forward."""
     n = model.n_experts or 0
-    gate = "block_sparse_moe.gate.weight"
-    yield Weight("mlp.router.weight", (n, model.dim), "replicated_partial_grad", hf=gate)
-    matrices = _feed_forward("mlp.experts", model.dim, expert_dim(model), ("part_column", "part_row"))
-    for matrix, hf in zip(matrices, ("w1", "w3", "w2"), strict=True):
+    kind = hf_class(model)
+    yield Weight("mlp.router.weight", (n, model.dim), "replicated_partial_grad", hf=name_of_router(kind))
+    for matrix in _feed_forward(model, "mlp.experts", expert_dim(model), ("part_column", "part_row")):
+        name = matrix.name.removesuffix(".weight")
         yield replace(
             matrix,
-            name=matrix.name.removesuffix(".weight"),
+            name=name,
             shape=(n, *matrix.shape),
-            hf=f"block_sparse_moe.experts.{{}}.{hf}.weight",
+            hf=name_of_experts(kind, name.rpartition(".")[2]),
             used=model.experts_per_token,
         )
     if model.n_shared_experts:
         width = model.n_shared_experts * expert_dim(model)
-        yield from _feed_forward("mlp.shared_experts", model.dim, width, ("part_column", "part_row"))
+        yield from _feed_forward(model, "mlp.shared_experts", width, ("part_column", "part_row"))
 
 
 def around(model: LlamaKeys, layer: int) -> dict[str, TensorRole]:
@@ -302,7 +435,7 @@ def after_blocks(model: LlamaKeys) -> list[Weight]:
     """The weights after the last block."""
     tied = "embed_tokens.weight" if model.tie_embeddings else ""
     return [
-        Weight("norm.weight", (model.dim,), "norm", "ones", hf="model.norm.weight"),
+        *_norm(model, "norm", hf="model.norm.weight"),
         Weight("lm_head.weight", (model.vocab_size, model.dim), "head", tied_to=tied),
     ]
 
@@ -310,6 +443,7 @@ def after_blocks(model: LlamaKeys) -> list[Weight]:
 # --------------------------------------------------------------------------- small
 
 _SMALL_HEAD = 8
+_SMALL_WINDOW = 5
 
 
 def small(model: LlamaKeys, ranks: int) -> dict[str, object]:
@@ -332,6 +466,13 @@ def small(model: LlamaKeys, ranks: int) -> dict[str, object]:
         "vocab_size": small_size(model.vocab_size, 64, ranks),
         "init_std": round(model.init_std * sqrt(model.dim / dim), 4),
     }
+    if model.window:
+        keys["window"] = min(model.window, _SMALL_WINDOW)
+        keys["window_pattern"] = min(model.window_pattern, max(2, n_layers))
+    if model.rope_fraction < 1:
+        keys["rope_fraction"] = 0.5
+    if model.no_rope_every:
+        keys["no_rope_every"] = min(model.no_rope_every, max(2, n_layers))
     return keys | (_small_experts(model, ranks, n_layers) if model.n_experts else {})
 
 
@@ -347,73 +488,6 @@ def _small_experts(model: LlamaKeys, ranks: int, n_layers: int) -> dict[str, obj
     return keys | ({"expert_dim": small_size(model.expert_dim, 16, ranks)} if model.expert_dim else {})
 
 
-# --------------------------------------------------------------------------- Hugging Face
-
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "dim",
-    "intermediate_size": "ffn_dim",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "num_key_value_heads": "n_kv_heads",
-    "head_dim": "head_dim",
-    "rms_norm_eps": "norm_eps",
-    "initializer_range": "init_std",
-    "tie_word_embeddings": "tie_embeddings",
-}
-# Mixtral's weight of the auxiliary loss is not among them: that loss has another form.
-_EXPERT_FIELDS = {"num_local_experts": "n_experts", "num_experts_per_tok": "experts_per_token"}
-_DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False}
-_EXPERT_DEFAULTS = {
-    "rms_norm_eps": 1e-5,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
-_FIXED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "quantization_config": None,
-    "sliding_window": None,
-    "router_jitter_noise": 0.0,
-}
-_LIKE_MIXTRAL = {
-    "qk_norm": ("none",),
-    "n_shared_experts": (0,),
-    "n_dense_layers": (0,),
-    "router.scoring": ("softmax",),
-    "router.renormalize": (True,),
-    "router.load_balance": ("auxiliary_loss", "none"),
-}
-
-LLAMA = HfClass("llama", "LlamaForCausalLM", "Llama 2 and 3.x", _FIELDS, _DEFAULTS, 1e4, _FIXED, {"qk_norm": ("none",)})
-MIXTRAL = HfClass(
-    "mixtral",
-    "MixtralForCausalLM",
-    "Mixtral",
-    _FIELDS | _EXPERT_FIELDS,
-    _DEFAULTS | _EXPERT_DEFAULTS,
-    1e6,
-    _FIXED,
-    _LIKE_MIXTRAL,
-)
-QWEN3 = HfClass(
-    "qwen3",
-    "Qwen3ForCausalLM",
-    "Qwen3",
-    _FIELDS,
-    _DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
-    1e4,
-    _FIXED | {"use_sliding_window": False},
-    {"qk_norm": ("head",)},
-)
-HF_CLASSES: tuple[HfClass, ...] = (LLAMA, MIXTRAL, QWEN3)
-
-
 def hf_class(model: LlamaKeys) -> HfClass:
-    """The class that computes the model, if it has the values of `HfClass.keys`."""
-    if model.n_experts is not None:
-        return MIXTRAL
-    return LLAMA if model.qk_norm == "none" else QWEN3
+    """The class that computes the model, or else the one from which the fewest keys differ."""
+    return min(HF_CLASSES, key=lambda kind: len(kind.differences(model)))

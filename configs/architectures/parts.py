@@ -1,7 +1,8 @@
 """What every description of a model family is made of: its weights, and the Hugging Face classes that compute it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import count
 from math import gcd, prod
 from typing import Any, Literal, Protocol
@@ -10,10 +11,10 @@ from configs.plan import TensorRole
 
 Shape = tuple[int, ...]
 
-Start = Literal["normal", "residual", "ones"]
+Start = Literal["normal", "residual", "ones", "zeros"]
 """Initial values. normal: with model.init_std; residual: normal, but scaled down by sqrt(2 * layer), layers counted
 from one, for the matrices that write to the residual stream: it keeps the stream's variance from growing with depth
-(Zhang, Titov and Sennrich 2019, section 3; each layer writes twice); ones: all 1."""
+(Zhang, Titov and Sennrich 2019, section 3; each layer writes twice); ones, zeros: all 1, all 0."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ def small_size(size: int, least: int, ranks: int) -> int:
     return next(n for n in count(least) if gcd(n, ranks) == shared)
 
 
+def _nothing(_: Any) -> dict[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class HfClass:
     """A class of the package `transformers` that computes models of a family."""
@@ -89,6 +94,27 @@ class HfClass:
     """Field of config.json -> the only value with which Keel computes the same; another value is another model."""
     keys: Mapping[str, tuple[Any, ...]]
     """Key of [model], dotted -> the values that its models may have. It imports models with the first."""
+    rope_by_layer: bool = False
+    """Whether layers with a window have rotary frequencies of their own, without scaling."""
+    window_rope_theta: float | None = None
+    """Default of their rope_theta; None: as in all layers."""
+    write: Callable[[Any], dict[str, Any]] = _nothing
+    """[model] -> further fields of config.json, which follow from several keys."""
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
+    """config.json -> the keys that such fields decide; a ValueError says what Keel has no key for."""
+
+    def differences(self, model: Any) -> list[str]:
+        """How a model's keys differ from those of its models."""
+        values = {key: reduce(getattr, key.split("."), model) for key in self.keys}
+        found = [
+            f"{key} is {value!r}, not {' or '.join(map(repr, self.keys[key]))}"
+            for key, value in values.items()
+            if value not in self.keys[key]
+        ]
+        scaled_windows = model.window and model.rope_scaling and model.window_rope_theta is None
+        if self.rope_by_layer and scaled_windows:
+            found.append("rope_scaling applies to layers with a window, too; set window_rope_theta")
+        return found
 
 
 class Heads(Protocol):

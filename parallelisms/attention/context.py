@@ -105,7 +105,11 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method, k
         return
     model.mask = _numbered  # type: ignore[assignment]
     for module in attention:
-        module.attend = partial(_attend_part, group=group, method=method, kernel=kernel)
+        window = getattr(module, "window", None)
+        if window is None:
+            module.attend = partial(_attend_part, group=group, method=method, kernel=kernel)
+        else:
+            module.attend = partial(_attend_near_part, group=group, window=window)
 
 
 class NumberedDocuments(Protocol):
@@ -361,6 +365,94 @@ class _Ring:
 
 
 _TRANSPORTS: dict[str, type[_Gather] | type[_Ring]] = {"gather": _Gather, "ring": _Ring}
+
+
+# --------------------------------------------------------------------------- windows
+
+
+def _attend_near_part(
+    q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments | None, group: str, window: int
+) -> Tensor:
+    """Attention of this rank's queries to the last `window` tokens of the whole sequence; shapes as in `_attend_part`.
+
+    Each of the rank's two chunks needs its own keys and those of the `window - 1` tokens before it. All keys are
+    gathered, but no more than these are kept for the backward pass, or multiplied.
+    """
+    ranks = group_named(group)
+    n_chunks = 2 * ranks.size()
+    chunk = q.shape[2] // 2
+    keys, values = _in_order(_gathered(torch.stack((k, v)), group))
+    parts = []
+    for number, place in enumerate((ranks.rank(), n_chunks - 1 - ranks.rank())):
+        start = place * chunk
+        first = max(0, start - window + 1)
+        near = slice(first, start + chunk)
+        queries = q[:, :, number * chunk : (number + 1) * chunk]
+        given = (queries, keys[:, :, near].contiguous(), values[:, :, near].contiguous())
+        parts.append(_attend_chunk(*given, documents, start, first, window))
+    return torch.cat(parts, dim=2)
+
+
+def _attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments | None, start: int, first: int, window: int
+) -> Tensor:
+    """Attention of the queries from token `start` on to keys from token `first` on; both end with the same token."""
+    n_queries = q.shape[2]
+    n_keys = k.shape[2]
+    if documents is None:
+        batch = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+        bounds = (batch * n_queries, batch * n_keys)
+    else:
+        slots = torch.arange(documents.ends.shape[0], dtype=torch.int32, device=q.device)
+        bounds = tuple(  # type: ignore[assignment]
+            torch.searchsorted(documents.numbers[:, begin : start + n_queries].flatten(), slots, out_int32=True)
+            for begin in (start, first)
+        )
+    longest = torch.full((), n_keys, device="cpu")
+    # The model's own op, which computes attention to the last tokens in one process, too (models/documents.py).
+    return torch.ops.keel._scaled_dot_product_document_attention(q, k, v, *bounds, longest, window)[0]
+
+
+def _in_order(gathered: Tensor) -> Tensor:
+    """(ranks, ..., seq / cp, head_dim), in zigzag order -> (..., seq, head_dim)."""
+    early, late = gathered.chunk(2, dim=-2)
+    return torch.cat((*early.unbind(), *late.flip(0).unbind()), dim=-2)
+
+
+@torch.library.custom_op("keel::gathered", mutates_args=())
+def _gathered(x: Tensor, group: str) -> Tensor:
+    """What all ranks of a group have: (ranks, *x.shape)."""
+    n_ranks = group_named(group).size()
+    return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), n_ranks, group)).view(n_ranks, *x.shape)
+
+
+@_gathered.register_fake
+def _(x: Tensor, group: str) -> Tensor:
+    return x.new_empty((group_named(group).size(), *x.shape))
+
+
+@torch.library.custom_op("keel::summed_part", mutates_args=())
+def _summed_part(gradients: Tensor, group: str) -> Tensor:
+    """The sum of all ranks' gradients of this rank's part; gradients: (ranks, *part.shape)."""
+    wide = gradients.to(accumulation_dtype(gradients.dtype)).contiguous()
+    summed = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(wide, "sum", len(wide), group))
+    return summed.view(gradients.shape[1:]).to(gradients.dtype)
+
+
+@_summed_part.register_fake
+def _(gradients: Tensor, group: str) -> Tensor:
+    return gradients.new_empty(gradients.shape[1:])
+
+
+def _keep_group(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, ctx.group = inputs
+
+
+def _give_back(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
+    return _summed_part(gradients, ctx.group), None
+
+
+_gathered.register_autograd(_give_back, setup_context=_keep_group)
 
 
 # --------------------------------------------------------------------------- all to all

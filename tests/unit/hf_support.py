@@ -1,16 +1,18 @@
 """Small models and their checkpoints, as the tests of export and import need them."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from checkpoint import manifest as manifests
 from checkpoint.storage import FolderStorage, commit
 from checkpoint.tensor_stream import write_tensors
-from configs.architectures.llama import RopeScaling
+from configs.architectures.llama import RopeScaling, Router
 from configs.schema import Model
 from models import build_model
 
+_SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": 96}
 TINY = {
     "untied": Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=96),
     "tied": Model(dim=32, n_layers=2, n_heads=4, ffn_dim=48, vocab_size=96, tie_embeddings=True, norm_eps=1e-3),
@@ -39,7 +41,39 @@ TINY = {
         norm_eps=1e-6,
         tie_embeddings=True,
     ),
-    "mixtral": Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=96, n_experts=6),
+    "mixtral": Model(**_SIZES, n_experts=6),
+    "qwen2": Model(**_SIZES, attention_bias=True),
+    "qwen3_moe": Model(**_SIZES, n_experts=6, qk_norm="head", router=Router(renormalize=False)),
+    "mistral": Model(**_SIZES, head_dim=16, window=9),
+    "olmo2": Model(**_SIZES, norm_position="after", qk_norm="full"),
+    "olmo3": Model(
+        **_SIZES,
+        norm_position="after",
+        qk_norm="full",
+        window=9,
+        window_pattern=2,
+        window_rope_theta=1e4,
+        rope_theta=1e4,
+        rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_seq_len=16),
+    ),
+    "smollm3": Model(**_SIZES, no_rope_every=2, tie_embeddings=True),
+    "gemma3": Model(
+        **_SIZES,
+        head_dim=16,
+        qk_norm="head",
+        query_scale=24.0,
+        norm_position="both",
+        norm_offset=True,
+        activation="geglu",
+        embedding_scale="sqrt_dim",
+        window=9,
+        window_pattern=2,
+        window_rope_theta=1e3,
+        rope_theta=1e5,
+        rope_scaling=RopeScaling(kind="linear", factor=8.0),
+        tie_embeddings=True,
+    ),
+    "long": Model(**_SIZES, rope_scaling=RopeScaling(kind="yarn", factor=8.0, original_seq_len=16, beta_fast=4.0)),
 }
 
 

@@ -13,6 +13,8 @@ The formula counts all of the seq_len x seq_len scores, but a causal model needs
 
     6 * matrix elements +  6 * layers * heads * head_dim * seq_len        [causal]
 
+A layer with a window counts the tokens that are in it, instead of seq_len.
+
 Keel's `mfu` and `tflops` are the *causal* ones: they count only work that is really done, and so cannot flatter long
 sequences. The figures that PaLM, llm-foundry and torchtitan publish are full ones (early torchtitan's also count the
 embedding); to compare, multiply `mfu` by full / causal, which are both in the start-up summary. Both count what
@@ -27,6 +29,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from configs.architectures import all_weights
+from configs.architectures.llama import window_of
 from configs.architectures.parts import Weight, head_dim
 from configs.plan import TENSOR_PARALLEL_DIM, TensorRole
 from configs.schema import AnyModel, Training, is_described
@@ -53,11 +56,22 @@ def flops_per_token(model: AnyModel, seq_len: int, frozen: Collection[str] = ())
     """
     weights = list(all_weights(model) if is_described(model) else _weights_of(model))
     matrices = sum(_multiplied(weight) for weight in weights)
-    idle, idle_layers = _left_out(model, weights, frozen) if frozen else (0, 0)
-    a_layer = model.n_heads * head_dim(model) * seq_len
+    idle, idle_layers = _left_out(model, weights, frozen) if frozen else (0, set())
     computed = 6 * matrices - 2 * idle
-    passes = 3 * model.n_layers - 2 * idle_layers  # backward takes two
-    return TokenFlops(causal=computed + 2 * passes * a_layer, full=computed + 4 * passes * a_layer)
+    pairs = sum(
+        _seen(model, layer, seq_len) * (1 if layer in idle_layers else 3)  # backward takes two passes
+        for layer in range(model.n_layers)
+    )
+    scores = 2 * model.n_heads * head_dim(model) * pairs
+    return TokenFlops(causal=computed + round(scores), full=computed + round(2 * scores))
+
+
+def _seen(model: AnyModel, layer: int, seq_len: int) -> float:
+    """Twice the mean number of tokens that a token sees in a layer, of which a causal model has half of seq_len."""
+    window = window_of(model, layer) if is_described(model) else None
+    if window is None or window >= seq_len:
+        return seq_len
+    return 2 * window - window * (window - 1) / seq_len
 
 
 def _weights_of(config: AnyModel) -> Iterator[Weight]:
@@ -79,8 +93,8 @@ def _multiplied(weight: Weight) -> int:
     return weight.active if weight.is_matrix and weight.role != "embedding" else 0
 
 
-def _left_out(model: AnyModel, weights: Sequence[Weight], frozen: Collection[str]) -> tuple[int, int]:
-    """The parts that a backward pass skips: gradients, in elements of the matrices, and layers, for their attention.
+def _left_out(model: AnyModel, weights: Sequence[Weight], frozen: Collection[str]) -> tuple[int, set[int]]:
+    """What a backward pass skips: gradients, in elements of the matrices, and the layers whose attention it skips.
 
     A frozen matrix has no gradient, and its input has none if nothing before it trains. Matrices with the same input
     (q, k and v; gate and up) are neighbors in one module, and sharded the same way by tensor parallelism.
@@ -99,7 +113,8 @@ def _left_out(model: AnyModel, weights: Sequence[Weight], frozen: Collection[str
         for name, weight in names.items():
             elements += ((name in frozen) + (not is_reached)) * _multiplied(weight)
         is_reached = is_reached or not names.keys() <= set(frozen)
-    return elements, sum(not through.get(name, True) for name in skeleton(model).plan.mixers)
+    mixers = enumerate(skeleton(model).plan.mixers)
+    return elements, {layer for layer, name in mixers if not through.get(name, True)}
 
 
 # --------------------------------------------------------------------------- devices

@@ -75,12 +75,15 @@ def test_one_graph_serves_any_number_of_documents():
     assert len(graphs) == 1
 
 
-def test_the_op_is_what_it_says():
+@pytest.mark.parametrize("window", [0, 5])
+def test_the_op_is_what_it_says(window):
     """Shapes, types and strides of its fake version, and its gradient's registration, as torch checks them."""
     q, k, v, _, ids = draw(1, 4, 2, 16, torch.float32)
     numbered = Documents.find(ids).numbered()
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    torch.library.opcheck(documents._document_attention, (*leaves, numbered.ends, numbered.longest))
+    torch.library.opcheck(
+        documents._document_attention, (*leaves, numbered.ends, numbered.ends, numbered.longest, window)
+    )
 
 
 def test_where_there_is_a_kernel():

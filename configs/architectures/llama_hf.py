@@ -1,0 +1,303 @@
+"""The Hugging Face classes that compute models of `configs/architectures/llama.py`.
+
+An option of [model] that a class does not have keeps its default there (`_PLAIN`), so a new option changes the classes
+that have it only.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from configs.architectures.parts import HfClass, head_dim
+
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "ffn_dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps",
+    "initializer_range": "init_std",
+    "tie_word_embeddings": "tie_embeddings",
+}
+_DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False}
+_FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "quantization_config": None,
+}
+_WITHOUT_WINDOW = {"sliding_window": None}
+_UNUSED_WINDOW = {"use_sliding_window": False}
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "n_experts": (None,),
+    "qk_norm": ("none",),
+    "attention_bias": (False,),
+    "attention_gate": (False,),
+    "query_scale": (None,),
+    "norm_position": ("before",),
+    "norm_offset": (False,),
+    "activation": ("swiglu",),
+    "embedding_scale": (1.0,),
+    "rope_fraction": (1.0,),
+    "no_rope_every": (None,),
+    "window": (None,),
+    "window_pattern": (0,),
+    "window_rope_theta": (None,),
+}
+
+# --------------------------------------------------------------------------- layers of two kinds
+
+
+def _without(*keys: str) -> dict[str, tuple[Any, ...]]:
+    """`_PLAIN` without keys that may have any value."""
+    return {key: values for key, values in _PLAIN.items() if key not in keys}
+
+
+def _every(kinds: list[Any], special: Any, other: Any) -> int:
+    """n, where every n-th of the layers is special; 0 if none is.
+
+    Raises:
+        ValueError: they follow no such rule.
+    """
+    n = kinds.index(special) + 1 if special in kinds else 0
+    if kinds != [special if n and (layer + 1) % n == 0 else other for layer in range(len(kinds))]:
+        raise ValueError("is no list in which every n-th layer differs from the others")
+    return n
+
+
+def _layer_kinds(model: Any) -> list[str]:
+    n = model.window_pattern
+    return [
+        "sliding_attention" if model.window and not (n and (layer + 1) % n == 0) else "full_attention"
+        for layer in range(model.n_layers)
+    ]
+
+
+def _write_windows(model: Any) -> dict[str, Any]:
+    return {"sliding_window": model.window or model.n_layers, "layer_types": _layer_kinds(model)}
+
+
+def _read_windows(config: Mapping[str, Any], pattern: int) -> dict[str, Any]:
+    """The keys from `layer_types`, or from the older `sliding_window_pattern`, whose default is `pattern`."""
+    kinds = config.get("layer_types")
+    n = config.get("sliding_window_pattern", pattern) if kinds is None else _named_every(config, "layer_types", kinds)
+    window = config.get("sliding_window", 4096)
+    return {} if n == 1 or window is None else {"window": window, "window_pattern": n}
+
+
+def _named_every(config: Mapping[str, Any], field: str, kinds: Any) -> int:
+    allowed = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or any(kind not in allowed for kind in kinds):
+        raise ValueError(f"{field}: the kinds of layers must be among {', '.join(allowed)}")
+    try:
+        return _every(kinds, *allowed)
+    except ValueError as error:
+        raise ValueError(f"{field} {error}") from None
+
+
+def _write_query_scale(model: Any) -> dict[str, Any]:
+    scale = model.query_scale or head_dim(model)
+    return {"query_pre_attn_scalar": int(scale) if scale == int(scale) else scale}  # transformers takes integers only
+
+
+def _write_rope_layers(model: Any) -> dict[str, Any]:
+    n = model.no_rope_every
+    return {
+        "no_rope_layers": [int(n is None or (layer + 1) % n > 0) for layer in range(model.n_layers)],
+        "no_rope_layer_interval": n or model.n_layers + 1,
+        "layer_types": ["full_attention"] * model.n_layers,
+        "pad_token_id": None,  # the class's own is beyond smaller vocabularies
+    }
+
+
+def _read_rope_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    rotated = config.get("no_rope_layers")
+    if rotated is None:
+        return {"no_rope_every": config.get("no_rope_layer_interval", 4)}
+    try:
+        n = _every(list(rotated), 0, 1)
+    except (TypeError, ValueError):
+        raise ValueError("no_rope_layers is no list in which every n-th layer is 0, and the others 1") from None
+    if n == 1:
+        raise ValueError("no_rope_layers: no layer has a rotary embedding")
+    return {"no_rope_every": n} if n else {}
+
+
+# --------------------------------------------------------------------------- classes
+
+LLAMA = HfClass(
+    "llama", "LlamaForCausalLM", "Llama 2 and 3.x", _FIELDS, _DEFAULTS, 1e4, _FIXED | _WITHOUT_WINDOW, _PLAIN
+)
+# Mixtral's weight of the auxiliary loss is not among the fields: that loss has another form.
+MIXTRAL = HfClass(
+    "mixtral",
+    "MixtralForCausalLM",
+    "Mixtral",
+    _FIELDS | {"num_local_experts": "n_experts", "num_experts_per_tok": "experts_per_token"},
+    _DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    1e6,
+    _FIXED | _WITHOUT_WINDOW | {"router_jitter_noise": 0.0},
+    _without("n_experts")
+    | {
+        "n_shared_experts": (0,),
+        "n_dense_layers": (0,),
+        "router.scoring": ("softmax",),
+        "router.renormalize": (True,),
+        "router.load_balance": ("auxiliary_loss", "none"),
+    },
+)
+QWEN2 = HfClass(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    "Qwen 2 and 2.5",
+    _FIELDS,
+    _DEFAULTS | {"num_key_value_heads": 32},
+    1e4,
+    {name: value for name, value in _FIXED.items() if name != "attention_bias"} | _UNUSED_WINDOW,
+    _PLAIN | {"attention_bias": (True,)},
+)
+QWEN3 = HfClass(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    "Qwen3",
+    _FIELDS,
+    _DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
+    1e4,
+    _FIXED | _UNUSED_WINDOW,
+    _PLAIN | {"qk_norm": ("head",)},
+)
+QWEN3_MOE = HfClass(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    "Qwen3 with experts",
+    {name: key for name, key in _FIELDS.items() if key != "ffn_dim"}
+    | {
+        "moe_intermediate_size": "ffn_dim",
+        "num_experts": "n_experts",
+        "num_experts_per_tok": "experts_per_token",
+        "norm_topk_prob": "router.renormalize",
+    },
+    _DEFAULTS
+    | {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    1e4,
+    _FIXED | _UNUSED_WINDOW | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    _without("n_experts")
+    | {
+        "qk_norm": ("head",),
+        "n_shared_experts": (0,),
+        "n_dense_layers": (0,),
+        "router.scoring": ("softmax",),
+        "router.load_balance": ("auxiliary_loss", "none"),
+    },
+    write=lambda model: {"intermediate_size": model.ffn_dim, "num_local_experts": model.n_experts},
+    read=lambda config: {"n_experts": config["num_local_experts"]} if "num_local_experts" in config else {},
+)
+MISTRAL = HfClass(
+    "mistral",
+    "MistralForCausalLM",
+    "Mistral",
+    _FIELDS,
+    _DEFAULTS | {"num_key_value_heads": 8},
+    1e4,
+    _FIXED,
+    _without("window"),
+    write=lambda model: {"sliding_window": model.window},
+    read=lambda config: {"window": config.get("sliding_window", 4096)},
+)
+OLMO2 = HfClass(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    "OLMo 2",
+    _FIELDS,
+    _DEFAULTS | {"rms_norm_eps": 1e-5},
+    1e4,
+    _FIXED,
+    _PLAIN | {"qk_norm": ("full",), "norm_position": ("after",)},
+)
+OLMO3 = HfClass(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    "OLMo 3",
+    _FIELDS,
+    _DEFAULTS | {"rms_norm_eps": 1e-5},
+    5e5,
+    _FIXED,
+    _without("window", "window_pattern", "window_rope_theta") | {"qk_norm": ("full",), "norm_position": ("after",)},
+    rope_by_layer=True,
+    write=_write_windows,
+    read=lambda config: _read_windows(config, 4),
+)
+SMOLLM3 = HfClass(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    "SmolLM3",
+    _FIELDS,
+    _DEFAULTS | {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    2e6,
+    _FIXED | _UNUSED_WINDOW,
+    _without("no_rope_every"),
+    write=_write_rope_layers,
+    read=_read_rope_layers,
+)
+GEMMA3 = HfClass(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    "Gemma 3, text",
+    _FIELDS | {"query_pre_attn_scalar": "query_scale"},
+    _DEFAULTS | {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True},
+    1e6,
+    {name: value for name, value in _FIXED.items() if name != "hidden_act"}
+    | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
+    _without("window", "window_pattern", "window_rope_theta", "query_scale")
+    | {
+        "qk_norm": ("head",),
+        "norm_position": ("both",),
+        "norm_offset": (True,),
+        "activation": ("geglu",),
+        "embedding_scale": ("sqrt_dim",),
+    },
+    rope_by_layer=True,
+    window_rope_theta=1e4,
+    write=lambda model: _write_windows(model) | _write_query_scale(model),
+    read=lambda config: _read_windows(config, 6),
+)
+HF_CLASSES: tuple[HfClass, ...] = (
+    LLAMA,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    MISTRAL,
+    OLMO2,
+    OLMO3,
+    SMOLLM3,
+    GEMMA3,
+)
+
+_MIXTRALS_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def name_of_router(kind: HfClass) -> str:
+    """Hugging Face's name of a router's weight, in a block."""
+    return "mlp.gate.weight" if kind is QWEN3_MOE else "block_sparse_moe.gate.weight"
+
+
+def name_of_experts(kind: HfClass, matrix: str) -> str:
+    """Hugging Face's name of one expert's matrix, in a block; {} stands for the expert's number."""
+    if kind is QWEN3_MOE:
+        return f"mlp.experts.{{}}.{matrix}.weight"
+    return f"block_sparse_moe.experts.{{}}.{_MIXTRALS_EXPERTS[matrix]}.weight"
