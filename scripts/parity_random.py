@@ -104,7 +104,8 @@ def draw(seed: int, number: int) -> Draw:
         moved = machine
     if "mesh.pp" not in machine | (moved if move_at else {}):  # only stages need many layers, which cost time
         run["model.n_layers"] = min(int(str(run["model.n_layers"])), 3)
-    run |= _some(dice, 0.3, {"model.qk_norm": "head"})  # last, so that the draws of a seed are as before it existed
+    # Last, so that the draws of a seed are as before these existed.
+    run |= _some(dice, 0.3, {"model.qk_norm": "head"}) | _options(dice)
     return Draw(ranks, run | machine, evaluate_at, move_at, moved if move_at else {})
 
 
@@ -141,6 +142,22 @@ def _experts(dice: random.Random, model: Keys) -> Keys:
     keys |= {"model.router.load_balance": balance}
     keys |= {"model.router.auxiliary_loss_weight": 0.1} if balance == "auxiliary_loss" else {}
     return keys | ({"model.router.bias_update_rate": 0.01} if balance == "bias" else {})
+
+
+def _options(dice: random.Random) -> Keys:
+    """Options of the families that are no plain Llama."""
+    if dice.random() < 0.4:
+        return {}
+    keys = _some(dice, 0.15, {"model.qk_norm": "full"}) | _some(dice, 0.1, {"model.attention_bias": "true"})
+    keys |= _some(dice, 0.1, {"model.attention_gate": "true"}) | _some(dice, 0.1, {"model.query_scale": 3.0})
+    keys |= _some(dice, 0.3, {"model.norm_position": dice.choice(("after", "both"))})
+    keys |= _some(dice, 0.1, {"model.norm_offset": "true"}) | _some(dice, 0.1, {"model.embedding_scale": "sqrt_dim"})
+    keys |= _some(dice, 0.3, {"model.activation": dice.choice(("geglu", "relu_squared"))})
+    keys |= _some(dice, 0.1, {"model.rope_fraction": 0.5}) | _some(dice, 0.1, {"model.no_rope_every": 2})
+    if dice.random() < 0.3:
+        keys |= {"model.window": dice.choice((1, 3, 7, 20)), "model.window_pattern": dice.choice((0, 0, 2, 3))}
+        keys |= _some(dice, 0.3, {"model.window_rope_theta": 300.0})
+    return keys
 
 
 def _data(dice: random.Random) -> Keys:

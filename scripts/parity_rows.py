@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from scripts.parity_options import DOCUMENTS, FAMILIES, MOE, OPTIONS
+
 
 @dataclass(frozen=True)
 class Row:
@@ -187,6 +189,7 @@ def table() -> Iterator[Row]:
     yield from lion_rows()
     yield from float8_rows()
     yield from qk_norm_rows()
+    yield from option_rows()
 
 
 MOMENTS: dict[str, object] = {"optimizer.moments_dtype": "bfloat16"}
@@ -255,6 +258,30 @@ def qk_norm_rows() -> Iterator[Row]:
     for (name, (ranks, sizes, more)), compiled in itertools.product(meshes.items(), (False, True)):
         overrides = _selective(sizes, 2, compiled)
         yield Row(f"qk_norm, {name}, {_how(compiled)}", ranks, words(overrides), words(run | more))
+
+
+def option_rows() -> Iterator[Row]:
+    """Each option of a model on each axis; then those of a family together on more axes, eager and compiled."""
+    axes: dict[str, dict[str, Any]] = {
+        "FSDP 2": {"dp_shard": 2},
+        "TP 2": {"tp": 2},
+        "CP 2": {"cp": 2},
+        "PP 2": {"pp": 2},
+    }
+    for (option, run), (mesh, sizes) in itertools.product(OPTIONS.items(), axes.items()):
+        yield Row(f"{option}, {mesh}", 2, words(_selective(sizes, 2, compiled=False)), words(run))
+    meshes: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, axes and machine's settings
+        "1 process": (1, {}),
+        "FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}),
+        "CP 2 x TP 2": (4, {"cp": 2, "tp": 2}),
+        "CP 4": (4, {"cp": 4}),
+        "CP 2 all_to_all": (2, {"cp": 2, "context.method": "all_to_all"}),
+        "PP 2 x FSDP 2": (4, {"pp": 2, "dp_shard": 2}),
+    }
+    products = itertools.product(FAMILIES.items(), meshes.items(), (False, True))
+    for (family, run), (name, (ranks, sizes)), compiled in products:
+        overrides = _selective(sizes, 2, compiled)
+        yield Row(f"{family}, {name}, {_how(compiled)}", ranks, words(overrides), words(run))
 
 
 def float8_rows() -> Iterator[Row]:
@@ -342,12 +369,6 @@ def _zero_rows() -> Iterator[Row]:
             yield Row(f"ZeRO {stage}, HSDP 2x2, compiled", ranks, words(overrides | replicas))
 
 
-DOCUMENTS: dict[str, object] = {
-    "data.document_mask": "true",
-    "data.sources": '[{name = "documents", kind = "synthetic", document_length = 8}]',
-}
-
-
 def _document_rows() -> Iterator[Row]:
     """A document mask, on each axis; selective checkpointing, accumulating two steps."""
     meshes: dict[str, tuple[dict[str, int], int]] = {  # sizes of the axes, micro-batch
@@ -405,14 +426,6 @@ def _mixed_rows() -> Iterator[Row]:
 
 # A dense first layer, a shared expert, and so many experts that at every step but the first some get no token of the
 # whole batch (others five times the mean). The auxiliary loss weighs much, so that a wrong share of it shows.
-MOE: dict[str, object] = {
-    "model.n_experts": 64,
-    "model.experts_per_token": 2,
-    "model.n_shared_experts": 1,
-    "model.expert_dim": 16,
-    "model.n_dense_layers": 1,
-    "model.router.auxiliary_loss_weight": 0.1,
-}
 MOE_BIAS: dict[str, object] = {
     **{key: value for key, value in MOE.items() if "auxiliary" not in key},
     "model.router.load_balance": "bias",

@@ -109,7 +109,9 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method, k
         if window is None:
             module.attend = partial(_attend_part, group=group, method=method, kernel=kernel)
         else:
-            module.attend = partial(_attend_near_part, group=group, window=window)
+            # Not the group's own object, which a compiler can't trace.
+            place = (mesh.get_local_rank(), mesh.size())
+            module.attend = partial(_attend_near_part, group=group, place=place, window=window)
 
 
 class NumberedDocuments(Protocol):
@@ -371,20 +373,25 @@ _TRANSPORTS: dict[str, type[_Gather] | type[_Ring]] = {"gather": _Gather, "ring"
 
 
 def _attend_near_part(
-    q: Tensor, k: Tensor, v: Tensor, documents: NumberedDocuments | None, group: str, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: NumberedDocuments | None,
+    group: str,
+    place: tuple[int, int],
+    window: int,
 ) -> Tensor:
     """Attention of this rank's queries to the last `window` tokens of the whole sequence; shapes as in `_attend_part`.
 
     Each of the rank's two chunks needs its own keys and those of the `window - 1` tokens before it. All keys are
-    gathered, but no more than these are kept for the backward pass, or multiplied.
+    gathered, but no more than these are kept for the backward pass, or multiplied. `place`: this rank, of how many.
     """
-    ranks = group_named(group)
-    n_chunks = 2 * ranks.size()
+    rank, n_ranks = place
     chunk = q.shape[2] // 2
     keys, values = _in_order(_gathered(torch.stack((k, v)), group))
     parts = []
-    for number, place in enumerate((ranks.rank(), n_chunks - 1 - ranks.rank())):
-        start = place * chunk
+    for number, nth in enumerate((rank, 2 * n_ranks - 1 - rank)):
+        start = nth * chunk
         first = max(0, start - window + 1)
         near = slice(first, start + chunk)
         queries = q[:, :, number * chunk : (number + 1) * chunk]

@@ -20,16 +20,16 @@ class PackedFlash:
     def __getattr__(self, name: str):
         return getattr(torch.ops.aten, name)
 
-    def _flash_attention_forward(self, q, k, v, ends_q, ends_k, longest_q, longest_k, dropout, causal, debug):
+    def _flash_attention_forward(self, q, k, v, ends_q, ends_k, longest_q, longest_k, dropout, causal, debug, **window):
         self.calls.append("forward")
         _check(q, k, v, ends_q, ends_k, longest_q, longest_k)
         assert (dropout, debug) == (0.0, False)
-        out, logsumexp = _packed(q, k, v, ends_q, ends_k, causal)
+        out, logsumexp = _packed(q, k, v, ends_q, ends_k, causal, _left(**window))
         nothing = torch.empty(0)
         return out, logsumexp, nothing, nothing, nothing
 
     def _flash_attention_backward(
-        self, grad, q, k, v, out, logsumexp, ends_q, ends_k, longest_q, longest_k, dropout, causal, *random
+        self, grad, q, k, v, out, logsumexp, ends_q, ends_k, longest_q, longest_k, dropout, causal, *random, **window
     ):
         self.calls.append("backward")
         _check(q, k, v, ends_q, ends_k, longest_q, longest_k)
@@ -42,7 +42,7 @@ class PackedFlash:
         group = q.shape[1] // k.shape[1]
         for queries, keys in _stretches(ends_q, ends_k):
             k_there, v_there = (each[keys].repeat_interleave(group, dim=1) for each in (k, v))
-            scores = _scores(q[queries], k_there, causal)
+            scores = _scores(q[queries], k_there, causal, _left(**window))
             weights = (scores - logsumexp[:, queries, None]).exp()
             by_weights = torch.einsum("qhd,khd->hqk", grad[queries], v_there)
             delta = (grad[queries] * out[queries]).sum(-1).T[..., None]
@@ -73,15 +73,25 @@ def _stretches(ends_q: Tensor, ends_k: Tensor):
         yield slice(*queries), slice(*keys)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+def _left(window_size_left: int = -1, window_size_right: int = 0) -> int:
+    """Keys in reach before a query's own; -1: all."""
+    assert window_size_right == 0
+    return window_size_left
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, left: int) -> Tensor:
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
     if not causal:
         return scores
-    allowed = torch.ones(scores.shape[1:], dtype=torch.bool).tril(scores.shape[2] - scores.shape[1])
+    last = scores.shape[2] - scores.shape[1]  # the first query's own key
+    allowed = torch.ones(scores.shape[1:], dtype=torch.bool).tril(last)
+    allowed = allowed.triu(last - left) if left >= 0 else allowed
     return scores.masked_fill(~allowed, -math.inf)
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, causal: bool, left: int
+) -> tuple[Tensor, Tensor]:
     """Output, and logsumexp (heads, queries), inf where a query sees no key."""
     out, logsumexp = torch.zeros_like(q), q.new_full((q.shape[1], len(q)), math.inf)
     group = q.shape[1] // k.shape[1]
@@ -89,7 +99,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, cau
         if keys.stop == keys.start or queries.stop == queries.start:
             continue
         k_there, v_there = (each[keys].repeat_interleave(group, dim=1) for each in (k, v))
-        scores = _scores(q[queries], k_there, causal)
+        scores = _scores(q[queries], k_there, causal, left)
         out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v_there)
         logsumexp[:, queries] = scores.logsumexp(-1)
     return out, logsumexp

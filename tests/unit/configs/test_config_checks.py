@@ -48,6 +48,21 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "high_freq_factor 4.0 must be above low_freq_factor 4.0",
         ),
         (
+            'model.rope_scaling={kind="yarn",factor=8.0,low_freq_factor=2.0}',
+            'model.rope_scaling.low_freq_factor does nothing with kind = "yarn"',
+        ),
+        (
+            'model.rope_scaling={kind="yarn",factor=8.0,beta_slow=40.0}',
+            "beta_fast 32.0 must be above beta_slow 40.0",
+        ),
+        ("model.rope_fraction=0.2", "rope_fraction 0.2 of head_dim 16 is 3 features; rotary embeddings rotate pairs"),
+        ("model.rope_fraction=0.01", "rope_fraction 0.01 of head_dim 16 is less than one feature"),
+        ("model.norm_offset=true model.qk_norm=full", 'no published model has both; set qk_norm = "head"'),
+        ("model.window_pattern=2", "model.window_pattern does nothing without window"),
+        ("model.window=8 model.window_pattern=1", "window_pattern 1 leaves no layer with a window"),
+        ("model.window=8 mesh.cp=2 context.method=ring", 'set context.method = "gather" or "all_to_all"'),
+        ("model.window=8 attention.backend=flash3", "--attention.backend: flash3 computes no window (model.window)"),
+        (
             "model.n_shared_experts=1",
             "model.n_shared_experts does nothing without n_experts; leave it out, or set n_experts",
         ),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from models import documents
-from models.documents import Documents, attend_within, has_kernel
+from models.documents import Documents, attend_near, attend_to_parts, attend_within, has_kernel
 from models.llama import document_mask
 from tests.unit.packed_flash import PackedFlash
 
@@ -45,6 +45,77 @@ def test_it_is_attention_under_a_mask(dtype, tolerance, seed, kv_heads, group, s
     for found, right in zip((out, *gradients), (expected, *expected_gradients), strict=True):
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), right, rtol=0, atol=tolerance)
+
+
+def near(n_queries, n_keys, window):
+    """Which keys a query sees, by brute force; the last query's own key is the last one."""
+    before = n_keys - n_queries
+    seen = [[key <= query + before < key + window for key in range(n_keys)] for query in range(n_queries)]
+    return torch.tensor(seen)
+
+
+@pytest.mark.usefixtures("kernel")
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    seq_len=st.integers(1, 33),
+    window=st.integers(1, 40),
+    block=st.integers(1, 40),
+    packs=st.booleans(),
+)
+def test_a_window_is_attention_under_a_mask(seed, kv_heads, group, seq_len, window, block, packs):
+    q, k, v, grad, ids = draw(seed, kv_heads * group, kv_heads, seq_len, torch.float64)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "_BLOCK", block)
+        out = attend_near(*leaves, Documents.find(ids).numbered() if packs else None, window)
+        gradients = torch.autograd.grad(out, leaves, grad)
+    mask = near(seq_len, seq_len, window) & (document_mask(ids) if packs else torch.tensor(True))
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    exact = [t.clone().requires_grad_() for t in (q, k, v)]
+    again = scaled_dot_product_attention(*exact, attn_mask=mask, enable_gqa=True)
+    for found, right in zip(gradients, torch.autograd.grad(again, exact, grad), strict=True):
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("kernel")
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), window=st.integers(1, 12), start=st.integers(0, 20), n_queries=st.integers(1, 12))
+def test_queries_of_a_part_of_a_sequence(seed, window, start, n_queries):
+    """As a rank of context parallelism has them: its queries, and the keys in reach of them."""
+    q, k, v, grad, _ = draw(seed, 4, 2, start + n_queries, torch.float64)
+    first = max(0, start - window + 1)
+    n_keys = start + n_queries - first
+    leaves = [t.clone().requires_grad_() for t in (q[:, :, start:], k[:, :, first:], v[:, :, first:])]
+    batch = torch.arange(3, dtype=torch.int32)
+    out = attend_to_parts(*leaves, batch * n_queries, batch * n_keys, torch.tensor(n_keys), window)
+    gradients = torch.autograd.grad(out, leaves, grad[:, :, start:])
+    exact = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    expected = scaled_dot_product_attention(*exact, attn_mask=near(n_queries, n_keys, window), enable_gqa=True)
+    for found, right in zip(gradients, torch.autograd.grad(expected, exact, grad[:, :, start:]), strict=True):
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+def test_a_window_costs_no_more_pairs_than_it_has():
+    """Pairs that a CPU computes grow with seq x window; without a window they are half of the square."""
+    ends = torch.tensor([0, 32_768])
+    pieces = list(documents._pieces(ends, ends, 1024, torch.float32))
+    pairs = sum((rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys, _ in pieces)
+    assert pairs <= 32_768 * (1024 + documents._BLOCK)
+    assert [rows.start for rows, _, _ in pieces] == list(range(0, 32_768, documents._BLOCK))
+
+
+def test_one_mask_of_pairs_where_there_is_no_kernel(monkeypatch):
+    q, k, v, _, ids = draw(3, 4, 2, 16, torch.float64)
+    expected = attend_near(q, k, v, Documents.find(ids).numbered(), 5)
+    whole = attend_near(q, k, v, None, 5)
+    monkeypatch.setattr(documents, "has_kernel", lambda *_: False)
+    torch.testing.assert_close(attend_near(q, k, v, document_mask(ids), 5), expected)
+    torch.testing.assert_close(attend_near(q, k, v, None, 5), whole)
 
 
 def test_documents_are_counted():
