@@ -109,6 +109,10 @@ class Plan:
     why_not_distributed: str = ""
     """Why expert parallelism can't distribute the experts; empty if it can."""
 
+    tied: tuple[str, ...] = ()
+    """Modules of `before_blocks` whose parameters a module of `after_blocks` shares; a pipeline's last stage holds them
+    as well, and its forward pass does not run them."""
+
     can_cache: bool = True
     """Whether each `attend` may be given new tokens only, with keys and values that were kept."""
 

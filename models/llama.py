@@ -246,8 +246,8 @@ _SAVE_OPS_OF_EXPERTS = ("keel.grouped_mm", "aten.topk")
 class Llama(nn.Module):
     """The model; `config` is the job file's `[model]`.
 
-    A pipeline stage is this model with some layers removed. `embed_tokens` is None unless it is the first stage, and
-    `norm` and `lm_head` are None unless it is the last. Everything else keeps its name.
+    A pipeline stage is this model with some layers removed. `embed_tokens` is None unless it is the first stage, or the
+    last one and tied to the head; `norm` and `lm_head` are None unless it is the last. Everything else keeps its name.
     """
 
     embed_tokens: nn.Embedding | None
@@ -293,9 +293,7 @@ class Llama(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         angles = self.rotary(positions)
         angles_near = angles if self.window_rotary is None else self.window_rotary(positions)
-        x = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
-        if self.embed_tokens is not None and self.embedding_scale != 1.0:
-            x = x * self.embedding_scale
+        x = tokens if tokens.is_floating_point() else self._embedded(tokens)
         mask = None if documents is None else self.mask(documents, x.dtype)
         for block in self.layers.values():
             x, load = block(x, *(angles_near if cast(Block, block).self_attn.window else angles), mask)
@@ -303,6 +301,11 @@ class Llama(nn.Module):
             if load is not None and torch.is_grad_enabled():
                 cast(MixtureOfExperts, block.mlp).router.record(load)
         return x if self.norm is None or self.lm_head is None else self.lm_head(self.norm(x), loss)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        assert self.embed_tokens is not None
+        x = self.embed_tokens(tokens)
+        return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
     def _mask(self, documents: Documents, dtype: torch.dtype) -> Mask:
         if has_kernel(documents.ids.device.type, dtype, head_dim(self.config)):
@@ -338,6 +341,7 @@ class Llama(nn.Module):
                 for name, role in tensor_parallel_roles(self.config).items()
                 if ".".join(name.split(".")[:2]) in (*before, *blocks, *after)
             },
+            tied=before if self.config.tie_embeddings else (),
             save_ops=_SAVE_OPS + (_SAVE_OPS_OF_EXPERTS if mixtures else ()),
             can_cache=self.config.window is None,
         )

@@ -7,8 +7,9 @@ stages, placed in a V (down the ranks and back up), and computes weight gradient
 schedules are those of `torch.distributed.pipelining`.
 
 A stage is a model of the same class with parts missing, whose parameters keep their names: initial weights, optimizer
-groups and checkpoints fit any number of stages. Gradients are reduced over the data-parallel ranks once per step: the
-stages keep their parameters gathered and their gradients unsharded until the last micro-batch is through.
+groups and checkpoints fit any number of stages. A matrix that embedding and head share is on both ends (`ties.py`).
+Gradients are reduced over the data-parallel ranks once per step: the stages keep their parameters gathered and their
+gradients unsharded until the last micro-batch is through.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,8 +58,10 @@ def _cut(model: nn.Module, layers: range) -> nn.Module:
     """Remove from a whole model everything that the stage with these layers does not hold."""
     plan = plan_of(model)
     gone = [name for number, name in enumerate(plan.blocks) if number not in layers]
-    gone += plan.before_blocks if layers.start > 0 else ()
-    gone += plan.after_blocks if layers.stop < plan.n_blocks else ()
+    is_last = layers.stop == plan.n_blocks
+    if layers.start > 0:
+        gone += [name for name in plan.before_blocks if not (is_last and name in plan.tied)]
+    gone += () if is_last else plan.after_blocks
     leave_out = getattr(model, "leave_out", None)
     if leave_out is not None:
         leave_out(gone)

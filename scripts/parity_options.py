@@ -13,6 +13,7 @@ DOCUMENTS: dict[str, object] = {
     "data.sources": '[{name = "documents", kind = "synthetic", document_length = 8}]',
 }
 OPTIONS: dict[str, dict[str, object]] = {
+    "tied embeddings": {"model.tie_embeddings": "true"},
     "qk_norm over all heads": {"model.qk_norm": "full"},
     "attention bias": {"model.attention_bias": "true"},
     "attention gate": {"model.attention_gate": "true"},
@@ -32,7 +33,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "window, documents": {"model.window": 5, **DOCUMENTS},
 }
 FAMILIES: dict[str, dict[str, object]] = {
-    "Qwen 2": {"model.attention_bias": "true"},
+    "Qwen 2": {"model.attention_bias": "true", "model.tie_embeddings": "true"},
     "Qwen3 with experts": {"model.qk_norm": "head", **MOE},
     "OLMo 3": {
         "model.norm_position": "after",

@@ -189,6 +189,7 @@ def table() -> Iterator[Row]:
     yield from lion_rows()
     yield from float8_rows()
     yield from qk_norm_rows()
+    yield from tied_rows()
     yield from option_rows()
 
 
@@ -258,6 +259,30 @@ def qk_norm_rows() -> Iterator[Row]:
     for (name, (ranks, sizes, more)), compiled in itertools.product(meshes.items(), (False, True)):
         overrides = _selective(sizes, 2, compiled)
         yield Row(f"qk_norm, {name}, {_how(compiled)}", ranks, words(overrides), words(run | more))
+
+
+def tied_rows() -> Iterator[Row]:
+    """Embedding and head that share a matrix, on both ends of a pipeline."""
+    frozen: dict[str, object] = {"optimizer.groups": groups_of({"embed_tokens.*": "freeze_until_step = 2"})}
+    muon: dict[str, object] = {"optimizer.name": "muon", "fsdp.partition": "owner"}
+    owner = {"dp_replicate": 2, "dp_shard": 1, "fsdp.partition": "owner"}
+    meshes: dict[str, tuple[int, dict[str, Any], dict[str, object]]] = {  # ranks, axes and settings, the run's keys
+        "PP 2 gpipe": (2, {"pp": 2, "pipeline.schedule": "gpipe"}, {}),
+        "PP 2 interleaved": (2, {"pp": 2, "pipeline.schedule": "interleaved_1f1b"}, {}),
+        "PP 4": (4, {"pp": 4}, {}),
+        "PP 2 x FSDP 2": (4, {"pp": 2, "dp_shard": 2}, {}),
+        "PP 2 x DDP 2": (4, {"pp": 2, "dp_replicate": 2, "dp_shard": 1}, {}),
+        "PP 2 x TP 2": (4, {"pp": 2, "tp": 2}, {}),
+        "PP 2 x CP 2, documents": (4, {"pp": 2, "cp": 2}, DOCUMENTS),
+        "PP 2, frozen for two steps": (2, {"pp": 2}, frozen),
+        "owner 2 x PP 2": (4, {**owner, "pp": 2}, {}),
+        "owner 2 x PP 2 interleaved, Muon": (4, {**owner, "pp": 2, "pipeline.schedule": "interleaved_1f1b"}, muon),
+    }
+    tied: dict[str, object] = {"model.tie_embeddings": "true"}
+    for name, (ranks, sizes, run) in meshes.items():
+        yield Row(f"tied, {name}, eager", ranks, words(_selective(sizes, 2, compiled=False)), words(tied | run))
+    compiled = words(_selective({"pp": 2, "dp_shard": 2}, 2, compiled=True))
+    yield Row("tied, PP 2 x FSDP 2, compiled", 4, compiled, words(tied))
 
 
 def option_rows() -> Iterator[Row]:

@@ -108,7 +108,7 @@ class Details:
         if self._small is None:
             return None
         with self._learner.guard.watch():
-            squares = squared_grad_norms(self._learner.parameters, self._layers, self._learner.mesh)
+            squares = squared_grad_norms(self._learner.counted, self._layers, self._learner.mesh)
             return torch.cat((squares, self._activations.mean_squares(), self._small[None]))
 
     def read(self, numbers: Tensor) -> StepDetails:
@@ -135,7 +135,7 @@ class Details:
         n_passes = -(-self._n_small // (sizes.dp * micro_batch))
         small = [self._only_small(batch) for batch in micro_batches]
         _, norm = learner.gradients(small[:n_passes] if sizes.pp == 1 else small)
-        square = squared_grad_norms(learner.parameters, self._layers, learner.mesh).sum()
+        square = squared_grad_norms(learner.counted, self._layers, learner.mesh).sum()
         learner.finish(skip=torch.ones_like(norm))
         return square
 

@@ -8,7 +8,7 @@ loss or gradient norm is not finite on any rank, or its loss is above a limit, n
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from configs.own_code import is_import_path
 from configs.plan import plan_of
-from configs.schema import Config
+from configs.schema import Config, is_described
+from configs.stages import n_stages
 from models import build_model
 from models.documents import Documents
 from parallelisms.attention.context import shard_batch
@@ -36,6 +37,7 @@ from parallelisms.pipeline import Pipeline
 from parallelisms.ranges import named_range
 from parallelisms.streams import queue_gathers
 from parallelisms.sums import Sums, sums_of
+from parallelisms.ties import TiedEnds
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.guards.verdict import QueuedStep, judge
 from trainer.loss import CrossEntropy
@@ -68,6 +70,8 @@ class Learner:
     guard: OrderGuard
     frozen_until: dict[str, float]
     """Returned by `optimizer.frozen_until`."""
+    ties: TiedEnds | None
+    """The matrices on both ends of a pipeline; None without."""
     fingerprint: GradientFingerprint | None
     """Takes the fingerprints that `metrics.fingerprint` records; None: no fingerprints."""
 
@@ -103,6 +107,9 @@ class Learner:
             # The number of valid targets in the global batch, by which every micro-batch's loss is divided.
             valid_tokens = self._valid_tokens(parts)
             losses = self.passes.train([self.call(part, self.loss) for part in parts], 1.0 / valid_tokens)
+            if self.ties:
+                # Between the first and the last stage.
+                self.ties.add_gradients()
             # The sum over all shards of the gradients.
             norm = self.grad_norm()
             # The sum over all ranks and micro-batches.
@@ -213,7 +220,14 @@ class Learner:
 
     def grad_norm(self) -> Tensor:
         """The global norm of the gradients, a scalar; all ranks must call it."""
-        return self.sums.grad_norm(self.parameters.values(), self.config.training.norm_type, self.mesh.pp.get_group())
+        own = self.counted.values()
+        return self.sums.grad_norm(own, self.config.training.norm_type, self.mesh.pp.get_group())
+
+    @cached_property
+    def counted(self) -> dict[str, nn.Parameter]:
+        """The parameters without those that another rank of the pipeline holds as well, and counts."""
+        copies = self.ties.copies if self.ties else ()
+        return {name: parameter for name, parameter in self.parameters.items() if name not in copies}
 
     def _valid_tokens(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Number of valid target tokens in the global batch; a float64 scalar: exact, and every backend can sum it.
@@ -275,12 +289,21 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
         load_balance=LoadBalance(stages, config, mesh),
         guard=OrderGuard(config.comm.order_guard_interval, groups_of_axes(mesh).values()),
         frozen_until=frozen_until(config.optimizer, model_names),
+        ties=_tied_ends(config, mesh, stages),
         fingerprint=fingerprint_of(stages.values(), model_names, mesh, config),
     )
     # Last, because copies take the parameters' places in the modules.
     optimizer.copies = _compute_copies(config, mesh, stages.values())
     learner.freeze(step=0)
     return learner
+
+
+def _tied_ends(config: Config, mesh: Mesh, stages: dict[int, nn.Module]) -> TiedEnds | None:
+    """The matrices that embedding and head share over the pipeline; None if there is no pipeline, or no such matrix."""
+    is_tied = is_described(config.model) and config.model.tie_embeddings
+    if mesh.sizes.pp == 1 or not is_tied:
+        return None
+    return TiedEnds(stages, n_stages(config), mesh.pp.get_group())
 
 
 def _compute_copies(config: Config, mesh: Mesh, stages: Iterable[nn.Module]) -> ComputeCopies | None:

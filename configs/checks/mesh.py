@@ -125,13 +125,26 @@ def _pipeline(config: Config, _: int | None) -> Iterator[Problem]:
     except ConfigError as error:
         yield ("mesh.pp" if table.split is None else "pipeline.split"), str(error)
     if is_described(config.model) and config.model.tie_embeddings:
-        yield (
-            "mesh.pp",
-            f"pp {config.mesh.pp} puts the embedding on the first stage and the head on the last, so they cannot "
-            "share one matrix; set model.tie_embeddings = false, or pp = 1",
-        )
+        yield from _tied_ends(config)
     if table.schedule == "zero_bubble_v":
         yield from _zero_bubble(config)
+
+
+def _tied_ends(config: Config) -> Iterator[Problem]:
+    """The first and the last stage hold one matrix, and exchange its gradients once a step."""
+    if config.pipeline.schedule == "zero_bubble_v":
+        yield (
+            "pipeline.schedule",
+            '"zero_bubble_v" puts the first and the last stage on one rank, which would hold a tied matrix '
+            '(model.tie_embeddings) twice; use schedule "1f1b" or "interleaved_1f1b"',
+        )
+    if config.training.reduction == "exact":
+        yield (
+            "mesh.pp",
+            'training.reduction = "exact" rounds the sum over embedding and head of each micro-batch, and with pp '
+            f"{config.mesh.pp} both ends add up their gradients of a whole step; set model.tie_embeddings = false, or "
+            "pp = 1",
+        )
 
 
 def _zero_bubble(config: Config) -> Iterator[Problem]:

@@ -163,7 +163,9 @@ class RankMemory:
         block = self.model.block_of(name)
         if block is not None:
             return block in self.layers
-        return 0 in self.stages if self.model.is_before_blocks(name) else self.has_head
+        if not self.model.is_before_blocks(name):
+            return self.has_head
+        return 0 in self.stages or (self._is_tied and self.has_head)
 
     def _own_shape(self, name: str) -> Shape:
         """The part that FSDP gathers: a tensor-parallel rank's, and of experts an expert-parallel rank's."""
