@@ -62,6 +62,28 @@ def test_documents_and_validation(ranks, schedule):
         assert tokens == evaluated[1]
 
 
+def tied(*overrides: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """This rank's part of the tied matrix and of its moments after some steps, and the norms of the gradients."""
+    learner = build("--model.tie_embeddings", "true", *overrides)
+    norms = [learner.step(micro_batches(step), 1e-2).result().grad_norm for step in range(STEPS)]
+    learner.finish_update()
+    return {name: tensor for name, tensor in local_state(learner).items() if "embed_tokens" in name}, norms
+
+
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("--mesh.tp", "2"), marks=pytest.mark.slow), ("--fsdp.partition", "owner")], ids=str
+)
+def test_both_ends_hold_the_same_bits_of_a_tied_matrix(ranks, more):
+    n = 4 if "--mesh.tp" in more else 2
+    ends = ranks(n, tied, "--mesh.pp", "2", *more)
+    first, last = ends[: n // 2], ends[n // 2 :]
+    [(_, expected)] = ranks(1, tied)
+    for (mine, norms), (theirs, _) in zip(first, last, strict=True):
+        assert mine.keys() == theirs.keys() >= {"model.embed_tokens.weight", "optimizer.embed_tokens.weight.exp_avg"}
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+        assert norms == pytest.approx(expected, rel=1e-12)
+
+
 def poisoned(stage: int) -> tuple[bool, bool, bool]:
     """A step with one weight of one stage not a number: whether it was skipped, changed nothing, and knew the norm."""
     learner = build("--mesh.pp", "2")

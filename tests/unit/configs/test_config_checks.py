@@ -244,7 +244,14 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "equal size, and 2 does not divide 5",
         ),
         ("pipeline.stages_per_rank=2", 'stages_per_rank does nothing with schedule = "1f1b" (the default), only'),
-        ("mesh.pp=2 model.tie_embeddings=true", "--mesh.pp: pp 2 puts the embedding on the first stage and the head"),
+        (
+            "mesh.pp=2 model.tie_embeddings=true pipeline.schedule=zero_bubble_v",
+            "puts the first and the last stage on one rank, which would hold a tied matrix",
+        ),
+        (
+            "mesh.pp=2 model.tie_embeddings=true training.reduction=exact",
+            "with pp 2 both ends add up their gradients of a whole step",
+        ),
         ("mesh.pp=2 pipeline.schedule=zero_bubble_v compile.enable=true", "but a compiled block has only one"),
         (
             "compile.mode=max-autotune",
