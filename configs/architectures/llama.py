@@ -87,7 +87,7 @@ class LlamaKeys(Table):
     ffn_dim: PositiveInt
     """Inner width of the feed-forward."""
     activation: Literal["swiglu", "geglu", "relu_squared"] = "swiglu"
-    """Of the feed-forward: silu(gate) * up, gelu(gate) * up (tanh's form; Gemma), or relu(up) squared, without gate."""
+    """silu(gate) * up; gelu(gate) * up with gelu in tanh's form (Gemma); or the square of relu(up), without a gate."""
     embedding_scale: PositiveFloat | Literal["sqrt_dim"] = 1.0
     """Factor on the embeddings; "sqrt_dim": the square root of dim (Gemma)."""
     n_experts: Annotated[int, Field(ge=2)] | None = None
@@ -490,4 +490,9 @@ def _small_experts(model: LlamaKeys, ranks: int, n_layers: int) -> dict[str, obj
 
 def hf_class(model: LlamaKeys) -> HfClass:
     """The class that computes the model, or else the one from which the fewest keys differ."""
-    return min(HF_CLASSES, key=lambda kind: len(kind.differences(model)))
+    is_dense = model.n_experts is None
+
+    def distance(kind: HfClass) -> tuple[bool, int]:
+        return ("n_experts" in kind.keys) != is_dense, len(kind.differences(model))
+
+    return min(HF_CLASSES, key=distance)

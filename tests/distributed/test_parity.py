@@ -14,8 +14,10 @@ from scripts.parity_rows import (
     lion_rows,
     memory_rows,
     moments_rows,
+    option_rows,
     qk_norm_rows,
     table,
+    tied_rows,
     words,
 )
 from tests.marked import marked
@@ -23,7 +25,7 @@ from trainer.planning.least_recomputation import planned_choice
 
 CONFIG = "parity.toml"
 THREE_STEPS = ("--training.steps", "3")  # of the table's eight: enough for Adam's state and clipping to count
-ROWS_OF_KEYS = (memory_rows, attention_rows, moments_rows, lion_rows, float8_rows, qk_norm_rows)
+ROWS_OF_KEYS = (memory_rows, attention_rows, moments_rows, lion_rows, float8_rows, qk_norm_rows, tied_rows, option_rows)
 ROWS = {row.name: row for row in table()}
 CHOSEN = [
     "1 process, none, eager, accumulation 1",
@@ -72,6 +74,20 @@ CHOSEN = [
     "qk_norm, owner 2 x TP 2, Muon, eager",
     "attention by flash2, TP 2",
     "attention by flash2, CP 2, all_to_all",
+    "qk_norm over all heads, TP 2",
+    "norms before and after, TP 2",
+    "attention gate, TP 2",
+    "window, documents, CP 2",
+    "tied, PP 2 interleaved, eager",
+    "tied, PP 2 x TP 2, eager",
+    "tied, owner 2 x PP 2 interleaved, Muon, eager",
+    "tied, PP 2 x FSDP 2, compiled",
+    "Gemma 3, FSDP 2 x TP 2, eager",
+    "Gemma 3, CP 2 x TP 2, compiled",
+    "OLMo 3, CP 4, eager",
+    "OLMo 3, CP 2 all_to_all, eager",
+    "gate, squared relu, experts, window, CP 2 x TP 2, eager",
+    "Qwen3 with experts, PP 2 x FSDP 2, compiled",
 ]
 CHOSEN_OF_THE_LONGEST = [
     "FSDP 2 x TP 2 x PP 2, selective, eager",
@@ -139,6 +155,14 @@ def test_the_table_is_whole():
             "qk_norm, FSDP 2 x TP 2, eager",
             "qk_norm, owner 2 x TP 2, Muon, eager",
             "attention by flash2, TP 2",
+            "norms before and after, TP 2",
+            "attention gate, TP 2",
+            "tied, PP 2 x TP 2, eager",
+            "tied, owner 2 x PP 2 interleaved, Muon, eager",
+            "Gemma 3, FSDP 2 x TP 2, eager",
+            "OLMo 3, CP 4, eager",
+            "OLMo 3, CP 2 all_to_all, eager",
+            "gate, squared relu, experts, window, CP 2 x TP 2, eager",
         ],
         # Each of their axes has another row.
         long=[
@@ -150,6 +174,9 @@ def test_the_table_is_whole():
             "DDP 2 x TP 2, selective, eager",
             "PP 2 x CP 2 x FSDP 2, selective, eager",
             "memory limit, PP 2, compiled",
+            "tied, PP 2 x FSDP 2, compiled",
+            "Gemma 3, CP 2 x TP 2, compiled",
+            "Qwen3 with experts, PP 2 x FSDP 2, compiled",
         ],
     ),
 )

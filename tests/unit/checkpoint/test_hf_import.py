@@ -17,10 +17,12 @@ from checkpoint.manifest import read_manifest
 from checkpoint.tensor_stream import read_tensor
 from configs.architectures.llama import RopeScaling, is_rotated, window_of
 from configs.errors import UserError
+from configs.layout import parameter_count
 from configs.load import load
 from configs.schema import Model
 from models import build_model
 from scripts import import_hf as script
+from tests.conftest import ROOT
 from tests.unit.hf_support import TINY, make_model, save
 
 NO_TOKENIZER = TokenizerFiles()
@@ -120,6 +122,26 @@ def test_qwen3_0_6b_as_it_is_published():
         to_keel(published | {"use_sliding_window": True}, "config.json")
     with pytest.raises(UserError, match="attention_bias = True"):
         to_keel(published | {"attention_bias": True}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("file", "job", "changes"),
+    [
+        ("olmo-2-1b", "olmo2_1b", {"n_kv_heads": 16}),
+        ("smollm3-3b", "smollm3_3b", {"rope_theta": 5e6}),  # the job is its first stage's
+    ],
+)
+def test_families_as_they_are_published(file, job, changes):
+    """The fields of their config.json files, which tests/published has."""
+    published = json.loads((ROOT / f"tests/published/{file}.json").read_text())
+    assert to_keel(published, "config.json") == load(job).config.model.model_copy(update=changes)
+
+
+def test_gemma_3_270m_as_it_is_published():
+    model = to_keel(json.loads((ROOT / "tests/published/gemma-3-270m.json").read_text()), "config.json")
+    assert parameter_count(model) == 268_098_176
+    assert [window_of(model, layer) for layer in range(7)] == [512] * 5 + [None, 512]
+    assert (model.rope_theta, model.window_rope_theta, model.query_scale) == (1e6, 1e4, 256)
 
 
 def test_qwen3s_defaults_are_those_of_transformers():

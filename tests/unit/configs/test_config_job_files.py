@@ -38,7 +38,7 @@ PUBLISHED = {
 ACTIVE = {
     "mixtral_8x7b": 12.9,
     "deepseek_moe_16b": 2.8,
-    "qwen3_30b_a3b": 3.3,
+    "qwen3_30b_a3b": 3.35,
     "qwen3_235b_a22b": 22.2,
 }  # billions, as their papers say
 HARDWARE = {"debug": 1, "llama_1b": 1, "llama_3b": 8, "llama_7b": 8, "llama_8b": 8, "llama_70b": 256, "llama_405b": 512}

@@ -14,6 +14,7 @@ FLOORS = ("configs", "models", "parallelisms", "checkpoint", "trainer", "scripts
 FAKE_TENSORS = "torch._subclasses.fake_tensor.FakeTensorMode"
 DISPATCH = "torch.utils._python_dispatch.TorchDispatchMode"
 LEAVES = "torch.utils._pytree.tree_leaves"
+OWN_ATTENTION = "torch.ops.keel._scaled_dot_product_document_attention"
 COLLECTIVES = "torch.ops._c10d_functional"
 ATTENTION_ON_A_CPU = "aten._scaled_dot_product_flash_attention_for_cpu"
 ATTENTION = {
@@ -53,7 +54,7 @@ NAMES = {
         "torch._fused_sdp_choice",
     },
     "parallelisms/attention/blocked.py": ATTENTION,
-    "parallelisms/attention/context.py": {COLLECTIVES},
+    "parallelisms/attention/context.py": {COLLECTIVES, OWN_ATTENTION},
     "parallelisms/compile.py": {"torch._inductor.list_mode_options"},
     "parallelisms/compute_copies.py": {"torch._foreach_copy_"},
     "parallelisms/expert.py": {

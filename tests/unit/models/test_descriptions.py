@@ -18,6 +18,7 @@ TOY = {"dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "
 MIXTURE = TOY | {"n_experts": 5, "n_shared_experts": 2, "expert_dim": 24, "n_dense_layers": 1}
 JOBS = {path.stem: None for path in (ROOT / "configs").glob("*.toml")}
 TOYS = {"toy": TOY, "tied": TOY | {"tie_embeddings": True}, "mixture": MIXTURE, "wide heads": TOY | {"head_dim": 24}}
+TOYS |= {"rich": TOY | {"qk_norm": "full", "attention_bias": True, "attention_gate": True, "norm_position": "both"}}
 TOYS |= {"normed": TOY | {"qk_norm": "head"}, "normed mixture": MIXTURE | {"qk_norm": "head"}}
 
 
@@ -62,9 +63,13 @@ def test_every_weight_has_one_role_and_every_role_a_place(model):
 
 
 def test_only_norms_start_at_one(model):
+    """With an offset their factors do; biases start at zero, too."""
     stds = init_stds(model)
     assert stds.keys() == dict(built(model).named_parameters()).keys()
-    assert {name for name, std in stds.items() if std is None} == {name for name in stds if "norm" in name}
+    norms = {name for name in stds if "norm" in name}
+    assert {name for name, std in stds.items() if std is None} == (set() if model.norm_offset else norms)
+    zeros = norms if model.norm_offset else set()
+    assert {name for name, std in stds.items() if std == 0} == zeros | {name for name in stds if name.endswith("bias")}
 
 
 def test_modules_have_what_techniques_read_and_replace(model):
