@@ -71,6 +71,19 @@ def test_flash_attention_keeps_documents_apart(null_ranks, name, compiled):
         assert result["syncs"] == 0, result["sync_places"]
 
 
+@pytest.mark.parametrize("documents", ["false", "true"])
+@pytest.mark.parametrize("mesh", ["", "--mesh.tp 2", "--mesh.cp 2", "--mesh.cp 2 --context.method all_to_all"])
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_flash_attention_computes_windows(null_ranks, mesh, compiled, documents):
+    """In every layer; one of four sees all earlier tokens, which torch's own attention computes without documents."""
+    words = f"--model.window 512 --model.window_pattern 4 {mesh} --compile.enable {compiled}"
+    for result in null_ranks(2 if mesh else 1, step, words, documents):
+        n_windows = LAYERS - LAYERS // 4
+        assert result["attention"][FORWARD] >= STEPS * n_windows
+        assert result["attention"][BACKWARD] >= STEPS * n_windows
+        assert result["syncs"] == 0, result["sync_places"]
+
+
 def test_no_mask_of_all_pairs_takes_memory(null_ranks):
     ((with_documents,), (without,)) = (null_ranks(1, step, "", documents) for documents in ("true", "false"))
     pairs = 2 * SEQ_LEN**2  # a byte each, for the micro-batch's sequences
