@@ -5,7 +5,7 @@ sets the attributes of these modules that the protocols below list. A new model 
 technique changes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -29,6 +29,7 @@ TensorRole = Literal[
     "whole_sum_gradients",
     "whole_tail_shared",
     "whole_vector",
+    "whole_experts",
 ]
 PARAMETER_ROLES = ("part_column", "part_row", "replicated_partial_grad", "whole_vector")
 """Roles of single parameters; the others are of modules."""
@@ -93,7 +94,8 @@ class Plan:
     whole_row: split by input features, its input is split, or whole, so that the rank takes its own part;
     whole_embedding, whole_head: rows of the vocabulary; whole_sum_gradients: a module that each rank uses for its part
     of the features; whole_tail_shared: a matrix of which each rank uses the last `module.tail` output features for its
-    heads; whole_vector: a parameter of one dimension that is split like them."""
+    heads; whole_vector: a parameter of one dimension that is split like them; whole_experts: stacked experts, each a
+    `StackedExperts`, of which part_column and part_row split parameters, so that each rank computes a term of a sum."""
 
     save_ops: tuple[str, ...]
     """Costly ops, whose outputs selective activation checkpointing keeps unless the config names others."""
@@ -163,6 +165,18 @@ class Experts(LocalWeights, Protocol):
     compute: Callable[[Any, Any], Any]
     """(rows sorted by expert (n, dim), number of rows of each expert (experts,)) -> (n, dim). Replaced by: expert
     parallelism."""
+
+
+class StackedExperts(Experts, Protocol):
+    """A module of the role "whole_experts", called with (hidden (tokens, dim), chosen experts, their weights)."""
+
+    of_rank: Callable[[str, Any], Any]
+    """(name of a parameter, what `local` returns) -> what a rank computes with. Replaced by: tensor parallelism."""
+    packed: Mapping[str, int]
+    """How many matrices lie one after the other along the dimension by which a parameter is split: a gate and an up
+    projection. Of each of them a rank computes with its own part. Others have one."""
+    tensor_parallel: Mapping[str, TensorRole]
+    """The roles of the parameters that are split. Each rank has all of the others, which are added once to a sum."""
 
 
 class Router(LocalWeights, Protocol):

@@ -3,6 +3,12 @@
 import pytest
 import torch
 
+from configs.layout import mesh_sizes
+from configs.load import load
+from models import build_model
+from parallelisms.mesh import build_mesh
+from parallelisms.parallelize import parallelize
+from parallelisms.ranks import local_part
 from parallelisms.torch_internals import has_zero_bubble
 from scripts.parity_compare import STRAIGHT, Detour, compare
 from scripts.parity_rows import DOCUMENTS as DOCUMENT_KEYS
@@ -58,8 +64,14 @@ EP = (*FSDP, "--mesh.ep", "2")
 
 @pytest.mark.parametrize(
     ("family", "start", "end"),
-    [("qwen3", FSDP, TP), ("qwen3_moe", EP, FSDP), ("qwen3_moe", FSDP, EP)],
-    ids=["FSDP to TP", "EP to FSDP", "FSDP to EP"],
+    [
+        ("qwen3", FSDP, TP),
+        ("qwen3_moe", EP, FSDP),
+        ("qwen3_moe", FSDP, EP),
+        ("qwen3_moe", TP, FSDP),
+        ("qwen3_moe", FSDP, TP),
+    ],
+    ids=["FSDP to TP", "EP to FSDP", "FSDP to EP", "experts of TP to FSDP", "experts of FSDP to TP"],
 )
 def test_a_resume_moves_to_another_mesh(ranks, tmp_path, family, start, end):
     folder = write_config(tmp_path / family, family)
@@ -140,6 +152,52 @@ def test_every_technique_on_distributed_experts_is_transformers(ranks, tmp_path,
     bound = 2e-5 if technique == "compiled" else BOUND
     mesh = (*ON_EXPERTS[technique], "--training.micro_batch_size", "1")
     assert_equal(ranks, 4 if technique.endswith(" 2") or "2x2" in technique else 2, folder, mesh, tmp_path, bound=bound)
+
+
+def held(overrides, name):
+    """The shape of this rank's part of a parameter."""
+    config = load("parity.toml", overrides, world_size=torch.distributed.get_world_size()).config
+    mesh = build_mesh(mesh_sizes(config, torch.distributed.get_world_size()), torch.device("cpu"))
+    with torch.device("meta"):
+        model = build_model(config.model)
+    (stage,) = parallelize(model, mesh, config).values()
+    return local_part(stage.get_parameter(name)).shape
+
+
+SPLIT = {
+    "TP 4": ("--mesh.tp", "4"),
+    "FSDP 2 x TP 2": (*FSDP, *TP),
+    "HSDP 2 x TP 2": ("--mesh.dp_replicate", "2", "--mesh.dp_shard", "1", *TP),
+    "PP 2 x TP 2": ("--mesh.pp", "2", *TP, "--training.micro_batch_size", "1"),
+    "ZeRO 1 x TP 2": (*FSDP, *TP, "--fsdp.zero_stage", "1"),
+    "full recomputation": (*TP, "--activation_checkpoint.mode", "full"),
+    "selective recomputation": (*TP, "--activation_checkpoint.mode", "selective"),
+    "compiled": (*TP, "--compile.enable", "true"),
+}
+
+
+@pytest.mark.parametrize("technique", marked(SPLIT, slow=[name for name in SPLIT if name != "FSDP 2 x TP 2"]))
+@pytest.mark.parametrize("family", marked(["mixtral", "gpt_oss"], slow=["gpt_oss"]))
+def test_every_technique_on_split_experts_is_transformers(ranks, tmp_path, family, technique):
+    """Mixtral has gate after gate, then up; GPT-OSS both in turns, transposed matrices and biases."""
+    heads = {"num_key_value_heads": 4} if technique == "TP 4" else {}
+    folder = write_config(tmp_path / family, family, **heads)
+    bound = 2e-5 if technique == "compiled" else BOUND
+    n_ranks = 4 if " x " in technique or technique == "TP 4" else 2
+    assert_equal(ranks, n_ranks, folder, SPLIT[technique], tmp_path, bound=bound)
+
+
+@pytest.mark.parametrize(
+    ("family", "shapes"),
+    [
+        ("mixtral", {"gate_up_proj": (4, 96, 64), "down_proj": (4, 64, 48)}),
+        ("gpt_oss", {"gate_up_proj": (4, 64, 96), "down_proj": (4, 48, 64), "gate_up_proj_bias": (4, 96)}),
+    ],
+)
+def test_a_rank_holds_its_part_of_every_expert(ranks, tmp_path, family, shapes):
+    folder = write_config(tmp_path / family, family)
+    for name, shape in shapes.items():
+        assert ranks(2, held, words(folder, *TP), f"model.layers.0.mlp.experts.{name}") == [shape] * 2
 
 
 DOCUMENTS = words_of(DOCUMENT_KEYS)
