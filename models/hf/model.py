@@ -72,6 +72,8 @@ class HfCausalLm(nn.Module):
         give_all_a_gradient(family, self.names.blocks, self._experts.names)
         self.mask: Callable[[Documents, torch.dtype], Any] = _numbered
         """What layers of plain causal attention get in place of a mask; replaced with their `attend`."""
+        self.places: Callable[[int, torch.device], tuple[Tensor, int]] | None = None
+        """See `configs.plan.Attention`; context parallelism sets it."""
         self._loss: Loss | None = None
         # As an attribute it would be a second name of the head's parameters.
         self.__dict__["_head"] = family.get_output_embeddings()
@@ -118,8 +120,9 @@ class HfCausalLm(nn.Module):
             # What an earlier stage has computed of it is received; some families change theirs in place.
             given["inputs_embeds"] = torch.zeros_like(tokens)
         mask = None if documents is None else self.mask(documents, self._head.weight.dtype)
+        places, length = self.places(tokens.shape[1], tokens.device) if self.places else (None, 0)
         try:
-            with reading(documents, mask, has_parts and self.mask is _numbered):
+            with reading(documents, mask, has_parts and self.mask is _numbered, places, length):
                 output = self.family.forward(**given, use_cache=False, return_dict=True)
             return output.logits if self._result is None else self._result
         except StageEnd as end:
@@ -273,6 +276,7 @@ def cuts_of(config: HfModel) -> Cuts:
         found,
         attention=attention,
         kv_heads=seen.kv_heads,
+        has_own_attention=seen.is_own,
         windows=frozenset(seen.windows),
         patterns=frozenset(seen.patterns),
     )

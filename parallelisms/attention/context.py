@@ -13,6 +13,9 @@ The first two leave the queries in place. A causal query sees only the past, so 
 rank the least work. Instead, rank r of n takes chunks r and 2n - 1 - r of 2n (zigzag), and all ranks see equally many
 keys. For backward, each rank saves only its own keys and values and fetches the others' again.
 
+With gather, a module may also compute its own attention of a rank's queries, with sinks or any mask, from the keys and
+values of whole sequences (`whole_sequence`). Its memory grows with all pairs of the rank's queries and all keys.
+
 The collectives run inside custom ops, which torch.compile and selective checkpointing treat as opaque. An op waits for
 its collectives before it returns.
 """
@@ -104,8 +107,18 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method, k
             module.attend = partial(_attend_some_heads, attend=module.attend, group=group)
         return
     model.mask = _numbered  # type: ignore[assignment]
+    if method == "gather":
+        model.places = partial(_places, mesh)  # type: ignore[assignment]
     for module in attention:
         module.attend = partial(_attend_part, group=group, method=method, kernel=kernel)
+        if method == "gather":
+            module.whole_sequence = partial(_whole_sequence, group=group)
+
+
+def _places(mesh: DeviceMesh, n_tokens: int, device: torch.device) -> tuple[Tensor, int]:
+    """Where the tokens of this rank's parts are in whole sequences, (1, n_tokens), and the length of those."""
+    seq_len = n_tokens * mesh.size()
+    return part_of(seq_len, mesh.size(), mesh.get_local_rank(), "gather", device)[None], seq_len
 
 
 class NumberedDocuments(Protocol):
@@ -361,6 +374,49 @@ class _Ring:
 
 
 _TRANSPORTS: dict[str, type[_Gather] | type[_Ring]] = {"gather": _Gather, "ring": _Ring}
+
+
+# --------------------------------------------------------------------------- whole sequences
+
+
+@torch.library.custom_op("keel::whole_sequence", mutates_args=())
+def _whole_sequence(part: Tensor, group: str) -> Tensor:
+    """Gather all ranks' keys or values: (batch, heads, seq / cp, head_dim) -> (batch, heads, seq, head_dim)."""
+    n_ranks = group_named(group).size()
+    gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(part.contiguous(), n_ranks, group))
+    chunks = gathered.unflatten(0, (n_ranks, -1)).chunk(2, -2)
+    # The first chunks of all ranks, then the second ones from the last rank to the first.
+    return torch.cat((*chunks[0].unbind(), *chunks[1].flip(0).unbind()), -2)
+
+
+@_whole_sequence.register_fake
+def _(part: Tensor, group: str) -> Tensor:
+    *others, n_tokens, width = part.shape
+    return part.new_empty(*others, n_tokens * group_named(group).size(), width)
+
+
+@torch.library.custom_op("keel::own_of_sequence", mutates_args=())
+def _own_of_sequence(gradient: Tensor, group: str) -> Tensor:
+    """Sum all ranks' gradients of whole sequences, and return those of this rank's part; undoes `_whole_sequence`."""
+    n_ranks = group_named(group).size()
+    chunks = gradient.chunk(2 * n_ranks, -2)
+    parts = [torch.cat((chunks[rank], chunks[2 * n_ranks - 1 - rank]), -2) for rank in range(n_ranks)]
+    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(torch.cat(parts), "sum", n_ranks, group))
+
+
+@_own_of_sequence.register_fake
+def _(gradient: Tensor, group: str) -> Tensor:
+    *others, n_tokens, width = gradient.shape
+    return gradient.new_empty(*others, n_tokens // group_named(group).size(), width)
+
+
+def _keep_group(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+_whole_sequence.register_autograd(
+    lambda ctx, gradient: (_own_of_sequence(gradient, ctx.group), None), setup_context=_keep_group
+)
 
 
 # --------------------------------------------------------------------------- all to all
