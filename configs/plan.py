@@ -103,6 +103,12 @@ class Plan:
     cannot_split: str = ""
     """Why tensor parallelism can't split the model; empty if it can."""
 
+    counters: tuple[str, ...] = ()
+    """Modules that count the tokens of their experts, each a `Counter`, in a model whose routers are its own."""
+
+    n_counted: int = 0
+    """Experts that each of these has, in the whole model."""
+
     why_no_pipeline: str = ""
     """Why a pipeline can't cut the model; empty if it can."""
 
@@ -182,6 +188,13 @@ class StackedExperts(Experts, Protocol):
     """The roles of the parameters that are split. Each rank has all of the others, which are added once to a sum."""
 
 
+class Counter(Protocol):
+    """A module of `Plan.counters`."""
+
+    tokens_per_expert: Any
+    """(experts,) int64: tokens sent to each expert since the last step. Read and zeroed by: load balancing."""
+
+
 class Router(LocalWeights, Protocol):
     """A module of `Plan.routers`."""
 
@@ -205,6 +218,12 @@ def attention_of(model: Any) -> list[Attention]:
 def routers_of(model: Any) -> dict[str, Router]:
     """The modules of `Plan.routers`, by name."""
     return {name: model.get_submodule(name) for name in plan_of(model).routers}
+
+
+def counters_of(model: Any) -> dict[str, Counter]:
+    """The modules that count tokens of experts, by name: routers, or those of `Plan.counters`."""
+    plan = plan_of(model)
+    return {name: model.get_submodule(name) for name in (*plan.routers, *plan.counters)}
 
 
 class Buffers(Protocol):

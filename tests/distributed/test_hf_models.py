@@ -6,15 +6,18 @@ import torch
 from configs.layout import mesh_sizes
 from configs.load import load
 from models import build_model
+from parallelisms.init import materialize
 from parallelisms.mesh import build_mesh
 from parallelisms.parallelize import parallelize
 from parallelisms.ranks import local_part
 from parallelisms.torch_internals import has_zero_bubble
 from scripts.parity_compare import STRAIGHT, Detour, compare
+from scripts.parity_reference import batches
 from scripts.parity_rows import DOCUMENTS as DOCUMENT_KEYS
 from scripts.parity_rows import words as words_of
 from tests.hf_families import FAMILIES, NEEDS_TRANSFORMERS, trained_by_transformers, words, write_config
 from tests.marked import marked
+from trainer.step import build_learner
 
 pytestmark = NEEDS_TRANSFORMERS
 BOUND = 1e-10
@@ -202,6 +205,74 @@ def test_a_rank_holds_its_part_of_every_expert(ranks, tmp_path, family, shapes):
     folder = write_config(tmp_path / family, family)
     for name, shape in shapes.items():
         assert ranks(2, held, words(folder, *TP), f"model.layers.0.mlp.experts.{name}") == [shape] * 2
+
+
+def measured(overrides):
+    """The balance of a step's experts."""
+    config = load("parity.toml", overrides, world_size=torch.distributed.get_world_size()).config
+    mesh = build_mesh(mesh_sizes(config, torch.distributed.get_world_size()), torch.device("cpu"))
+    learner = build_learner(config, mesh)
+    micro_batches = next(iter(batches(config, mesh.dp_rank, mesh.sizes.dp)))
+    learner.step(micro_batches, 1e-3).result()
+    return learner.load_balance.measure()
+
+
+def counted(overrides):
+    """The same by plain transformers: what its experts are given, one number after the other."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = load("parity.toml", overrides, world_size=1).config
+    with torch.device("meta"):
+        ours = build_model(config.model).double()
+    materialize(ours, torch.device("cpu"), config.training.seed)
+    fields = dict(config.model.fields)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float64
+    )
+    model.load_state_dict(dict(ours.named_parameters()), strict=False)
+    model.tie_weights()
+    loads = {}
+    for layer, block in enumerate(model.model.layers):
+        if hasattr(block.mlp, "experts"):
+            load_of_layer = loads.setdefault(layer, [0] * 4)
+
+            def note(_module, inputs, load_of_layer=load_of_layer):
+                for number in inputs[1].flatten().tolist():
+                    load_of_layer[number] += 1
+
+            block.mlp.experts.register_forward_pre_hook(note)
+    for batch in next(iter(batches(config, 0, 1))):
+        model(input_ids=batch.tokens, use_cache=False)
+    return loads
+
+
+LOADS = {
+    "one process": (),
+    "FSDP 2, full recomputation": (*FSDP, "--activation_checkpoint.mode", "full"),
+    "TP 2": TP,
+    "EP 2": EP,
+    "CP 2": ("--mesh.cp", "2"),
+    "PP 2": ("--mesh.pp", "2", "--training.micro_batch_size", "1"),
+    "PP 2 zero-bubble": (*("--mesh.pp", "2", "--training.micro_batch_size", "1"), *SCHEDULES["zero-bubble"][-2:]),
+    "compiled": ("--compile.enable", "true"),
+    "compiled, full recomputation": ("--compile.enable", "true", "--activation_checkpoint.mode", "full"),
+}
+
+
+@pytest.mark.parametrize("mesh", marked(LOADS, slow=[name for name in LOADS if name != "FSDP 2, full recomputation"]))
+@pytest.mark.parametrize("family", marked(["qwen3_moe", "deepseek_v3"], slow=["deepseek_v3"]))
+def test_loads_of_experts_are_what_transformers_experts_are_given(ranks, tmp_path, family, mesh):
+    """DeepSeek's first layer has no experts."""
+    if mesh == "PP 2 zero-bubble" and not has_zero_bubble():
+        pytest.skip("this torch has no zero-bubble schedule")
+    layers = {"num_hidden_layers": 4} if mesh == "PP 2 zero-bubble" else {}
+    folder = write_config(tmp_path / family, family, **layers)
+    (expected,) = ranks(1, counted, words(folder, *STEPS))
+    n_ranks = 2 if "2" in mesh else 1
+    for balance in ranks(n_ranks, measured, words(folder, *STEPS, *LOADS[mesh])):
+        assert balance.tokens_per_expert == expected
+        assert balance.load_imbalance == max(max(load) * 4 / sum(load) for load in expected.values())
+        assert balance.router_entropy is None
 
 
 DOCUMENTS = words_of(DOCUMENT_KEYS)
