@@ -104,7 +104,7 @@ def register(family: Any) -> None:
     """Let a family that computes with torch's attention compute with Keel's, and others keep documents apart."""
     transformers.AttentionMaskInterface.register("eager", partial(_mask, build=masking_utils.eager_mask))
     # Recomputed layers look attention up in the backward pass, so this can't end with a forward pass.
-    transformers.AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign]
+    transformers.AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign,assignment]
     if family.config._attn_implementation != "sdpa" or not family._supports_attention_backend:
         return
     transformers.AttentionInterface.register(NAME, _attention)

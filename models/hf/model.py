@@ -218,12 +218,12 @@ class HfCausalLm(nn.Module):
 
     def _find_counters(self) -> tuple[tuple[str, ...], int]:
         """The modules that count the tokens of their experts, one in a layer and with one number of experts: that."""
-        experts = {name: self.get_submodule(name) for name in self._experts.names}
+        experts: dict[str, Any] = {name: self.get_submodule(name) for name in self._experts.names}
         owners = [block for block in self.names.blocks for name in experts if name.startswith(f"{block}.")]
         numbers = {module.num_experts for module in experts.values()}
         if len(set(owners)) < len(experts) or len(numbers) != 1:
             return (), 0
-        return tuple(experts), int(numbers.pop())
+        return tuple(experts), numbers.pop()
 
     @property
     def _gone_prefixes(self) -> tuple[str, ...]:

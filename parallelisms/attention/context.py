@@ -101,7 +101,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method, k
         kernel: `attention.backend`, for gather and ring; all_to_all uses the model's own `attend`.
     """
     group = mesh.get_group().group_name
-    attention = attention_of(model)
+    attention: list[Any] = list(attention_of(model))
     if method == "all_to_all":
         for module in attention:
             module.attend = partial(_attend_some_heads, attend=module.attend, group=group)
