@@ -29,8 +29,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from configs.plan import TENSOR_PARALLEL_DIM
 from parallelisms.torch_internals import group_named
 
-_c10d = torch.ops._c10d_functional
-
 # Its name since torch 2.13, where the old one warns.
 _all_gather = funcol.all_gather_single if hasattr(funcol, "all_gather_single") else funcol.all_gather_tensor
 
@@ -81,7 +79,7 @@ class _OwnPart(torch.autograd.Function):
 # An op hides the numbers of segments, which differ between ranks: their compiled graphs must issue collectives alike.
 @torch.library.custom_op("keel::repacked", mutates_args=())
 def _repacked(x: Tensor, dim: int, n_packed: int, is_inverse: bool, group: str) -> Tensor:
-    """From a contiguous part of several matrices, one after the other along `dim`, to this rank's part of each.
+    """Exchange a contiguous part of several matrices, one after the other along `dim`, for this rank's part of each.
 
     The whole has n_packed x ranks segments. Rank r stores those from r x n_packed on, and computes with the number r of
     each matrix, which are all whose number has the remainder r.
@@ -119,7 +117,7 @@ _repacked.register_autograd(_repack_gradient, setup_context=_keep_packing)
 
 def _exchange(x: Tensor, arriving: list[int], leaving: list[int], group: str) -> Tensor:
     # With the ranks that hold the other rows of the same matrices.
-    return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), arriving, leaving, group))
+    return funcol.wait_tensor(funcol.all_to_all_single(x.contiguous(), arriving, leaving, group_named(group)))
 
 
 def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
