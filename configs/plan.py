@@ -5,7 +5,7 @@ sets the attributes of these modules that the protocols below list. A new model 
 technique changes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -30,6 +30,7 @@ TensorRole = Literal[
     "whole_sum_gradients",
     "whole_tail_shared",
     "whole_vector",
+    "whole_experts",
 ]
 PARAMETER_ROLES = ("part_column", "part_row", "replicated_partial_grad", "whole_vector")
 """Roles of single parameters; the others are of modules."""
@@ -95,13 +96,20 @@ class Plan:
     whole_row: split by input features, its input is split, or whole, so that the rank takes its own part;
     whole_embedding, whole_head: rows of the vocabulary; whole_sum_gradients: a module that each rank uses for its part
     of the features; whole_tail_shared: a matrix of which each rank uses the last `module.tail` output features for its
-    heads; whole_vector: a parameter of one dimension that is split like them."""
+    heads; whole_vector: a parameter of one dimension that is split like them; whole_experts: stacked experts, each a
+    `StackedExperts`, of which part_column and part_row split parameters, so that each rank computes a term of a sum."""
 
     save_ops: tuple[str, ...]
     """Costly ops, whose outputs selective activation checkpointing keeps unless the config names others."""
 
     cannot_split: str = ""
     """Why tensor parallelism can't split the model; empty if it can."""
+
+    counters: tuple[str, ...] = ()
+    """Modules that count the tokens of their experts, each a `Counter`, in a model whose routers are its own."""
+
+    n_counted: int = 0
+    """Experts that each of these has, in the whole model."""
 
     why_no_pipeline: str = ""
     """Why a pipeline can't cut the model; empty if it can."""
@@ -150,6 +158,9 @@ class Attention(Protocol):
     attend: Callable[[Any, Any, Any, Any], Any]
     """(q, k, v, mask) -> output, all but the mask (batch, heads, seq, head_dim): the only place that reads other
     tokens. Replaced by: context parallelism, a backend of attention, the cache of sampling."""
+    # Context parallelism by "gather" adds `whole_sequence`: keys or values (batch, heads, part of seq, head_dim) ->
+    # (batch, heads, seq, head_dim), for modules that compute more than `attend` does. To the model it adds `places`:
+    # (number of tokens of a part, device) -> where these are in whole sequences, (1, tokens), and the length of those.
 
     # A module whose `attend` sees only the last tokens has their number in its attribute `window`.
 
@@ -171,6 +182,25 @@ class Experts(LocalWeights, Protocol):
     compute: Callable[[Any, Any], Any]
     """(rows sorted by expert (n, dim), number of rows of each expert (experts,)) -> (n, dim). Replaced by: expert
     parallelism."""
+
+
+class StackedExperts(Experts, Protocol):
+    """A module of the role "whole_experts", called with (hidden (tokens, dim), chosen experts, their weights)."""
+
+    of_rank: Callable[[str, Any], Any]
+    """(name of a parameter, what `local` returns) -> what a rank computes with. Replaced by: tensor parallelism."""
+    packed: Mapping[str, int]
+    """How many matrices lie one after the other along the dimension by which a parameter is split: a gate and an up
+    projection. Of each of them a rank computes with its own part. Others have one."""
+    tensor_parallel: Mapping[str, TensorRole]
+    """The roles of the parameters that are split. Each rank has all of the others, which are added once to a sum."""
+
+
+class Counter(Protocol):
+    """A module of `Plan.counters`."""
+
+    tokens_per_expert: Any
+    """(experts,) int64: tokens sent to each expert since the last step. Read and zeroed by: load balancing."""
 
 
 class Router(LocalWeights, Protocol):
@@ -196,6 +226,12 @@ def attention_of(model: Any) -> list[Attention]:
 def routers_of(model: Any) -> dict[str, Router]:
     """The modules of `Plan.routers`, by name."""
     return {name: model.get_submodule(name) for name in plan_of(model).routers}
+
+
+def counters_of(model: Any) -> dict[str, Counter]:
+    """The modules that count tokens of experts, by name: routers, or those of `Plan.counters`."""
+    plan = plan_of(model)
+    return {name: model.get_submodule(name) for name in (*plan.routers, *plan.counters)}
 
 
 class Buffers(Protocol):

@@ -3,6 +3,9 @@
 A model's routers see only one micro-batch on one rank. This file tells them what they need to compute the auxiliary
 loss of the whole global batch: over which ranks sequences are split, and the weight of one sequence. After each step
 the routers' counts are summed over the ranks, as exact integers, for the bias rule and for the metrics.
+
+In models whose routers are their own, such as Hugging Face's, modules of experts count the tokens that they are given.
+These are measured in the same way; the entropy of the routers' scores is not known there.
 """
 
 from collections.abc import Mapping
@@ -13,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from configs.plan import Router, plan_of, routers_of
+from configs.plan import Counter, Router, counters_of, plan_of, routers_of
 from configs.schema import Config, is_described
 from parallelisms.mesh import Mesh
 from parallelisms.torch_internals import group_named
@@ -53,40 +56,47 @@ class Balance:
     """Tokens sent to each expert, by layer number."""
     load_imbalance: float
     """The busiest expert's tokens over the mean of its layer's experts, for the most uneven layer; 1 is even."""
-    router_entropy: float
-    """Entropy of the normalized scores, in nats, averaged over tokens and layers; at most log(n_experts)."""
+    router_entropy: float | None
+    """Entropy of the normalized scores, in nats, averaged over tokens and layers; at most log(n_experts). None for
+    models whose routers are their own."""
 
 
 class LoadBalance:
-    """The routers on this rank, over all of its pipeline stages."""
+    """The routers on this rank, or what counts in their place, over all of its pipeline stages."""
 
     def __init__(self, stages: Mapping[int, nn.Module], config: Config, mesh: Mesh) -> None:
         self._config = config.model
         self._mesh = mesh
         self._routers: dict[str, Router] = {}
+        self._counters: dict[str, Counter] = {}
+        self._n_experts = config.model.n_experts or 0
         self._layers: list[int] = []
-        """The layer number of each router."""
+        """The layer number of each counter."""
         for stage in stages.values():
             plan = plan_of(stage)
-            for name, router in routers_of(stage).items():
-                self._routers[name] = router
+            self._n_experts = max(self._n_experts, plan.n_counted)
+            self._routers |= routers_of(stage)
+            for name, counter in counters_of(stage).items():
+                self._counters[name] = counter
                 block = next(i for i, block in enumerate(plan.blocks) if name.startswith(f"{block}."))
                 self._layers.append(plan.first_block + block)
         self._counts = torch.zeros(0)
-        """(routers, n_experts + 1), last step: tokens of each expert, and the entropy. In float64, which represents
+        """(counters, n_experts + 1), last step: tokens of each expert, and the entropy. In float64, which represents
         integers up to 2^53 exactly, so that one collective sums both."""
         self._is_summed = False
 
     @torch.no_grad()
     def finish_step(self, skip: Tensor) -> None:
         """Take over a step's counts, and update the biases unless `skip`, a scalar, is 1.; all ranks must call it."""
-        if not self._routers:
+        if not self._counters:
             return
-        routers = self._routers.values()
-        self._counts = torch.stack([torch.cat((r.tokens_per_expert.double(), r.entropy[None])) for r in routers])
+        tokens = torch.stack([counter.tokens_per_expert.double() for counter in self._counters.values()])
+        entropies = [router.entropy for router in self._routers.values()] or [tokens.new_zeros(())] * len(tokens)
+        self._counts = torch.cat((tokens, torch.stack(entropies)[:, None]), dim=1)
         self._is_summed = False
-        for router in routers:
-            router.tokens_per_expert.zero_()
+        for counter in self._counters.values():
+            counter.tokens_per_expert.zero_()
+        for router in self._routers.values():
             router.entropy.zero_()
         if is_described(self._config) and self._config.router.load_balance == "bias":
             self._move_biases(self._config.router.bias_update_rate * (1 - skip.double()))
@@ -106,18 +116,22 @@ class LoadBalance:
 
     def measure(self) -> Balance | None:
         """The last step's balance, equal on all ranks, which must all call it; None for a model without experts."""
-        if self._config.n_experts is None:
+        n_experts = self._n_experts
+        if not n_experts:
             return None
-        whole = torch.zeros(
-            self._config.n_layers, self._config.n_experts + 1, dtype=torch.float64, device=self._mesh.device
-        )
-        if self._routers:
+        whole = torch.zeros(self._config.n_layers, n_experts + 1, dtype=torch.float64, device=self._mesh.device)
+        if self._counters:
             whole[self._layers] = self._summed()
         rows = self._mesh.sum_over_pp(whole).tolist()
         tokens = {layer: [int(n) for n in row[:-1]] for layer, row in enumerate(rows) if any(row)}
-        chosen = sum(map(sum, tokens.values()))
+        if not tokens:  # with all routers frozen, experts of other families count nothing
+            return None
+        entropy = None
+        if is_described(self._config):
+            chosen = sum(map(sum, tokens.values()))
+            entropy = sum(row[-1] for row in rows) * self._config.experts_per_token / chosen
         return Balance(
             tokens_per_expert=tokens,
             load_imbalance=max(max(row) * len(row) / sum(row) for row in tokens.values()),
-            router_entropy=sum(row[-1] for row in rows) * self._config.experts_per_token / chosen,
+            router_entropy=entropy,
         )

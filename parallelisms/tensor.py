@@ -163,7 +163,8 @@ def _cut_parameter(model: nn.Module, name: str, mesh: DeviceMesh, dim: int | Non
     grad_placements = None if dim is not None else [Partial()]
 
     def local(parameter: Any) -> Tensor:
-        return parameter.to_local(grad_placements=grad_placements)
+        # A module may have others that are not cut.
+        return parameter.to_local(grad_placements=grad_placements) if isinstance(parameter, DTensor) else parameter
 
     kind = type(model.get_submodule(owner_name))
     if issubclass(kind, nn.Linear):

@@ -8,6 +8,12 @@ the other's backward pass, or its own:
              for a weight that each rank uses for its heads only
     total    a sum forward, nothing backward: after a matrix that is split by its input features
     joined   the ranks' features side by side forward, the own part backward; `own_part` is the inverse
+
+Experts may store two matrices one after the other in one parameter, a gate and an up projection. A rank keeps a
+contiguous part of it, as of any parameter, so that initial values, FSDP, optimizers and checkpoints need not know. To
+compute, the ranks exchange rows, so that each has its part of both matrices, and exchange the gradients back. So each
+rank's part of the parameter moves once per pass; to compute with the stored rows would move products, which are larger
+where tokens are many.
 """
 
 from collections.abc import Callable
@@ -19,6 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from configs.plan import TENSOR_PARALLEL_DIM
+from parallelisms.torch_internals import group_named
 
 # Its name since torch 2.13, where the old one warns.
 _all_gather = funcol.all_gather_single if hasattr(funcol, "all_gather_single") else funcol.all_gather_tensor
@@ -70,6 +79,50 @@ class _OwnPart(torch.autograd.Function):
 def sum_of_parts(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """The sum over the ranks of `mesh`, each of which goes on with it: a gradient is the sum of theirs."""
     return _Same.apply(_Total.apply(x, mesh), mesh)
+
+
+# An op hides the numbers of segments, which differ between ranks: their compiled graphs must issue collectives alike.
+@torch.library.custom_op("keel::repacked", mutates_args=())
+def _repacked(x: Tensor, dim: int, n_packed: int, is_inverse: bool, group: str) -> Tensor:
+    """Exchange a contiguous part of several matrices, one after the other along `dim`, for this rank's part of each.
+
+    The whole has n_packed x ranks segments. Rank r stores those from r x n_packed on, and computes with the number r of
+    each matrix, which are all whose number has the remainder r.
+    """
+    n_ranks = group_named(group).size()
+    rank = group_named(group).rank()
+    users = [number % n_ranks for number in range(rank * n_packed, (rank + 1) * n_packed)]
+    owners = [(matrix * n_ranks + rank) // n_packed for matrix in range(n_packed)]
+    by_user = sorted(range(n_packed), key=users.__getitem__)
+    leaving = [users.count(other) for other in range(n_ranks)]
+    arriving = [owners.count(other) for other in range(n_ranks)]
+    segments = x.chunk(n_packed, dim)
+    if is_inverse:
+        taken = _exchange(torch.stack(segments), leaving, arriving, group)
+        return torch.cat([taken[by_user.index(place)] for place in range(n_packed)], dim)
+    taken = _exchange(torch.stack([segments[place] for place in by_user]), arriving, leaving, group)
+    return torch.cat(taken.unbind(), dim)
+
+
+@_repacked.register_fake
+def _(x: Tensor, dim: int, n_packed: int, is_inverse: bool, group: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _keep_packing(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, ctx.dim, ctx.n_packed, ctx.is_inverse, ctx.group = inputs
+
+
+def _repack_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return _repacked(gradient, ctx.dim, ctx.n_packed, not ctx.is_inverse, ctx.group), None, None, None, None
+
+
+_repacked.register_autograd(_repack_gradient, setup_context=_keep_packing)
+
+
+def _exchange(x: Tensor, arriving: list[int], leaving: list[int], group: str) -> Tensor:
+    # With the ranks that hold the other rows of the same matrices.
+    return funcol.wait_tensor(funcol.all_to_all_single(x.contiguous(), arriving, leaving, group_named(group)))
 
 
 def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -163,6 +216,27 @@ def _head(module: Any, mesh: DeviceMesh) -> None:
     setattr(module, "compute" if hasattr(module, "compute") else "forward", split)
 
 
+def _experts(module: Any, mesh: DeviceMesh) -> None:
+    """Let each rank compute a term of the experts' weighted sum, with its part of every expert's inner features."""
+    dims = {name: TENSOR_PARALLEL_DIM[role] for name, role in module.tensor_parallel.items()}
+    term = module.forward
+
+    def of_rank(name: str, part: Tensor) -> Tensor:
+        if name in module.packed:
+            return _repacked(part, dims[name], module.packed[name], False, mesh.get_group().group_name)
+        if name in dims:
+            return part
+        return _Same.apply(part, mesh) / mesh.size()  # a bias, which the sum must have once
+
+    def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        # Some routers compute in float32, whatever the model's type: the gradient is rounded once it is a sum.
+        weights = weights.to(torch.promote_types(weights.dtype, hidden.dtype))
+        return _Total.apply(term(_Same.apply(hidden, mesh), chosen, _Same.apply(weights, mesh)), mesh)
+
+    module.of_rank = of_rank
+    module.forward = forward
+
+
 def sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     """Keep a module's parameters whole, and sum their gradients: each rank uses them for its part of the features."""
     _substitute(module, {name: None for name, _ in module.named_parameters(recurse=False)}, mesh)
@@ -224,5 +298,6 @@ STYLES: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
     "whole_head": _head,
     "whole_sum_gradients": sum_gradients,
     "whole_tail_shared": share_tail,
+    "whole_experts": _experts,
 }
 """What applies each role (`Plan.tensor_parallel`); the activations between them are whole."""

@@ -7,9 +7,12 @@ would compute with torch's `scaled_dot_product_attention` gets Keel's name (`reg
 * With documents, layers of plain causal attention get the documents in place of a mask, and `attend` keeps them apart
   by Keel's kernel. Other layers (sliding windows, chunks) get a mask of all pairs, which has the family's own pattern
   inside each document.
-* With context parallelism, `attend` is the function that it has put in place.
+* With context parallelism, `attend` is the function that it has put in place. Layers with another mask than a plain
+  causal one take the keys and values of whole sequences (`whole_sequence`) and a mask for their own queries.
 
 Families that compute with their own "eager" function, such as those with attention sinks, get a mask of all pairs, too.
+With context parallelism that function gets the keys and values of whole sequences. It takes fewer queries than keys, as
+it does when transformers generates text with a cache.
 
 transformers itself asks the positions in each forward pass whether sequences are packed, which on a GPU makes the host
 wait for the device. `reading` answers in its place that they are not: Keel knows its documents.
@@ -66,9 +69,12 @@ class Seen:
     """Tokens to which layers with sliding windows limit their attention."""
     patterns: set[int] = field(default_factory=set)
     """Tokens up to which layers with other masks are plain causal; 0: with none."""
+    is_own: bool = False
+    """Whether a module computes attention by a function of its family."""
 
-    def note(self, module: nn.Module, key: Tensor) -> None:
+    def note(self, module: nn.Module, key: Tensor, is_own: bool = False) -> None:
         """Note a module and its keys, (batch, kv_heads, seq, head_dim)."""
+        self.is_own |= is_own
         if module not in self.modules:
             self.modules.append(module)
         self.kv_heads = min(self.kv_heads or key.shape[1], key.shape[1])
@@ -84,6 +90,11 @@ class _Pass:
     """What layers of plain causal attention get."""
     splits_heads: bool = False
     """Whether context parallelism gives attention whole sequences for some of the heads."""
+    places: Tensor | None = None
+    """(rows, tokens of a part): where the tokens are in whole sequences; rows of a sequence follow each other, and one
+    row is for all. None: sequences are whole, or no layer may see more than its `attend` does."""
+    length: int = 0
+    """Tokens of whole sequences, with `places`."""
 
 
 _NOW = _Pass()
@@ -92,6 +103,8 @@ _NOW = _Pass()
 def register(family: Any) -> None:
     """Let a family that computes with torch's attention compute with Keel's, and others keep documents apart."""
     transformers.AttentionMaskInterface.register("eager", partial(_mask, build=masking_utils.eager_mask))
+    # Recomputed layers look attention up in the backward pass, so this can't end with a forward pass.
+    transformers.AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign,assignment]
     if family.config._attn_implementation != "sdpa" or not family._supports_attention_backend:
         return
     transformers.AttentionInterface.register(NAME, _attention)
@@ -99,26 +112,46 @@ def register(family: Any) -> None:
     family.set_attn_implementation(NAME)
 
 
+_chosen = transformers.AttentionInterface.get_interface
+
+
+def _get_interface(interface: Any, name: str, default: Callable) -> Callable:
+    """What transformers asks for the attention of a name; the default is the family's own function."""
+    found = _chosen(interface, name, default)
+    return partial(_own_attention, default) if found is default else found
+
+
 @contextmanager
-def reading(documents: Documents | None = None, mask: Any = None, splits_heads: bool = False) -> Iterator[None]:
+def reading(
+    documents: Documents | None = None,
+    mask: Any = None,
+    splits_heads: bool = False,
+    places: Tensor | None = None,
+    length: int = 0,
+) -> Iterator[None]:
     """Let the attention of a family's forward pass know the documents.
 
     Args:
         documents: those of the batch; None: there are none.
         mask: what layers of plain causal attention get in place of a mask.
         splits_heads: whether attention is replaced by a function that sees whole sequences.
+        places, length: see `_Pass`.
     """
     asked = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = _no_packed_sequences
     _NOW.documents = documents
     _NOW.mask = mask
     _NOW.splits_heads = splits_heads
+    _NOW.places = places
+    _NOW.length = length
     try:
         yield
     finally:
         _NOW.documents = None
         _NOW.mask = None
         _NOW.splits_heads = False
+        _NOW.places = None
+        _NOW.length = 0
         masking_utils.find_packed_sequence_indices = asked
 
 
@@ -155,8 +188,32 @@ def _attention(
     if by is attend and not isinstance(attention_mask, (NumberedDocuments, Window)):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if isinstance(attention_mask, Tensor):
-        raise ValueError("has layers whose mask is not plain causal")
+        whole = _whole_sequences(module)
+        return sdpa_attention_forward(module, query, whole(key), whole(value), attention_mask, **options)
     return _by_attend(by, module, query, key, value, attention_mask, **options), None
+
+
+def _own_attention(
+    own: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, Any]:
+    """Attention by the family's own function; shapes as in `_attention`."""
+    if _NOW.seen:
+        _NOW.seen.note(module, key, is_own=True)
+    if getattr(module, "attend", attend) is attend:
+        return own(module, query, key, value, attention_mask, **options)
+    whole = _whole_sequences(module)
+    return own(module, query, whole(key), whole(value), attention_mask, **options)
+
+
+def _whole_sequences(module: Any) -> Callable[[Tensor], Tensor]:
+    """What gives a module the keys and values of whole sequences.
+
+    Raises:
+        ValueError: context parallelism does not.
+    """
+    if not hasattr(module, "whole_sequence"):
+        raise ValueError("has layers whose mask is not plain causal")
+    return module.whole_sequence
 
 
 def _by_attend(
@@ -203,8 +260,25 @@ def _mask(
             return _NOW.mask
         mask_function = _inside(ids, mask_function)
         allow_is_causal_skip = False
+    if _NOW.places is not None:
+        is_plain = allow_is_causal_skip and (local_size is None or local_size >= _NOW.length)
+        if is_plain and build is masking_utils.sdpa_mask:
+            return None
+        mask_function = _of_parts(_NOW.places, mask_function)
+        allow_is_causal_skip = False
+        options["kv_length"] = _NOW.length
     shape = {"allow_is_causal_skip": allow_is_causal_skip, "local_size": local_size}
     return build(mask_function=mask_function, **shape, **options)
+
+
+def _of_parts(places: Tensor, pattern: Callable) -> Callable:
+    """A pattern of pairs of a rank's queries and all keys, from that of whole sequences."""
+    n_rows = len(places)
+
+    def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return pattern(batch, head, places[batch % n_rows, query], key)
+
+    return allowed
 
 
 def _slides(config: Any, size: int | None) -> bool:

@@ -26,7 +26,8 @@ BOUND = 1e-5
 """Largest difference, relative to the largest value: families that cast to float32 themselves differ by 1e-7."""
 _LENGTHS = ((11, 1, 20), (5, 27))
 """Tokens of the documents in each sequence. Some are longer than the windows of small models, some are not."""
-Split = Literal["none", "sequence", "heads"]
+Split = Literal["none", "gather", "ring", "all_to_all"]
+"""Whether sequences are whole, or by which method of context parallelism each rank has a part of them."""
 _N_PARTS = 2
 _MOST_PARAMETERS = 1 << 25
 """The most parameters of a small model, which each rank holds in memory for a moment: 256 MB."""
@@ -47,8 +48,7 @@ def require_attention(config: Config) -> None:
     documents = config.data.document_mask
     if documents and (reason := _why_not(model, config.training.seq_len, True, "none")):
         raise ConfigError(f"data.document_mask is true, but {reason}; leave it out")
-    split: Split = "heads" if config.context.method == "all_to_all" else "sequence"
-    if config.mesh.cp > 1 and (reason := _why_not(model, config.training.seq_len, documents, split)):
+    if config.mesh.cp > 1 and (reason := _why_not(model, config.training.seq_len, documents, config.context.method)):
         raise ConfigError(f"mesh.cp is {config.mesh.cp}, but {reason}; set cp = 1")
 
 
@@ -59,14 +59,22 @@ def _why_not_split(config: Config, model: HfModel) -> str:
     if not found.has_ended:
         return found.why_not
     if not found.attention:
-        return f"no layer of {kind} computes attention by transformers' attention interface with sdpa"
-    by_heads = config.context.method == "all_to_all"
+        return f"no layer of {kind} computes attention by transformers' attention interface"
     seq_len = config.training.seq_len
+    if config.context.method == "gather":
+        return ""
+    offer = '; context.method "gather" offers that'
+    by_heads = config.context.method == "all_to_all"
+    if found.has_own_attention:
+        return f"layers of {kind} compute attention by a function of their own{offer}"
     if any(size < seq_len for size in found.patterns):
-        return f"layers of {kind} have a mask that is neither plain causal nor a sliding window"
+        return f"layers of {kind} have a mask that is neither plain causal nor a sliding window{offer}"
     windows = [size for size in found.windows if size < seq_len]
     if windows and not by_heads:
-        return f'layers of {kind} have a sliding window of {windows[0]} tokens; context.method "all_to_all" offers that'
+        return (
+            f'layers of {kind} have a sliding window of {windows[0]} tokens; context.method "all_to_all" or "gather" '
+            "offers that"
+        )
     parts = config.mesh.cp * config.mesh.tp
     if by_heads and found.kv_heads % parts:
         return f'"all_to_all" splits the {found.kv_heads} heads of keys and values of {kind} over {parts} ranks'
@@ -133,7 +141,7 @@ def _difference(model: HfModel, documents: bool, split: Split) -> tuple[float, s
     Args:
         model: the job's.
         documents: whether documents are packed.
-        split: what each rank has a part of: of each sequence only where no window is shorter.
+        split: how sequences are; with "ring" no window is shorter.
 
     Returns:
         The largest difference, and how it fails; "" if it does not.
@@ -163,7 +171,7 @@ def _small_family(model: HfModel, split: Split) -> Any:
     """A small model of plain transformers in float64, in which every weight and bias matters."""
     # By default transformers computes experts with grouped products, which a CPU does not have in float64.
     fields = json.loads(small(model, _N_PARTS)["hf_config"]) | {"experts_implementation": "batched_mm"}
-    if split == "sequence":
+    if split == "ring":
         fields |= {name: _LONG for name in _LIMITS if isinstance(fields.get(name), int)}
     config = HfModel.model_validate({"architecture": "hf", "hf_config": json.dumps(fields)})
     with torch.device("meta"):
@@ -204,23 +212,35 @@ def _as_asked(family: Any, tokens: Tensor, documents: bool, split: Split) -> Ten
         packed = Documents.find(torch.stack(numbers))
         positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in _LENGTHS])
     mask = None if packed is None else packed.numbered()
-    with reading(packed, mask, split == "heads"):
+    places = None
+    if split == "gather":  # the parts are rows, each of which has its own mask
+        places = torch.arange(tokens.shape[1]).view(_N_PARTS, -1)
+        packed = None if packed is None else Documents.find(packed.ids.repeat_interleave(_N_PARTS, 0))
+    with reading(packed, mask, split == "all_to_all", places, tokens.shape[1]):
         if split == "none":
             return _logits(family, input_ids=tokens, position_ids=positions)
         parts = (len(tokens) * _N_PARTS, -1)
-        with _joined(family):
+        with _joined(family, split):
             logits = _logits(family, input_ids=tokens.reshape(parts), position_ids=positions.reshape(parts))
     return logits.reshape(*tokens.shape, -1)
 
 
 @contextmanager
-def _joined(family: Any) -> Iterator[None]:
+def _joined(family: Any, split: Split) -> Iterator[None]:
     """Let attention see whole sequences, of which the rows of the batch are parts."""
     from models.hf.attention import attend
 
     for module in family.modules():
         vars(module)["attend"] = _attend_whole(attend)
+        if split == "gather":
+            vars(module)["whole_sequence"] = _whole_sequence
     yield
+
+
+def _whole_sequence(parts: Tensor) -> Tensor:
+    """Keys or values of whole sequences for each part: (rows, heads, part, width) -> (rows, heads, seq, width)."""
+    whole = parts.unflatten(0, (-1, _N_PARTS)).transpose(1, 2).flatten(2, 3)
+    return whole.repeat_interleave(_N_PARTS, 0)
 
 
 def _attend_whole(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -7,9 +7,16 @@ matrices), and its functions compute all families' experts by that declaration. 
 A declaration that a family's own loop does not keep would train another model. So each module is tried when it is
 built: a small copy of it computes a few tokens in float64, by the family's own loop and by the grouped products. Where
 they differ the family's own computation stays, and expert parallelism is refused.
+
+How many tokens each expert has got is counted in the backward pass: that runs once, where recomputation repeats the
+forward pass, and not at all in validation.
+
+Tensor parallelism splits each expert by its inner features. Families store gate and up one after the other, feature by
+feature in turns, transposed or not. The trial finds which it is: the copy is cut in two, and the sum of both halves
+must be the whole. Where no cut is right, each rank computes all of the experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from configs.plan import TENSOR_PARALLEL_DIM, TensorRole
 from models.grouped_mm import grouped_mm
 from models.moe import count, through_experts, unchanged
 
@@ -51,6 +59,7 @@ def compute_experts_in_groups(family: nn.Module, blocks: tuple[str, ...]) -> Fou
             reasons.append(f"{why_not}, in {name}")
             continue
         _replace_forward(module)
+        module.tensor_parallel, module.packed = _how_to_split(module)
         names.append(name)
         if not name.startswith(tuple(f"{block}." for block in blocks)):
             reasons.append(f"has experts outside of its layers, in {name}")
@@ -111,9 +120,16 @@ def _is_declared(module: Any) -> bool:
 
 
 def _replace_forward(experts: Any) -> None:
+    experts.tokens_per_expert = torch.zeros(experts.num_experts, dtype=torch.int64)
     experts.local = unchanged
+    experts.of_rank = _as_stored
     experts.compute = partial(_in_groups, experts)
     experts.forward = partial(_weighted_sum, experts)
+
+
+def _as_stored(name: str, parameter: Tensor) -> Tensor:
+    """Return the parameter: the place of what tensor parallelism makes of a rank's part."""
+    return parameter
 
 
 def _weighted_sum(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -130,8 +146,34 @@ def _weighted_sum(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor)
     """
     assert chosen.shape == weights.shape, (chosen.shape, weights.shape)
     counts = count(chosen[None], experts.num_experts)[0]
+    weights = _Counted.apply(weights, experts.tokens_per_expert, counts)
     outputs = through_experts(experts.compute, hidden, chosen, counts)
     return (outputs * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+class _Counted(torch.autograd.Function):
+    """Passes the weights on; the backward pass adds up how many tokens each expert has got."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, tokens_per_expert: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens_per_expert, counts)
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _added(gradients[0], *ctx.saved_tensors), None, None
+
+
+@torch.library.custom_op("keel::added_to_load", mutates_args=())
+def _added(gradient: Tensor, tokens_per_expert: Tensor, counts: Tensor) -> Tensor:
+    """Add to the load, of which the computation knows nothing; returns the gradient."""
+    tokens_per_expert.data.add_(counts)  # autograd, which has saved the tensor, must not see it change
+    return gradient.clone()
+
+
+@_added.register_fake
+def _(gradient: Tensor, _tokens_per_expert: Tensor, _counts: Tensor) -> Tensor:
+    return torch.empty_like(gradient)
 
 
 def _in_groups(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
@@ -142,15 +184,15 @@ def _in_groups(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
 
 
 def _projected(experts: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
-    weights = experts.local(getattr(experts, name))
+    weights = experts.of_rank(name, experts.local(getattr(experts, name)))
     rows = rows.to(weights.dtype)
     out = grouped_mm(rows, weights.transpose(1, 2) if experts.is_transposed else weights, counts)
     if not experts.has_bias:
         return out
     # A product with ones adds a bias to its rows, and its gradients are added up in one order. Torch's kernel takes
     # rows of 16 bytes, so there are eight features, of which one is the bias.
-    bias = F.pad(experts.local(getattr(experts, f"{name}_bias"))[..., None], (0, 7))
-    return out + grouped_mm(rows.new_ones(rows.shape[0], 8), bias, counts)
+    bias = experts.of_rank(f"{name}_bias", experts.local(getattr(experts, f"{name}_bias")))
+    return out + grouped_mm(rows.new_ones(rows.shape[0], 8), F.pad(bias[..., None], (0, 7)), counts)
 
 
 # --------------------------------------------------------------------------- the trial
@@ -183,20 +225,72 @@ def _why_not_in_groups(experts: Any) -> str:
 @torch.no_grad()
 def _tried(experts: Any) -> float:
     """The largest difference between a module's own loop and the grouped products, of a small copy and few tokens."""
+    tried, given = _small_copy(experts)
+    own: Callable = type(experts).forward.__wrapped__
+    return _difference(_weighted_sum(tried, *given), own(tried, *given))
+
+
+@torch.no_grad()
+def _how_to_split(experts: Any) -> tuple[dict[str, TensorRole], dict[str, int]]:
+    """How tensor parallelism may split a module by inner features.
+
+    Returns:
+        The role of each parameter that it splits, and how many matrices lie one after the other along the dimension of
+        the split, where there are several. Both are empty if the module can't be split.
+    """
+    by_rows: TensorRole = "part_row" if experts.is_transposed else "part_column"
+    by_columns: TensorRole = "part_column" if experts.is_transposed else "part_row"
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    roles: dict[str, TensorRole] = {up: by_rows, "down_proj": by_columns}
+    if experts.has_bias:
+        roles[f"{up}_bias"] = "part_row"  # of its only dimension besides the experts
+    tried, given = _small_copy(experts)
+    whole = _weighted_sum(tried, *given)
+    for n_packed in (2, 1) if experts.has_gate else (1,):
+        packed = {name: n_packed for name in roles if name.startswith(up) and n_packed > 1}
+        halves = [_weighted_sum(_half(tried, half, roles, packed), *given) for half in range(2)]
+        if _difference(halves[0] + halves[1], whole) <= _LARGEST_DIFFERENCE:
+            return roles, packed
+    return {}, {}
+
+
+def _small_copy(experts: Any) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
+    """A small copy of a module on the CPU in float64, and what its forward pass is given."""
     with torch.device("cpu"):
         tried = copy(experts)
         tried.num_experts = 3
         shapes = _shapes(experts, 3, dim=6, inner=4)
-        tried.__dict__["_parameters"] = {name: nn.Parameter(_waves(*shape)) for name, shape in shapes.items()}
-        tried.local = unchanged
-        tried.compute = partial(_in_groups, tried)
+        parameters = {name: nn.Parameter(_waves(*shape)) for name, shape in shapes.items()}
+        _compute_with(tried, parameters)
         scales = torch.tensor([0.1, 1.0, 10.0, 100.0])[:, None]  # a gate may clamp what is large
         hidden = _waves(4, 6) * scales
         chosen = torch.tensor([[0, 2], [2, 0], [2, 0], [0, 2]])  # one expert has no token
         weights = _waves(4, 2).abs()
-        own: Callable = type(experts).forward.__wrapped__
-        expected = own(tried, hidden, chosen, weights)
-        found = _weighted_sum(tried, hidden, chosen, weights)
+    return tried, (hidden, chosen, weights)
+
+
+def _half(experts: Any, half: int, roles: Mapping[str, TensorRole], packed: Mapping[str, int]) -> Any:
+    """The module with one half of the inner features; a bias that is not split is added by the first half."""
+    parameters = {}
+    for name, parameter in experts.named_parameters():
+        if name in roles:
+            dim = TENSOR_PARALLEL_DIM[roles[name]]
+            parts = parameter.chunk(packed.get(name, 1), dim)
+            parameters[name] = nn.Parameter(torch.cat([part.chunk(2, dim)[half] for part in parts], dim))
+        else:
+            parameters[name] = nn.Parameter(parameter * (half == 0))
+    found = copy(experts)
+    _compute_with(found, parameters)
+    return found
+
+
+def _compute_with(experts: Any, parameters: dict[str, nn.Parameter]) -> None:
+    experts.__dict__["_parameters"] = parameters
+    _replace_forward(experts)
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """The largest difference of a token's features, relative to the largest of them."""
     return float(((found - expected).abs().amax(1) / expected.abs().amax(1)).max())
 
 

@@ -20,6 +20,7 @@ Five things are Keel's:
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -70,8 +71,11 @@ class HfCausalLm(nn.Module):
         self.names = Names(family, config)
         self._experts = compute_experts_in_groups(family, self.names.blocks)
         give_all_a_gradient(family, self.names.blocks, self._experts.names)
+        self._counters, self._n_counted = self._find_counters()
         self.mask: Callable[[Documents, torch.dtype], Any] = _numbered
         """What layers of plain causal attention get in place of a mask; replaced with their `attend`."""
+        self.places: Callable[[int, torch.device], tuple[Tensor, int]] | None = None
+        """See `configs.plan.Attention`; context parallelism sets it."""
         self._loss: Loss | None = None
         # As an attribute it would be a second name of the head's parameters.
         self.__dict__["_head"] = family.get_output_embeddings()
@@ -118,8 +122,9 @@ class HfCausalLm(nn.Module):
             # What an earlier stage has computed of it is received; some families change theirs in place.
             given["inputs_embeds"] = torch.zeros_like(tokens)
         mask = None if documents is None else self.mask(documents, self._head.weight.dtype)
+        places, length = self.places(tokens.shape[1], tokens.device) if self.places else (None, 0)
         try:
-            with reading(documents, mask, has_parts and self.mask is _numbered):
+            with reading(documents, mask, has_parts and self.mask is _numbered, places, length):
                 output = self.family.forward(**given, use_cache=False, return_dict=True)
             return output.logits if self._result is None else self._result
         except StageEnd as end:
@@ -201,6 +206,8 @@ class HfCausalLm(nn.Module):
             mixers=mixers,
             experts=tuple(name for name in self._experts.names if not name.startswith(gone)),
             routers=(),
+            counters=tuple(name for name in self._counters if not name.startswith(gone)),
+            n_counted=self._n_counted,
             tensor_parallel={name: role for name, role in names.roles.items() if not f"{name}.".startswith(gone)},
             save_ops=_SAVE_OPS,
             cannot_split=names.why_not_split(),
@@ -208,6 +215,15 @@ class HfCausalLm(nn.Module):
             why_not_distributed=self._experts.why_not and f"{self.config.model_type} {self._experts.why_not}",
             can_cache=False,
         )
+
+    def _find_counters(self) -> tuple[tuple[str, ...], int]:
+        """The modules that count the tokens of their experts, one in a layer and with one number of experts: that."""
+        experts: dict[str, Any] = {name: self.get_submodule(name) for name in self._experts.names}
+        owners = [block for block in self.names.blocks for name in experts if name.startswith(f"{block}.")]
+        numbers = {module.num_experts for module in experts.values()}
+        if len(set(owners)) < len(experts) or len(numbers) != 1:
+            return (), 0
+        return tuple(experts), numbers.pop()
 
     @property
     def _gone_prefixes(self) -> tuple[str, ...]:
@@ -241,6 +257,11 @@ class HfCausalLm(nn.Module):
             is_persistent = attribute not in owner._non_persistent_buffers_set
             value = self._initializer.values(0, name).to(buffer.device)
             owner.register_buffer(attribute, value, persistent=is_persistent)
+        first = next(chain(self.buffers(), self.parameters()))
+        for name in self._experts.names:
+            if not name.startswith(self._gone_prefixes):
+                experts: Any = self.get_submodule(name)
+                experts.tokens_per_expert = torch.zeros(experts.num_experts, dtype=torch.int64, device=first.device)
 
     @property
     def _initializer(self) -> "Initializer":
@@ -273,6 +294,7 @@ def cuts_of(config: HfModel) -> Cuts:
         found,
         attention=attention,
         kv_heads=seen.kv_heads,
+        has_own_attention=seen.is_own,
         windows=frozenset(seen.windows),
         patterns=frozenset(seen.patterns),
     )

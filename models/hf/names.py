@@ -51,8 +51,8 @@ class Names:
     def roles(self) -> dict[str, TensorRole]:
         """The roles of tensor parallelism, by module or parameter, from the family's plan.
 
-        A module with a packed matrix (gate and up in one, which no contiguous cut separates) stays whole, with all that
-        is in it: each rank computes all of it. So do experts.
+        Stacked experts that compute by grouped products are split by their inner features (`experts.py`), whatever the
+        plan says of them. Other experts, and a module with another packed matrix, stay whole: each rank computes all.
         """
         found: dict[str, TensorRole] = {}
         for name, style in self._split_styles().items():
@@ -60,6 +60,11 @@ class Names:
             role = _PARAMETER_ROLES.get(style) if is_parameter else _ROLES.get(style)
             if role:
                 found[name] = role
+        for name, module in self._modules.items():
+            of_parameters = vars(module).get("tensor_parallel")
+            if of_parameters:
+                found[name] = "whole_experts"
+                found |= {f"{name}.{parameter}": role for parameter, role in of_parameters.items()}
         found[self.embedding] = "whole_embedding"
         found[self.head] = "whole_head"
         return found

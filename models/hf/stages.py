@@ -59,6 +59,8 @@ class Cuts:
     """Modules that compute with Keel's attention (`models/hf_attention.py`)."""
     kv_heads: int = 0
     """The fewest heads of keys and values that one of these has."""
+    has_own_attention: bool = False
+    """Whether one of these computes attention by a function of the family."""
     windows: frozenset[int] = frozenset()
     """Tokens to which layers with sliding windows limit their attention."""
     patterns: frozenset[int] = frozenset()

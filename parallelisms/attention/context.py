@@ -13,6 +13,9 @@ The first two leave the queries in place. A causal query sees only the past, so 
 rank the least work. Instead, rank r of n takes chunks r and 2n - 1 - r of 2n (zigzag), and all ranks see equally many
 keys. For backward, each rank saves only its own keys and values and fetches the others' again.
 
+With gather, a module may also compute its own attention of a rank's queries, with sinks or any mask, from the keys and
+values of whole sequences (`whole_sequence`). Its memory grows with all pairs of the rank's queries and all keys.
+
 The collectives run inside custom ops, which torch.compile and selective checkpointing treat as opaque. An op waits for
 its collectives before it returns.
 """
@@ -98,12 +101,14 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method, k
         kernel: `attention.backend`, for gather and ring; all_to_all uses the model's own `attend`.
     """
     group = mesh.get_group().group_name
-    attention = attention_of(model)
+    attention: list[Any] = list(attention_of(model))
     if method == "all_to_all":
         for module in attention:
             module.attend = partial(_attend_some_heads, attend=module.attend, group=group)
         return
     model.mask = _numbered  # type: ignore[assignment]
+    if method == "gather":
+        model.places = partial(_places, mesh)  # type: ignore[assignment]
     for module in attention:
         window = getattr(module, "window", None)
         if window is None:
@@ -112,6 +117,14 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method, k
             # Not the group's own object, which a compiler can't trace.
             place = (mesh.get_local_rank(), mesh.size())
             module.attend = partial(_attend_near_part, group=group, place=place, window=window)
+        if method == "gather":
+            module.whole_sequence = partial(_whole_sequence, group=group)
+
+
+def _places(mesh: DeviceMesh, n_tokens: int, device: torch.device) -> tuple[Tensor, int]:
+    """Where the tokens of this rank's parts are in whole sequences, (1, n_tokens), and the length of those."""
+    seq_len = n_tokens * mesh.size()
+    return part_of(seq_len, mesh.size(), mesh.get_local_rank(), "gather", device)[None], seq_len
 
 
 class NumberedDocuments(Protocol):
@@ -369,6 +382,50 @@ class _Ring:
 _TRANSPORTS: dict[str, type[_Gather] | type[_Ring]] = {"gather": _Gather, "ring": _Ring}
 
 
+# --------------------------------------------------------------------------- whole sequences
+
+
+@torch.library.custom_op("keel::whole_sequence", mutates_args=())
+def _whole_sequence(part: Tensor, group: str) -> Tensor:
+    """Gather all ranks' keys or values: (batch, heads, seq / cp, head_dim) -> (batch, heads, seq, head_dim)."""
+    n_ranks = group_named(group).size()
+    gathered = _c10d.wait_tensor(_c10d.all_gather_into_tensor(part.contiguous(), n_ranks, group))
+    chunks = gathered.unflatten(0, (n_ranks, -1)).chunk(2, -2)
+    # The first chunks of all ranks, then the second ones from the last rank to the first.
+    return torch.cat((*chunks[0].unbind(), *chunks[1].flip(0).unbind()), -2)
+
+
+@_whole_sequence.register_fake
+def _(part: Tensor, group: str) -> Tensor:
+    *others, n_tokens, width = part.shape
+    return part.new_empty(*others, n_tokens * group_named(group).size(), width)
+
+
+@torch.library.custom_op("keel::own_of_sequence", mutates_args=())
+def _own_of_sequence(gradient: Tensor, group: str) -> Tensor:
+    """Sum all ranks' gradients of whole sequences, and return those of this rank's part; undoes `_whole_sequence`."""
+    n_ranks = group_named(group).size()
+    chunks = gradient.chunk(2 * n_ranks, -2)
+    parts = [torch.cat((chunks[rank], chunks[2 * n_ranks - 1 - rank]), -2) for rank in range(n_ranks)]
+    wide = torch.cat(parts).to(accumulation_dtype(gradient.dtype))
+    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(wide, "sum", n_ranks, group)).to(gradient.dtype)
+
+
+@_own_of_sequence.register_fake
+def _(gradient: Tensor, group: str) -> Tensor:
+    *others, n_tokens, width = gradient.shape
+    return gradient.new_empty(*others, n_tokens // group_named(group).size(), width)
+
+
+def _keep_group(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+_whole_sequence.register_autograd(
+    lambda ctx, gradient: (_own_of_sequence(gradient, ctx.group), None), setup_context=_keep_group
+)
+
+
 # --------------------------------------------------------------------------- windows
 
 
@@ -388,7 +445,8 @@ def _attend_near_part(
     """
     rank, n_ranks = place
     chunk = q.shape[2] // 2
-    keys, values = _in_order(_gathered(torch.stack((k, v)), group))
+    # From the ranks that hold the other parts of the sequences.
+    keys, values = _whole_sequence(torch.cat((k, v)), group).chunk(2)
     parts = []
     for number, nth in enumerate((rank, 2 * n_ranks - 1 - rank)):
         start = nth * chunk
@@ -418,48 +476,6 @@ def _attend_chunk(
     longest = torch.full((), n_keys, device="cpu")
     # The model's own op, which computes attention to the last tokens in one process, too (models/documents.py).
     return torch.ops.keel._scaled_dot_product_document_attention(q, k, v, *bounds, longest, window)[0]
-
-
-def _in_order(gathered: Tensor) -> Tensor:
-    """(ranks, ..., seq / cp, head_dim), in zigzag order -> (..., seq, head_dim)."""
-    early, late = gathered.chunk(2, dim=-2)
-    return torch.cat((*early.unbind(), *late.flip(0).unbind()), dim=-2)
-
-
-@torch.library.custom_op("keel::gathered", mutates_args=())
-def _gathered(x: Tensor, group: str) -> Tensor:
-    """What all ranks of a group have: (ranks, *x.shape)."""
-    n_ranks = group_named(group).size()
-    return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), n_ranks, group)).view(n_ranks, *x.shape)
-
-
-@_gathered.register_fake
-def _(x: Tensor, group: str) -> Tensor:
-    return x.new_empty((group_named(group).size(), *x.shape))
-
-
-@torch.library.custom_op("keel::summed_part", mutates_args=())
-def _summed_part(gradients: Tensor, group: str) -> Tensor:
-    """The sum of all ranks' gradients of this rank's part; gradients: (ranks, *part.shape)."""
-    wide = gradients.to(accumulation_dtype(gradients.dtype)).contiguous()
-    summed = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(wide, "sum", len(wide), group))
-    return summed.view(gradients.shape[1:]).to(gradients.dtype)
-
-
-@_summed_part.register_fake
-def _(gradients: Tensor, group: str) -> Tensor:
-    return gradients.new_empty(gradients.shape[1:])
-
-
-def _keep_group(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    _, ctx.group = inputs
-
-
-def _give_back(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
-    return _summed_part(gradients, ctx.group), None
-
-
-_gathered.register_autograd(_give_back, setup_context=_keep_group)
 
 
 # --------------------------------------------------------------------------- all to all

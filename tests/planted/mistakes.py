@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from configs.plan import routers_of
 from models.llama import RotaryEmbedding
-from parallelisms import expert, fsdp, grad_norm, init, parallelize, passes, pipeline, tensor
+from parallelisms import expert, fsdp, grad_norm, init, parallelize, passes, pipeline, tensor, tensor_whole
 from parallelisms.attention import context
 from parallelisms.grad_norm import gradients
 from parallelisms.load_balance import LoadBalance
@@ -370,6 +370,27 @@ def experts_gradients_are_divided_by_fewer_ranks() -> Iterator[None]:
 
 
 @contextmanager
+def weights_of_the_choice_have_one_ranks_gradient() -> Iterator[None]:
+    experts = tensor_whole.STYLES["whole_experts"]
+
+    def without_sum(module: Any, mesh: Any) -> None:
+        term = module.forward
+        experts(module, mesh)
+
+        def forward(hidden: Any, chosen: Any, weights: Any) -> Any:
+            return tensor_whole._Total.apply(term(tensor_whole._Same.apply(hidden, mesh), chosen, weights), mesh)
+
+        module.forward = forward
+
+    with patch.dict(tensor_whole.STYLES, {"whole_experts": without_sum}):
+        yield
+
+
+def gate_and_up_are_taken_as_they_are_stored() -> AbstractContextManager:
+    return patch.object(tensor_whole, "_repacked", lambda part, *_: part)
+
+
+@contextmanager
 def weights_of_the_choice_are_detached() -> Iterator[None]:
     apply = parallelize.apply_expert_parallel
 
@@ -630,6 +651,36 @@ MISTAKES = {
         ("EP 2",),
         "layers.1.mlp.experts.down_proj",
         job="experts",
+    ),
+    "gradients of Hugging Face's experts are divided by fewer ranks": Mistake(
+        experts_gradients_are_divided_by_fewer_ranks,
+        "pytorch 160285; Megatron-LM 5956; megablocks 20; DeepSpeed 5259",
+        ("EP 2",),
+        "model.layers.1.mlp.experts.down_proj",
+        job="mixtral",
+    ),
+    "rows reach others of Hugging Face's experts": Mistake(
+        rows_come_back_in_the_order_of_arrival,
+        "gloo's all-to-all into another order",
+        ("EP 2",),
+        "lm_head.weight",
+        job="mixtral",
+        shows_in_loss=True,
+    ),
+    "a split expert's weight has one rank's gradient": Mistake(
+        weights_of_the_choice_have_one_ranks_gradient,
+        "Automodel 2995; torchtitan 4154",
+        ("TP 2",),
+        "model.layers.1.post_attention_layernorm.weight",
+        job="mixtral",
+    ),
+    "a packed matrix is split as it is stored": Mistake(
+        gate_and_up_are_taken_as_they_are_stored,
+        "transformers' packed_colwise for a plain colwise",
+        ("TP 2",),
+        "lm_head.weight",
+        job="mixtral",
+        shows_in_loss=True,
     ),
     "the router learns nothing of the loss": Mistake(
         weights_of_the_choice_are_detached, "Automodel 2995", ("EP 2",), ROUTER, "experts"

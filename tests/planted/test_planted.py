@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 
 from configs.load import load
+from configs.reading.hf_config import is_too_old
 from configs.reading.toml_text import table_text
 from scripts.parity_rows import words
 from scripts.proving.run import BOUND, Prover, call, prove_all
 from scripts.proving.techniques import TECHNIQUES
+from tests.hf_families import words as of_hf
+from tests.hf_families import write_config
 from tests.marked import marked
 from tests.planted.mistakes import MISTAKES
 
@@ -34,6 +37,8 @@ JOBS: dict[str, dict[str, object]] = {
     "experts": {**EXPERTS, "model.router.auxiliary_loss_weight": 0.1},
     "bias": {**EXPERTS, "model.router.load_balance": "bias", "model.router.bias_update_rate": 0.01},
 }
+OF_TRANSFORMERS = "mixtral"
+"""A job beside `JOBS`, whose model is transformers' own."""
 QUICK = (
     "terms of a head's norm are not added",
     "gradients are summed by a loss and averaged by FSDP",
@@ -56,7 +61,18 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         config = load("parity.toml", words(MODEL | keys)).config
         files[name] = folder / f"{name}.toml"
         files[name].write_text(table_text(config.model_dump(exclude_unset=True)))
+    if not is_too_old():
+        model = write_config(folder / OF_TRANSFORMERS, OF_TRANSFORMERS, initializer_range=0.1, intermediate_size=32)
+        keys = {key: value for key, value in MODEL.items() if not key.startswith("model.")}
+        config = load("parity.toml", (*of_hf(model), *words(keys))).config
+        files[OF_TRANSFORMERS] = folder / f"{OF_TRANSFORMERS}.toml"
+        files[OF_TRANSFORMERS].write_text(table_text(config.model_dump(exclude_unset=True)))
     return files
+
+
+def skip_without_a_job(provers: dict[str, Prover], job: str) -> None:
+    if job not in provers:
+        pytest.skip("the installed transformers is older than Keel needs")
 
 
 @pytest.fixture(scope="session")
@@ -82,6 +98,7 @@ def everything(names: Any) -> list:
 @pytest.mark.parametrize("name", everything(MISTAKES))
 def test_a_mistake_is_named(provers, name):
     mistake = MISTAKES[name]
+    skip_without_a_job(provers, mistake.job)
     prover = provers[mistake.job]
     prover.on_ranks = partial(planted, name)
     difference = prover.difference(prover.row(of_names(mistake.on)))
@@ -97,6 +114,7 @@ ROWS = sorted({(mistake.job, mistake.on) for mistake in MISTAKES.values() if "co
 @pytest.mark.slow
 @pytest.mark.parametrize(("job", "on"), ROWS, ids=str)
 def test_nothing_is_wrong_without_a_mistake(provers, job, on):
+    skip_without_a_job(provers, job)
     prover = provers[job]
     prover.on_ranks = call
     assert prover.difference(prover.row(of_names(on))).wrong() == ("", [])

@@ -61,6 +61,8 @@ def _require_supported(config: Config) -> None:
         raise ConfigError(
             f"mesh.tp is {config.mesh.tp}, but {plan.cannot_split}; set tp = 1, and dp_shard for the ranks"
         )
+    if config.mesh.tp > 1:
+        _require_features(config.mesh.tp, skeleton(config.model))
     if config.mesh.pp > 1 and plan.why_no_pipeline:
         raise ConfigError(
             f"mesh.pp is {config.mesh.pp}, but {plan.why_no_pipeline}; or set pp = 1, and dp_shard or tp for the ranks"
@@ -86,6 +88,21 @@ def _require_distributable(ep: int, model: Skeleton) -> None:
             raise ConfigError(
                 f"mesh.ep {ep} does not divide the {shape[0]} experts of {name} ({shape[0]} / {ep} = "
                 f"{shape[0] / ep:.2f}), but each rank must hold the same number of experts; change mesh.ep"
+            )
+
+
+def _require_features(tp: int, model: Skeleton) -> None:
+    """Check that tensor parallelism can split a model's experts, into parts of one size.
+
+    Raises:
+        ConfigError: it can't.
+    """
+    for name, shape in model.shapes.items():
+        dim = model.tp_dimension(name)
+        if model.is_of_experts(name) and dim is not None and shape[dim] % tp:
+            raise ConfigError(
+                f"mesh.tp {tp} does not divide the {shape[dim]} features of {name} ({shape[dim]} / {tp} = "
+                f"{shape[dim] / tp:.2f}), by which it splits each expert; change mesh.tp"
             )
 
 

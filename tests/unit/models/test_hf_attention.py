@@ -96,6 +96,10 @@ def test_positions_are_not_asked_for_documents(tmp_path, monkeypatch):
     assert masking_utils.find_packed_sequence_indices == asked.append
 
 
+CHUNKS = {
+    **{"attention_chunk_size": 8, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
+    **{"num_local_experts": 4, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 96},
+}
 CONVOLUTION = {"layer_types": ["conv", "full_attention"]}
 LONG = {
     "original_max_position_embeddings": 16,
@@ -117,14 +121,20 @@ LONG = {
         ),
         ("lfm2", CONVOLUTION, CP, "mesh.cp is 2, but lfm2 mixes tokens .* from whole sequences; set cp = 1"),
         ("phi3", LONG, DOCUMENTS, "rotary frequencies of phi3 depend on the largest position .* above 16 positions"),
-        ("gpt_oss", SINKS, CP, "no layer of gpt_oss computes attention by transformers' attention interface with sdpa"),
-        ("gemma3_text", {}, CP, 'sliding window of 8 tokens; context.method "all_to_all" offers that'),
         (
-            "llama",
-            {"attn_implementation": "eager"},
-            CP,
-            "no layer of llama computes attention by transformers' attention interface with sdpa",
+            "gpt_oss",
+            SINKS,
+            (*CP, "--context.method", "ring"),
+            'layers of gpt_oss compute attention by a function of their own; context.method "gather" offers that',
         ),
+        (
+            "gemma3_text",
+            {},
+            (*CP, "--context.method", "ring"),
+            'sliding window of 8 tokens; context.method "all_to_all" or "gather" offers that',
+        ),
+        ("llama4_text", CHUNKS, (*CP, "--context.method", "all_to_all"), 'a sliding window; context.method "gather"'),
+        ("bloom", {}, CP, "no layer of bloom computes attention by transformers' attention interface"),
     ],
 )
 def test_what_is_refused(tmp_path, family, fields, more, message):
@@ -138,6 +148,9 @@ def test_what_is_refused(tmp_path, family, fields, more, message):
         ("qwen3", (*DOCUMENTS, *CP)),
         ("gemma3_text", (*DOCUMENTS, *CP, "--context.method", "all_to_all")),
         ("gpt_oss", DOCUMENTS),
+        ("gpt_oss", (*DOCUMENTS, *CP)),
+        ("gemma3_text", CP),
+        ("gemma2", (*DOCUMENTS, *CP)),
     ],
 )
 def test_what_is_offered(tmp_path, family, more):

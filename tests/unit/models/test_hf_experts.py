@@ -80,6 +80,53 @@ def test_types_are_those_of_transformers():
     assert torch.equal(experts(hidden, chosen, weights.float()), theirs)
 
 
+@pytest.mark.parametrize(
+    ("kind", "packed"),
+    [("MixtralExperts", {"gate_up_proj": 2}), ("GptOssExperts", {}), ("NemotronHExperts", {})],
+)
+def test_how_tensor_parallelism_splits_experts_is_found(kind, packed):
+    """Mixtral stores all gates before all up features; GPT-OSS both in turns; Nemotron-H has no gate."""
+    experts = experts_of(kind)
+    found_in(experts)
+    is_transposed = kind == "GptOssExperts"
+    up = "up_proj" if kind == "NemotronHExperts" else "gate_up_proj"
+    roles = {
+        up: "part_row" if is_transposed else "part_column",
+        "down_proj": "part_column" if is_transposed else "part_row",
+    }
+    biases = {"gate_up_proj_bias": "part_row"} if is_transposed else {}
+    assert experts.tensor_parallel == roles | biases
+    assert experts.packed == packed
+
+
+class Mixing(nn.Module):
+    """Experts whose gate sees all of its features at once, so that no part of them can be computed alone."""
+
+    def __init__(self, config=None):
+        super().__init__()
+        self.num_experts = N_EXPERTS
+        self.gate_up_proj = nn.Parameter(torch.empty(N_EXPERTS, 2 * INNER, DIM))
+        self.down_proj = nn.Parameter(torch.empty(N_EXPERTS, DIM, INNER))
+        self.act_fn = nn.SiLU()
+
+    def _apply_gate(self, features):
+        gate, up = features.chunk(2, -1)
+        return gate.softmax(-1) * up
+
+    def forward(self, hidden, chosen, weights):
+        parts = []
+        for k in range(chosen.shape[1]):
+            inner = self._apply_gate(torch.einsum("td,tid->ti", hidden, self.gate_up_proj[chosen[:, k]]))
+            parts.append(torch.einsum("ti,tdi->td", inner, self.down_proj[chosen[:, k]]) * weights[:, k, None])
+        return sum(parts)
+
+
+def test_experts_that_no_cut_separates_stay_whole():
+    experts = import_module("transformers.integrations.moe").use_experts_implementation()(Mixing)(None)
+    assert found_in(experts) == (("layers.0.experts",), "")
+    assert experts.tensor_parallel == {}
+
+
 class Declared(nn.Module):
     """Experts of one matrix up and one down."""
 
@@ -165,6 +212,14 @@ def test_a_family_that_expert_parallelism_cannot_distribute(tmp_path, family, ep
     job = load("debug.toml", words(write_config(tmp_path / family, family), *mesh), world_size=ep)
     with pytest.raises(ConfigError) as raised:
         require_known_names(job)
+    assert message in str(raised.value)
+
+
+def test_features_of_experts_that_tensor_parallelism_cannot_divide(tmp_path):
+    folder = write_config(tmp_path / "mixtral", "mixtral", intermediate_size=33)
+    with pytest.raises(ConfigError) as raised:
+        require_known_names(load("debug.toml", words(folder, "--mesh.tp", "2"), world_size=2))
+    message = "mesh.tp 2 does not divide the 33 features of model.layers.0.mlp.experts.down_proj (33 / 2 = 16.50)"
     assert message in str(raised.value)
 
 
