@@ -10,13 +10,12 @@ For experts, those same ranks are split a second way, into `expert_shard` x `ep`
 import gc
 import os
 import resource
-import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -102,7 +101,7 @@ def groups_of_axes(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
 
 
 def start_process_group(
-    device_type: str, timeout_seconds: int, warn: Callable[[str], None] = partial(print, file=sys.stderr)
+    device_type: str, timeout_seconds: int, warn: Callable[[str], None] = warnings.warn
 ) -> torch.device:
     """Join torchrun's process group, or form a group of one process; returns this rank's device.
 

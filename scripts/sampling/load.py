@@ -1,9 +1,8 @@
 """A trained model with its tokenizer: from a run, a checkpoint or a Hugging Face folder, in one process."""
 
-import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -106,7 +105,7 @@ def _device(wanted: str) -> torch.device:
         return torch.device("cpu")
     # A batch of prompts of different lengths needs a mask, with which cuDNN's attention is not right (torch 2.11).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    settle_segments(partial(print, file=sys.stderr))
+    settle_segments(warnings.warn)
     return torch.device("cuda")
 
 
