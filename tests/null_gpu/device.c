@@ -204,12 +204,17 @@ int cudaHostAlloc(void **pointer, size_t size, unsigned flags) {
 }
 int cudaFreeHost(void *pointer) { return release(pointer); }
 
-static int refuses_pinning, last_error;
+static int refuses_pinning, pinning_ms, last_error;
+
+/* The next time that memory is pinned, it takes so long. */
+void null_gpu_pin_slowly(int milliseconds) { pinning_ms = milliseconds; }
 
 /* As some sandboxes do. The error stays until it is read, and a launch that reads it fails. */
 void null_gpu_refuse_pinning(int refuses) { refuses_pinning = refuses; }
 
 int cudaHostRegister(void *pointer, size_t size, unsigned flags) {
+    pinned_allocation_count++;
+    usleep(1000 * __atomic_exchange_n(&pinning_ms, 0, __ATOMIC_SEQ_CST));
     return refuses_pinning ? (last_error = NOT_SUPPORTED) : SUCCESS;
 }
 int cudaGetLastError(void) { return __atomic_exchange_n(&last_error, SUCCESS, __ATOMIC_SEQ_CST); }
