@@ -208,11 +208,16 @@ class CheckpointManager:
         """Check that the hosts have enough memory for saves, and warn if not. Call it once, after `begin_lineage`.
 
         If a host has too little memory to stage its ranks' state, this launch saves like `checkpoint.mode = "sync"`:
-        through a small buffer, while training waits.
+        one tensor after the other, while training waits. If all have enough, it is allocated in the background.
         """
-        if self._mode == "async" and (complaint := too_little_memory(shards_of(state), self._group)):
+        if self._mode == "sync":
+            return
+        shards = shards_of(state)
+        if complaint := too_little_memory(shards, self._group):
             self._mode = "sync"
             self._log.warning(complaint)
+        else:
+            self._stager.prepare(shards)
 
     def can_rewind(self, step: int) -> bool:
         """Wait for a save in progress; returns whether the run has a checkpoint of `step`.

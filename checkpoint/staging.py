@@ -6,18 +6,20 @@ Whether a host has enough memory for them is checked before training starts, not
 import mmap
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from checkpoint.frame import bytes_of
 from checkpoint.shards import Shard
 from checkpoint.store import SaveFailed, places
 from configs.errors import listed
@@ -25,6 +27,8 @@ from parallelisms.ranks import gather
 
 ALIGNMENT = 64
 """Bytes in a cache line."""
+PIECE_BYTES = 256 << 20
+"""Memory is allocated and pinned in pieces of about this size, so that a step never waits long for the driver."""
 MEMORY_SHARE = 0.95
 """Fraction of a host's free memory that staging may take: the writer, the loader and the page cache need some, too."""
 
@@ -32,72 +36,117 @@ MEMORY_SHARE = 0.95
 class Stager:
     """Copies shards to CPU memory, so that training can continue while they are written.
 
-    The memory is kept from one save to the next (pages are touched, and pinned for a GPU, only once), which is safe
-    because at most one save is in flight. It takes exactly as many bytes of CPU memory as the rank's state. Torch's own
-    pinned memory is allocated in powers of two, which takes half as much again for a 7B model's feed-forwards.
+    The memory is kept from one save to the next, which is safe because at most one save is in flight. It takes as many
+    bytes of CPU memory as the rank's state. (Torch's own pinned memory is allocated in powers of two, which takes half
+    as much again for a 7B model's feed-forwards.) The system gives memory when it is first touched or pinned, which
+    takes seconds for some gigabytes; a thread does that during the first steps.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         """
         Args:
-            warn: told if the memory cannot be pinned.
+            warn: told, perhaps in another thread, if the memory cannot be pinned.
         """
         self._warn = warn
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: Future[dict[str, Tensor]] | None = None
+
+    def prepare(self, shards: Mapping[str, Shard]) -> None:
+        """Begin to allocate memory for shards of these names, shapes and dtypes, in another thread."""
+        buffers: Future[dict[str, Tensor]] = Future()
+        self._buffers = buffers
+        needed = {name: torch.empty_like(shard.local, device="meta") for name, shard in shards.items()}
+        gpu = next((shard.local.device for shard in shards.values() if shard.local.is_cuda), None)
+
+        def allocate() -> None:
+            try:
+                buffers.set_result(self._allocate(needed, gpu))
+            except BaseException as error:
+                buffers.set_exception(error)
+
+        threading.Thread(target=allocate, name="staging", daemon=True).start()
 
     def stage(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
         """Copy the shards to CPU memory; later changes of the originals do not affect the copies.
 
-        Names, shapes and dtypes must be the same at each call.
+        Names, shapes and dtypes must be the same at each call, and those that were prepared.
         """
-        if not self._buffers:
-            self._buffers = self._allocate(shards)
+        if self._buffers is None:
+            self.prepare(shards)
+        assert self._buffers is not None
+        buffers = self._buffers.result()
         staged = {
-            name: replace(shard, local=self._buffers[name].copy_(shard.local, non_blocking=True))
+            name: replace(shard, local=buffers[name].copy_(shard.local, non_blocking=True))
             for name, shard in shards.items()
         }
         if any(shard.local.device.type != "cpu" for shard in shards.values()):
             torch.accelerator.current_stream().synchronize()
         return staged
 
-    def _allocate(self, shards: Mapping[str, Shard]) -> dict[str, Tensor]:
-        """Allocate a tensor for each shard, all in one block of memory.
+    def _allocate(self, needed: Mapping[str, Tensor], gpu: torch.device | None) -> dict[str, Tensor]:
+        """Allocate a tensor like each of those needed, in a few pieces of memory, and let the system give it.
 
-        Each tensor has its own storage of its own size, since torch.save writes a tensor's whole storage.
+        A tensor is in one piece, since CUDA may refuse a copy to memory that was pinned in two.
         """
-        starts = {}
-        end = 0
-        for name, shard in shards.items():
-            starts[name] = end
-            end += -(-shard.local.nbytes // ALIGNMENT) * ALIGNMENT
-        memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if any(shard.local.is_cuda for shard in shards.values()):
-            self._pin(memory)
+        if gpu is not None:
+            torch.cuda.set_device(gpu)  # a thread begins with the first
+        pins = gpu is not None
         buffers = {}
-        for name, shard in shards.items():
-            shape = shard.local.shape
-            kind = shard.local.dtype
-            n = shard.local.numel()
-            empty = (
-                torch.frombuffer(memory, dtype=kind, count=n, offset=starts[name]) if n else torch.empty(0, dtype=kind)
-            )
-            buffers[name] = empty.view(shape)
+        for names in _pieces({name: each.nbytes for name, each in needed.items()}):
+            size = sum(_aligned(needed[name].nbytes) for name in names)
+            memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            raw = torch.frombuffer(memory, dtype=torch.uint8)
+            pins = pins and self._pin(raw)
+            if not pins and raw.nbytes <= MEMORY_SHARE * free_memory():
+                raw.zero_()
+            start = 0
+            for name in names:
+                buffers[name] = _tensor_in(memory, start, needed[name])
+                start += _aligned(needed[name].nbytes)
         return buffers
 
-    def _pin(self, memory: mmap.mmap) -> None:
-        """Lock the memory's pages, so that the GPU can write to it asynchronously; without that, saves wait longer."""
-        raw = torch.frombuffer(memory, dtype=torch.uint8)
-        try:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0))
-        except RuntimeError as error:  # some sandboxes and virtual machines, and a limit on locked memory
-            with suppress(RuntimeError):
-                torch.zeros(1, device="cuda")  # CUDA keeps the error for the next launch, which would fail with it
-            self._warn(
-                f"this host cannot pin the {raw.numel():,} bytes that a checkpoint is copied to ({error}): each save "
-                "copies through pageable memory, for which training waits longer"
-            )
+    def _pin(self, raw: Tensor) -> bool:
+        """Lock the memory's pages, so that the GPU can write to it asynchronously; returns whether it was possible."""
+        free = free_memory()
+        if raw.nbytes > MEMORY_SHARE * free:
+            reason = f"it has {free:,} bytes left"
         else:
-            weakref.finalize(self, _unpin, raw)
+            try:
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.nbytes, 0))
+            except RuntimeError as error:  # some sandboxes and virtual machines, and a limit on locked memory
+                with suppress(RuntimeError):
+                    torch.zeros(1, device="cuda")  # CUDA keeps the error for the next launch, which would fail with it
+                reason = str(error)
+            else:
+                weakref.finalize(self, _unpin, raw)
+                return True
+        self._warn(
+            f"this host cannot pin {raw.nbytes:,} bytes of those that a checkpoint is copied to ({reason}): each save "
+            "copies through pageable memory, for which training waits longer"
+        )
+        return False
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _pieces(sizes: Mapping[str, int]) -> list[list[str]]:
+    """The names in order, in lists of at least `PIECE_BYTES`, but for the last."""
+    pieces: list[list[str]] = []
+    left = 0
+    for name, size in sizes.items():
+        if left <= 0:
+            pieces.append([])
+            left = PIECE_BYTES
+        pieces[-1].append(name)
+        left -= size
+    return pieces
+
+
+def _tensor_in(memory: mmap.mmap, start: int, like: Tensor) -> Tensor:
+    if like.numel() == 0:
+        return torch.empty(like.shape, dtype=like.dtype)
+    return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=start).view(like.shape)
 
 
 def _unpin(raw: Tensor) -> None:
@@ -105,8 +154,11 @@ def _unpin(raw: Tensor) -> None:
 
 
 def hashes(shards: Mapping[str, Shard]) -> dict[str, int]:
-    """Hash the bytes of each staged shard, by name. If a hash differs after the write, memory has changed."""
-    return {name: xxhash.xxh3_64_intdigest(_bytes(shard.local)) for name, shard in shards.items()}
+    """Hash the bytes of each staged shard, by name. If a hash differs after the write, memory has changed.
+
+    xxhash's functions of one call hold the interpreter's lock in some versions (3.4.1: 0.12 s for 0.8 GB).
+    """
+    return {name: xxhash.xxh3_64(bytes_of(shard.local)).intdigest() for name, shard in shards.items()}
 
 
 def require_unchanged(
@@ -123,10 +175,6 @@ def require_unchanged(
             f"checkpoint {name} is not kept: memory that nothing writes to has changed during the save, in "
             f"{listed(changed)}; if that host is named again, stop using it"
         )
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 HostsMemory = Mapping[str, tuple[int, int]]

@@ -36,20 +36,15 @@ _REMOVED = f".removed{UNFINISHED}"
 
 
 class HashedFile:
-    """A file open for sequential writing that hashes what is written and remembers the first error of a write."""
+    """A file open for sequential writing that hashes what is written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._hash = xxhash.xxh3_128()
         self._size = 0
-        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
+        self._file.write(data)
         self._hash.update(data)
         n_bytes = memoryview(data).nbytes
         self._size += n_bytes
@@ -57,12 +52,6 @@ class HashedFile:
 
     def tell(self) -> int:
         return self._size
-
-    def flush(self) -> None:
-        """Do nothing: torch calls this after every tensor, and the end of `put` flushes once."""
-
-    def close(self) -> None:
-        """Do nothing: the end of `put` closes the file."""
 
     def entry(self) -> FileEntry:
         """The size and hash of what was written."""

@@ -5,11 +5,10 @@ plain local tensor and its position in the whole. One description thus serves a 
 parameter and a copy of either in CPU memory, and DCP, which sees only shards, converts from any saved sharding to any
 requested one. What several ranks hold is written once; which of them writes it, each derives by itself (`plan.py`).
 
-Of DCP this uses the planners' and the storages' interface, step by step, on each rank alone. `dcp.save` and `dcp.load`
-would gather the plans of all ranks on the first, as pickles, and send them back.
+Of DCP this writes the format and uses the reader, step by step, on each rank alone. `dcp.save` and `dcp.load` would
+gather the plans of all ranks on the first, as pickles, and send them back.
 
-Data are hashed as they are written, which costs a thirtieth of the writing. In return, torch's own checksum is disabled
-(the zip format's CRC-32, which torch.load never checks): it costs a third of the writing.
+Data are hashed as they are written, which costs a thirtieth of the writing.
 """
 
 import math
@@ -19,7 +18,6 @@ import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -29,18 +27,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, ChunkStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.distributed.checkpoint.planner import WriteItem
 
+from checkpoint.frame import TensorFile
 from checkpoint.index import MOST_PARTS, complete_metadata, index_of, places_text, put_directory, put_index
 from checkpoint.manifest import Damaged, FileEntry, damaged
 from checkpoint.plan import Plan, Plans, file_of
 from checkpoint.shards import Shard
-from checkpoint.storage import Storage
+from checkpoint.storage import HashedFile, Storage
 from checkpoint.tensor_stream import entry_of, require_stored
 from configs.errors import UserError, listed
 from parallelisms.ranks import Json, error_as_json, error_of, gather, on_rank_zero
@@ -122,7 +118,7 @@ def write(
     try:
         places = _put_shards(files, folder, shards, plan, rank)
         if not is_whole:
-            with files.create_stream(folder / index_of(file_of(rank)), "wb") as file:
+            with files.put(folder / index_of(file_of(rank))) as file:
                 file.write(places_text(places))
     except Exception as error:
         failure = error
@@ -145,16 +141,9 @@ def _put_shards(
     files: "_Files", folder: Path, shards: Mapping[str, Shard], plan: Plan, rank: int
 ) -> dict[str, tuple[int, int]]:
     """Put what this rank writes into its file; returns first byte and number of bytes of each tensor's part in it."""
-    writer = _Writer(files, folder, rank)
-    planner = _SavePlanner(plan)
-    planner.set_up_planner(dict(shards), writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(is_coordinator=True)
-    own = writer.prepare_local_plan(planner.create_local_plan())
-    [own], _ = planner.create_global_plan([own])
-    [own] = writer.prepare_global_plan([own])
-    written = writer.write_data(planner.finish_plan(own), planner)
-    written.wait()
-    return {each.index.fqn: (each.storage_data.offset, each.storage_data.length) for each in written.value()}
+    with files.put(folder / file_of(rank)) as file:
+        tensors = TensorFile(file)
+        return {item.index.fqn: tensors.write(shards[item.index.fqn].local) for item in plan.items}
 
 
 def _raise_failures(
@@ -193,14 +182,16 @@ def _put_index(
         group: all ranks.
     """
 
+    def opened(name: str) -> AbstractContextManager[HashedFile]:
+        return files.put(folder / name)
+
     def put() -> Json:
         metadata = None if None in places else complete_metadata(plan.directory, places)
-        open_file = partial(_opened, files, folder)
         try:
             if is_whole and metadata is not None:
-                entries = put_index(open_file, metadata)
+                entries = put_index(opened, metadata)
             else:
-                entries = put_directory(open_file, plan.directory, metadata)
+                entries = put_directory(opened, plan.directory, metadata)
         except OSError as error:
             raise save_failed(folder, f"rank 0: {error}") from None
         return {name: [entry.size, entry.xxh3] for name, entry in entries.items()}
@@ -208,11 +199,6 @@ def _put_index(
     # The first rank puts it, and measures the free space if it can't.
     entries = on_rank_zero(group, put)
     return {name: FileEntry(*entry) for name, entry in entries.items()}
-
-
-def _opened(files: "_Files", folder: Path, name: str) -> AbstractContextManager[Any]:
-    """A file of the checkpoint, open for writing."""
-    return files.create_stream(folder / name, "wb")
 
 
 def save_failed(folder: Path, reason: object, n_bytes: int | None = None) -> SaveFailed:
@@ -336,42 +322,6 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-class _SavePlanner(dcp.DefaultSavePlanner):
-    """Takes the plan that was made (`plan.py`) in place of DCP's own."""
-
-    _copy: Tensor | None = None
-    """The copy that is being written."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._plan = plan
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan(self._plan.items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Leave the plan, which is this rank's own, as it is; the index is put elsewhere (`_put_index`)."""
-        return all_plans, Metadata({})
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].local
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The shard in CPU memory, copied there unless it is a whole storage there already.
-
-        DCP would copy it as well, but keeps all that it has written until a file is complete: in a save that is not
-        staged, the rank's whole state (`tensor_dict` in torch 2.11 and 2.13). So the last copy is emptied here.
-        """
-        if self._copy is not None:
-            self._copy.untyped_storage().resize_(0)
-            self._copy = None
-        tensor = self.lookup_object(write_item.index)
-        if tensor.is_cpu and tensor.untyped_storage().nbytes() == tensor.nbytes:
-            return tensor
-        self._copy = tensor.to("cpu", copy=True)
-        return self._copy
-
-
 class _LoadPlanner(dcp.DefaultLoadPlanner):
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Use the shards as they are; DCP's default would look for nested dicts and meta tensors in them."""
@@ -381,26 +331,6 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].local
-
-
-class _Writer(dcp.FileSystemWriter):
-    def __init__(self, files: "_Files", folder: Path, rank: int) -> None:
-        # Nothing is copied ahead: the planner holds one copy at a time. The storage syncs.
-        super().__init__(folder, per_thread_copy_ahead=0, sync_files=False)
-        self.fs: _Files = files
-        self._rank = rank
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Name the file after this rank: DCP counts the plans, of which there is one here."""
-        return [replace(plan, storage_data=_StoragePrefix(f"__{self._rank}_")) for plan in plans]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        computes_crc32 = get_crc32_options()
-        set_crc32_options(False)
-        try:
-            return super().write_data(plan, planner)
-        finally:
-            set_crc32_options(computes_crc32)
 
 
 class _Reader(dcp.FileSystemReader):
@@ -416,10 +346,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Files(FileSystem):
-    """A storage's files as DCP asks for them, with errors that show their cause.
-
-    Torch's writer reports a full disk as "unexpected pos 704 vs 598".
-    """
+    """A storage's files: as DCP reads them, and put with errors that name the file."""
 
     def __init__(self, storage: Storage) -> None:
         super().__init__()
@@ -429,18 +356,15 @@ class _Files(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[Any, None, None]:
-        if "r" in mode:
-            with self._storage.open(Path(path)) as stream:
-                yield stream
-            return
-        file = None
-        try:
-            with self._storage.put(Path(path)) as file:
-                yield file
-        except Exception as error:
-            cause = file.error if file and file.error else error
-            raise OSError(cause.errno, cause.strerror, str(path)) if isinstance(cause, OSError) else error from None
-        self.files[Path(path).name] = file.entry()
+        with self._storage.open(Path(path)) as stream:
+            yield stream
 
-    def mkdir(self, path: str | os.PathLike) -> None:
-        """Do nothing: `Storage.begin` has prepared the place."""
+    @contextmanager
+    def put(self, path: Path) -> Generator[HashedFile, None, None]:
+        """Open a new file for writing."""
+        try:
+            with self._storage.put(path) as file:
+                yield file
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        self.files[path.name] = file.entry()

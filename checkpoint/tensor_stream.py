@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from checkpoint.frame import TensorFile
 from checkpoint.index import put_index
 from checkpoint.manifest import FileEntry, damaged
-from checkpoint.storage import HashedFile, Storage
+from checkpoint.storage import Storage
 
 _END = struct.Struct("<4s4H2IH")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
@@ -139,25 +140,16 @@ def write_tensors(storage: Storage, folder: Path, tensors: Iterable[tuple[str, T
     """
     index = Metadata(state_dict_metadata={}, storage_data={})
     with storage.put(folder / FILE_NAME) as file:
+        written = TensorFile(file)
         for name, tensor in tensors:
-            start = file.tell()
             origin = torch.Size([0] * tensor.dim())
-            _save(tensor, file)
+            start, length = written.write(tensor)
             chunk = ChunkStorageMetadata(offsets=origin, sizes=tensor.shape)
             properties = TensorProperties(dtype=tensor.dtype)
             index.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, [chunk])
-            index.storage_data[MetadataIndex(name, origin)] = _StorageInfo(FILE_NAME, start, file.tell() - start)
+            index.storage_data[MetadataIndex(name, origin)] = _StorageInfo(FILE_NAME, start, length)
             del tensor  # otherwise it would be alive while the next one is created
     return {FILE_NAME: file.entry()} | put_index(lambda name: storage.put(folder / name), index)
-
-
-def _save(tensor: Tensor, file: HashedFile) -> None:
-    try:
-        torch.save(tensor, file)  # type: ignore[arg-type]
-    except RuntimeError:  # torch's "unexpected pos 704 vs 598" when the disk refuses
-        if file.error:
-            raise file.error from None
-        raise
 
 
 def n_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

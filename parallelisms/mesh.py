@@ -11,7 +11,8 @@ import gc
 import os
 import resource
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +30,7 @@ from parallelisms.torch_internals import (
     forget_process_groups,
     process_groups,
     set_timeout,
+    settle_segments,
     store_itself,
     timeouts_of,
 )
@@ -98,12 +100,15 @@ def groups_of_axes(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     return {name: axis.get_group() for name, axis in meshes.items()} | shard
 
 
-def start_process_group(device_type: str, timeout_seconds: int) -> torch.device:
+def start_process_group(
+    device_type: str, timeout_seconds: int, warn: Callable[[str], None] = warnings.warn
+) -> torch.device:
     """Join torchrun's process group, or form a group of one process; returns this rank's device.
 
     CPU tensors use gloo on GPU machines as well: checkpoints and agreement on a stop must not wait in GPU queues.
     By default gloo connects all pairs of ranks in a group at once. In a large job it connects a pair when the two
     first communicate: in most collectives a rank talks to its two neighbors, in some to as many as 2 log2(ranks).
+    `warn` is told what the GPU's driver refuses.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > _RANKS_CONNECTED_AT_ONCE:
         os.environ.setdefault(_GLOO_CONNECTS_LAZILY, "1")
@@ -113,6 +118,7 @@ def start_process_group(device_type: str, timeout_seconds: int) -> torch.device:
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        settle_segments(warn)
     store: dist.Store = dist.HashStore()
     rank = 0
     world_size = 1

@@ -8,6 +8,7 @@ names that other files use are listed, by file, in `tests/unit/house/test_torch_
 is added, or has disappeared from torch.
 """
 
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,41 @@ def group_named(name: str) -> dist.ProcessGroup:
 def store_of_all_ranks() -> dist.Store:
     """The store through which the ranks met; any thread may read and write it, and no rank waits for another."""
     return dist.distributed_c10d._get_default_store()
+
+
+# --------------------------------------------------------------------------- the allocator
+
+_CONFIGURATIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_GROWING = "expandable_segments:True"
+
+
+def settle_segments(warn: Callable[[str], None]) -> None:
+    """Let the allocator do without expandable segments if the present GPU's driver refuses them, as some machines' do.
+
+    Without this, the first allocation fails. Call it before that.
+
+    Args:
+        warn: told that they are refused, by one rank of each host.
+    """
+    names = [name for name in _CONFIGURATIONS if _GROWING in os.environ.get(name, "")]
+    if not names:
+        return
+    try:
+        torch.empty(1, device="cuda")
+        return
+    except torch.OutOfMemoryError:  # other programs have it all; what needs memory reports that
+        return
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+    for name in names:
+        os.environ[name] = os.environ[name].replace(_GROWING, "expandable_segments:False")
+        torch._C._accelerator_setAllocatorSettings(os.environ[name])
+    torch.empty(1, device="cuda")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        warn(
+            f"the GPU's driver refuses expandable segments ({reason}): memory is allocated without them, of which "
+            "more may be lost to fragmentation"
+        )
 
 
 # --------------------------------------------------------------------------- FSDP's groups

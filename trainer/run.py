@@ -111,7 +111,7 @@ def run(job: LoadedConfig, stop: StopRequest, build: Callable[..., Trainer] = Tr
             require_compiler(job, kind)
             set_numerics(job.config.training, kind)
             with forming():
-                device = start_process_group(kind, timeout)
+                device = start_process_group(kind, timeout, console.warning)
             with mistakes_of_the_job():
                 number = on_rank_zero(None, lambda: _open_folder(job, console))
                 launch.incarnation = Incarnation(folder / FOLDER, number) if number else None

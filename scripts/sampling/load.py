@@ -1,5 +1,6 @@
 """A trained model with its tokenizer: from a run, a checkpoint or a Hugging Face folder, in one process."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from configs.errors import UserError
 from configs.files import whole
 from models import build_model
 from parallelisms.ties import ties_kept
+from parallelisms.torch_internals import settle_segments
 from scripts.export.hf_tokenizer import find_tokenizer
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -103,6 +105,7 @@ def _device(wanted: str) -> torch.device:
         return torch.device("cpu")
     # A batch of prompts of different lengths needs a mask, with which cuDNN's attention is not right (torch 2.11).
     torch.backends.cuda.enable_cudnn_sdp(False)
+    settle_segments(warnings.warn)
     return torch.device("cuda")
 
 

@@ -97,7 +97,7 @@ static int synchronized(_Atomic long *counter) {
 
 /* --------------------------------------------------------------------------------------------------------- memory */
 
-typedef enum { DEVICE, PINNED } Kind;
+typedef enum { DEVICE, PINNED, RESERVED } Kind; /* reserved: addresses of the device, whose memory is counted apart */
 typedef struct {
     char *start;
     size_t size;
@@ -151,10 +151,45 @@ static int release(void *pointer) {
 static int is_on_device(const void *pointer) {
     pthread_mutex_lock(&blocks_lock);
     Block *block = block_of(pointer);
-    int answer = block && block->kind == DEVICE;
+    int answer = block && block->kind != PINNED;
     pthread_mutex_unlock(&blocks_lock);
     return answer;
 }
+
+/* Expandable segments: address space is reserved, and pieces of memory are mapped into it. */
+
+static int refuses_mapping;
+
+/* As the drivers of some virtual machines do. */
+void null_gpu_refuse_mapping(int refuses) { refuses_mapping = refuses; }
+
+int cuMemAddressReserve(void **pointer, size_t size, size_t alignment, void *wanted, unsigned long long flags) {
+    if (refuses_mapping || getenv("KEEL_NULL_GPU_REFUSES_MAPPING")) return NOT_SUPPORTED;
+    return allocate(pointer, size, RESERVED);
+}
+int cuMemAddressFree(void *pointer, size_t size) { return release(pointer); }
+/* The handle of a piece is its size. */
+int cuMemCreate(unsigned long long *handle, size_t size, const void *properties, unsigned long long flags) {
+    pthread_mutex_lock(&blocks_lock);
+    int is_full = used_bytes + size > DEVICE_BYTES;
+    if (!is_full) used_bytes += size;
+    pthread_mutex_unlock(&blocks_lock);
+    if (is_full) return OUT_OF_MEMORY;
+    allocation_count++;
+    *handle = size;
+    return SUCCESS;
+}
+int cuMemRelease(unsigned long long handle) {
+    pthread_mutex_lock(&blocks_lock);
+    used_bytes -= handle;
+    pthread_mutex_unlock(&blocks_lock);
+    return SUCCESS;
+}
+int cuMemMap(void *pointer, size_t size, size_t offset, unsigned long long handle, unsigned long long flags) {
+    return SUCCESS;
+}
+int cuMemSetAccess(void *pointer, size_t size, const void *access, size_t count) { return SUCCESS; }
+int cuMemUnmap(void *pointer, size_t size) { return madvise(pointer, size, MADV_DONTNEED), SUCCESS; }
 
 int cudaMalloc(void **pointer, size_t size) {
     allocation_count++;
@@ -169,12 +204,17 @@ int cudaHostAlloc(void **pointer, size_t size, unsigned flags) {
 }
 int cudaFreeHost(void *pointer) { return release(pointer); }
 
-static int refuses_pinning, last_error;
+static int refuses_pinning, pinning_ms, last_error;
+
+/* The next time that memory is pinned, it takes so long. */
+void null_gpu_pin_slowly(int milliseconds) { pinning_ms = milliseconds; }
 
 /* As some sandboxes do. The error stays until it is read, and a launch that reads it fails. */
 void null_gpu_refuse_pinning(int refuses) { refuses_pinning = refuses; }
 
 int cudaHostRegister(void *pointer, size_t size, unsigned flags) {
+    pinned_allocation_count++;
+    usleep(1000 * __atomic_exchange_n(&pinning_ms, 0, __ATOMIC_SEQ_CST));
     return refuses_pinning ? (last_error = NOT_SUPPORTED) : SUCCESS;
 }
 int cudaGetLastError(void) { return __atomic_exchange_n(&last_error, SUCCESS, __ATOMIC_SEQ_CST); }
@@ -191,8 +231,8 @@ int cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const voi
     pthread_mutex_lock(&blocks_lock);
     Block *block = block_of(pointer);
     attributes->type = !block                   ? cudaMemoryTypeUnregistered
-                       : block->kind == DEVICE ? cudaMemoryTypeDevice
-                                               : cudaMemoryTypeHost;
+                       : block->kind == PINNED ? cudaMemoryTypeHost
+                                               : cudaMemoryTypeDevice;
     pthread_mutex_unlock(&blocks_lock);
     attributes->devicePointer = attributes->hostPointer = block ? (void *)pointer : NULL;
     return SUCCESS;
@@ -387,7 +427,7 @@ int cuPointerGetAttribute(void *value, int attribute, unsigned long long pointer
     *(unsigned long long *)value = attribute == MEMORY_TYPE ? DEVICE_MEMORY : pointer;
     return SUCCESS;
 }
-int cuMemGetAllocationGranularity(size_t *bytes) { return *bytes = ALIGNMENT, SUCCESS; }
+int cuMemGetAllocationGranularity(size_t *bytes, const void *properties, int option) { return *bytes = ALIGNMENT, SUCCESS; }
 
 /* Torch asks the runtime for the driver's functions by name; those that are not here do nothing. */
 static int do_nothing(void) { return SUCCESS; }

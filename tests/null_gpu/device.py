@@ -61,7 +61,7 @@ def environment(devices: int = 1) -> dict[str, str]:
         "KEEL_NULL_GPUS": str(devices),
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # cuDNN calls the driver past this library; FlashAttention is torch's
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",  # they are mapped by driver calls that it lacks
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # as every command of Keel's has it
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its worker processes would start with the library, too
         "TRITON_CACHE_DIR": str(built.parent / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(built.parent / "inductor"),

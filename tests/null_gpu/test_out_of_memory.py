@@ -37,7 +37,7 @@ def memory_after_running_out() -> tuple[dict, dict]:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()
     unused = torch.empty(5 << 30, dtype=torch.uint8, device="cuda")
-    del unused  # stays reserved, until the allocator retries
+    del unused  # stays reserved; the next allocation extends its segment
     kept = torch.empty(6 << 30, dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
@@ -57,5 +57,5 @@ def test_what_is_reserved_retried_and_refused_is_the_allocators(null_ranks):
     assert said == allocators
     # The workspaces of what this process has multiplied before are there as well.
     assert 6 <= said["memory_peak_bytes"] / 2**30 < 6.2
-    assert 11 <= said["memory_reserved_peak_bytes"] / 2**30 < 11.2
-    assert 7 < said["memory_percent"] < 9  # of an H200's 141 GB
+    assert 6 <= said["memory_reserved_peak_bytes"] / 2**30 < 6.2
+    assert 4 < said["memory_percent"] < 5  # of an H200's 141 GB

@@ -230,6 +230,10 @@ class Peers:
                 lost.append(Loss(beat, how))
         return lost
 
+    def own_end(self, step: int) -> Loss:
+        """What the others are told of this rank's own end, after `step` steps."""
+        return Loss(replace(self.own, step=step), f"has ended: {self.own.ended}")
+
     def failed(self) -> list[Loss]:
         """Ranks that have ended with their own error."""
         beats = self.beats(range(self.world_size))

@@ -4,8 +4,10 @@
 - A step that takes half of `job.timeout_seconds` is a hang. The first rank to notice tells all others, including those
   that are not in a step. Each writes its Python stacks and last collectives to a file in `hangs/step-N/`, and one line
   in run.log names the ranks that the others wait for. All this happens before the time-out ends the run.
-- A rank that dies is noticed within seconds by the ranks on its host, which tell all others. Most are about to fail in
-  a collective and end by themselves; a rank that is stuck where no exception reaches it is ended by this thread.
+- A rank that dies is noticed within seconds by the ranks on its host, which tell all others; a rank that ends with an
+  error tells them itself. Most are about to fail in a collective and end by themselves. A rank that is stuck where no
+  exception reaches it, as in a collective of NCCL or a launch that the device does not take, is ended by this thread,
+  after a report as of a hang.
 
 So no rank outlives another for longer than `job.timeout_seconds`, wherever it waits.
 """
@@ -56,7 +58,7 @@ class Watchdog:
         Args:
             folder: the run folder, which exists.
             timeout_seconds: `job.timeout_seconds`; a hang is reported after half of it.
-            end: called in this thread if other ranks are dead and the main thread does not notice; must not return.
+            end: called in this thread if other ranks have ended and the main thread does not notice; must not return.
             incarnation: of an elastic run, whose sign of life rank 0 gives.
             show_life: called on rank 0 in every period; RuntimeError means that nobody can hear of it.
         """
@@ -75,7 +77,7 @@ class Watchdog:
         self._crash = self._open_crash_file()
         self.peers = Peers(self._store, self.rank, dist.get_world_size(), self._crash_file)
         self._lost: dict[int, Loss] = {}
-        """Dead ranks."""
+        """Dead ranks, and the first that has ended with an error."""
         self._lost_since = self._last_heard = 0.0
         self._late: list[Loss] = []
         """Ranks that the others wait for, according to the last report of a hang."""
@@ -105,6 +107,8 @@ class Watchdog:
         self._closed.set()
         with suppress(RuntimeError):
             self.peers.leave(why)
+            if why and self.peers.is_first("failed"):  # of ranks that fail alike, one tells
+                self.peers.tell({"lost": asdict(self.peers.own_end(self._mark[0]))})
         self._thread.join(timeout=SILENT_SECONDS)
         if self._crash:
             faulthandler.disable()
@@ -166,7 +170,8 @@ class Watchdog:
 
     def _find(self) -> list[Loss]:
         """Dead ranks if there are any, otherwise stopped or silent ones, otherwise failed ones."""
-        lost = list(self._lost.values()) or self.peers.lost_neighbors(self._mark[0])
+        dead = [loss for loss in self._lost.values() if loss.is_dead]
+        lost = dead or self.peers.lost_neighbors(self._mark[0])
         with suppress(RuntimeError):  # the store may have died with its rank
             lost = lost or self.peers.silent(SILENT_SECONDS) or self.peers.failed()
         return lost
@@ -219,7 +224,15 @@ class Watchdog:
                 with suppress(RuntimeError):
                     self.peers.tell({"lost": asdict(loss)})
         if self._lost and time.monotonic() - self._lost_since > GRACE_SECONDS and not self._closed.is_set():
+            self._leave_report()
             self._end(list(self._lost.values()))
+
+    def _leave_report(self) -> None:
+        """Write where this rank is stuck, and its last collectives, before it is ended."""
+        step, doing, began, _ = self._mark
+        header = f"{said_of(list(self._lost.values()))}; {doing} after step {step} for {time.monotonic() - began:.0f} s"
+        with suppress(OSError):
+            write_report(self._report_file(step), self.peers.own, header)
 
     def _lose(self, loss: Loss) -> None:
         self._lost_since = self._lost_since or time.monotonic()
@@ -247,10 +260,13 @@ class Watchdog:
 
     def _report(self, told: dict[str, Any]) -> None:
         """Write this rank's report, and tell the rank that asks what it has issued."""
-        path = hang_folder(self._folder, told["step"]) / f"rank-{self.rank:05d}.txt"
+        path = self._report_file(told["step"])
         header = f"step {told['step'] + 1} ({told['doing']}) has not ended for {told['seconds']:.0f} s"
         with suppress(OSError):
             self.peers.answer(f"hang {told['step']}", write_report(path, self.peers.own, header))
+
+    def _report_file(self, step: int) -> Path:
+        return hang_folder(self._folder, step) / f"rank-{self.rank:05d}.txt"
 
     def _judge(self, told: dict[str, Any]) -> None:
         """Report which ranks the others wait for."""

@@ -214,7 +214,7 @@ def test_one_save_in_flight(tmp_path, monkeypatch):
     def slow_write(*arguments):
         in_flight.append(1)
         assert len(in_flight) == 1
-        time.sleep(0.2)
+        time.sleep(0.3)
         names = write(*arguments)
         in_flight.clear()
         return names

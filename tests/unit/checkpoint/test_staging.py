@@ -74,3 +74,30 @@ def test_staged_memory_is_as_large_as_what_it_holds():
             assert shard.local.untyped_storage().nbytes() == shard.local.numel() * shard.local.element_size()
     places = [shard.local.data_ptr() for shard in staged.values() if shard.local.numel()]
     assert max(places) - min(places) < 4 * staging.ALIGNMENT
+
+
+def test_memory_is_there_before_the_first_save(tmp_path, monkeypatch):
+    """Only what was prepared is used, in pieces that hold whole tensors."""
+    monkeypatch.setattr(staging, "PIECE_BYTES", 64)
+    manager, log = checked(tmp_path, mode="async")
+    buffers = manager._stager._buffers.result(60)
+    assert {name: (each.shape, each.dtype) for name, each in buffers.items()} == {
+        name: (shard.local.shape, shard.local.dtype) for name, shard in shards_of(make_state()).items()
+    }
+    state = make_state(1)
+    staged = manager._stager.stage(shards_of(state))
+    assert all(staged[name].local.data_ptr() == buffers[name].data_ptr() for name in buffers)
+    assert_equal({name: shard.local for name, shard in staged.items()}, state)
+    assert log == []
+    manager.close()
+
+
+def test_memory_that_cannot_be_had_is_an_error_of_the_save(tmp_path, monkeypatch):
+    def none_left(*_, **__):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(staging.mmap, "mmap", none_left)
+    manager, _ = checked(tmp_path, mode="async")
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        manager.save(1, make_state(1), {"tokens": 1})
+    assert steps_in(tmp_path) == []

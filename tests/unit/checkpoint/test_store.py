@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from checkpoint.index import read_metadata
 from checkpoint.shards import shards_of
-from checkpoint.storage import FolderStorage
+from checkpoint.storage import FolderStorage, HashedFile
 from checkpoint.store import read, write
 
 PARTS = 4
@@ -26,27 +26,29 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
-def test_a_save_holds_one_copy_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_save_holds_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        # Parts of one storage, as FSDP's shards are: each is copied, so that nothing but the part is written.
+        # Parts of one storage, as FSDP's shards are; of each, nothing but the part is written.
         whole = torch.randn(PARTS * ELEMENTS)
         state = {f"part {n}": part for n, part in enumerate(whole.chunk(PARTS))}
         before = held_bytes()
         held = []
-        save = torch.save
+        write_bytes = HashedFile.write
 
-        def watched(tensor, stream) -> None:
-            held.append(held_bytes() - before)
-            save(tensor, stream)
+        def watched(file: HashedFile, data) -> int:
+            if memoryview(data).nbytes == 4 * ELEMENTS:
+                held.append(held_bytes() - before)
+            return write_bytes(file, data)
 
-        monkeypatch.setattr(torch, "save", watched)
+        monkeypatch.setattr(HashedFile, "write", watched)
         storage = FolderStorage()
         folder = storage.begin(tmp_path / "step-00000001")
         write(storage, folder, shards_of(state), dist.group.WORLD)
         monkeypatch.undo()
         assert len(held) == PARTS
-        assert max(held) <= 2 * 4 * ELEMENTS
+        assert max(held) < 4 * ELEMENTS
+        assert sum(file.stat().st_size for file in folder.glob("*.distcp")) < whole.nbytes + PARTS * 2000
         expected = whole.clone()
         whole.zero_()
         read(storage, folder, read_metadata(folder), shards_of(state), dist.group.WORLD)

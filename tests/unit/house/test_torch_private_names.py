@@ -26,7 +26,7 @@ ATTENTION = {
 
 NAMES = {
     "checkpoint/index.py": {"torch.distributed.checkpoint.filesystem._StorageInfo"},
-    "checkpoint/store.py": {"*._slice_file", "torch.distributed.checkpoint.filesystem._StoragePrefix"},
+    "checkpoint/store.py": {"*._slice_file"},
     "checkpoint/tensor_stream.py": {
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.distributed.checkpoint.utils._create_file_view",
