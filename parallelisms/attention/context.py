@@ -468,14 +468,24 @@ def _attend_chunk(
         batch = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
         bounds = (batch * n_queries, batch * n_keys)
     else:
-        slots = torch.arange(documents.ends.shape[0], dtype=torch.int32, device=q.device)
-        bounds = tuple(  # type: ignore[assignment]
-            torch.searchsorted(documents.numbers[:, begin : start + n_queries].flatten(), slots, out_int32=True)
-            for begin in (start, first)
-        )
+        stop = start + n_queries
+        bounds = tuple(_ends_between(documents.numbers, documents.ends, begin, stop) for begin in (start, first))  # type: ignore[assignment]
     longest = torch.full((), n_keys, device="cpu")
     # The model's own op, which computes attention to the last tokens in one process, too (models/documents.py).
     return torch.ops.keel._scaled_dot_product_document_attention(q, k, v, *bounds, longest, window)[0]
+
+
+# An op, since inductor of torch 2.11 can't lower a search in a part of a tensor.
+@torch.library.custom_op("keel::ends_between", mutates_args=())
+def _ends_between(numbers: Tensor, ends: Tensor, start: int, stop: int) -> Tensor:
+    """`NumberedDocuments.ends` of the tokens from `start` to `stop` of each sequence; documents elsewhere are empty."""
+    slots = torch.arange(len(ends), dtype=torch.int32, device=ends.device)
+    return torch.searchsorted(numbers[:, start:stop].flatten(), slots, out_int32=True)
+
+
+@_ends_between.register_fake
+def _(_numbers: Tensor, ends: Tensor, start: int, stop: int) -> Tensor:
+    return torch.empty_like(ends)
 
 
 # --------------------------------------------------------------------------- all to all
