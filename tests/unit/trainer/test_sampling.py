@@ -122,7 +122,7 @@ def model_of(name, dtype=torch.float64):
     model = make_model(MODELS[name], dtype)
     for module in model.modules():
         if getattr(module, "bias", None) is not None:
-            module.bias = torch.randn(module.bias.shape).to(module.bias)
+            module.bias.data.copy_(torch.randn(module.bias.shape))
     return model
 
 
