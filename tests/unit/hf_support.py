@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from checkpoint import manifest as manifests
 from checkpoint.storage import FolderStorage, commit
 from checkpoint.tensor_stream import write_tensors
 from configs.architectures.llama import RopeScaling, Router
+from configs.reading.hf_config import is_too_old
 from configs.schema import Model
 from models import build_model
 
@@ -75,6 +77,12 @@ TINY = {
     ),
     "long": Model(**_SIZES, rope_scaling=RopeScaling(kind="yarn", factor=8.0, original_seq_len=16, beta_fast=4.0)),
 }
+
+
+def skip_what_is_too_old(name):
+    """transformers 5.0 gives all layers of OLMo 3 one rotary embedding, scaled or not."""
+    if name == "olmo3" and is_too_old():
+        pytest.skip("the installed transformers computes another OLMo 3")
 
 
 def make_model(config, dtype=torch.float32):
