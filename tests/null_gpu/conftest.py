@@ -22,9 +22,19 @@ def null_gpus() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def null_ranks(null_gpus: dict[str, str]) -> Iterator[Callable]:
     """`null_ranks(n, function, *arguments)`: as the fixture `ranks`, on a device each."""
+    yield from _pool(null_gpus, RANKS)
+
+
+@pytest.fixture
+def fresh_null_rank(null_gpus: dict[str, str]) -> Iterator[Callable]:
+    """The same with one rank, in whose process no other test has left anything, such as memory of the device."""
+    yield from _pool(null_gpus, 1)
+
+
+def _pool(null_gpus: dict[str, str], size: int) -> Iterator[Callable]:
     from scripts.rank_pool import RankPool
 
-    pool = RankPool(RANKS, timeout_seconds=300, backend="cpu:gloo,cuda:nccl")
+    pool = RankPool(size, timeout_seconds=300, backend="cpu:gloo,cuda:nccl")
 
     def run(ranks: int, function: Callable, *arguments: Any) -> list[Any]:
         # A process takes the device when it starts: workers that start now have it, this process has not.

@@ -52,8 +52,8 @@ def raw_error(refuses: bool) -> str:
     return ""
 
 
-def test_segments_grow_where_the_driver_maps_memory(null_ranks):
-    ((warnings, segments, setting, more),) = null_ranks(1, allocated, False)
+def test_segments_grow_where_the_driver_maps_memory(fresh_null_rank):
+    ((warnings, segments, setting, more),) = fresh_null_rank(1, allocated, False)
     assert warnings == []
     assert segments
     assert all(segments)
@@ -61,9 +61,9 @@ def test_segments_grow_where_the_driver_maps_memory(null_ranks):
     assert more < 64 << 20
 
 
-def test_a_driver_that_refuses_is_a_warning(null_ranks):
-    assert "CUDA driver error" in null_ranks(1, raw_error, True)[0]
-    ((warnings, segments, setting, _),) = null_ranks(1, allocated, True)
+def test_a_driver_that_refuses_is_a_warning(fresh_null_rank):
+    assert "CUDA driver error" in fresh_null_rank(1, raw_error, True)[0]
+    ((warnings, segments, setting, _),) = fresh_null_rank(1, allocated, True)
     (warning,) = warnings
     assert "the GPU's driver refuses expandable segments (CUDA driver error" in warning
     assert segments
@@ -82,7 +82,7 @@ def freed_bytes() -> tuple[int, int]:
         return free - least, torch.cuda.mem_get_info()[0] - least
 
 
-def test_memory_is_mapped_and_given_back(null_ranks):
-    ((taken, given_back),) = null_ranks(1, freed_bytes)
+def test_memory_is_mapped_and_given_back(fresh_null_rank):
+    ((taken, given_back),) = fresh_null_rank(1, freed_bytes)
     assert 256 << 20 <= taken < 320 << 20
     assert given_back == taken
