@@ -8,12 +8,16 @@ A block is compiled again where another set of its parameters is frozen, and wit
 blocks share torch's limit of graphs for the same code, which is 8 unless it is raised; beyond it, a run would fail.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 import torch._inductor
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 
+from configs.errors import ConfigError
 from configs.plan import plan_of
 from configs.schema import Compile
 
@@ -36,8 +40,26 @@ def apply_compile(model: nn.Module, options: dict[str, Any]) -> None:
     Args:
         model: the model or stage.
         options: further settings of the compiler (`torch._inductor.config`).
+
+    Raises:
+        ConfigError: in the first step, if torch can't trace a block as one graph.
     """
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, MOST_GRAPHS)
     for name in plan_of(model).blocks:
         block = model.get_submodule(name)
-        block.forward = torch.compile(block.forward, fullgraph=True, options=options or None)
+        block.forward = _compiled(block.forward, name, options)
+
+
+def _compiled(forward: Callable, name: str, options: dict[str, Any]) -> Callable:
+    compiled = torch.compile(forward, fullgraph=True, options=options or None)
+
+    @wraps(forward)
+    def compiled_or_refused(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            reason = " ".join(str(error).strip().partition("\n\n")[0].split())
+            message = f"compile.enable: torch can't compile {name} as one graph: {reason}; set compile.enable = false"
+            raise ConfigError(message) from error
+
+    return compiled_or_refused

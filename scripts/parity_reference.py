@@ -55,15 +55,22 @@ def reference(config_name: str, overrides: tuple[str, ...], path: str) -> None:
     torch.save(vars(plain_trajectory(config_name, overrides)), path)
 
 
-def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float = 0.0) -> Trajectory:
-    """Train in plain PyTorch, in one process and eager mode, from initial values that are off by a share `nudge`."""
+def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float = 0.0, draw: int = 0) -> Trajectory:
+    """Train in plain PyTorch, in one process and eager mode.
+
+    Args:
+        config_name, overrides: the job.
+        nudge: share by which each initial value is moved, up or down.
+        draw: seed of the directions.
+    """
     config = load(config_name, overrides, world_size=1).config
     with torch.device("meta"):
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
     materialize(model, torch.device("cpu"), config.training.seed)
+    directions = torch.Generator().manual_seed(draw)
     with torch.no_grad():
         for parameter in model.parameters() if nudge else ():
-            parameter.mul_(1.0 + nudge)
+            parameter.mul_(1.0 + nudge * (2 * torch.randint(2, parameter.shape, generator=directions) - 1))
     if config.float8.recipe != "none":
         in_8_bits(model, config.float8)
     optimizers = _plain_optimizers(config, dict(model.named_parameters()), plan_of(model).blocks)

@@ -2,8 +2,10 @@
 
 from functools import partial
 
+import pytest
 import torch
 
+from configs.errors import ConfigError
 from configs.schema import Compile, Model
 from models import build_model
 from parallelisms import compile as compiling
@@ -38,6 +40,19 @@ def test_each_block_may_have_other_frozen_parameters(monkeypatch):
             assert torch.equal(model(TOKENS), plain(TOKENS))
     loss.backward()
     assert len(graphs) == 2 * SHAPE.n_layers
+
+
+def test_a_block_that_cannot_be_one_graph_is_refused_with_torchs_reason():
+    """As in LongCat's loop over experts, whose sizes depend on values."""
+    torch._dynamo.reset()
+    model = build_model(SHAPE)
+    block = model.get_submodule("layers.2")
+    plain = block.forward
+    block.forward = lambda x, *rest: plain(x if x.sum() > 0 else -x, *rest)
+    with attention_that_compiles():
+        apply_compile(model, {})
+        with pytest.raises(ConfigError, match=r"can't compile layers\.2 as one graph: .*; set compile\.enable = false"):
+            model(TOKENS)
 
 
 def test_the_options_of_a_mode():
