@@ -187,9 +187,13 @@ def cut_dim(shape: Sequence[int], n_shards: int) -> int:
     return int(len(shape) == 3 and shape[0] % n_shards != 0 and shape[1] % n_shards == 0)
 
 
-def decay_steps(schedule: LrSchedule) -> int:
-    """Length of the final decay of `warmup_stable_decay`, in steps."""
-    return schedule.decay_steps or max(1, schedule.total_steps // 10)
+def decay_steps(schedule: LrSchedule) -> int | None:
+    """Steps in which the learning rate decays, up to `total_steps`; None: it does not."""
+    if schedule.name == "constant" or schedule.decay_steps == 0:
+        return None
+    if schedule.name in ("warmup_stable_decay", "inverse_sqrt", "power"):
+        return schedule.decay_steps or max(1, schedule.total_steps // 10)
+    return schedule.total_steps - schedule.warmup_steps
 
 
 @cache

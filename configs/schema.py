@@ -226,18 +226,31 @@ class Optimizer(Table):
     """Parameters with separate settings; the first pattern that matches a name applies."""
 
 
+_WITH_FINAL_DECAY = ("warmup_stable_decay", "inverse_sqrt", "power")
+
+
 class LrSchedule(Table):
     """Learning rate over the steps."""
 
-    name: Literal["cosine", "linear", "warmup_stable_decay"] | ImportPath = "cosine"
+    name: Literal["cosine", "linear", "warmup_stable_decay", "constant", "inverse_sqrt", "power"] | ImportPath = (
+        "cosine"
+    )
     """Shape after the warm-up; or a function of your own (docs/own_models.md)."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up to the peak learning rate."""
     total_steps: PositiveInt
     """Step at which the learning rate reaches its minimum; later steps keep it."""
-    decay_steps: Annotated[PositiveInt | None, only_with("name", "warmup_stable_decay")] = None
-    """Length of the final decay in steps; default: a tenth of total_steps."""
-    min_lr_ratio: Fraction = 0.1
+    decay_steps: Annotated[NonNegativeInt | None, only_with("name", *_WITH_FINAL_DECAY)] = None
+    """Length of the final decay in steps; default: a tenth of total_steps. 0: no decay, also after total_steps."""
+    decay_shape: Annotated[Literal["linear", "cosine", "one_minus_sqrt"], only_with("name", *_WITH_FINAL_DECAY)] = (
+        "linear"
+    )
+    """Shape of the final decay; one_minus_sqrt falls fast at first."""
+    exponent: Annotated[PositiveFloat, only_with("name", "power")] = 0.51
+    """Before the final decay, the learning rate falls as this power of the step; 0.5 for inverse_sqrt."""
+    min_lr_ratio: Annotated[
+        Fraction, only_with("name", "cosine", "linear", *_WITH_FINAL_DECAY, EXAMPLE, reason="which has no minimum")
+    ] = 0.1
     """Final learning rate as a fraction of the peak."""
 
 

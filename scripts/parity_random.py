@@ -213,7 +213,7 @@ def _optimizer(dice: random.Random, is_exact: bool, may_be_muon: bool) -> Keys:
     }
     groups = {pattern: dice.choice(settings) for pattern, settings in patterns.items() if dice.random() < 0.3}
     keys |= _some(dice, 0.4, {"optimizer.groups": groups_of(groups)} if groups else {})
-    name = dice.choice(("cosine", "cosine", "linear", "warmup_stable_decay"))
+    name = dice.choice(("cosine", "linear", "warmup_stable_decay", "constant", "inverse_sqrt", "power"))
     keys |= {"lr_schedule.name": name, "lr_schedule.warmup_steps": dice.choice((0, 2)), "lr_schedule.total_steps": 8}
     return keys
 

@@ -67,11 +67,10 @@ def _lr_schedule(config: Config, _: int | None) -> Iterator[Problem]:
     schedule = config.lr_schedule
     warmup = schedule.warmup_steps
     total = schedule.total_steps
-    stable_decay = schedule.name == "warmup_stable_decay"
+    decay = decay_steps(schedule)
     if warmup > total:
         yield "lr_schedule.warmup_steps", f"warmup_steps {warmup} is above total_steps {total}; change one of them"
-    elif stable_decay and warmup + decay_steps(schedule) > total:
-        decay = decay_steps(schedule)
+    elif decay is not None and warmup + decay > total:
         yield (
             "lr_schedule.decay_steps",
             f"warmup_steps {warmup} + decay_steps {decay} = {warmup + decay} is above total_steps {total}; "

@@ -98,4 +98,4 @@ def _optimizer(given: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, 
 def _lr_schedule(given: Mapping[str, Any]) -> dict[str, Any]:
     """The schedule, so short that its warm-up and its decay are among the steps."""
     short = {"warmup_steps": min(given.get("warmup_steps", 0), 1), "total_steps": 2 * STEPS}
-    return {**given, **short} | ({"decay_steps": STEPS} if "decay_steps" in given else {})
+    return {**given, **short} | ({"decay_steps": STEPS} if given.get("decay_steps") else {})

@@ -18,6 +18,7 @@ from configs.layout import (
     MeshSizes,
     accumulation_steps,
     active_parameter_count,
+    decay_steps,
     named_axes,
     tokens_per_step,
 )
@@ -204,7 +205,8 @@ def _batch(config: Config, sizes: MeshSizes) -> str:
 def _steps(config: Config, resumed_step: int) -> str:
     steps = config.training.steps
     total = f"{steps:,} = {count(steps * tokens_per_step(config))} tokens"
-    if steps > (scheduled := config.lr_schedule.total_steps):
+    scheduled = config.lr_schedule.total_steps
+    if steps > scheduled and decay_steps(config.lr_schedule) is not None:
         total += f"; after step {scheduled:,} (lr_schedule.total_steps) the learning rate stays at its minimum"
     return f"{total}; resuming from step {resumed_step:,}" if resumed_step else total
 
@@ -332,7 +334,7 @@ def next_rows(config: Config, state: State) -> list[Row]:
     scheduled = config.lr_schedule.total_steps
     farther = min(2 * steps, scheduled) if steps < scheduled else 2 * steps
     how = "continue to twice the steps" if farther == 2 * steps else "continue to the end of the schedule"
-    if farther > scheduled:
+    if farther > scheduled and decay_steps(config.lr_schedule) is not None:
         how += ", past lr_schedule.total_steps (minimum rate)"
     rows = [
         (how, _with(_this_command(), go_on | {"training.steps": str(farther)})),

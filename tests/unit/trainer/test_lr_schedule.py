@@ -36,6 +36,39 @@ from trainer.lr_schedule import learning_rate
             {"name": "warmup_stable_decay", "total_steps": 100, "min_lr_ratio": 0.0},
             {0: 1.0, 90: 1.0, 95: 0.5, 99: 0.1, 100: 0.0},
         ),
+        (
+            {
+                "name": "warmup_stable_decay",
+                "total_steps": 20,
+                "decay_steps": 4,
+                "decay_shape": "one_minus_sqrt",
+                "min_lr_ratio": 0.2,
+            },
+            {0: 1.0, 16: 1.0, 17: 0.6, 20: 0.2, 21: 0.2},
+        ),
+        (
+            {
+                "name": "warmup_stable_decay",
+                "total_steps": 20,
+                "decay_steps": 4,
+                "decay_shape": "cosine",
+                "min_lr_ratio": 0.0,
+            },
+            {16: 1.0, 18: 0.5, 20: 0.0},
+        ),
+        ({"name": "constant", "warmup_steps": 1, "total_steps": 4}, {0: 0.5, 1: 1.0, 4: 1.0, 1000: 1.0}),
+        (
+            {"name": "inverse_sqrt", "warmup_steps": 3, "total_steps": 63, "decay_steps": 0, "min_lr_ratio": 0.0},
+            {0: 0.25, 3: 1.0, 15: 0.5, 63: 0.25, 99: 0.2},
+        ),
+        (
+            {"name": "inverse_sqrt", "warmup_steps": 3, "total_steps": 27, "decay_steps": 24, "min_lr_ratio": 0.0},
+            {3: 1.0, 15: 0.25, 27: 0.0, 30: 0.0},
+        ),
+        (
+            {"name": "power", "exponent": 1.0, "total_steps": 100, "decay_steps": 10, "min_lr_ratio": 0.5},
+            {0: 1.0, 1: 0.75, 9: 0.55, 100: 0.5},
+        ),
     ],
 )
 def test_values_by_hand(settings: dict, expected: dict[int, float]):
@@ -49,7 +82,8 @@ def schedules(draw: st.DrawFn) -> LrSchedule:
     warmup = draw(st.integers(0, 40))
     decay = draw(st.integers(1, 40))
     return LrSchedule(
-        name=draw(st.sampled_from(["cosine", "linear", "warmup_stable_decay"])),
+        name=draw(st.sampled_from(["cosine", "linear", "warmup_stable_decay", "inverse_sqrt", "power"])),
+        decay_shape=draw(st.sampled_from(["linear", "cosine", "one_minus_sqrt"])),
         warmup_steps=warmup,
         total_steps=warmup + decay + draw(st.integers(0, 40)),
         decay_steps=decay,
