@@ -33,6 +33,9 @@ from parallelisms.ranks import Json, on_rank_zero
 TrainerState = dict[str, Any]
 MODEL = "model."
 OPTIMIZER = "optimizer."
+AVERAGE = "average."
+UPDATES = "average_updates"
+"""The number of the average's updates."""
 
 
 def _ignore(text: str) -> None:
@@ -276,7 +279,15 @@ class Reader:
             say(f"from here on, the bits of this run {verb} differ from those of an uninterrupted one: {lines}")
 
     def _fill(self, found: Found, state: State, may_convert: Callable[[str, torch.dtype], bool]) -> None:
-        """Compare names, shapes and dtypes on all ranks, then load the tensors."""
+        """Compare names, shapes and dtypes on all ranks, then load the tensors.
+
+        The average of the weights is left out where only one side has it, as job.allow_run_change allows.
+        """
+        if UPDATES not in found.metadata.state_dict_metadata:
+            state = _without_average(state)
+        elif UPDATES not in state:
+            tensors = _without_average(found.metadata.state_dict_metadata)
+            found = replace(found, metadata=replace(found.metadata, state_dict_metadata=tensors))
         shards = shards_of(state)
         self._require_none(found, store.differences(found.metadata, shards, self.group, may_convert))
         started = time.perf_counter()
@@ -293,6 +304,10 @@ class Reader:
                 f"checkpoint {found.folder} is of another model; {len(differences)} tensors differ:\n"
                 f"  {listed(differences)}\n{remedy}"
             )
+
+
+def _without_average(named: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in named.items() if not name.startswith((AVERAGE, UPDATES))}
 
 
 def _read(folder: Path) -> Json:

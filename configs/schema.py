@@ -254,6 +254,17 @@ class LrSchedule(Table):
     """Final learning rate as a fraction of the peak."""
 
 
+class Average(Table):
+    """Exponential moving average of the weights, kept beside them (docs/evaluation.md)."""
+
+    interval: NonNegativeInt = 0
+    """Steps between updates of the average; 0: none is kept."""
+    decay: Annotated[float, Field(ge=0, lt=1), only_with("interval", reason="which keeps no average")] = 0.999
+    """Share of the average that an update keeps; the rest is of the weights."""
+    start_step: Annotated[NonNegativeInt, only_with("interval", reason="which keeps no average")] = 0
+    """The first update, interval steps after this one, copies the weights."""
+
+
 class Float8(Table):
     """Float8 matmuls in the blocks, by the package torchao (docs/float8.md)."""
 
@@ -566,6 +577,8 @@ class Config(Table):
     """The update rule."""
     lr_schedule: LrSchedule
     """Learning rate over the steps."""
+    average: Average = Average()
+    """Average of the weights."""
     float8: Float8 = Float8()
     """Float8 matmuls."""
     mesh: Mesh = Mesh()
@@ -599,7 +612,7 @@ class Config(Table):
 
 
 _RUN = (
-    *("model", "tokenizer", "data", "training", "optimizer", "lr_schedule", "float8", "fault.spikes"),
+    *("model", "tokenizer", "data", "training", "optimizer", "lr_schedule", "average", "float8", "fault.spikes"),
     "fsdp.owner_broadcast_dtype",
 )
 """Tables and keys that decide what is learned, except for:"""

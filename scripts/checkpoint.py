@@ -5,6 +5,7 @@
   verify PATH                  read and hash all files of one checkpoint or all in a folder; exit 1 if one is damaged
   diff A B                     list config keys and tensors that differ; exit 1 if any does
   prune FOLDER --keep-last N   remove checkpoints as [checkpoint] would; --keep-every, --keep-best, --abandoned
+  average CHECKPOINT... OUTPUT make a checkpoint of the average that a run has kept, or the mean of several; --last N
   metadata CHECKPOINT OUTPUT   make a folder that torch's own tools open: links to the files, and DCP's .metadata
 
 FOLDER is a run folder or its checkpoints/. CHECKPOINT, A and B are folders such as checkpoints/step-00000100, or run
@@ -162,6 +163,20 @@ def prune(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def average(options: argparse.Namespace, console: Console) -> int:
+    """Make a checkpoint with averaged weights: the average that a run has kept (average.interval), or the mean of
+    several checkpoints, or of the last of a run (--last N). Export, sampling, evaluation and checkpoint.init_from read
+    it."""
+    checkpoints = [found for path in options.checkpoint for found in _last(path, options.last)]
+    from checkpoint.export.average import average as write_average
+
+    with console.progress(f"Averaging to {options.output}", in_bytes=True) as report:
+        write_average(checkpoints, options.output, report)
+    names = ", ".join(str(checkpoint) for checkpoint in checkpoints)
+    console.line(f"{options.output}: the {'average in' if len(checkpoints) == 1 else 'mean of'} {names}")
+    return 0
+
+
 def metadata(options: argparse.Namespace, console: Console) -> int:
     """Make a folder that torch's own tools open (dcp.load, dcp_to_torch_save): links to a checkpoint's files of
     tensors, and DCP's index of them, .metadata, which a checkpoint of many ranks does not have."""
@@ -188,6 +203,21 @@ def _root(folder: Path) -> Path:
     if not root.is_dir():
         raise UserError(f"{whole(folder)}: no such folder")
     return root
+
+
+def _last(folder: Path, n: int | None) -> list[Path]:
+    """The newest `n` checkpoints of a run, oldest first; without a number, the one that `folder` names.
+
+    Raises:
+        UserError: there are not as many.
+    """
+    if n is None:
+        return [find_checkpoint(folder)]
+    root = _root(folder)
+    found = list(_checkpoints(root))[-n:]
+    if len(found) < n:
+        raise UserError(f"{root}: --last {n}, but there are {len(found)} checkpoints")
+    return found
 
 
 def _checkpoints(root: Path) -> Iterator[Path]:
@@ -257,6 +287,11 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--config", action="store_true", help="print the complete config of its job")
     command("verify", verify, "path")
     command("diff", diff, "a", "b")
+    averaged = commands.add_parser("average", description=average.__doc__)
+    averaged.set_defaults(command=average)
+    averaged.add_argument("checkpoint", type=Path, nargs="+", metavar="CHECKPOINT", help="run folders or checkpoints")
+    averaged.add_argument("output", type=Path, metavar="OUTPUT")
+    averaged.add_argument("--last", type=positive, metavar="N", help="of each run folder, the newest N checkpoints")
     command("metadata", metadata, "checkpoint", "output")
     pruned = command("prune", prune, "folder")
     pruned.add_argument("--keep-last", type=positive, required=True, metavar="N", help="keep the newest N")

@@ -7,6 +7,7 @@ loss or gradient norm is not finite on any rank, or its loss is above a limit, n
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from checkpoint.reader import AVERAGE, OPTIMIZER
 from configs.own_code import is_import_path
 from configs.plan import plan_of
 from configs.schema import Config, is_described
@@ -38,6 +40,7 @@ from parallelisms.ranges import named_range
 from parallelisms.streams import queue_gathers
 from parallelisms.sums import Sums, sums_of
 from parallelisms.ties import TiedEnds
+from trainer.average import WeightAverage
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.guards.verdict import QueuedStep, judge
 from trainer.loss import CrossEntropy
@@ -65,6 +68,8 @@ class Learner:
     passes: Passes
     sums: Sums
     optimizer: TrainingOptimizer
+    average: WeightAverage | None
+    """Kept as [average] says; None: no average."""
     loss: CrossEntropy
     load_balance: LoadBalance
     guard: OrderGuard
@@ -154,6 +159,26 @@ class Learner:
         self.guard.finish_step()
         self.finish(step.skip)
 
+    def update_average(self, number: int, skip: Tensor) -> None:
+        """Move the average of the weights, if there is one, after the update of step `number`."""
+        if self.average:
+            self.average.update(number, skip)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the weights' average in place of the weights inside; all ranks must call it, and none may save there."""
+        self._exchange_average()
+        try:
+            yield
+        finally:
+            self._exchange_average()
+
+    def _exchange_average(self) -> None:
+        assert self.average is not None
+        self.finish_update()
+        self.average.exchange()
+        self._weights_changed()
+
     def finish(self, skip: Tensor) -> None:
         """Free the gradients and the other leftovers of a step, which changed nothing if `skip` is 1."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -179,7 +204,8 @@ class Learner:
         weights = saved_weights(self.optimizer, self.parameters)
         model = {f"model.{name}": weight for name, weight in weights.items()}
         buffers = {f"model.{name}": kept for stage in self.stages.values() for name, kept in saved_buffers(stage)}
-        return model | buffers | optimizer_state(self.optimizer, self.parameters)
+        average = self.average.state() if self.average else {}
+        return model | buffers | optimizer_state(self.optimizer, self.parameters) | average
 
     def replicas(self) -> list[Replica]:
         """This rank's replicas of tensors that other ranks hold as well; call it each time, like `state`."""
@@ -190,11 +216,16 @@ class Learner:
         # If parameters are broadcast rounded, `state` has the owner's master copy under their names.
         parameters = {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         masters = {f"master.{name}": state[name] for name in parameters.keys() & state.keys()}
-        owned = {*masters, *(name for name in state if name.startswith("optimizer."))}
+        owned = {*masters, *(name for name in state if name.startswith((OPTIMIZER, AVERAGE)))}
         return replicas_on(state | parameters | masters, self.mesh, owned)
 
     def was_loaded(self) -> None:
         """Send what was loaded into `state` to all ranks that need it; all ranks must call it."""
+        if self.average:
+            self.average.was_loaded()
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
         self.optimizer.owned_were_loaded()
         self.optimizer.refresh_copies()
 
@@ -271,6 +302,8 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
     else:
         passes = OneByOne(stages[0], config, reductions[0])
     parameters = {name: p for stage in stages.values() for name, p in stage.named_parameters()}
+    until = frozen_until(config.optimizer, model_names)
+    trained = {name: p for name, p in parameters.items() if until.get(name) != math.inf}
     learner = Learner(
         config=config,
         mesh=mesh,
@@ -279,6 +312,7 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
         passes=passes,
         sums=sums,
         optimizer=optimizer,
+        average=_average(config, optimizer, trained),
         loss=CrossEntropy(
             z_loss_weight=config.training.z_loss_weight,
             own=config.training.loss if is_import_path(config.training.loss) else "",
@@ -288,7 +322,7 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
         ),
         load_balance=LoadBalance(stages, config, mesh),
         guard=OrderGuard(config.comm.order_guard_interval, groups_of_axes(mesh).values()),
-        frozen_until=frozen_until(config.optimizer, model_names),
+        frozen_until=until,
         ties=_tied_ends(config, mesh, stages),
         fingerprint=fingerprint_of(stages.values(), model_names, mesh, config),
     )
@@ -296,6 +330,13 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
     optimizer.copies = _compute_copies(config, mesh, stages.values())
     learner.freeze(step=0)
     return learner
+
+
+def _average(config: Config, optimizer: TrainingOptimizer, trained: dict[str, nn.Parameter]) -> WeightAverage | None:
+    """The average of what this rank saves of the parameters that are not always frozen; None if none is kept."""
+    if not config.average.interval:
+        return None
+    return WeightAverage(config.average, partial(saved_weights, optimizer, trained))
 
 
 def _tied_ends(config: Config, mesh: Mesh, stages: dict[int, nn.Module]) -> TiedEnds | None:

@@ -138,6 +138,7 @@ class Trainer:
                     step = self._judge(number, batch, gradients)
                     self.watch.updating()  # waits while a signal has the state saved in the middle of this step
                     self.learner.update(step, self._learning_rate(number))
+                    self.learner.update_average(number, step.skip)
                     self.last = step
                 if self._is_awaited(number):
                     self._read_result()

@@ -29,6 +29,8 @@ class ValidationResult:
     """Cross-entropy per byte of text, which is comparable across tokenizers; None without a tokenizer."""
     validation_by_source: dict[str, dict[str, float | None]]
     """Each source's `loss`, `perplexity` and `bits_per_byte`, by its name."""
+    validation_average_loss: float | None = None
+    """The loss of the average of the weights; None if there is none, or a signal came."""
     samples: list[dict[str, str]] | None = None
     """The texts that the model continued (see `StepMetrics`); None if there are none, or a signal came."""
 
@@ -56,6 +58,10 @@ class Validation:
         """Validate after `step` steps, and draw samples; arguments and result as of `validate`."""
         assert self._loader is not None
         result = validate(learner, self._loader, self._token_bytes, is_over)
+        if result and learner.average and learner.average.has_begun:
+            with learner.averaged():
+                of_average = validate(learner, self._loader, self._token_bytes, is_over)
+            result = replace(result, validation_average_loss=of_average.validation_loss if of_average else None)
         if result:
             result = replace(result, samples=self._sampler.sample(learner, step, is_over))
             self._last = (step, result.validation_loss)

@@ -78,10 +78,19 @@ def _lr_schedule(config: Config, _: int | None) -> Iterator[Problem]:
         )
 
 
+def _average(config: Config, _: int | None) -> Iterator[Problem]:
+    if config.average.interval and config.training.dtype == "bfloat16":
+        yield (
+            "average.interval",
+            f"with decay {config.average.decay}, each update of an average in bfloat16 would be rounded away; "
+            'set training.dtype = "float32"',
+        )
+
+
 def _exact(config: Config, _: int | None) -> Iterator[Problem]:
     norm_type = config.training.norm_type
     if config.training.reduction == "exact" and norm_type % 1 > 0:  # not so for inf
         yield "training.norm_type", f'with reduction "exact" it must be a whole number or inf, got {norm_type}'
 
 
-RULES: tuple[Rule, ...] = (_tokens, _dtypes, _optimizer_groups, _muon, _lr_schedule, _exact)
+RULES: tuple[Rule, ...] = (_tokens, _dtypes, _optimizer_groups, _muon, _lr_schedule, _average, _exact)

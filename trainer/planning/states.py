@@ -70,6 +70,8 @@ def _rule(config: Config, model: Skeleton, name: str) -> type[Rule]:
 
 
 def _state(config: Config, model: Skeleton, name: str) -> dict[str, Tensor]:
-    """The optimizer's state of a whole parameter, on the meta device."""
+    """The optimizer's state of a whole parameter, and its average, on the meta device."""
     rule = _rule(config, model, name)(config.optimizer)
-    return rule.state(torch.empty(model.shapes[name], dtype=getattr(torch, config.training.dtype), device="meta"))
+    parameter = torch.empty(model.shapes[name], dtype=getattr(torch, config.training.dtype), device="meta")
+    average = {"average": parameter} if config.average.interval else {}
+    return rule.state(parameter) | average

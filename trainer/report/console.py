@@ -237,6 +237,8 @@ class Console:
         if metrics.validation_loss is not None:
             whole = (metrics.validation_loss, metrics.validation_perplexity, metrics.validation_bits_per_byte)
             self.note(f"validation {_losses(*whole)}")
+            if metrics.validation_average_loss is not None:
+                self.note(f"  average of the weights: loss {metrics.validation_average_loss:.4f}")
             by_source = metrics.validation_by_source or {}
             for name, own in by_source.items() if len(by_source) > 1 else ():
                 self.note(f"  {name}: {_losses(own['loss'], own['perplexity'], own['bits_per_byte'])}")

@@ -219,6 +219,8 @@ class StepMetrics:
     """Bits per byte of text of all sources together; null without a tokenizer."""
     validation_by_source: dict[str, dict[str, float | None]] | None = None
     """Each source's own `loss`, `perplexity` and `bits_per_byte`, by its name."""
+    validation_average_loss: float | None = None
+    """The loss of the average of the weights; null if [average] keeps none, or it has not begun."""
     samples: list[dict[str, str]] | None = None
     """Each prompt of validation.samples: the `prompt`, and the `text` that the model continued it with."""
     tokens_per_expert: dict[int, list[int]] | None = None

@@ -40,6 +40,7 @@ TAGS = {
     "validation_perplexity": "validation/perplexity",
     "validation_bits_per_byte": "validation/bits_per_byte",
     "validation_by_source": "validation",
+    "validation_average_loss": "validation/average_loss",
     "evaluation": "evaluation",
     "tokens_per_second": "speed/tokens_per_second",
     "step_seconds": "speed/step_seconds",
