@@ -72,8 +72,13 @@ def _header(table: Key) -> str:
 
 
 def _entry(key: Key, width: int) -> Iterator[str]:
-    yield f"  --{key.name}  {key.type}; {_default(key)}"
+    values = f"  --{key.name}  {key.type}; {_default(key)}"
+    yield from textwrap.wrap(values, _WIDEST, subsequent_indent=" " * 10)
     yield from _sentence(key, width, " " * 6)
+
+
+_WIDEST = 120
+"""Longest line of a key's values, which are in one line where they fit, so that a search finds them."""
 
 
 def _sentence(key: Key, width: int, indent: str) -> list[str]:

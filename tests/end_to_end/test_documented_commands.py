@@ -147,6 +147,9 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel score": "keel score --help",
     "keel data": "keel data --help",
     "keel prove JOB": "keel prove --help",
+    "keel checkpoint average runs/debug OUTPUT": "keel train debug.toml --training.steps 4 --checkpoint.interval 2"
+    f" --average.interval 1 --job.output_dir runs/averaged {BATCH} && keel checkpoint average runs/averaged an_average",
+    "keel checkpoint average runs/debug OUTPUT --last 3": "keel checkpoint average runs/averaged a_mean --last 2",
     "keel checkpoint metadata CHECKPOINT OUTPUT": "keel checkpoint metadata runs/debug torch_index",
     "keel prove '*' --axes 'fsdp,tp,PP 2 1f1b,ac,documents,cp,ep' --ranks 2 --page PAGE": "keel prove --help",
     "keel prove '*' --axes compile --ranks 1": "keel prove --help",

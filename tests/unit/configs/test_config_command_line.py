@@ -91,10 +91,14 @@ def test_help_lists_every_key_with_type_default_and_sentence(capsys):
         assert key.doc.strip(), f"{key.name} has no docstring"
         if not key.is_table:
             (at,) = (i for i, line in enumerate(lines) if line.startswith(f"  --{key.name}  "))
-            assert key.type in lines[at]
-            assert key.doc.split()[0] in lines[at + 1]
-    names = '"cosine" | "linear" | "warmup_stable_decay" or string such as "module:Class"'
-    assert f'  --lr_schedule.name  {names}; default "cosine"' in lines
+            values, sentence = (lines[at], lines[at + 1])
+            if sentence.startswith(" " * 10):
+                values, sentence = (f"{values} {sentence.strip()}", lines[at + 2])
+            assert key.type in values
+            assert key.doc.split()[0] in sentence
+    names = '"cosine" | "linear" | "warmup_stable_decay" | "constant" | "inverse_sqrt" | "power" or string such as'
+    at = lines.index(f"  --lr_schedule.name  {names}")
+    assert lines[at + 1] == '          "module:Class"; default "cosine"'
     assert "  --training.seq_len  integer > 0; required" in lines
     assert "  --model.head_dim  integer > 0; optional" in lines
 

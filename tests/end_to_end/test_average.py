@@ -1,0 +1,87 @@
+"""The average of the weights in real runs: the same on every mesh, after every stop, and as the formula has it."""
+
+import pytest
+import torch
+
+from scripts import checkpoint
+from tests.end_to_end.launch import curve, launch, records, tensors
+from tests.marked import marked
+
+STEPS = 6
+WORDS = (
+    "--training.dtype float64 --training.compute_dtype float64 --training.reduce_dtype float64 "
+    f"--training.steps {STEPS} "
+    "--average.interval 1 --average.decay 0.6 --average.start_step 1 --checkpoint.interval 1 --checkpoint.keep_last 0 "
+    '--validation.interval 2 --validation.sequences 4 --validation.sources \'[{name = "noise", kind = "synthetic"}]\' '
+    "--optimizer.groups '[{pattern = \"norm.weight\", freeze = true}]' "
+)
+MESHES = {
+    "FSDP 2": (2, "", ""),
+    "TP 2": (2, "", "--mesh.tp 2"),
+    "owner 2": (2, "", "--fsdp.partition owner --mesh.dp_shard 1 --mesh.dp_replicate 2"),
+    "PP 2 x FSDP 2, tied": (4, "--model.tie_embeddings true", "--mesh.pp 2"),
+    "experts, EP 2": (2, "--model.n_experts 4", "--mesh.ep 2"),
+}
+FIRST, *OTHERS = MESHES
+
+
+def named(run, step, prefix):
+    """The tensors of a checkpoint whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): each for name, each in tensors(run, step).items() if name.startswith(prefix)}
+
+
+def validated(run, key):
+    return {record["step"]: record[key] for record in records(run) if "validation_loss" in record}
+
+
+@pytest.mark.parametrize("case", marked(MESHES, slow=OTHERS[:2], long=OTHERS[2:]))
+def test_the_average_is_the_formula_on_every_mesh_and_after_stops(tmp_path, case):
+    ranks, model, mesh = MESHES[case]
+    launch(tmp_path, f"{WORDS}{model} --job.output_dir alone")
+    launch(tmp_path, f"{WORDS}{model} {mesh} --job.output_dir straight", ranks)
+    for steps in (3, STEPS):
+        launch(tmp_path, f"{WORDS}{model} {mesh} --job.output_dir stopped --training.steps {steps}", ranks)
+    alone, straight, stopped = (tmp_path / name for name in ("alone", "straight", "stopped"))
+    expected = {}
+    for step in range(2, STEPS + 1):
+        weights = named(straight, step, "model.")
+        found = named(straight, step, "average.")
+        assert found.keys() == {name for name in weights if name != "norm.weight" and not name.endswith("bias")}
+        for name, average in found.items():
+            expected[name] = weights[name] if step == 2 else 0.6 * expected[name] + 0.4 * weights[name]
+            torch.testing.assert_close(average, expected[name], rtol=1e-12, atol=1e-12)
+    for name, average in named(alone, STEPS, "average.").items():
+        torch.testing.assert_close(expected[name], average, rtol=1e-10, atol=1e-10)
+    assert validated(alone, "validation_average_loss") == pytest.approx(
+        validated(straight, "validation_average_loss"), rel=1e-10
+    )
+    assert curve(stopped) == curve(straight)
+    after = named(stopped, STEPS, "average.")
+    assert after.keys() == expected.keys()
+    assert all(torch.equal(after[name], each) for name, each in named(straight, STEPS, "average.").items())
+
+
+def test_its_loss_is_that_of_a_run_from_the_averaged_checkpoint(tmp_path):
+    launch(tmp_path, f"{WORDS} --job.output_dir run")
+    losses = validated(tmp_path / "run", "validation_loss")
+    of_average = validated(tmp_path / "run", "validation_average_loss")
+    assert of_average[2] == losses[2]  # the first update copies
+    assert of_average[6] != losses[6]
+    assert checkpoint.main(["average", str(tmp_path / "run"), str(tmp_path / "average")]) == 0
+    still = "--checkpoint.init_from average --optimizer.lr 1e-30 --training.steps 2 --average.interval 0"
+    plain = WORDS.replace("--average.decay 0.6 --average.start_step 1", "").replace("--average.interval 1", "")
+    launch(tmp_path, f"{plain} {still} --job.output_dir from_it")
+    assert validated(tmp_path / "from_it", "validation_loss")[2] == pytest.approx(of_average[6], rel=1e-12)
+
+
+def test_it_can_be_added_to_a_run_and_left_out_where_that_is_allowed(tmp_path):
+    """Its first update then copies the weights; without the permission, the key is named."""
+    plain = "--checkpoint.interval 0 --job.output_dir run"
+    launch(tmp_path, f"{plain} --training.steps 3")
+    refused = launch(tmp_path, f"{plain} --training.steps 4 --average.interval 1", expect=78)
+    assert "average.interval: 0 -> 1" in refused.said
+    launch(tmp_path, f"{plain} --training.steps 4 --average.interval 1 --job.allow_run_change true")
+    for name, average in named(tmp_path / "run", 4, "average.").items():
+        assert torch.equal(average, tensors(tmp_path / "run", 4)[f"model.{name}"])
+    launch(tmp_path, f"{plain} --training.steps 5 --job.allow_run_change true")
+    assert not named(tmp_path / "run", 5, "average")
