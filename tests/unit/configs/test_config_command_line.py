@@ -96,9 +96,9 @@ def test_help_lists_every_key_with_type_default_and_sentence(capsys):
                 values, sentence = (f"{values} {sentence.strip()}", lines[at + 2])
             assert key.type in values
             assert key.doc.split()[0] in sentence
-    names = '"cosine" | "linear" | "warmup_stable_decay" | "constant" | "inverse_sqrt" | "power" or string such as'
+    names = '"cosine" | "linear" | "warmup_stable_decay" | "constant" | "inverse_sqrt" | "power" or string such'
     at = lines.index(f"  --lr_schedule.name  {names}")
-    assert lines[at + 1] == '          "module:Class"; default "cosine"'
+    assert lines[at + 1] == '          as "module:Class"; default "cosine"'
     assert "  --training.seq_len  integer > 0; required" in lines
     assert "  --model.head_dim  integer > 0; optional" in lines
 
