@@ -200,8 +200,8 @@ class Optimizer(Table):
     """The update rule."""
 
     name: Literal["adamw", "lion", "muon"] | ImportPath = "adamw"
-    """adamw; lion (half the state; lr 3 to 10 times smaller); muon: Muon for the blocks' matrices, AdamW for the rest
-    (needs fsdp.partition = "owner"); or a rule of your own (docs/own_models.md)."""
+    """adamw; lion (half the state; lr 3 to 10 times smaller); muon: Muon for the blocks' matrices, AdamW for the rest;
+    or a rule of your own (docs/own_models.md)."""
     lr: PositiveFloat
     """Peak learning rate."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]

@@ -8,7 +8,7 @@ their scales are over a micro-batch.
 
 import fnmatch
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 import xxhash
 from torch import Tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
 
 from configs.load import load
 from configs.own_code import code_of, is_import_path
-from configs.plan import plan_of
+from configs.plan import Plan, plan_of
 from configs.schema import Config, Optimizer, ParameterGroup
 from models import build_model
 from parallelisms.init import materialize
@@ -66,7 +67,7 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
             parameter.mul_(1.0 + nudge)
     if config.float8.recipe != "none":
         in_8_bits(model, config.float8)
-    optimizers = _plain_optimizers(config, dict(model.named_parameters()), plan_of(model).blocks)
+    optimizers = _plain_optimizers(config, dict(model.named_parameters()), plan_of(model))
     found = Trajectory(initial=copied(dict(model.named_parameters()) | buffers_of([model])))
     for step, micro_batches in enumerate(batches(config, 0, 1)):
         for name, p in model.named_parameters():
@@ -198,6 +199,29 @@ class _Lion(torch.optim.Optimizer):
                     self.state[p]["momentum"] = beta2 * momentum + (1 - beta2) * p.grad
 
 
+class _Muon(torch.optim.Optimizer):
+    """Muon by its formulas, one matrix after the other; torch's own code orthogonalizes."""
+
+    def __init__(self, groups: list[dict[str, Any]], config: Optimizer) -> None:
+        super().__init__(groups, {"lr": config.lr})
+        self.config = config
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        beta = self.config.momentum
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum = beta * self.state[p].get("momentum", torch.zeros_like(p)) + (1 - beta) * p.grad
+                self.state[p]["momentum"] = momentum
+                direction = (1 - beta) * p.grad + beta * momentum
+                for weight, towards in zip(p.view(-1, *p.shape[-2:]), direction.view(-1, *p.shape[-2:]), strict=True):
+                    update = _zeropower_via_newtonschulz(towards, (3.4445, -4.7750, 2.0315), 5, 1e-7).to(p.dtype)
+                    step = 0.2 * max(weight.shape) ** 0.5 * update + group["weight_decay"] * weight
+                    weight -= group["lr"] * step
+
+
 class _RoundingAdamW(torch.optim.Optimizer):
     """AdamW whose moments are stored in bfloat16, rounded by keyed hashes; formulas of `trainer/kernels/keyed.py`."""
 
@@ -250,23 +274,26 @@ def _rounded(values: np.ndarray, bits: np.ndarray) -> np.ndarray:
 
 
 def _plain_optimizers(
-    job: Config, parameters: dict[str, torch.nn.Parameter], blocks: Sequence[str]
+    job: Config, parameters: dict[str, torch.nn.Parameter], plan: Plan
 ) -> list[torch.optim.Optimizer]:
-    """Build torch's AdamW, preceded by Muon for the matrices in the blocks if the config names it."""
+    """Build torch's AdamW, preceded by Muon for the matrices in the blocks if the config names it, experts included."""
     config = job.optimizer
     if is_import_path(config.name):  # the user's own rule, over whole parameters
         own = [{"params": [p], "freeze": False, **_group_settings(config, name, p)} for name, p in parameters.items()]
         return [rule_of(config.name)(config).build(own)]
-    in_blocks = tuple(f"{block}." for block in blocks)
-    is_hidden = {name: p.ndim == 2 and name.startswith(in_blocks) for name, p in parameters.items()}
-    is_muons = {name: config.name == "muon" and is_hidden[name] for name in parameters}
+    of_experts = tuple(f"{module}." for module in plan.experts)
+    in_blocks = tuple(f"{block}." for block in plan.blocks)
+    is_muons = {
+        name: config.name == "muon" and name.startswith(in_blocks) and p.ndim == 2 + name.startswith(of_experts)
+        for name, p in parameters.items()
+    }
     groups: list[dict[str, Any]] = [
         {"params": [p], **_group_settings(config, name, p)} for name, p in parameters.items() if not is_muons[name]
     ]
     optimizers: list[torch.optim.Optimizer] = []
     if config.name == "muon":
         muons = [{"params": [p], **_group_settings(config, n, p)} for n, p in parameters.items() if is_muons[n]]
-        optimizers = [torch.optim.Muon(muons, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")]
+        optimizers = [_Muon(muons, config)]
     betas = (config.betas[0], config.betas[1])
     if config.moments_dtype == "bfloat16":
         names: dict[Tensor, str] = {p: name for name, p in parameters.items()}

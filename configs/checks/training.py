@@ -47,22 +47,6 @@ def _optimizer_groups(config: Config, _: int | None) -> Iterator[Problem]:
             yield f"optimizer.groups.{index}.pattern", f'duplicate pattern "{pattern}"; only the first applies'
 
 
-def _muon(config: Config, _: int | None) -> Iterator[Problem]:
-    optimizer = config.optimizer
-    if optimizer.name == "muon" and config.fsdp.partition == "rows":
-        yield (
-            "optimizer.name",
-            'Muon orthogonalizes whole matrices, but partition "rows" cuts them; set fsdp.partition = "owner" and '
-            "mesh.dp_shard = 1, with dp_replicate for the ranks",
-        )
-    if optimizer.name == "muon" and config.model.n_experts is not None:
-        yield (
-            "optimizer.name",
-            f"Muon orthogonalizes single matrices, but the weights of {config.model.n_experts} experts are stacked "
-            'in one tensor; set name = "adamw"',
-        )
-
-
 def _lr_schedule(config: Config, _: int | None) -> Iterator[Problem]:
     schedule = config.lr_schedule
     warmup = schedule.warmup_steps
@@ -85,4 +69,4 @@ def _exact(config: Config, _: int | None) -> Iterator[Problem]:
         yield "training.norm_type", f'with reduction "exact" it must be a whole number or inf, got {norm_type}'
 
 
-RULES: tuple[Rule, ...] = (_tokens, _dtypes, _optimizer_groups, _muon, _lr_schedule, _exact)
+RULES: tuple[Rule, ...] = (_tokens, _dtypes, _optimizer_groups, _lr_schedule, _exact)

@@ -1,6 +1,7 @@
 """What training asks of an optimizer: an update that the device decides on, and what of the model this rank owns."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,6 +74,24 @@ class TrainingOptimizer(TorchOptimizer):
 
     def wait(self) -> None:
         """Wait for updated parameters that are being sent: here, none is."""
+
+
+class JoinedOptimizer(TrainingOptimizer):
+    """Several optimizers, each over its own groups, as one."""
+
+    def __init__(self, optimizers: Sequence[TrainingOptimizer]) -> None:
+        """Show the groups and the state of `optimizers`, which have been built."""
+        self._optimizers = optimizers
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        super().__init__([{"params": group["params"]} for group in groups], {})
+        self.param_groups = groups
+        for optimizer in optimizers:
+            self.state.update(optimizer.state)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all groups; `closure` is not supported."""
+        for optimizer in self._optimizers:
+            optimizer.step()
 
 
 class OwnerOptimizer(OwnerPartition, TrainingOptimizer):
