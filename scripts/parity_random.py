@@ -194,13 +194,18 @@ def _optimizer(dice: random.Random, is_exact: bool) -> Keys:
     keys: Keys = {"optimizer.lr": dice.choice((1e-3, 1e-2))}
     if dice.random() < 0.4:
         keys |= {"optimizer.name": "muon"}
-        keys |= _some(dice, 0.3, {"optimizer.momentum": 0.8})
-    elif dice.random() < 0.15:
-        keys |= {"optimizer.name": "lion"}
+        keys |= _some(dice, 0.3, {"optimizer.momentum": 0.8}) | _some(dice, 0.2, {"optimizer.nesterov": "false"})
+        keys |= _some(dice, 0.3, {"optimizer.orthogonalization": "polar_express"})
+        keys |= _some(dice, 0.3, {"optimizer.split_heads": "true"})
+        keys |= _some(dice, 0.3, {"optimizer.cautious_weight_decay": "true"})
+    elif dice.random() < 0.3:
+        keys |= {"optimizer.name": dice.choice(("lion", "ademamix"))}
+        keys |= _some(dice, 0.3, {"optimizer.cautious_weight_decay": "true"})
     else:
         keys |= _some(dice, 0.15, {"optimizer.moments_dtype": "bfloat16"})
     keys |= _some(dice, 0.2, {"optimizer.betas": "[0.8, 0.99]", "optimizer.eps": 1e-6})
     keys |= _some(dice, 0.3, {"optimizer.weight_decay": dice.choice((0.0, 0.5))})
+    keys |= _some(dice, 0.15, {"optimizer.weight_decay_by": "schedule"})
     if is_exact:  # the plain reference does not round
         keys |= _some(dice, 0.05, {"fsdp.owner_broadcast_dtype": "bfloat16"})
     patterns = {

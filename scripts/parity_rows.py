@@ -187,6 +187,7 @@ def table() -> Iterator[Row]:
     yield from attention_rows()
     yield from moments_rows()
     yield from lion_rows()
+    yield from ademamix_rows()
     yield from muon_rows()
     yield from float8_rows()
     yield from qk_norm_rows()
@@ -241,6 +242,27 @@ def lion_rows() -> Iterator[Row]:
         yield Row(f"Lion, {name}", ranks, words(_selective(sizes, 2, compiled=False)), words(run))
     experts = words(_selective({"dp_shard": 2, "ep": 2}, 2, compiled=False))
     yield Row("Lion, EP 2", 2, experts, words(run | MOE))
+    decay = {"optimizer.cautious_weight_decay": "true", "optimizer.weight_decay_by": "schedule"}
+    overrides = words(_selective({"dp_shard": 2}, 2, compiled=False))
+    yield Row("Lion, cautious, FSDP 2", 2, overrides, words(run | decay | {"optimizer.weight_decay": 1e-3}))
+
+
+def ademamix_rows() -> Iterator[Row]:
+    """AdEMAMix, whose slow average is still warming up, over row shards and by owner."""
+    owner = {"fsdp.partition": "owner", "dp_replicate": 2, "dp_shard": 1}
+    run: dict[str, object] = {"optimizer.name": "ademamix", "optimizer.slow_beta": 0.99}
+    run |= {"optimizer.slow_warmup_steps": 4}
+    meshes: dict[str, tuple[int, dict[str, Any], dict[str, object]]] = {  # ranks, axes and settings, the run's keys
+        "1 process": (1, {}, {}),
+        "HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}, {}),
+        "FSDP 2 x TP 2, cautious": (4, {"dp_shard": 2, "tp": 2}, {"optimizer.cautious_weight_decay": "true"}),
+        "PP 2": (2, {"pp": 2}, {}),
+        "owner 2": (2, owner, {"optimizer.groups": groups_of(FROZEN)}),
+        "EP 2": (2, {"dp_shard": 2, "ep": 2}, MOE),
+    }
+    for name, (ranks, sizes, more) in meshes.items():
+        overrides = _selective(sizes, 2, compiled=name == "FSDP 2 x TP 2, cautious")
+        yield Row(f"AdEMAMix, {name}", ranks, words(overrides), words(run | more))
 
 
 MUON: dict[str, object] = {"optimizer.name": "muon"}
@@ -272,6 +294,17 @@ def muon_rows() -> Iterator[Row]:
         "experts, EP 2 x FSDP 2": (4, {"dp_shard": 4, "ep": 2}, MOE),
         "experts, EP 2 x TP 2": (4, {"dp_shard": 2, "ep": 2, "tp": 2}, MOE),
         "experts, EP 2, replicated": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, MOE),
+    }
+    options: dict[str, object] = {"optimizer.nesterov": "false", "optimizer.orthogonalization": "polar_express"}
+    options |= {"optimizer.split_heads": "true", "optimizer.cautious_weight_decay": "true"}
+    options |= {"optimizer.weight_decay_by": "schedule", "optimizer.weight_decay": 1e-3}
+    meshes |= {
+        "options, FSDP 4": (4, {"dp_shard": 4}, options),
+        "options, HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}, options),
+        "options, FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}, options),
+        "options, PP 2 x FSDP 2": (4, {"pp": 2, "dp_shard": 2}, options),
+        "options, experts, EP 2 x FSDP 2": (4, {"dp_shard": 4, "ep": 2}, MOE | options),
+        "options, owner 2 x TP 2": (4, {"dp_replicate": 2, "dp_shard": 1, "tp": 2, "fsdp.partition": "owner"}, options),
     }
     compiled = ("FSDP 4", "FSDP 2 x TP 2", "PP 2", "experts, EP 2 x FSDP 2")
     for name, (ranks, sizes, run) in meshes.items():

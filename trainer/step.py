@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from configs.architectures.parts import head_dim
 from configs.own_code import is_import_path
 from configs.plan import plan_of
 from configs.schema import Config, is_described
@@ -321,7 +322,7 @@ def _optimizer(
     sums = sums_of(config.training)
     seed = config.training.seed
     named_parameters = [named for stage in stages for named in stage.named_parameters()]
-    hidden = {name: n for stage in stages for name, n in hidden_matrices(stage).items()}
+    hidden = {name: n for stage in stages for name, n in hidden_matrices(stage, config).items()}
     if config.fsdp.partition == "rows":
         return build_optimizer(config.optimizer, named_parameters, hidden, None, model_names, sums, seed, mesh)
     dtype = config.fsdp.owner_broadcast_dtype
@@ -343,8 +344,13 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def hidden_matrices(model: nn.Module) -> dict[str, int]:
+_OF_HEADS = ("q_proj", "k_proj", "v_proj")
+"""The matrices of which each head has some rows."""
+
+
+def hidden_matrices(model: nn.Module, config: Config) -> dict[str, int]:
     """The matrices inside the model's blocks, which Muon updates: how many of them each parameter has, by name."""
+    split = is_described(config.model) and config.optimizer.split_heads
     plan = plan_of(model)
     in_blocks = tuple(f"{block}." for block in plan.blocks)
     matrices = {}
@@ -352,6 +358,8 @@ def hidden_matrices(model: nn.Module) -> dict[str, int]:
         is_stacked = name.rpartition(".")[0] in plan.experts
         if name.startswith(in_blocks) and parameter.ndim == 2 + is_stacked:
             matrices[name] = parameter.shape[0] if is_stacked else 1
+            if split and name.split(".")[-2] in _OF_HEADS:
+                matrices[name] = parameter.shape[0] // head_dim(config.model)
     return matrices
 
 

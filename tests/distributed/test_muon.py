@@ -38,7 +38,9 @@ def centred(matrix):
 def exchanged(words):
     """The largest error of the exchange, and the elements that each rank has mapped, of all."""
     learner = learner_of(settings(("--training.micro_batch_size", "1", *words)))
-    stacked = {name: n for stage in learner.stages.values() for name, n in hidden_matrices(stage).items()}
+    stacked = {
+        name: n for stage in learner.stages.values() for name, n in hidden_matrices(stage, learner.config).items()
+    }
     parameters = {learner.parameters[name]: n for name, n in stacked.items()}
     parts = [local_part(parameter).detach() for parameter in parameters]
     mapped = 0

@@ -97,6 +97,9 @@ def _groups(
         decay = settings[name].weight_decay
         if decay is None:
             decay = config.weight_decay if parameter.ndim >= 2 else 0.0
+        peak = config.lr * settings[name].lr_scale
+        if config.weight_decay_by == "schedule" and peak > 0:  # optimizers multiply by the group's learning rate
+            decay /= peak
         optimizer = rule_name(config, name in hidden_matrices)
         members.setdefault((optimizer, settings[name].lr_scale, decay, settings[name].freeze), []).append(
             (name, parameter)

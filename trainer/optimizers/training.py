@@ -98,6 +98,18 @@ class OwnerOptimizer(OwnerPartition, TrainingOptimizer):
     """The same over whole parameters, of which each rank owns some."""
 
 
+def decay(weights: list[Tensor], updates: list[Tensor], rate: float, is_cautious: bool) -> None:
+    """Move weights towards zero by a share `rate`; if cautious, only elements that will move there as well.
+
+    Chen et al. 2025, arXiv 2510.12402, algorithm 1. `updates` are subtracted from the weights, to any scale.
+    """
+    if not is_cautious:
+        torch._foreach_mul_(weights, 1 - rate)
+        return
+    for weight, update in zip(weights, updates, strict=True):
+        weight.sub_(weight * (update * weight >= 0) * rate)
+
+
 def set_lr(optimizer: TorchOptimizer, lr: float) -> None:
     """Set the learning rate of the next update; each group's `lr_scale` multiplies it."""
     for group in optimizer.param_groups:
