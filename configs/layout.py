@@ -66,8 +66,13 @@ class MeshSizes:
         return self.dp * self.cp
 
     @property
+    def stage_ranks(self) -> int:
+        """Ranks that hold parts of the same pipeline stage."""
+        return self.token_ranks * self.tp
+
+    @property
     def world_size(self) -> int:
-        return self.token_ranks * self.tp * self.pp
+        return self.stage_ranks * self.pp
 
     def __str__(self) -> str:
         of_experts = f"; experts: ep {self.ep} x shard {self.expert_shard}" if self.ep > 1 else ""

@@ -199,9 +199,9 @@ class ParameterGroup(Table):
 class Optimizer(Table):
     """The update rule."""
 
-    name: Literal["adamw", "lion", "muon"] | ImportPath = "adamw"
-    """adamw; lion (half the state; lr 3 to 10 times smaller); muon: Muon for the blocks' matrices, AdamW for the rest
-    (needs fsdp.partition = "owner"); or a rule of your own (docs/own_models.md)."""
+    name: Literal["adamw", "ademamix", "lion", "muon"] | ImportPath = "adamw"
+    """adamw; ademamix: AdamW with a second, slow average of gradients; lion (half the state; lr 3 to 10 times smaller);
+    muon: Muon for the blocks' matrices, AdamW for the rest; or a rule of your own (docs/own_models.md)."""
     lr: PositiveFloat
     """Peak learning rate."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
@@ -210,6 +210,11 @@ class Optimizer(Table):
     """Term added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices; vectors (norms) have none unless a group sets it."""
+    weight_decay_by: Literal["lr", "schedule"] = "lr"
+    """What a step multiplies weight_decay by. lr: the learning rate; schedule: the learning rate as a share of its
+    peak, so that the decay does not depend on lr (Wortsman et al. 2023); weight_decay is then about 1e-4."""
+    cautious_weight_decay: Annotated[bool, only_with("name", "ademamix", "lion", "muon")] = False
+    """Decay only elements that the update moves towards zero (Chen et al. 2025); with muon, of its own matrices."""
     moments_dtype: Annotated[
         Literal["float32", "bfloat16"],
         only_with("name", "adamw", reason="whose momentum is not rounded"),
@@ -222,6 +227,20 @@ class Optimizer(Table):
     otherwise torch's; torch: always torch's (machine key)."""
     momentum: Annotated[float, Field(ge=0, lt=1), only_with("name", "muon", EXAMPLE)] = 0.95
     """Decay rate of the momentum."""
+    nesterov: Annotated[bool, only_with("name", "muon")] = True
+    """Look ahead: orthogonalize the gradient with the momentum that already has it, instead of the momentum."""
+    orthogonalization: Annotated[Literal["newton_schulz", "polar_express"], only_with("name", "muon")] = "newton_schulz"
+    """Polynomials of Muon's five iterations. newton_schulz: one, Jordan's, which leaves singular values of 0.7 to 1.2;
+    polar_express: each the best after those before it, which come closer to 1 (Amsel et al. 2025)."""
+    split_heads: Annotated[bool, only_with("name", "muon")] = False
+    """Orthogonalize the rows of each head of q_proj, k_proj and v_proj by themselves."""
+    slow_beta: Annotated[float, Field(gt=0, lt=1), only_with("name", "ademamix")] = 0.9999
+    """Decay rate of AdEMAMix's slow average."""
+    slow_weight: Annotated[NonNegativeFloat, only_with("name", "ademamix")] = 5.0
+    """Weight of the slow average in the update, beside 1 of the fast one."""
+    slow_warmup_steps: Annotated[NonNegativeInt, only_with("name", "ademamix")] = 0
+    """Steps over which the slow average's decay rate and weight grow from the fast one's and from 0; the paper takes
+    all steps of the run; 0: none."""
     groups: list[ParameterGroup] = []
     """Parameters with separate settings; the first pattern that matches a name applies."""
 

@@ -8,8 +8,9 @@ dtype, so that a float64 proof and a bfloat16 run start from the same point.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import ceil
 from typing import Any, cast
 
 import torch
@@ -108,22 +109,28 @@ def _initialize(parameter: Tensor, std: float | None, key: str, pool: ThreadPool
 
 
 def local_indices(parameter: Tensor) -> list[Tensor]:
-    """The global indices of the elements in this rank's shard, ascending, for each dimension.
+    """The global indices of the elements in this rank's shard, ascending, for each dimension."""
+    coordinates = parameter.device_mesh.get_coordinate() if isinstance(parameter, DTensor) else ()
+    assert coordinates is not None
+    ranges = ranges_at(parameter, coordinates)
+    assert tuple(map(len, ranges)) == local_part(parameter).shape, (parameter, ranges)
+    return [torch.arange(indices.start, indices.stop) for indices in ranges]
+
+
+def ranges_at(parameter: Tensor, coordinates: Sequence[int]) -> list[range]:
+    """The global indices of a rank's shard, for each dimension; `coordinates`: its place in the parameter's mesh.
 
     FSDP shards what tensor parallelism left of a dimension, so the mesh's axes apply from the innermost outward.
     """
-    indices = [torch.arange(size) for size in parameter.shape]
+    ranges = [range(size) for size in parameter.shape]
     if isinstance(parameter, DTensor):
-        coordinates = parameter.device_mesh.get_coordinate()
-        assert coordinates is not None
         for axis in reversed(range(parameter.device_mesh.ndim)):
             placement: Any = parameter.placements[axis]
             if not placement.is_replicate():
-                chunks = indices[placement.dim].chunk(parameter.device_mesh.size(axis))
-                mine = coordinates[axis]
-                indices[placement.dim] = chunks[mine] if mine < len(chunks) else chunks[0][:0]
-        assert tuple(map(len, indices)) == parameter.to_local().shape, (parameter.placements, parameter.shape)
-    return indices
+                here = ranges[placement.dim]
+                chunk = ceil(len(here) / parameter.device_mesh.size(axis))
+                ranges[placement.dim] = here[coordinates[axis] * chunk :][:chunk]
+    return ranges
 
 
 def _truncated_normal(shape: Iterable[int], std: float, key: str) -> Tensor:

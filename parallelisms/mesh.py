@@ -56,6 +56,8 @@ class Mesh:
     """All data-parallel ranks in one dimension; they see different samples."""
     tokens: DeviceMesh
     """All data- and context-parallel ranks in one dimension; they see different tokens."""
+    stage: DeviceMesh
+    """All ranks that hold parts of the same pipeline stage, in one dimension; `place` says which parts."""
     ep: DeviceMesh
     """(ep,), or (ep, tp) with tensor parallelism: the axes that split experts before FSDP shards them."""
     expert_fsdp: DeviceMesh
@@ -65,6 +67,14 @@ class Mesh:
     def dp_rank(self) -> int:
         """The share of every global batch that this rank computes."""
         return self.dp.get_local_rank()
+
+    def place(self, rank: int) -> dict[str, int]:
+        """The coordinates of a rank of `stage`, by the name of the axis, in both ways to split the token ranks."""
+        sizes = self.sizes
+        token_rank, tp = divmod(rank, sizes.tp)
+        replica, shard = divmod(token_rank, sizes.fsdp_shard)
+        expert_shard, ep = divmod(shard, sizes.ep)
+        return {"replicas": replica, "shard": shard, "expert_shard": expert_shard, "ep": ep, "tp": tp}
 
     def sum_over_tokens(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the ranks that hold different tokens (data- and context-parallel), in place."""
@@ -91,7 +101,7 @@ def _reduced(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.Red
 
 def groups_of_axes(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     """This rank's process groups, by the mesh axis along which their ranks are arranged."""
-    meshes = {"dp": mesh.dp, "tokens": mesh.tokens, "cp": mesh.cp, "tp": mesh.tp, "pp": mesh.pp}
+    meshes = {"stage": mesh.stage, "dp": mesh.dp, "tokens": mesh.tokens, "cp": mesh.cp, "tp": mesh.tp, "pp": mesh.pp}
     shard = {
         str(name): axes[name].get_group()
         for axes in (mesh.ep, mesh.expert_fsdp, mesh.fsdp)
@@ -226,12 +236,19 @@ def build_mesh(sizes: MeshSizes, device: torch.device) -> Mesh:
         pp=mesh["pp"],
         dp=axes["dp_replicate", "dp_shard"]._flatten("dp", **_backends(device, {"backend_override": sizes.dp})),
         tokens=mesh["tokens"],
+        stage=_stage(mesh, sizes, device),
         # Without expert parallelism the slice is not needed, and torch 2.11 refuses it where a shard is one rank.
         ep=experts["ep", "tp"] if sizes.tp > 1 and sizes.ep > 1 else experts["ep"],
         expert_fsdp=experts[*replicas, "expert_shard"],
     )
     _hold_to_timeout()
     return arranged
+
+
+def _stage(mesh: DeviceMesh, sizes: MeshSizes, device: torch.device) -> DeviceMesh:
+    if sizes.tp == 1:
+        return mesh["tokens"]
+    return mesh["tokens", "tp"]._flatten("stage", **_backends(device, {"backend_override": sizes.stage_ranks}))
 
 
 def _backends(device: torch.device, sizes: Mapping[str, int]) -> Any:

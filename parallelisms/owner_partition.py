@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,18 +49,21 @@ _MASTER = "master"
 _MASTERS = "masters"
 
 
-def assign_owners(sizes: Mapping[str, int], loads: Sequence[int]) -> dict[str, int]:
+Name = TypeVar("Name", str, int)
+
+
+def assign_owners(sizes: Mapping[Name, int], loads: Sequence[int]) -> dict[Name, int]:
     """Assign each parameter to a rank: the largest first, each to the rank with the smallest load so far.
 
     The largest load is at most 4/3 of the optimum (Graham 1969, section 5). Ties between sizes are broken by name and
     between loads by rank, so that all ranks and launches agree without communicating.
 
     Args:
-        sizes: number of elements of each parameter, by name.
-        loads: number of elements that each rank already owns.
+        sizes: number of elements of each parameter, or what else it costs to own it, by name.
+        loads: the same of what each rank already owns.
     """
     loads = list(loads)
-    owners = {}
+    owners: dict[Name, int] = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += sizes[name]

@@ -58,8 +58,7 @@ class Draw:
     def run(self) -> Keys:
         """The keys that decide what is learned."""
         further = further_run_keys({"training": {"reduction": self.keys.get("training.reduction")}})
-        needs_owners = self.keys.get("optimizer.name") == "muon" or "fsdp.owner_broadcast_dtype" in self.keys
-        further += ("fsdp.partition",) * needs_owners
+        further += ("fsdp.partition",) * ("fsdp.owner_broadcast_dtype" in self.keys)
         return {key: value for key, value in self.keys.items() if is_run_key(key, further) or key == "training.steps"}
 
     def command(self, config_name: str) -> str:
@@ -93,7 +92,7 @@ def draw(seed: int, number: int) -> Draw:
     is_exact = dice.random() < 0.5
     run = _model(dice) | _data(dice) | _training(dice, is_exact)
     owners = dice.random() < 0.35
-    run |= _optimizer(dice, is_exact, may_be_muon=owners and "model.n_experts" not in run)
+    run |= _optimizer(dice, is_exact)
     owners = owners or "fsdp.owner_broadcast_dtype" in run
     steps = int(str(run["training.steps"]))
     evaluate_at = tuple(step for step in range(steps) if dice.random() < 0.15)
@@ -191,17 +190,22 @@ def _training(dice: random.Random, is_exact: bool) -> Keys:
     return keys | dict(zip(FLOAT64, chosen, strict=True))
 
 
-def _optimizer(dice: random.Random, is_exact: bool, may_be_muon: bool) -> Keys:
+def _optimizer(dice: random.Random, is_exact: bool) -> Keys:
     keys: Keys = {"optimizer.lr": dice.choice((1e-3, 1e-2))}
-    if may_be_muon and dice.random() < 0.6:
+    if dice.random() < 0.4:
         keys |= {"optimizer.name": "muon"}
-        keys |= _some(dice, 0.3, {"optimizer.momentum": 0.8})
-    elif dice.random() < 0.15:
-        keys |= {"optimizer.name": "lion"}
+        keys |= _some(dice, 0.3, {"optimizer.momentum": 0.8}) | _some(dice, 0.2, {"optimizer.nesterov": "false"})
+        keys |= _some(dice, 0.3, {"optimizer.orthogonalization": "polar_express"})
+        keys |= _some(dice, 0.3, {"optimizer.split_heads": "true"})
+        keys |= _some(dice, 0.3, {"optimizer.cautious_weight_decay": "true"})
+    elif dice.random() < 0.3:
+        keys |= {"optimizer.name": dice.choice(("lion", "ademamix"))}
+        keys |= _some(dice, 0.3, {"optimizer.cautious_weight_decay": "true"})
     else:
         keys |= _some(dice, 0.15, {"optimizer.moments_dtype": "bfloat16"})
     keys |= _some(dice, 0.2, {"optimizer.betas": "[0.8, 0.99]", "optimizer.eps": 1e-6})
     keys |= _some(dice, 0.3, {"optimizer.weight_decay": dice.choice((0.0, 0.5))})
+    keys |= _some(dice, 0.15, {"optimizer.weight_decay_by": "schedule"})
     if is_exact:  # the plain reference does not round
         keys |= _some(dice, 0.05, {"fsdp.owner_broadcast_dtype": "bfloat16"})
     patterns = {

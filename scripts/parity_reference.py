@@ -8,7 +8,7 @@ their scales are over a micro-batch.
 
 import fnmatch
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 import xxhash
 from torch import Tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
 
 from configs.load import load
 from configs.own_code import code_of, is_import_path
-from configs.plan import plan_of
+from configs.plan import Plan, plan_of
 from configs.schema import Config, Optimizer, ParameterGroup
 from models import build_model
 from parallelisms.init import materialize
@@ -73,7 +74,7 @@ def plain_trajectory(config_name: str, overrides: tuple[str, ...], nudge: float 
             parameter.mul_(1.0 + nudge * (2 * torch.randint(2, parameter.shape, generator=directions) - 1))
     if config.float8.recipe != "none":
         in_8_bits(model, config.float8)
-    optimizers = _plain_optimizers(config, dict(model.named_parameters()), plan_of(model).blocks)
+    optimizers = _plain_optimizers(config, dict(model.named_parameters()), plan_of(model))
     found = Trajectory(initial=copied(dict(model.named_parameters()) | buffers_of([model])))
     for step, micro_batches in enumerate(batches(config, 0, 1)):
         for name, p in model.named_parameters():
@@ -193,16 +194,101 @@ class _Choices:
 class _Lion(torch.optim.Optimizer):
     """Lion, by the paper's formulas."""
 
+    def __init__(self, groups: list[dict[str, Any]], config: Optimizer) -> None:
+        super().__init__(groups, {"lr": config.lr, "betas": (config.betas[0], config.betas[1])})
+        self.config = config
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            (beta1, beta2), lr, decay = (group[key] for key in ("betas", "lr", "weight_decay"))
+            (beta1, beta2), lr = (group[key] for key in ("betas", "lr"))
             for p in group["params"]:
                 if p.grad is not None:
                     momentum = self.state[p].get("momentum", torch.zeros_like(p))
                     direction = torch.sign(beta1 * momentum + (1 - beta1) * p.grad)
-                    p -= lr * (direction + decay * p)
+                    p -= lr * (direction + _decay(self.config, group, p, direction))
                     self.state[p]["momentum"] = beta2 * momentum + (1 - beta2) * p.grad
+
+
+class _AdEMAMix(torch.optim.Optimizer):
+    """AdEMAMix, by the paper's formulas."""
+
+    def __init__(self, groups: list[dict[str, Any]], config: Optimizer) -> None:
+        super().__init__(groups, {"lr": config.lr})
+        self.config = config
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        config = self.config
+        (beta1, beta2), warmup = config.betas, config.slow_warmup_steps
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["t"] = t = state.get("t", 0) + 1
+                beta3, alpha = config.slow_beta, config.slow_weight
+                if t < warmup:
+                    alpha *= t / warmup
+                    # Of f(beta) = ln(beta) / ln(0.5), the inverse of the half-life.
+                    beta3 = 2 ** -(1 / ((1 - t / warmup) / -np.log2(beta1) + t / warmup / -np.log2(config.slow_beta)))
+                state["m1"] = beta1 * state.get("m1", 0.0) + (1 - beta1) * p.grad
+                state["m2"] = beta3 * state.get("m2", 0.0) + (1 - beta3) * p.grad
+                state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * p.grad**2
+                mean = state["m1"] / (1 - beta1**t) + alpha * state["m2"]
+                update = mean / ((state["v"] / (1 - beta2**t)).sqrt() + config.eps)
+                p -= group["lr"] * (update + _decay(config, group, p, update))
+
+
+_POLAR_EXPRESS = [
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+]
+"""Appendix of the paper."""
+
+
+def _decay(config: Optimizer, group: dict[str, Any], weight: Tensor, update: Tensor) -> Tensor:
+    """The weight decay of a step, by the learning rate."""
+    is_outward = (weight * update < 0) & config.cautious_weight_decay
+    return group["weight_decay"] * torch.where(is_outward, 0.0, weight)
+
+
+class _Muon(torch.optim.Optimizer):
+    """Muon by its formulas, one matrix after the other; torch's own code orthogonalizes."""
+
+    def __init__(self, groups: list[dict[str, Any]], config: Optimizer) -> None:
+        super().__init__(groups, {"lr": config.lr})
+        self.config = config
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        beta = self.config.momentum
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum = beta * self.state[p].get("momentum", torch.zeros_like(p)) + (1 - beta) * p.grad
+                self.state[p]["momentum"] = momentum
+                direction = (1 - beta) * p.grad + beta * momentum if self.config.nesterov else momentum
+                shape = (-1, group["rows"] or p.shape[-2], p.shape[-1])
+                for weight, towards in zip(p.view(shape), direction.view(shape), strict=True):
+                    update = 0.2 * max(weight.shape) ** 0.5 * self._orthogonal(towards).to(p.dtype)
+                    weight -= group["lr"] * (update + _decay(self.config, group, weight, update))
+
+    def _orthogonal(self, matrix: Tensor) -> Tensor:
+        if self.config.orthogonalization == "newton_schulz":
+            return _zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+        x = matrix.bfloat16()
+        x = x.T if x.shape[0] > x.shape[1] else x
+        x = x / (x.norm() * 1.01)
+        for coefficients in _POLAR_EXPRESS:
+            a, b, c = (each / 1.01**power for each, power in zip(coefficients, (1, 3, 5), strict=True))
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
 class _RoundingAdamW(torch.optim.Optimizer):
@@ -257,32 +343,48 @@ def _rounded(values: np.ndarray, bits: np.ndarray) -> np.ndarray:
 
 
 def _plain_optimizers(
-    job: Config, parameters: dict[str, torch.nn.Parameter], blocks: Sequence[str]
+    job: Config, parameters: dict[str, torch.nn.Parameter], plan: Plan
 ) -> list[torch.optim.Optimizer]:
-    """Build torch's AdamW, preceded by Muon for the matrices in the blocks if the config names it."""
+    """Build torch's AdamW, preceded by Muon for the matrices in the blocks if the config names it, experts included."""
     config = job.optimizer
     if is_import_path(config.name):  # the user's own rule, over whole parameters
         own = [{"params": [p], "freeze": False, **_group_settings(config, name, p)} for name, p in parameters.items()]
         return [rule_of(config.name)(config).build(own)]
-    in_blocks = tuple(f"{block}." for block in blocks)
-    is_hidden = {name: p.ndim == 2 and name.startswith(in_blocks) for name, p in parameters.items()}
-    is_muons = {name: config.name == "muon" and is_hidden[name] for name in parameters}
+    of_experts = tuple(f"{module}." for module in plan.experts)
+    in_blocks = tuple(f"{block}." for block in plan.blocks)
+    is_muons = {
+        name: config.name == "muon" and name.startswith(in_blocks) and p.ndim == 2 + name.startswith(of_experts)
+        for name, p in parameters.items()
+    }
     groups: list[dict[str, Any]] = [
         {"params": [p], **_group_settings(config, name, p)} for name, p in parameters.items() if not is_muons[name]
     ]
     optimizers: list[torch.optim.Optimizer] = []
     if config.name == "muon":
-        muons = [{"params": [p], **_group_settings(config, n, p)} for n, p in parameters.items() if is_muons[n]]
-        optimizers = [torch.optim.Muon(muons, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")]
+        muons = [
+            {"params": [p], "rows": _rows_of_a_head(job, n), **_group_settings(config, n, p)}
+            for n, p in parameters.items()
+            if is_muons[n]
+        ]
+        optimizers = [_Muon(muons, config)]
     betas = (config.betas[0], config.betas[1])
     if config.moments_dtype == "bfloat16":
         names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         seed = job.training.seed
         return [_RoundingAdamW(groups, names, seed, lr=config.lr, betas=betas, eps=config.eps)]
+    if config.name == "ademamix":
+        return [_AdEMAMix(groups, config)]
     if config.name == "lion":
-        return [_Lion(groups, {"lr": config.lr, "betas": betas})]
+        return [_Lion(groups, config)]
     adamw = torch.optim.AdamW(groups, betas=betas, eps=config.eps, fused=False, foreach=False)
     return [*optimizers, adamw]
+
+
+def _rows_of_a_head(job: Config, name: str) -> int:
+    """The rows that are updated as one matrix, where heads are split; 0: all."""
+    is_of_heads = any(f".{each}_proj." in name for each in "qkv")
+    head_dim = job.model.head_dim or job.model.dim // job.model.n_heads
+    return head_dim if job.optimizer.split_heads and is_of_heads else 0
 
 
 def _group_of(config: Optimizer, name: str) -> ParameterGroup:
@@ -295,7 +397,10 @@ def _group_settings(config: Optimizer, name: str, parameter: Tensor) -> dict[str
     """A parameter's weight decay and the factor of its learning rate."""
     group = _group_of(config, name)
     decay = config.weight_decay if parameter.ndim >= 2 else 0.0
-    return {"lr_scale": group.lr_scale, "weight_decay": decay if group.weight_decay is None else group.weight_decay}
+    decay = decay if group.weight_decay is None else group.weight_decay
+    if config.weight_decay_by == "schedule":  # torch multiplies it by the group's learning rate
+        decay = decay / config.lr / group.lr_scale if group.lr_scale else 0.0
+    return {"lr_scale": group.lr_scale, "weight_decay": decay}
 
 
 def _rests(config: Optimizer, name: str, step: int) -> bool:

@@ -187,6 +187,8 @@ def table() -> Iterator[Row]:
     yield from attention_rows()
     yield from moments_rows()
     yield from lion_rows()
+    yield from ademamix_rows()
+    yield from muon_rows()
     yield from float8_rows()
     yield from qk_norm_rows()
     yield from tied_rows()
@@ -240,12 +242,83 @@ def lion_rows() -> Iterator[Row]:
         yield Row(f"Lion, {name}", ranks, words(_selective(sizes, 2, compiled=False)), words(run))
     experts = words(_selective({"dp_shard": 2, "ep": 2}, 2, compiled=False))
     yield Row("Lion, EP 2", 2, experts, words(run | MOE))
+    decay = {"optimizer.cautious_weight_decay": "true", "optimizer.weight_decay_by": "schedule"}
+    overrides = words(_selective({"dp_shard": 2}, 2, compiled=False))
+    yield Row("Lion, cautious, FSDP 2", 2, overrides, words(run | decay | {"optimizer.weight_decay": 1e-3}))
+
+
+def ademamix_rows() -> Iterator[Row]:
+    """AdEMAMix, whose slow average is still warming up, over row shards and by owner."""
+    owner = {"fsdp.partition": "owner", "dp_replicate": 2, "dp_shard": 1}
+    run: dict[str, object] = {"optimizer.name": "ademamix", "optimizer.slow_beta": 0.99}
+    run |= {"optimizer.slow_warmup_steps": 4}
+    meshes: dict[str, tuple[int, dict[str, Any], dict[str, object]]] = {  # ranks, axes and settings, the run's keys
+        "1 process": (1, {}, {}),
+        "HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}, {}),
+        "FSDP 2 x TP 2, cautious": (4, {"dp_shard": 2, "tp": 2}, {"optimizer.cautious_weight_decay": "true"}),
+        "PP 2": (2, {"pp": 2}, {}),
+        "owner 2": (2, owner, {"optimizer.groups": groups_of(FROZEN)}),
+        "EP 2": (2, {"dp_shard": 2, "ep": 2}, MOE),
+    }
+    for name, (ranks, sizes, more) in meshes.items():
+        overrides = _selective(sizes, 2, compiled=name == "FSDP 2 x TP 2, cautious")
+        yield Row(f"AdEMAMix, {name}", ranks, words(overrides), words(run | more))
+
+
+MUON: dict[str, object] = {"optimizer.name": "muon"}
+
+
+def muon_rows() -> Iterator[Row]:
+    """Muon, which exchanges parts of matrices, on each axis; with experts, each of which is a matrix of its own."""
+    meshes: dict[str, tuple[int, dict[str, Any], dict[str, object]]] = {  # ranks, axes and settings, the run's keys
+        "1 process": (1, {}, {}),
+        "DDP 2": (2, {"dp_replicate": 2, "dp_shard": 1}, {}),
+        "FSDP 3": (3, {"dp_shard": 3}, {"training.global_batch_size": 6}),
+        "FSDP 4": (4, {"dp_shard": 4}, {}),
+        "FSDP 4, ZeRO 2": (4, {"dp_shard": 4, "fsdp.zero_stage": 2}, {}),
+        "FSDP 4, ZeRO 1": (4, {"dp_shard": 4, "fsdp.zero_stage": 1}, {}),
+        "HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}, {}),
+        "TP 2": (2, {"tp": 2}, {}),
+        "FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}, {}),
+        "CP 2": (2, {"cp": 2}, {}),
+        "PP 2": (2, {"pp": 2}, {}),
+        "PP 2 x FSDP 2 interleaved": (4, {"pp": 2, "dp_shard": 2, "pipeline.schedule": "interleaved_1f1b"}, {}),
+        "PP 2 x TP 2 zero-bubble": (4, {"pp": 2, "tp": 2, "pipeline.schedule": "zero_bubble_v"}, {}),
+        "frozen, FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}, {"optimizer.groups": groups_of(FROZEN)}),
+        "experts, 1 process": (1, {}, MOE),
+        "experts, FSDP 4": (4, {"dp_shard": 4}, MOE),
+        "experts, HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}, MOE),
+        "experts, owner 2": (2, {"dp_replicate": 2, "dp_shard": 1, "fsdp.partition": "owner"}, MOE),
+        "experts, TP 2": (2, {"tp": 2}, MOE),
+        "experts, PP 2": (2, {"pp": 2}, MOE),
+        "experts, EP 2 x FSDP 2": (4, {"dp_shard": 4, "ep": 2}, MOE),
+        "experts, EP 2 x TP 2": (4, {"dp_shard": 2, "ep": 2, "tp": 2}, MOE),
+        "experts, EP 2, replicated": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, MOE),
+    }
+    options: dict[str, object] = {"optimizer.nesterov": "false", "optimizer.orthogonalization": "polar_express"}
+    options |= {"optimizer.split_heads": "true", "optimizer.cautious_weight_decay": "true"}
+    options |= {"optimizer.weight_decay_by": "schedule", "optimizer.weight_decay": 1e-3}
+    meshes |= {
+        "options, FSDP 4": (4, {"dp_shard": 4}, options),
+        "options, HSDP 2x2": (4, {"dp_replicate": 2, "dp_shard": 2}, options),
+        "options, FSDP 2 x TP 2": (4, {"dp_shard": 2, "tp": 2}, options),
+        "options, PP 2 x FSDP 2": (4, {"pp": 2, "dp_shard": 2}, options),
+        "options, experts, EP 2 x FSDP 2": (4, {"dp_shard": 4, "ep": 2}, MOE | options),
+        "options, owner 2 x TP 2": (4, {"dp_replicate": 2, "dp_shard": 1, "tp": 2, "fsdp.partition": "owner"}, options),
+    }
+    compiled = ("FSDP 4", "FSDP 2 x TP 2", "PP 2", "experts, EP 2 x FSDP 2")
+    for name, (ranks, sizes, run) in meshes.items():
+        for is_compiled in (False, True) if name in compiled else (False,):
+            overrides = _selective(sizes, 1, is_compiled)
+            if sizes.get("pipeline.schedule") == "zero_bubble_v":
+                del overrides["activation_checkpoint.mode"]
+            yield Row(f"Muon, {name}, {_how(is_compiled)}", ranks, words(overrides), words(MUON | run))
 
 
 def qk_norm_rows() -> Iterator[Row]:
     """Norms of each head; a rank's gradient of their weights is one term of a sum over tensor-parallel ranks."""
     run: dict[str, object] = {"model.qk_norm": "head"}
-    muon: dict[str, object] = {"optimizer.name": "muon", "fsdp.partition": "owner"}  # muon is refused without owners
+    muon: dict[str, object] = {"optimizer.name": "muon", "fsdp.partition": "owner"}
     meshes: dict[str, tuple[int, dict[str, Any], dict[str, object]]] = {  # ranks, axes, further overrides of the run
         "1 process": (1, {}, {}),
         "FSDP 2": (2, {"dp_shard": 2}, {}),
@@ -528,11 +601,10 @@ def words(overrides: Mapping[str, object]) -> tuple[str, ...]:
 def owner_table() -> Iterator[Row]:
     """The optimizer partitioned by owner: AdamW and Muon, alone on 1, 2 and 4 ranks and with other axes."""
     owner = ("--fsdp.partition", "owner")
-    runs = {"AdamW": (), "Muon": ("--optimizer.name", "muon", *owner)}  # Muon is refused without an owner partition
+    runs = {"AdamW": (), "Muon": ("--optimizer.name", "muon")}
 
     def row(what: str, ranks: int, overrides: Mapping[str, object], optimizer: str) -> Row:
-        run = runs[optimizer]
-        return Row(what, ranks, words({"mesh.dp_shard": 1, **overrides}) + (() if run else owner), run)
+        return Row(what, ranks, words({"mesh.dp_shard": 1, **overrides}) + owner, runs[optimizer])
 
     variants = {
         "accumulation 1": {},
@@ -609,8 +681,6 @@ ZERO_BUBBLE: dict[str, object] = {"mesh.pp": 2, "pipeline.schedule": "zero_bubbl
 REFUSED: dict[str, tuple[int, dict[str, object], str]] = {
     "owner 2 x EP 2": (4, {**OWNER, "mesh.dp_replicate": 2, "mesh.cp": 2, "mesh.ep": 2, **MOE}, "whole"),
     "owner over row shards": (2, {"fsdp.partition": "owner", "mesh.dp_shard": 2}, "dp_shard"),
-    "Muon over row shards": (2, {"optimizer.name": "muon"}, "whole matrices"),
-    "Muon with experts": (2, {**OWNER, "mesh.dp_replicate": 2, "optimizer.name": "muon", **MOE}, "expert"),
     "zero-bubble, compiled": (2, {**ZERO_BUBBLE, "compile.enable": "true"}, "compile"),
     "zero-bubble, selective": (2, {**ZERO_BUBBLE, "activation_checkpoint.mode": "selective"}, "selective"),
     "PP 2, layers left out": (2, {"mesh.pp": 2, "pipeline.split": "[2, 1]"}, "4"),

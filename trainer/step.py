@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint.reader import AVERAGE, OPTIMIZER
+from configs.architectures.parts import head_dim
 from configs.own_code import is_import_path
 from configs.plan import plan_of
 from configs.schema import Config, is_described
@@ -362,9 +363,9 @@ def _optimizer(
     sums = sums_of(config.training)
     seed = config.training.seed
     named_parameters = [named for stage in stages for named in stage.named_parameters()]
+    hidden = {name: n for stage in stages for name, n in hidden_matrices(stage, config).items()}
     if config.fsdp.partition == "rows":
-        return build_optimizer(config.optimizer, named_parameters, model_names=model_names, sums=sums, seed=seed)
-    hidden = [name for stage in stages for name in hidden_matrices(stage)]
+        return build_optimizer(config.optimizer, named_parameters, hidden, None, model_names, sums, seed, mesh)
     dtype = config.fsdp.owner_broadcast_dtype
 
     def assign_owners(groups: list[dict[str, Any]]) -> OwnerOptimizer:
@@ -384,10 +385,23 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def hidden_matrices(model: nn.Module) -> list[str]:
-    """Names of the matrices inside the model's blocks, which Muon updates."""
-    in_blocks = tuple(f"{block}." for block in plan_of(model).blocks)
-    return [name for name, p in model.named_parameters() if p.ndim == 2 and name.startswith(in_blocks)]
+_OF_HEADS = ("q_proj", "k_proj", "v_proj")
+"""The matrices of which each head has some rows."""
+
+
+def hidden_matrices(model: nn.Module, config: Config) -> dict[str, int]:
+    """The matrices inside the model's blocks, which Muon updates: how many of them each parameter has, by name."""
+    split = is_described(config.model) and config.optimizer.split_heads
+    plan = plan_of(model)
+    in_blocks = tuple(f"{block}." for block in plan.blocks)
+    matrices = {}
+    for name, parameter in model.named_parameters():
+        is_stacked = name.rpartition(".")[0] in plan.experts
+        if name.startswith(in_blocks) and parameter.ndim == 2 + is_stacked:
+            matrices[name] = parameter.shape[0] if is_stacked else 1
+            if split and name.split(".")[-2] in _OF_HEADS:
+                matrices[name] = parameter.shape[0] // head_dim(config.model)
+    return matrices
 
 
 def _valid(batch: MicroBatch) -> Tensor:

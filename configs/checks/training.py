@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from configs.checks.rule import Problem, Rule
 from configs.layout import decay_steps
-from configs.schema import Config
+from configs.schema import Config, is_described
 
 _MOST_TOKENS = 2**40
 """Limit for a step or a validation: thousands of times what the largest runs take, so more is a slip of the hand."""
@@ -47,19 +47,11 @@ def _optimizer_groups(config: Config, _: int | None) -> Iterator[Problem]:
             yield f"optimizer.groups.{index}.pattern", f'duplicate pattern "{pattern}"; only the first applies'
 
 
-def _muon(config: Config, _: int | None) -> Iterator[Problem]:
-    optimizer = config.optimizer
-    if optimizer.name == "muon" and config.fsdp.partition == "rows":
+def _split_heads(config: Config, _: int | None) -> Iterator[Problem]:
+    if config.optimizer.split_heads and not is_described(config.model):
         yield (
-            "optimizer.name",
-            'Muon orthogonalizes whole matrices, but partition "rows" cuts them; set fsdp.partition = "owner" and '
-            "mesh.dp_shard = 1, with dp_replicate for the ranks",
-        )
-    if optimizer.name == "muon" and config.model.n_experts is not None:
-        yield (
-            "optimizer.name",
-            f"Muon orthogonalizes single matrices, but the weights of {config.model.n_experts} experts are stacked "
-            'in one tensor; set name = "adamw"',
+            "optimizer.split_heads",
+            f'Keel does not know where the heads of architecture "{config.model.architecture}" are; leave it out',
         )
 
 
@@ -93,4 +85,4 @@ def _exact(config: Config, _: int | None) -> Iterator[Problem]:
         yield "training.norm_type", f'with reduction "exact" it must be a whole number or inf, got {norm_type}'
 
 
-RULES: tuple[Rule, ...] = (_tokens, _dtypes, _optimizer_groups, _muon, _lr_schedule, _average, _exact)
+RULES: tuple[Rule, ...] = (_tokens, _dtypes, _optimizer_groups, _split_heads, _lr_schedule, _average, _exact)

@@ -136,7 +136,7 @@ def _described_optimizers(
         raise UserError(f"{checkpoint} describes {config.model.n_layers} layers, but holds only {n_tensors} tensors")
     with torch.device("meta"):
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
-        optimizers = plain_optimizers(config.optimizer, list(model.named_parameters()), hidden_matrices(model))
+        optimizers = plain_optimizers(config.optimizer, list(model.named_parameters()), hidden_matrices(model, config))
     for optimizer in optimizers.values():
         set_lr(optimizer, learning_rate(config.lr_schedule, config.optimizer.lr, manifest.step))
     of_experts = tuple(f"{module}." for module in plan_of(model).experts)

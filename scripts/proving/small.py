@@ -52,9 +52,6 @@ def small_job(config: Config, ranks: int) -> SmallJob:
     }
     if config.data.document_mask:
         tables["data"]["sources"][0]["document_length"] = 8
-    if config.optimizer.name == "muon":  # refused without
-        tables["fsdp"] = {"partition": "owner"}
-        tables["mesh"] = {"dp_shard": 1}
     return SmallJob(table_text(tables), tuple(notes))
 
 

@@ -9,11 +9,13 @@ from scripts.parity_rows import (
     BOUNDS,
     REFUSED,
     Row,
+    ademamix_rows,
     attention_rows,
     float8_rows,
     lion_rows,
     memory_rows,
     moments_rows,
+    muon_rows,
     option_rows,
     qk_norm_rows,
     table,
@@ -25,7 +27,8 @@ from trainer.planning.least_recomputation import planned_choice
 
 CONFIG = "parity.toml"
 THREE_STEPS = ("--training.steps", "3")  # of the table's eight: enough for Adam's state and clipping to count
-ROWS_OF_KEYS = (memory_rows, attention_rows, moments_rows, lion_rows, float8_rows, qk_norm_rows, tied_rows, option_rows)
+ROWS_OF_KEYS = (memory_rows, attention_rows, moments_rows, lion_rows, muon_rows, float8_rows, qk_norm_rows)
+ROWS_OF_KEYS += (ademamix_rows, tied_rows, option_rows)
 ROWS = {row.name: row for row in table()}
 CHOSEN = [
     "1 process, none, eager, accumulation 1",
@@ -67,6 +70,13 @@ CHOSEN = [
     "memory limit, FSDP 2, eager",
     "memory limit, PP 2, compiled",
     "Lion, FSDP 2 x TP 2",
+    "AdEMAMix, FSDP 2 x TP 2, cautious",
+    "Muon, FSDP 4, eager",
+    "Muon, options, FSDP 2 x TP 2, eager",
+    "Muon, HSDP 2x2, eager",
+    "Muon, FSDP 2 x TP 2, compiled",
+    "Muon, PP 2 x FSDP 2 interleaved, eager",
+    "Muon, experts, EP 2 x FSDP 2, eager",
     "qk_norm, TP 2, eager",
     "qk_norm, TP 2, compiled",
     "qk_norm, CP 2, eager",
@@ -150,6 +160,12 @@ def test_the_table_is_whole():
             "owner 2 x CP 2, AdamW, eager",
             "owner 2 x TP 2, Muon, eager",
             "Lion, FSDP 2 x TP 2",
+            "AdEMAMix, FSDP 2 x TP 2, cautious",
+            "Muon, options, FSDP 2 x TP 2, eager",
+            "Muon, HSDP 2x2, eager",
+            "Muon, FSDP 2 x TP 2, compiled",
+            "Muon, PP 2 x FSDP 2 interleaved, eager",
+            "Muon, experts, EP 2 x FSDP 2, eager",
             "qk_norm, TP 2, compiled",
             "qk_norm, CP 2, eager",
             "qk_norm, FSDP 2 x TP 2, eager",

@@ -13,11 +13,12 @@ from torch.optim import Optimizer as TorchOptimizer
 
 from configs.errors import ConfigError
 from configs.schema import Config, Optimizer, ParameterGroup
+from parallelisms.mesh import Mesh
 from parallelisms.part import part_of
 from parallelisms.sums import Sums, sums_of
 from trainer.kernels.keyed import key_of
 from trainer.optimizers.rule import rule_of
-from trainer.optimizers.training import OwnerOptimizer, TrainingOptimizer, set_lr
+from trainer.optimizers.training import JoinedOptimizer, OwnerOptimizer, TrainingOptimizer, set_lr
 
 _REST = ParameterGroup(pattern="*")
 
@@ -28,11 +29,12 @@ Partition = Callable[[list[dict[str, Any]]], OwnerOptimizer]
 def build_optimizer(
     config: Optimizer,
     named_parameters: Sequence[tuple[str, Parameter]],
-    hidden_matrices: Collection[str] = (),
+    hidden_matrices: Mapping[str, int] | None = None,
     partition: Partition | None = None,
     model_names: Sequence[str] = (),
     sums: Sums | None = None,
     seed: int = 0,
+    mesh: Mesh | None = None,
 ) -> TrainingOptimizer:
     """Build the optimizer that the config names, with its state, all zero.
 
@@ -40,24 +42,27 @@ def build_optimizer(
     with `freeze` are in groups without state.
 
     Args:
-        hidden_matrices: names of the matrices inside the model's blocks, which some optimizers update alone.
-        partition: None updates this rank's part of every parameter; some optimizers need a partition.
+        hidden_matrices: the matrices inside the model's blocks, which some optimizers update alone: how many of them
+            each parameter has, by name.
+        partition: None updates this rank's part of every parameter.
         model_names: names of the whole model's parameters, if these are only a pipeline stage's.
         sums: the run's; None: fast ones.
         seed: the run's, by which moments in bfloat16 are rounded.
+        mesh: the ranks that hold the parameters' parts; None: this rank holds them whole.
 
     Raises:
         ConfigError: a group's pattern selects no parameter.
     """
     is_keyed = config.moments_dtype == "bfloat16"
     keys = {name: key_of(seed, name, part_of(p)) for name, p in named_parameters} if is_keyed else {}
-    groups = _groups(config, named_parameters, hidden_matrices, model_names)
-    rules = {name: rule_of(name)(config, sums, keys) for name in groups}
+    stacked = hidden_matrices or {}
+    groups = _groups(config, named_parameters, stacked, model_names)
+    parts_on = mesh if partition is None else None
+    rules = {name: rule_of(name)(config, sums, keys, stacked, parts_on) for name in groups}
     optimizer: TrainingOptimizer
     if partition is None:
-        (rule,) = rules.values()
-        assert not rule.hidden_matrices_only, f"{config.name} needs whole matrices, and so a partition by owner"
-        optimizer = rule.build(groups[config.name])
+        built = [rule.build(groups[name]) for name, rule in rules.items()]
+        optimizer = built[0] if len(built) == 1 else JoinedOptimizer(built)
     else:
         settings = {name: {"optimizer": rule.build, "whole": rule.hidden_matrices_only} for name, rule in rules.items()}
         optimizer = partition([group | settings[name] for name, members in groups.items() for group in members])
@@ -66,11 +71,11 @@ def build_optimizer(
 
 
 def plain_optimizers(
-    config: Optimizer, named_parameters: Sequence[tuple[str, Parameter]], hidden_matrices: Collection[str]
+    config: Optimizer, named_parameters: Sequence[tuple[str, Parameter]], hidden_matrices: Mapping[str, int]
 ) -> dict[str, TorchOptimizer]:
     """Build the plain torch optimizers, by name (with Muon, "muon" and "adamw"), that equal `build_optimizer`'s."""
     groups = _groups(config, named_parameters, hidden_matrices, model_names=())
-    return {name: rule_of(name)(config).build(members) for name, members in groups.items()}
+    return {name: rule_of(name)(config, stacked=hidden_matrices).build(members) for name, members in groups.items()}
 
 
 def rule_name(config: Optimizer, is_hidden_matrix: bool) -> str:
@@ -92,6 +97,9 @@ def _groups(
         decay = settings[name].weight_decay
         if decay is None:
             decay = config.weight_decay if parameter.ndim >= 2 else 0.0
+        peak = config.lr * settings[name].lr_scale
+        if config.weight_decay_by == "schedule" and peak > 0:  # optimizers multiply by the group's learning rate
+            decay /= peak
         optimizer = rule_name(config, name in hidden_matrices)
         members.setdefault((optimizer, settings[name].lr_scale, decay, settings[name].freeze), []).append(
             (name, parameter)

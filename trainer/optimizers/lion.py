@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallelisms.ranks import local_part
 from trainer.optimizers import rule
-from trainer.optimizers.training import TrainingOptimizer
+from trainer.optimizers.training import TrainingOptimizer, decay
 
 
 class Lion(TrainingOptimizer):
@@ -28,15 +28,15 @@ class Lion(TrainingOptimizer):
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not trained:
                 continue
-            weights = [local_part(parameter) for parameter in trained]
+            weights = [local_part(parameter.detach()) for parameter in trained]
             gradients = [local_part(parameter.grad) for parameter in trained]
             momenta = [local_part(self.state[parameter]["exp_avg"]) for parameter in trained]
             of_update, of_momentum = group["betas"]
             update = _interpolated(momenta, gradients, of_update)
             torch._foreach_sign_(update)
-            torch._foreach_mul_(update, -group["lr"])
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(weights, update)
+            decay(weights, update, group["lr"] * group["weight_decay"], group["cautious"])
+            torch._foreach_mul_(update, group["lr"])
+            torch._foreach_sub_(weights, update)
             torch._foreach_copy_(momenta, _interpolated(momenta, gradients, of_momentum))
 
 
@@ -54,4 +54,5 @@ class Rule(rule.Rule):
         return {"exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
 
     def without_state(self, groups: list[dict[str, Any]]) -> Lion:
-        return Lion(groups, {"lr": self.config.lr, "betas": (self.config.betas[0], self.config.betas[1])})
+        betas = self.config.betas[0], self.config.betas[1]
+        return Lion(groups, {"lr": self.config.lr, "betas": betas, "cautious": self.config.cautious_weight_decay})

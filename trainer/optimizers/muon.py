@@ -1,20 +1,154 @@
 """Muon (Jordan 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982).
 
-It updates a matrix by the orthogonal matrix nearest to its momentum. This needs the whole matrix, so Muon runs where
-whole parameters have owners. AdamW updates the norms, and also the embedding and the head, whose rows are looked up or
-compared one by one.
+It updates a matrix by the orthogonal matrix nearest to its momentum. This needs the whole matrix: where ranks hold
+parts, they exchange them (`parallelisms/whole_matrices.py`), in bfloat16, in which a matrix is orthogonalized anyway.
+The momentum is sharded like the parameter. An expert's matrices are matrices like others. AdamW updates the norms, and
+also the embedding and the head, whose rows are looked up or compared one by one.
+
+With the defaults it computes what `torch.optim.Muon` does, which continues its exported state. Polar Express (Amsel et
+al. 2025, arXiv 2505.16932) takes other polynomials, of the same cost.
 """
 
+import math
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Muon
 
+from configs.schema import Optimizer
+from parallelisms.ranks import local_part
+from parallelisms.whole_matrices import WholeMatrices
 from trainer.optimizers import rule
+from trainer.optimizers.training import TrainingOptimizer, decay
 
-NEWTON_SCHULZ_STEPS = 5
+Polynomial = tuple[float, float, float]
+"""The coefficients of x, x^3 and x^5."""
+
+NEWTON_SCHULZ: Polynomial = (3.4445, -4.7750, 2.0315)
+"""The same in each iteration."""
+STEPS = 5
 """Iterations that orthogonalize the momentum, as many as its author takes."""
+_MARGIN = 1.01
+"""Polar Express diverges above 1, so it works on singular values that bfloat16 may round up by this factor."""
+POLAR_EXPRESS: list[Polynomial] = [
+    (a / _MARGIN, b / _MARGIN**3, c / _MARGIN**5)
+    for a, b, c in (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    )
+]
+"""Of each iteration, in order (its algorithm 1)."""
+_SMALLEST_NORM = 1e-7
+
+
+class Muon(TrainingOptimizer):
+    """Muon over this rank's part of every matrix, or stack of matrices.
+
+    Shards change no bit: products and sums of elements are separate operations, which round all elements in the same
+    way, and a matrix is orthogonalized whole, by one rank and apart from others.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        matrices: WholeMatrices,
+        stacked: Mapping[str, int],
+        config: Optimizer,
+    ) -> None:
+        """Create the optimizer without its state.
+
+        Args:
+            groups: as for torch's, with names.
+            matrices: computes with whole matrices.
+            stacked: how many matrices a parameter has one below the other, by name; others are one.
+            config: the optimizer's settings.
+        """
+        is_polar = config.orthogonalization == "polar_express"
+        of_torch = {
+            "lr": config.lr,
+            "momentum": config.momentum,
+            "nesterov": config.nesterov,
+            "ns_coefficients": POLAR_EXPRESS if is_polar else NEWTON_SCHULZ,
+            "eps": _SMALLEST_NORM,
+            "ns_steps": STEPS,
+            "adjust_lr_fn": "match_rms_adamw",
+        }
+        super().__init__(groups, of_torch)
+        self._is_cautious = config.cautious_weight_decay
+        self._orthogonal = polar_express if is_polar else newton_schulz
+        self._matrices = matrices
+        self._stacked = {
+            parameter: stacked.get(name, 1)
+            for group in self.param_groups
+            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=True)
+        }
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the matrices that have a gradient; all ranks of a pipeline stage must call it.
+
+        Args:
+            closure: not supported.
+        """
+        trained = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        # One after the other, here and below: all at once, the temporaries would take as much memory as the gradients.
+        directions = [
+            self._direction(parameter, group["momentum"], group["nesterov"])
+            for group, members in zip(self.param_groups, trained, strict=True)
+            for parameter in members
+        ]
+        if not directions:
+            return
+        stacked = {parameter: self._stacked[parameter] for members in trained for parameter in members}
+        orthogonal = iter(self._matrices.map(self._orthogonal, stacked, directions))
+        for group, members in zip(self.param_groups, trained, strict=True):
+            for parameter, update in zip(members, islice(orthogonal, len(members)), strict=True):
+                self._move(parameter, update, group)
+
+    def _direction(self, parameter: Tensor, momentum: float, nesterov: bool) -> Tensor:
+        """Add the gradient to the momentum; returns what is orthogonalized, in bfloat16."""
+        average = local_part(self.state[parameter]["momentum_buffer"])
+        assert parameter.grad is not None
+        gradient = local_part(parameter.grad) * (1 - momentum)
+        average.mul_(momentum).add_(gradient)
+        return (gradient.add_(average * momentum) if nesterov else average).bfloat16()
+
+    def _move(self, parameter: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
+        weight = local_part(parameter.detach())
+        rows, columns = parameter.shape[-2:]
+        if parameter.ndim == 2:
+            rows //= self._stacked[parameter]
+        # Updates as large as AdamW's, so that one learning rate fits both (Liu et al., section 2.2).
+        scale = 0.2 * math.sqrt(max(rows, columns)) * group["lr"]
+        update = update.to(weight.device, weight.dtype)
+        decay([weight], [update], group["lr"] * group["weight_decay"], self._is_cautious)
+        weight.sub_(update * scale)
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """Nearly the nearest orthogonal matrix, with singular values of 0.7 to 1.2; (rows, columns), bfloat16."""
+    return _iterated(matrix, [NEWTON_SCHULZ] * STEPS, margin=1.0)
+
+
+def polar_express(matrix: Tensor) -> Tensor:
+    """The same by Polar Express, with singular values closer to 1."""
+    return _iterated(matrix, POLAR_EXPRESS, _MARGIN)
+
+
+def _iterated(matrix: Tensor, polynomials: Sequence[Polynomial], margin: float) -> Tensor:
+    """Apply odd polynomials to the singular values of a matrix, one after the other, from values of at most 1."""
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / (x.norm() * margin).clamp(min=_SMALLEST_NORM)
+    for a, b, c in polynomials:
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
 
 
 class Rule(rule.Rule):
@@ -26,6 +160,4 @@ class Rule(rule.Rule):
         return {"momentum_buffer": torch.zeros_like(parameter)}
 
     def without_state(self, groups: list[dict[str, Any]]) -> Muon:
-        config = self.config
-        # The adjustment makes updates as large as AdamW's, so that one learning rate fits both.
-        return Muon(groups, momentum=config.momentum, ns_steps=NEWTON_SCHULZ_STEPS, adjust_lr_fn="match_rms_adamw")
+        return Muon(groups, WholeMatrices(self.mesh), self.stacked, self.config)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer as TorchOptimizer
 
 from configs.own_code import code_of, is_import_path
 from configs.schema import Optimizer
+from parallelisms.mesh import Mesh
 from parallelisms.sums import Sums
 from trainer.kernels.keyed import Key
 
@@ -24,18 +25,30 @@ class Rule(ABC):
     """How an optimizer updates parameters, and what it keeps of each of them."""
 
     hidden_matrices_only: ClassVar[bool] = False
-    """Whether it updates only the matrices inside the model's blocks, and AdamW the rest. They are whole then."""
+    """Whether it updates only the matrices inside the model's blocks, and AdamW the rest. A partition by owner makes
+    them whole; one by rows is refused, except for Muon, which exchanges parts."""
 
-    def __init__(self, config: Optimizer, sums: Sums | None = None, keys: Mapping[str, Key] | None = None) -> None:
+    def __init__(
+        self,
+        config: Optimizer,
+        sums: Sums | None = None,
+        keys: Mapping[str, Key] | None = None,
+        stacked: Mapping[str, int] | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
         """
         Args:
             config: the optimizer's settings.
             sums: the run's; None: fast ones.
             keys: how moments in bfloat16 are rounded, by the parameter's name; otherwise None or empty.
+            stacked: how many matrices each parameter inside the blocks has, by name.
+            mesh: the ranks that hold the parameters' parts; None: parameters are whole.
         """
         self.config = config
         self.sums = sums or Sums()
         self.keys = keys or {}
+        self.stacked = stacked or {}
+        self.mesh = mesh
 
     @abstractmethod
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -46,7 +59,7 @@ class Rule(ABC):
 
     @abstractmethod
     def without_state(self, groups: list[dict[str, Any]]) -> TorchOptimizer:
-        """The torch optimizer over some groups: a `TrainingOptimizer`, unless it needs whole matrices."""
+        """The torch optimizer over some groups: a `TrainingOptimizer`, unless a partition by owner makes them whole."""
 
     def build(self, groups: list[dict[str, Any]]) -> Any:
         """The torch optimizer over some groups, with its state; groups with "freeze" have none."""

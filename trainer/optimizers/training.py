@@ -1,6 +1,7 @@
 """What training asks of an optimizer: an update that the device decides on, and what of the model this rank owns."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,8 +76,38 @@ class TrainingOptimizer(TorchOptimizer):
         """Wait for updated parameters that are being sent: here, none is."""
 
 
+class JoinedOptimizer(TrainingOptimizer):
+    """Several optimizers, each over its own groups, as one."""
+
+    def __init__(self, optimizers: Sequence[TrainingOptimizer]) -> None:
+        """Show the groups and the state of `optimizers`, which have been built."""
+        self._optimizers = optimizers
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        super().__init__([{"params": group["params"]} for group in groups], {})
+        self.param_groups = groups
+        for optimizer in optimizers:
+            self.state.update(optimizer.state)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all groups; `closure` is not supported."""
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
 class OwnerOptimizer(OwnerPartition, TrainingOptimizer):
     """The same over whole parameters, of which each rank owns some."""
+
+
+def decay(weights: list[Tensor], updates: list[Tensor], rate: float, is_cautious: bool) -> None:
+    """Move weights towards zero by a share `rate`; if cautious, only elements that will move there as well.
+
+    Chen et al. 2025, arXiv 2510.12402, algorithm 1. `updates` are subtracted from the weights, to any scale.
+    """
+    if not is_cautious:
+        torch._foreach_mul_(weights, 1 - rate)
+        return
+    for weight, update in zip(weights, updates, strict=True):
+        weight.sub_(weight * (update * weight >= 0) * rate)
 
 
 def set_lr(optimizer: TorchOptimizer, lr: float) -> None:

@@ -29,7 +29,7 @@ _FORWARD_TOKENS = 8
 def faults_of_own_code(config: Config) -> Iterator[Fault]:
     """Yield what is wrong with the user's own code, or asked of it and impossible."""
     if is_import_path(config.optimizer.name):
-        yield from _rule(config.optimizer.name)
+        yield from _rule(config.optimizer.name, config.fsdp.partition)
     if is_import_path(config.lr_schedule.name):
         yield from _found("lr_schedule.name", lambda: _check_schedule(config.lr_schedule))
     if is_import_path(config.training.loss):
@@ -112,7 +112,7 @@ def _check_forward(config: Config) -> None:
 # --------------------------------------------------------------------------- optimizer, schedule, loss
 
 
-def _rule(name: str) -> Iterator[Fault]:
+def _rule(name: str, partition: str) -> Iterator[Fault]:
     found = code_of(name)
     if not isinstance(found, type) or not issubclass(found, Rule):
         yield (
@@ -121,6 +121,12 @@ def _rule(name: str) -> Iterator[Fault]:
         )
     elif missing := sorted(getattr(found, "__abstractmethods__", ())):
         yield "optimizer.name", f'"{name}" lacks the methods {", ".join(missing)} of trainer.optimizers.rule.Rule'
+    elif found.hidden_matrices_only and partition == "rows":
+        yield (
+            "optimizer.name",
+            f'"{name}" needs whole matrices, but partition "rows" cuts them; set fsdp.partition = "owner" and '
+            "mesh.dp_shard = 1, with dp_replicate for the ranks",
+        )
 
 
 def _check_schedule(schedule: LrSchedule) -> None:

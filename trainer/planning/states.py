@@ -26,9 +26,9 @@ def always_frozen(config: Config, model: Skeleton) -> set[str]:
 def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int]) -> list[int]:
     """Bytes of optimizer state, for each rank that holds a different part of it.
 
-    What never trains has none. An owner that sends rounded parameters also keeps them in full precision. A rule that
-    needs whole matrices (Muon's) has them whole, even if tensor parallelism shards the parameters. Broadcast buffers
-    are not counted, since they are freed before activations appear.
+    What never trains has none. An owner that sends rounded parameters also keeps them in full precision. An owner's
+    rule that needs whole matrices (Muon's) has them whole, even if tensor parallelism shards the parameters. What an
+    update exchanges is not counted, since it is freed before activations appear.
 
     Args:
         config, sizes: the job and its mesh.
@@ -44,7 +44,7 @@ def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int
             total[owners[name]] += masters * size
             continue
         shape = model.shapes[name]
-        whole = sizes.tp if _rule(config, model, name).hidden_matrices_only else 1
+        whole = sizes.tp if sizes.by_owner and _rule(config, model, name).hidden_matrices_only else 1
         for tensor in _state(config, model, name).values():
             total[owners[name]] += tensor.itemsize * (size * whole if tensor.shape == shape else tensor.numel())
         total[owners[name]] += masters * size * whole
@@ -65,7 +65,7 @@ def checkpoint_bytes(config: Config) -> int:
 
 def _rule(config: Config, model: Skeleton, name: str) -> type[Rule]:
     """The rule that updates a parameter."""
-    is_hidden = model.block_of(name) is not None and len(model.shapes[name]) == 2
+    is_hidden = model.block_of(name) is not None and len(model.shapes[name]) == 2 + model.is_of_experts(name)
     return rule_of(rule_name(config.optimizer, is_hidden))
 
 

@@ -85,10 +85,6 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             'bias_update_rate does nothing with load_balance = "auxiliary_loss" (the default), only with "bias"',
         ),
         (
-            "model.n_experts=4 optimizer.name=muon fsdp.partition=owner",
-            "the weights of 4 experts are stacked in one tensor",
-        ),
-        (
             "model.n_experts=4 model.n_dense_layers=1 model.expert_dim=66 mesh.tp=4",
             "tp 4 does not divide model.expert_dim 66 (66 / 4 = 16.50)",
         ),
@@ -320,10 +316,6 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "set mesh.dp_replicate = 4 and mesh.dp_shard = 1",
         ),
         (
-            "optimizer.name=muon",
-            '--optimizer.name: Muon orthogonalizes whole matrices, but partition "rows" cuts them; set fsdp.',
-        ),
-        (
             "optimizer.momentum=0.9",
             'momentum does nothing with name = "adamw" (the default), only with "muon" or "module:Class"; leave',
         ),
@@ -380,6 +372,7 @@ def test_a_wrong_combination_is_one_problem(settings, message):
         "fsdp.partition=owner fsdp.owner_broadcast_dtype=bfloat16 mesh.dp_replicate=2",
         "fsdp.partition=owner optimizer.name=muon optimizer.momentum=0.9",
         "fsdp.partition=owner mesh.tp=2 mesh.cp=2 optimizer.name=muon",
+        "model.n_experts=4 mesh.ep=2 optimizer.name=muon",
         "mesh.cp=2 mesh.tp=2 training.seq_len=40",
         "mesh.cp=2 context.method=all_to_all training.seq_len=30",
         "context.method=all_to_all model.n_kv_heads=1",

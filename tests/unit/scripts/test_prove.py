@@ -67,13 +67,6 @@ def test_what_is_left_out_is_told(tmp_path):
     assert [group.pattern for group in loaded.config.optimizer.groups] == ["layers.0.*"]
 
 
-def test_muon_keeps_its_partition(tmp_path):
-    _, _, loaded = small(
-        "debug.toml", tmp_path, "--optimizer.name", "muon", "--fsdp.partition", "owner", "--mesh.dp_shard", "1"
-    )
-    assert loaded.config.fsdp.partition == "owner"
-
-
 @pytest.mark.parametrize("every_pair", [False, True])
 def test_rows_cover_the_pairs(every_pair):
     techniques = chosen(AXES, has_documents=False)

@@ -11,7 +11,8 @@ from configs.errors import ConfigError
 from configs.schema import Optimizer, ParameterGroup
 from parallelisms.sums.exact import ExactSums
 from parallelisms.sums.fast import Sums
-from trainer.optimizers import adamw
+from trainer.optimizers import adamw, muon, training
+from trainer.optimizers.ademamix import slow_rates
 from trainer.optimizers.build import build_optimizer, frozen_until, optimizer_state, saved_weights, set_lr
 
 SHAPES = {
@@ -290,3 +291,106 @@ def test_meta_parameters_are_planned_without_memory():
     parameters = {name: Parameter(torch.empty(shape, device="meta")) for name, shape in SHAPES.items()}
     optimizer = build_optimizer(Optimizer(lr=1.0), list(parameters.items()))
     assert optimizer_state(optimizer, parameters)["optimizer.norm.weight.exp_avg"].is_meta
+
+
+# --------------------------------------------------------------------------- Muon
+
+
+def _singular_values(matrix):
+    return torch.linalg.svdvals(matrix.float())
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (32, 32)])
+def test_polynomials_make_singular_values_about_one(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    by_jordan, by_express = map(_singular_values, (muon.newton_schulz(matrix), muon.polar_express(matrix)))
+    assert 0.6 < by_jordan.min() <= by_jordan.max() < 1.3
+    assert (by_express - 1).abs().mean() < (by_jordan - 1).abs().mean()
+    # The directions stay: the nearest orthogonal matrix has the same singular vectors.
+    left, _, right = torch.linalg.svd(matrix.float(), full_matrices=False)
+    assert (muon.polar_express(matrix).float() - left @ right).norm() < 0.1 * min(shape) ** 0.5
+
+
+def test_muon_is_torchs():
+    config = Optimizer(lr=1e-2, name="muon", weight_decay=0.3)
+    ours, theirs = _parameters(torch.float32), _parameters(torch.float32)
+    optimizer = build_optimizer(config, list(ours.items()), {name: 1 for name, p in ours.items() if p.ndim == 2})
+    matrices = [p for p in theirs.values() if p.ndim == 2]
+    plain = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        _set_gradients(ours, step)
+        _set_gradients(theirs, step)
+        optimizer.step()
+        plain.step()
+    for name, p in ours.items():
+        if p.ndim == 2:
+            torch.testing.assert_close(p, theirs[name])
+
+
+def test_each_head_and_each_expert_is_a_matrix_of_its_own():
+    heads, experts = torch.randn(12, 8, dtype=torch.float64), torch.randn(3, 4, 8, dtype=torch.float64)
+    gradient = torch.randn(12, 8, dtype=torch.float64)
+    together = {"q": Parameter(heads.clone()), "experts": Parameter(heads.clone().view_as(experts))}
+    for parameter in together.values():
+        parameter.grad = gradient.view_as(parameter)
+    apart = {str(i): Parameter(part.clone()) for i, part in enumerate(heads.chunk(3))}
+    for parameter, part in zip(apart.values(), gradient.chunk(3), strict=True):
+        parameter.grad = part
+    config = Optimizer(lr=1e-2, name="muon", cautious_weight_decay=True)
+    build_optimizer(config, list(together.items()), dict.fromkeys(together, 3)).step()
+    build_optimizer(config, list(apart.items()), dict.fromkeys(apart, 1)).step()
+    expected = torch.cat(list(apart.values()))
+    assert torch.equal(together["q"], expected)
+    assert torch.equal(together["experts"].flatten(end_dim=1), expected)
+
+
+# --------------------------------------------------------------------------- weight decay
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_decay_by_the_schedule_does_not_depend_on_lr(name):
+    """Without a gradient's part: the same share of a weight, whatever lr, at half of its peak."""
+    for lr in (1e-3, 1e-2):
+        groups = [ParameterGroup(pattern="embed*", lr_scale=3.0), ParameterGroup(pattern="layers.0.m*", lr_scale=0.0)]
+        config = Optimizer(lr=lr, name=name, weight_decay=0.2, weight_decay_by="schedule", groups=groups)
+        parameters = _parameters()
+        before = {n: p.detach().clone() for n, p in parameters.items()}
+        optimizer = build_optimizer(config, list(parameters.items()), {"layers.0.mlp.up_proj.weight": 1})
+        for parameter in parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        set_lr(optimizer, lr / 2)
+        optimizer.step()
+        torch.testing.assert_close(parameters["embed_tokens.weight"], before["embed_tokens.weight"] * 0.9)
+        assert torch.equal(parameters["norm.weight"], before["norm.weight"])
+        assert torch.equal(parameters["layers.0.mlp.up_proj.weight"], before["layers.0.mlp.up_proj.weight"])
+
+
+def test_cautious_decay_is_of_what_moves_to_zero():
+    weights = [torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])]
+    training.decay(weights, [torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0])], 0.5, is_cautious=True)
+    assert weights[0].tolist() == [0.5, -1.0, 1.0, -0.5, 1.0]
+
+
+# --------------------------------------------------------------------------- AdEMAMix
+
+
+def test_ademamix_without_a_slow_average_is_adamw():
+    ours, theirs = _parameters(), _parameters()
+    optimizers = [
+        build_optimizer(Optimizer(lr=1e-2, name="ademamix", slow_weight=0.0), list(ours.items())),
+        build_optimizer(Optimizer(lr=1e-2), list(theirs.items())),
+    ]
+    for step in range(3):
+        for parameters, optimizer in zip((ours, theirs), optimizers, strict=True):
+            _set_gradients(parameters, step)
+            optimizer.step()
+    for name, parameter in ours.items():
+        torch.testing.assert_close(parameter, theirs[name], rtol=1e-13, atol=1e-13)
+
+
+def test_the_slow_average_warms_up():
+    config = Optimizer(lr=1e-2, name="ademamix", slow_beta=0.999, slow_warmup_steps=100)
+    halves = [math.log(0.5) / math.log(slow_rates(config, t)[0]) for t in (1, 50, 99, 100, 1000)]
+    start, end = math.log(0.5) / math.log(0.9), math.log(0.5) / math.log(0.999)
+    assert halves == pytest.approx([start + (end - start) * share for share in (0.01, 0.5, 0.99, 1, 1)])
+    assert [slow_rates(config, t)[1] for t in (1, 50, 100)] == [0.05, 2.5, 5.0]
