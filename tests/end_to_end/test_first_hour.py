@@ -80,7 +80,16 @@ def test_weights_of_another_model_of_the_same_shapes_are_announced(tmp_path, cap
         assert told.count(f"  model.{line}\n") == 1, told
 
 
-@pytest.mark.parametrize("words", [(), ("--optimizer.moments_dtype", "bfloat16"), ("--training.dtype", "bfloat16")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--optimizer.moments_dtype", "bfloat16"),
+        ("--training.dtype", "bfloat16"),
+        ("--average.interval", "1"),
+        ("--average.interval", "1", "--optimizer.groups", "[{pattern = 'norm.weight', freeze = true}]"),
+    ],
+)
 def test_a_checkpoint_is_as_large_as_was_said(tmp_path, words):
     assert launch_here(tmp_path, "--training.steps", "1", *words) == 0
     folder = tmp_path / "run/checkpoints/step-00000001"

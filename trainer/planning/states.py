@@ -55,7 +55,7 @@ def checkpoint_bytes(config: Config) -> int:
     """Bytes of the tensors in a checkpoint, except the few of a mixture's balancing biases."""
     model = skeleton(config.model)
     frozen = always_frozen(config, model)
-    total = 0
+    total = 8 if config.average.interval else 0  # the number of the average's updates
     for name, shape in model.shapes.items():
         total += prod(shape) * BYTES[config.training.dtype]
         for tensor in () if name in frozen else _state(config, model, name).values():

@@ -283,6 +283,16 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "validation.samples does nothing with interval = 0 (the default), which never",
         ),
         ("lr_schedule.warmup_steps=11", "--lr_schedule.warmup_steps: warmup_steps 11 is above total_steps 10"),
+        (
+            "average.interval=1 training.dtype=bfloat16",
+            "--average.interval: with decay 0.999, each update of an average",
+        ),
+        ("average.decay=0.9", "average.decay does nothing with interval = 0 (the default), which keeps no average"),
+        ("lr_schedule.name=constant lr_schedule.min_lr_ratio=0.2", 'min_lr_ratio does nothing with name = "constant"'),
+        (
+            "lr_schedule.name=inverse_sqrt lr_schedule.warmup_steps=7 lr_schedule.decay_steps=4",
+            "is above total_steps 10",
+        ),
         ("lr_schedule.decay_steps=3", 'lr_schedule.decay_steps does nothing with name = "cosine"'),
         (
             "lr_schedule.name=warmup_stable_decay lr_schedule.warmup_steps=7 lr_schedule.decay_steps=4",
