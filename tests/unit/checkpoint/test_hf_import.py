@@ -24,6 +24,7 @@ from models import build_model
 from scripts import import_hf as script
 from tests.conftest import ROOT
 from tests.unit.hf_support import TINY, make_model, save
+from trainer.step import saved_buffers
 
 NO_TOKENIZER = TokenizerFiles()
 OLMO3, SMOLLM3, GEMMA3 = ({"model_type": name, "architectures": ...} for name in ("olmo3", "smollm3", "gemma3_text"))
@@ -65,6 +66,7 @@ def test_save_pretrained_comes_back_bit_equal(tmp_path, name):
     assert script.main([str(tmp_path / "saved"), str(tmp_path / "back")]) == 0
     back = state_of(tmp_path / "back")
     expected = {f"model.{name}": parameter.to(getattr(torch, dtype)) for name, parameter in model.named_parameters()}
+    expected |= {f"model.{name}": buffer for name, buffer in saved_buffers(model)}
     assert back.keys() == expected.keys()
     assert all(
         back[name].dtype == tensor.dtype and torch.equal(back[name], tensor) for name, tensor in expected.items()
