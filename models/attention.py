@@ -105,7 +105,7 @@ class LatentAttention(nn.Module):
         self.attend = _attend_of(self.window)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
-        """As `Attention.forward`; a tensor-parallel rank's x is its part of the sequence."""
+        """x: (batch, seq, dim) of the tensor-parallel rank's part of the sequence; else as `Attention.forward`."""
         latent = self.latent
         q = self._queries(x).unflatten(-1, (-1, self.head_dim))  # (batch, seq, heads, head_dim)
         compressed, shared = self.kv_a_proj_with_mqa(x).split((latent.key_value_rank, latent.rope_head_dim), -1)

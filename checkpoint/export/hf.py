@@ -33,6 +33,7 @@ from checkpoint.export.hf_config import (
     tensor_shapes,
     to_hf,
     to_keel,
+    unknown_fields,
 )
 from checkpoint.export.output import finish, unfinished_folder, write_bytes, write_json
 from checkpoint.find import HF_CONFIG_NAME as CONFIG_NAME
@@ -419,6 +420,11 @@ def import_hf(
     to_write = checkpoint_shapes(model).items()
     stream = ((name, count(_read_sources(names[name], shape, tensors, dtypes[name]))) for name, shape in to_write)
     _write_import(source, output, tokenizer, model, seq_len_of(config), target, stream)
+
+
+def unread_fields(source: Path) -> list[str]:
+    """The fields of a folder's config.json that an import does not know; none if the model is trained as it is."""
+    return unknown_fields(_read_json(source / CONFIG_NAME), source / CONFIG_NAME)
 
 
 def _import_family(source: Path, output: Path, tokenizer: Path | None, dtype: str | None, progress: Progress) -> None:

@@ -113,6 +113,56 @@ def longest_sequence(model: Model, seq_len: int) -> int:
     return max(seq_len, int(scaling.factor * scaling.original_seq_len) if scaling and scaling.kind != "linear" else 0)
 
 
+_OF_NO_EFFECT = {
+    *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache", "pretraining_tp"),
+    *("original_max_position_embeddings", "max_window_layers", "cache_implementation", "output_router_logits"),
+    *("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers"),
+    *(
+        "qk_head_dim",
+        "head_dim",
+        "intermediate_size",
+        "sliding_window",
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+    ),
+    *("layer_types", "no_rope_layer_interval", "rope_local_base_freq", "rope_scaling", "rope_theta"),
+}
+"""Fields of config.json that decide nothing of what Keel imports, or repeat others."""
+
+
+class _Watched(dict[str, Any]):
+    """A config.json that knows which of its fields were read."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
+        """As a dict's."""
+        self.read.add(name)
+        return super().get(name, default)
+
+    def unknown(self) -> list[str]:
+        """The fields that nothing has read."""
+        return sorted(self.keys() - self.read - _OF_NO_EFFECT)
+
+
+def unknown_fields(config: Mapping[str, Any], path: Path) -> list[str]:
+    """The fields of the config.json at `path` that Keel does not know, and that change nothing of what it imports.
+
+    Raises:
+        UserError: as in `to_keel`.
+    """
+    watched = _Watched(config)
+    to_keel(watched, path)
+    return watched.unknown()
+
+
 def to_keel(config: Mapping[str, Any], path: Path) -> Model:
     """Translate the config.json at `path` to [model].
 

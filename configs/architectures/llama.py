@@ -602,7 +602,7 @@ def small(model: LlamaKeys, ranks: int) -> dict[str, object]:
 
 
 def _small_latent(latent: Latent) -> dict[str, object]:
-    """As the heads are twice as wide as elsewhere, so that half of them is rotated."""
+    """Widths for heads of twice the usual width, of which half is rotated."""
     small = {"key_value_rank": 12, "rope_head_dim": _SMALL_HEAD, "value_head_dim": _SMALL_HEAD}
     return {**small, "query_rank": 24} if latent.query_rank else {**small}
 
@@ -616,7 +616,18 @@ def _small_experts(model: LlamaKeys, ranks: int, n_layers: int) -> dict[str, obj
         "n_shared_experts": min(model.n_shared_experts, 2),
         "n_dense_layers": dense,
     }
+    if model.router.n_groups:
+        keys |= _small_groups(model, chosen, ranks)
     return keys | ({"expert_dim": small_size(model.expert_dim, 16, ranks)} if model.expert_dim else {})
+
+
+def _small_groups(model: LlamaKeys, chosen: int, ranks: int) -> dict[str, object]:
+    """Four groups, of which a token chooses from two, if the ranks may cut the experts so; otherwise as they are."""
+    n_experts = small_size(model.n_experts or 0, 8, ranks)
+    if n_experts % 4:
+        return {"n_experts": model.n_experts, "experts_per_token": chosen}
+    groups = {"n_groups": 4, "groups_per_token": 2}
+    return {"n_experts": n_experts, "router": model.router.model_dump(exclude_defaults=True) | groups}
 
 
 def hf_class(model: LlamaKeys) -> HfClass:

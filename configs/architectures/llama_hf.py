@@ -137,6 +137,7 @@ def _write_latent(model: Any) -> dict[str, Any]:
         "moe_intermediate_size": model.expert_dim or model.ffn_dim,
         "n_group": groups or 1,
         "topk_group": model.router.groups_per_token if groups else 1,
+        "num_nextn_predict_layers": 0,
     }
 
 
@@ -147,14 +148,18 @@ def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} is no number")
         return value
 
+    heads = config.get("num_attention_heads", 128)
+    if config.get("num_key_value_heads", heads) not in (None, heads):
+        raise ValueError(f"num_key_value_heads is not num_attention_heads, {heads}")
     groups = size("n_group", 8)
+    chosen = size("topk_group", 4)
     expert_dim = size("moe_intermediate_size", 2048)
     is_dense_first = size("first_k_dense_replace", 3) > 0
     return {
         "head_dim": size("qk_nope_head_dim", 128) + size("qk_rope_head_dim", 64),
         "latent.query_rank": config.get("q_lora_rank", 1536),
         **({"expert_dim": expert_dim} if is_dense_first else {"ffn_dim": expert_dim}),
-        **({"router.n_groups": groups, "router.groups_per_token": size("topk_group", 4)} if groups > 1 else {}),
+        **({"router.n_groups": groups, "router.groups_per_token": chosen} if groups > 1 else {}),
     }
 
 
@@ -343,7 +348,6 @@ DEEPSEEK_V3 = HfClass(
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
-        "num_nextn_predict_layers": 0,
     },
     _without("n_experts", "attention", "query_scale", "router.n_groups", "router.scaling_factor")
     | {
