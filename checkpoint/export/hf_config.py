@@ -143,7 +143,7 @@ class _Watched(dict[str, Any]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
-        """As a dict's."""
+        """The field's value, or the default."""
         self.read.add(name)
         return super().get(name, default)
 
