@@ -609,25 +609,15 @@ def _small_latent(latent: Latent) -> dict[str, object]:
 
 def _small_experts(model: LlamaKeys, ranks: int, n_layers: int) -> dict[str, object]:
     chosen = min(model.experts_per_token, 2)
+    groups = model.router.n_groups or 1
     dense = 1 if 0 < model.n_dense_layers < model.n_layers else min(model.n_dense_layers, n_layers)
     keys: dict[str, object] = {
-        "n_experts": small_size(model.n_experts or 0, 2 * chosen, ranks),
+        "n_experts": small_size(model.n_experts or 0, 2 * max(chosen, groups), ranks, step=groups),
         "experts_per_token": chosen,
         "n_shared_experts": min(model.n_shared_experts, 2),
         "n_dense_layers": dense,
     }
-    if model.router.n_groups:
-        keys |= _small_groups(model, chosen, ranks)
     return keys | ({"expert_dim": small_size(model.expert_dim, 16, ranks)} if model.expert_dim else {})
-
-
-def _small_groups(model: LlamaKeys, chosen: int, ranks: int) -> dict[str, object]:
-    """Four groups, of which a token chooses from two, if the ranks may cut the experts so; otherwise as they are."""
-    n_experts = small_size(model.n_experts or 0, 8, ranks)
-    if n_experts % 4:
-        return {"n_experts": model.n_experts, "experts_per_token": chosen}
-    groups = {"n_groups": 4, "groups_per_token": 2}
-    return {"n_experts": n_experts, "router": model.router.model_dump(exclude_defaults=True) | groups}
 
 
 def hf_class(model: LlamaKeys) -> HfClass:

@@ -64,13 +64,14 @@ class Weight:
         return replace(self, name=f"{block}.{self.name}", hf=f"model.{block}.{self.hf or self.name}")
 
 
-def small_size(size: int, least: int, ranks: int) -> int:
+def small_size(size: int, least: int, ranks: int, step: int = 1) -> int:
     """The smallest size from `least` on that the numbers of ranks up to `ranks` divide where they divide `size`.
 
-    What a mesh can't cut of the real size, it can't cut of this one. `ranks` is a power of two.
+    What a mesh can't cut of the real size, it can't cut of this one. `ranks` is a power of two. `least` and `size` are
+    multiples of `step`, and the result, too.
     """
     shared = gcd(size, ranks)
-    return next(n for n in count(least) if gcd(n, ranks) == shared)
+    return next(n for n in count(least, step) if gcd(n, ranks) == shared)
 
 
 def _nothing(_: Any) -> dict[str, Any]:
