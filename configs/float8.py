@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from configs.errors import ConfigError
-from configs.plan import TENSOR_PARALLEL_DIM, Plan
+from configs.plan import PARAMETER_ROLES, TENSOR_PARALLEL_DIM, Plan
 from configs.schema import Config
 
 MULTIPLE = 16
@@ -67,13 +67,19 @@ def choose(shapes: Mapping[str, Sequence[int]], plan: Plan, config: Config) -> C
 
 
 def _matrices(shapes: Mapping[str, Sequence[int]], plan: Plan) -> dict[str, Sequence[int]]:
-    """The blocks' matrices (out, in) by module; neither experts nor anything else in a mixture."""
+    """The blocks' matrices (out, in) by module; neither those of a mixture, nor those that compress for attention.
+
+    Tensor parallelism replaces how these are multiplied.
+    """
     blocks = tuple(f"{block}." for block in plan.blocks)
     mixtures = tuple(f"{experts.rpartition('.')[0]}." for experts in plan.experts)
     return {
         name.removesuffix(".weight"): shape
         for name, shape in shapes.items()
-        if len(shape) == 2 and name.startswith(blocks) and not name.startswith(mixtures)
+        if len(shape) == 2
+        and name.startswith(blocks)
+        and not name.startswith(mixtures)
+        and plan.tensor_parallel.get(name) not in PARAMETER_ROLES
     }
 
 

@@ -12,8 +12,10 @@ from math import lcm
 from typing import Literal
 
 from configs.architectures import description_of, family_of, own_weights
+from configs.architectures.llama import latent_of
+from configs.architectures.parts import head_dim
 from configs.errors import ConfigError
-from configs.schema import Config, Fsdp, LrSchedule, Mesh, Model, Source
+from configs.schema import AnyModel, Config, Fsdp, LrSchedule, Mesh, Model, Source, is_described
 
 MOST_RANKS = 2**17
 """Ranks that are considered where their number is open."""
@@ -215,6 +217,12 @@ def active_parameter_count(model: Model) -> int:
 def layer_matrices(model: Model, layer: int) -> int:
     """Number of elements in a layer's matrices."""
     return sum(weight.size for weight in description_of(model).block(model, layer) if weight.is_matrix)
+
+
+def attention_features(model: AnyModel) -> int:
+    """Elements that a pair of tokens is multiplied with: of all heads, queries and values, which may be narrower."""
+    latent = latent_of(model) if is_described(model) else None
+    return model.n_heads * (head_dim(model) + (latent.value_head_dim if latent else head_dim(model)))
 
 
 def active_matrices(model: Model, layer: int) -> int:

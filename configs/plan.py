@@ -14,6 +14,8 @@ TensorRole = Literal[
     "norm",
     "gather",
     "column",
+    "gather_column",
+    "gather_parts",
     "row",
     "head",
     "parts",
@@ -35,7 +37,8 @@ TensorRole = Literal[
 PARAMETER_ROLES = ("part_column", "part_row", "replicated_partial_grad", "whole_vector")
 """Roles of single parameters; the others are of modules."""
 TENSOR_PARALLEL_DIM = {
-    **{"embedding": -2, "head": -2, "column": -2, "row": -1, "part_column": -2, "part_row": -1, "norm_of_parts": -1},
+    **{"embedding": -2, "head": -2, "column": -2, "gather_column": -2, "row": -1},
+    **{"part_column": -2, "part_row": -1, "norm_of_parts": -1},
     **{"whole_column": -2, "whole_column_joined": -2, "whole_embedding": -2, "whole_head": -2},
     **{"whole_row": -1, "whole_row_own_part": -1, "whole_vector": -1},
 }
@@ -83,7 +86,9 @@ class Plan:
     tensor_parallel: dict[str, TensorRole]
     """Name of a module or parameter -> role. embedding: rows of the vocabulary; norm: works on a shard of the
     sequence; gather: its input is gathered from the sequence's shards; column, row: the weight is split by output or
-    input features; norm_of_parts: an RMSNorm of features of which each rank has a part; head: rows of the vocabulary,
+    input features; gather_column: both gather and column; gather_parts: a module without parameters whose input is
+    gathered, and of whose output's gradient each rank computes one term of a sum; norm_of_parts: an RMSNorm of features
+    of which each rank has a part; head: rows of the vocabulary,
     including the loss.
 
     parts: the module's input is gathered, each rank computes a partial sum, and the sum is split by sequence again.

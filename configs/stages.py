@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from itertools import accumulate
 
-from configs.architectures.parts import head_dim
 from configs.errors import ConfigError
-from configs.layout import active_matrices, layer_matrices
+from configs.layout import active_matrices, attention_features, layer_matrices
 from configs.schema import Config, is_described
 
 
@@ -76,7 +75,7 @@ def _even_split(config: Config) -> Sequence[int]:
     else:
         layer = active = 12 * model.dim**2  # of a usual layer: only the modules know more
     vocabulary = model.vocab_size * model.dim
-    layer_time = active + model.n_heads * head_dim(model) * config.training.seq_len
+    layer_time = active + attention_features(model) * config.training.seq_len // 2
     counts = [1] * stages
     time = [layer_time] * stages
     memory = [layer] * stages

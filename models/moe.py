@@ -18,6 +18,8 @@ Two methods keep the load even (`[model.router] load_balance`):
 * `bias` (Wang et al. 2024, "Auxiliary-loss-free load balancing", algorithm 1; DeepSeek-V3): each expert's bias is
   added to its score for choosing experts, but not for weighting them. After each step the bias rises by
   `bias_update_rate` for experts with fewer tokens of the global batch than the mean, and falls for those with more.
+
+`bias_and_auxiliary_loss` is both (DeepSeek-V3 has the loss with a weight of 0.0001).
 """
 
 from collections.abc import Callable
@@ -70,7 +72,7 @@ class Router(nn.Module):
         self.config = config
         self.settings = config.router
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
-        self.register_buffer("bias", torch.zeros(config.n_experts) if self.settings.load_balance == "bias" else None)
+        self.register_buffer("bias", torch.zeros(config.n_experts) if self.settings.has_bias else None)
         counts = torch.zeros(config.n_experts, dtype=torch.int64)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
         self.register_buffer("entropy", torch.zeros((), dtype=torch.float64), persistent=False)
@@ -97,17 +99,28 @@ class Router(nn.Module):
         scores = logits.softmax(-1) if self.settings.scoring == "softmax" else logits.sigmoid()
         shares = scores if self.settings.scoring == "softmax" else scores / scores.sum(-1, keepdim=True)
         preference = scores.detach() if self.bias is None else scores.detach() + self.bias
-        experts = preference.topk(self.config.experts_per_token, dim=-1).indices
+        experts = self._in_best_groups(preference).topk(self.config.experts_per_token, dim=-1).indices
         tokens = count(experts, scores.shape[-1])
         weights = scores.gather(-1, experts)
         if self.settings.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        if self.settings.load_balance == "auxiliary_loss" and self.balance_scale:
+        if self.settings.scaling_factor != 1.0:
+            weights = weights * self.settings.scaling_factor
+        if self.settings.has_auxiliary_loss and self.balance_scale:
             loss = self._auxiliary_loss(shares, tokens)
             weights = _WithLoss.apply(weights, loss * self.balance_scale)
         settled = shares.detach()
         entropy = -torch.xlogy(settled, settled).sum()  # torch.special.entr is compiled at run time on CUDA
         return Choice(experts, weights, Load(tokens.sum(0), entropy))
+
+    def _in_best_groups(self, preference: Tensor) -> Tensor:
+        """(batch, seq, n_experts), with -inf for the experts of groups that a token does not choose from."""
+        if self.settings.n_groups is None:
+            return preference
+        groups = preference.unflatten(-1, (self.settings.n_groups, -1))  # (batch, seq, n_groups, experts of each)
+        best = groups.topk(2, dim=-1).values.sum(-1).topk(self.settings.groups_per_token, dim=-1).indices
+        is_out = torch.ones(groups.shape[:-1], dtype=torch.bool, device=groups.device).scatter(-1, best, False)
+        return groups.masked_fill(is_out[..., None], -torch.inf).flatten(-2)
 
     def _auxiliary_loss(self, shares: Tensor, tokens: Tensor) -> Tensor:
         """Sum over the sequences of the loss in the module docstring.

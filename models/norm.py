@@ -27,6 +27,6 @@ class OffsetNorm(nn.Module):
         return F.rms_norm(x.to(wide), factor.shape, factor, self.eps).to(x.dtype)
 
 
-def norm(config: Model, dim: int) -> nn.RMSNorm | OffsetNorm:
-    """A norm of the model, over `dim` features."""
-    return (OffsetNorm if config.norm_offset else nn.RMSNorm)(dim, eps=config.norm_eps)
+def norm(config: Model, dim: int, eps: float | None = None) -> nn.RMSNorm | OffsetNorm:
+    """A norm of the model, over `dim` features; eps: default norm_eps."""
+    return (OffsetNorm if config.norm_offset else nn.RMSNorm)(dim, eps=eps or config.norm_eps)

@@ -15,8 +15,9 @@ from torch import nn
 
 from configs.architectures.own import Options
 from configs.plan import Plan, TensorRole
+from models.attention import Mask, attend, document_mask
 from models.documents import Documents, has_kernel
-from models.llama import Head, Loss, Mask, attend, document_mask
+from models.llama import Head, Loss
 
 __all__ = ["CausalLm", "Documents", "Head", "Loss", "Mask", "Options", "attend", "plan_of_parts"]
 

@@ -98,7 +98,7 @@ class LoadBalance:
             counter.tokens_per_expert.zero_()
         for router in self._routers.values():
             router.entropy.zero_()
-        if is_described(self._config) and self._config.router.load_balance == "bias":
+        if is_described(self._config) and self._config.router.has_bias:
             self._move_biases(self._config.router.bias_update_rate * (1 - skip.double()))
 
     def _move_biases(self, rate: Tensor) -> None:

@@ -99,6 +99,14 @@ class _Parts(ParallelStyle):
         return module
 
 
+class _GatherParts(ParallelStyle):
+    """Gives a module the whole sequence as a plain tensor; a rank's gradient is one term of a sum."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(lambda _module, inputs: _whole_sequence(inputs[0], device_mesh))
+        return module
+
+
 class _NormOfParts(ParallelStyle):
     """Norms features of which each rank has a part: the sum of their squares is over all ranks, the weight is split."""
 
@@ -125,6 +133,8 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "norm_of_parts": _NormOfParts,
     "gather": _Gather,
     "column": ColwiseParallel,
+    "gather_column": lambda: ColwiseParallel(input_layouts=SEQUENCE),
+    "gather_parts": _GatherParts,
     "row": lambda: RowwiseParallel(output_layouts=SEQUENCE),
     "head": _Head,
     "parts": _Parts,

@@ -1,6 +1,6 @@
 """Import a Hugging Face model as a checkpoint to continue training: scripts/import_hf.py SOURCE OUTPUT
 
-SOURCE is a folder with config.json and safetensors files of a Llama 2 or 3.x, a Qwen3 or a Mixtral, or, with
+SOURCE is a folder with config.json and safetensors files of a family that Keel has (docs/hugging_face.md), or, with
 --as-it-is, of any family that the installed transformers has (architecture = "hf"). OUTPUT gets the
 weights, the tokenizer and model.toml, a base for job files. A job starts from them with
 `checkpoint.init_from = "OUTPUT"`, on any mesh.
@@ -28,12 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not (options.source / HF_CONFIG_NAME).is_file():  # a wrong path costs no import of torch
             what = f"it has no {HF_CONFIG_NAME}" if options.source.is_dir() else "no such folder"
             raise UserError(f"{whole(options.source)} is not a Hugging Face model folder: {what}")
-        from checkpoint.export.hf import MODEL_TOML, import_hf
+        from checkpoint.export.hf import MODEL_TOML, import_hf, unread_fields
         from scripts.export.hf_tokenizer import find_tokenizer
 
         tokenizer = find_tokenizer(options.source)
         with console.progress(f"Importing to {options.output}", in_bytes=True) as report:
             import_hf(options.source, options.output, tokenizer, options.dtype, report, options.as_it_is)
+        if not options.as_it_is and (unknown := unread_fields(options.source)):
+            console.warning(
+                f"{options.source / HF_CONFIG_NAME} has fields that Keel does not know; the import is without them: "
+                + ", ".join(unknown)
+            )
         if tokenizer is None:
             console.warning(f"{options.source} has no tokenizer that Keel can read; set tokenizer.path to one")
         output = options.output.resolve()  # a base is relative to the job file

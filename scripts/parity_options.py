@@ -8,6 +8,12 @@ MOE: dict[str, object] = {
     "model.n_dense_layers": 1,
     "model.router.auxiliary_loss_weight": 0.1,
 }
+LATENT: dict[str, object] = {
+    "model.attention": "latent",
+    "model.n_kv_heads": 8,
+    "model.head_dim": 12,
+    "model.latent": "{query_rank = 24, key_value_rank = 20, rope_head_dim = 4, value_head_dim = 6}",
+}
 DOCUMENTS: dict[str, object] = {
     "data.document_mask": "true",
     "data.sources": '[{name = "documents", kind = "synthetic", document_length = 8}]',
@@ -18,6 +24,18 @@ OPTIONS: dict[str, dict[str, object]] = {
     "attention bias": {"model.attention_bias": "true"},
     "attention gate": {"model.attention_gate": "true"},
     "query scale": {"model.query_scale": 24},
+    "latent attention": LATENT,
+    "latent attention, whole queries, wide values": {
+        **LATENT,
+        "model.latent": "{key_value_rank = 20, rope_head_dim = 6, value_head_dim = 12}",
+        "model.query_scale": 24,
+    },
+    "groups of experts": {
+        **MOE,
+        "model.router.n_groups": 8,
+        "model.router.groups_per_token": 2,
+        "model.router.scaling_factor": 2.5,
+    },
     "norms after": {"model.norm_position": "after"},
     "norms before and after": {"model.norm_position": "both"},
     "norms with an offset": {"model.norm_offset": "true", "model.qk_norm": "head"},
@@ -52,6 +70,18 @@ FAMILIES: dict[str, dict[str, object]] = {
         "model.window": 6,
         "model.window_pattern": 2,
         "model.window_rope_theta": 500,
+    },
+    "DeepSeek-V3": {
+        **LATENT,
+        **MOE,
+        "model.router.scoring": "sigmoid",
+        "model.router.n_groups": 8,
+        "model.router.groups_per_token": 2,
+        "model.router.scaling_factor": 2.5,
+        "model.router.load_balance": "bias_and_auxiliary_loss",
+        "model.router.bias_update_rate": 0.01,
+        "model.rope_scaling": '{kind = "yarn", factor = 4.0, original_seq_len = 16}',
+        **DOCUMENTS,
     },
     "gate, squared relu, experts, window": {
         "model.attention_gate": "true",

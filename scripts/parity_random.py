@@ -105,6 +105,7 @@ def draw(seed: int, number: int) -> Draw:
         run["model.n_layers"] = min(int(str(run["model.n_layers"])), 3)
     # Last, so that the draws of a seed are as before these existed.
     run |= _some(dice, 0.3, {"model.qk_norm": "head"}) | _options(dice)
+    run = _with_latents(dice, run) | _groups(dice, run)
     return Draw(ranks, run | machine, evaluate_at, move_at, moved if move_at else {})
 
 
@@ -157,6 +158,31 @@ def _options(dice: random.Random) -> Keys:
         keys |= {"model.window": dice.choice((1, 3, 7, 20)), "model.window_pattern": dice.choice((0, 0, 2, 3))}
         keys |= _some(dice, 0.3, {"model.window_rope_theta": 300.0})
     return keys
+
+
+_NOT_OF_LATENTS = ("qk_norm", "attention_bias", "attention_gate", "rope_fraction")
+"""Keys of [model] that latent attention does not have."""
+
+
+def _with_latents(dice: random.Random, run: Keys) -> Keys:
+    """The same model, sometimes with latent attention."""
+    if dice.random() > 0.15:
+        return run
+    widths = {"key_value_rank": dice.choice((6, 9, 16)), "rope_head_dim": dice.choice((2, 4)), "value_head_dim": 4}
+    widths |= {"query_rank": dice.choice((5, 12))} if dice.random() < 0.6 else {}
+    keys: Keys = {"model.attention": "latent", "model.n_kv_heads": run["model.n_heads"], "model.head_dim": 6}
+    keys |= {f"model.latent.{name}": width for name, width in widths.items()}
+    return {key: value for key, value in run.items() if key.removeprefix("model.") not in _NOT_OF_LATENTS} | keys
+
+
+def _groups(dice: random.Random, run: Keys) -> Keys:
+    """Sometimes two groups of experts, and both ways of balance."""
+    if "model.n_experts" not in run or dice.random() > 0.3:
+        return {}
+    enough = int(str(run["model.experts_per_token"])) <= int(str(run["model.n_experts"])) // 2
+    keys: Keys = {"model.router.n_groups": 2, "model.router.groups_per_token": 1 if enough else 2}
+    keys |= {"model.router.scaling_factor": 2.5}
+    return keys | _some(dice, 0.4, {"model.router.load_balance": "bias_and_auxiliary_loss"})
 
 
 def _data(dice: random.Random) -> Keys:

@@ -169,7 +169,7 @@ class _Choices:
             self.tokens[router] = chosen.sum(dim=(0, 1))
             f = chosen.mean(dim=1) * chosen.shape[2] / self.model.experts_per_token
             losses += [(f * shares.mean(dim=1)).sum(dim=1).mean()]
-        return settings.auxiliary_loss_weight * sum(losses) if settings.load_balance == "auxiliary_loss" else 0.0
+        return settings.auxiliary_loss_weight * sum(losses) if settings.has_auxiliary_loss else 0.0
 
     def move_biases(self) -> None:
         """Raise the bias of experts with fewer tokens than the mean, lower the others; call after `auxiliary_loss`."""
@@ -185,6 +185,13 @@ class _Choices:
         logits = x @ router.weight.T
         scores = logits.softmax(-1) if self.model.router.scoring == "softmax" else logits.sigmoid()
         preference = scores if router.bias is None else scores + router.bias
+        settings = self.model.router
+        if settings.n_groups:
+            groups = preference.unflatten(2, (settings.n_groups, -1))
+            order = groups.sort(3, descending=True).values[..., :2].sum(3).argsort(2, descending=True)
+            for group in order[..., settings.groups_per_token :].unbind(2):  # of each token, one that is not chosen
+                groups = groups.scatter(2, group[..., None, None].expand_as(groups[:, :, :1]), -torch.inf)
+            preference = groups.flatten(2)
         chosen = torch.zeros_like(scores).scatter(
             2, preference.argsort(2, descending=True)[..., : self.model.experts_per_token], 1.0
         )

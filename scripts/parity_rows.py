@@ -380,6 +380,14 @@ def option_rows() -> Iterator[Row]:
     for (family, run), (name, (ranks, sizes)), compiled in products:
         overrides = _selective(sizes, 2, compiled)
         yield Row(f"{family}, {name}, {_how(compiled)}", ranks, words(overrides), words(run))
+    further: dict[str, tuple[int, dict[str, Any]]] = {
+        "EP 2 x TP 2": (4, {"dp_shard": 2, "ep": 2, "tp": 2}),
+        "EP 2 x PP 2": (4, {"dp_shard": 2, "ep": 2, "pp": 2}),
+        "EP 2 x CP 2, ring": (4, {"dp_shard": 2, "ep": 2, "cp": 2, "context.method": "ring"}),
+    }
+    for (name, (ranks, sizes)), compiled in itertools.product(further.items(), (False, True)):
+        overrides = _selective(sizes, 2, compiled)
+        yield Row(f"DeepSeek-V3, {name}, {_how(compiled)}", ranks, words(overrides), words(FAMILIES["DeepSeek-V3"]))
 
 
 def float8_rows() -> Iterator[Row]:

@@ -80,7 +80,7 @@ class Details:
         self._streams = (*plan.before_blocks, *plan.blocks)
         self._activations = Activations(learner.stages, self._streams, learner.mesh)
         # An auxiliary loss has a gradient of its own, which ignored targets do not remove.
-        has_other_loss = config.model.n_experts is not None and config.model.router.load_balance == "auxiliary_loss"
+        has_other_loss = config.model.n_experts is not None and config.model.router.has_auxiliary_loss
         self._n_small = 0 if has_other_loss or self._batch < 2 else max(1, self._batch // SMALL_BATCH_SHARE)
 
     @contextmanager

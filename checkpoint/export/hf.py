@@ -33,6 +33,7 @@ from checkpoint.export.hf_config import (
     tensor_shapes,
     to_hf,
     to_keel,
+    unknown_fields,
 )
 from checkpoint.export.output import finish, unfinished_folder, write_bytes, write_json
 from checkpoint.find import HF_CONFIG_NAME as CONFIG_NAME
@@ -49,7 +50,7 @@ from checkpoint.tensor_stream import (
     write_tensors,
 )
 from checkpoint.verify import check_tensors
-from configs.architectures import HF_CLASSES
+from configs.architectures import HF_CLASSES, own_weights, stored_tensors
 from configs.architectures.parts import Shape
 from configs.errors import UserError
 from configs.exportable import not_exportable
@@ -132,13 +133,14 @@ def hf_files(source: Path) -> ModelFiles:
     config, model, tensors = _open(source)
     shapes = checkpoint_shapes(model)
     names = sources(model)
-    dtype = _common_dtype(tensors)
+    dtype = _common_dtype(model, tensors)
+    dtypes = _dtypes(model, dtype)
     return ModelFiles(
         model,
         seq_len_of(config),
         dtype,
         {name: described(shape) for name, shape in shapes.items()},
-        lambda name: _read_sources(names[name], shapes[name], tensors, dtype),
+        lambda name: _read_sources(names[name], shapes[name], tensors, dtypes[name]),
     )
 
 
@@ -193,20 +195,22 @@ def export_hf(
     assert is_described(model)
     _check_count(checkpoint / manifests.MANIFEST_NAME, model, _n_tensors(metadata))
     shapes = tensor_shapes(model)
-    own_dtype = _check_tensors(checkpoint, metadata, checkpoint_shapes(model))
+    own_dtype = _check_tensors(checkpoint, metadata, model)
     target = getattr(torch, dtype) if dtype else own_dtype
-    count = Counter(progress, sum(n_bytes(shape, own_dtype) for shape in shapes.values()))
-    shards = _shards(shapes, target, max_shard_bytes)
+    own_dtypes = _dtypes(model, own_dtype)
+    targets = _dtypes(model, target)
+    count = Counter(progress, sum(n_bytes(shape, own_dtypes[name]) for name, shape in shapes.items()))
+    shards = _shards(shapes, targets, max_shard_bytes)
     stacks = _Stacks(checkpoint, metadata, model)
 
     with ReadLock(checkpoint), unfinished_folder(output) as folder:
         if verify == "hash":
             check_tensors(checkpoint, manifest, metadata, "model.")
         for name, shard in shards.items():
-            _write_shard(folder / name, {tensor: count(stacks.read(tensor)).to(target) for tensor in shard})
+            _write_shard(folder / name, {tensor: count(stacks.read(tensor)).to(targets[tensor]) for tensor in shard})
         seq_len = manifest.value("training", "seq_len", int) or 0
         write_json(folder / CONFIG_NAME, to_hf(model, _name(target), seq_len, tokenizer.bos_id, tokenizer.eos_id))
-        write_json(folder / INDEX_NAME, _index(shards, target))
+        write_json(folder / INDEX_NAME, _index(shards, targets))
         marks = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         write_json(folder / "generation_config.json", {key: i for key, i in marks.items() if i is not None})
         for name, content in tokenizer.files.items():
@@ -318,37 +322,52 @@ def _check_count(path: Path, model: AnyModel, n_tensors: int) -> None:
         raise UserError(f"{path} describes {model.n_layers} layers{experts}, and there are only {n_tensors} tensors")
 
 
-def _check_tensors(checkpoint: Path, metadata: Metadata, shapes: Mapping[str, Shape]) -> torch.dtype:
-    """Check that the checkpoint has exactly the model's tensors, as in `shapes`; returns their dtype."""
+def _check_tensors(checkpoint: Path, metadata: Metadata, model: Model) -> torch.dtype:
+    """Check that the checkpoint has exactly the model's tensors; returns the dtype of the weights."""
     names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
     saved = {name: entry_of(metadata, name) for name in names}
-    dtype = next((entry.properties.dtype for entry in saved.values()), torch.float32)
+    shapes = checkpoint_shapes(model)
+    first = next((entry for name, entry in saved.items() if name == next(iter(shapes))), None)
+    dtype = first.properties.dtype if first else torch.float32
+    dtypes = _dtypes(model, dtype)
     require_same(
         f"checkpoint {checkpoint} does not hold the model that its {manifests.MANIFEST_NAME} describes",
         {name: described(entry.size, entry.properties.dtype) for name, entry in saved.items()},
-        {name: described(shape, dtype) for name, shape in shapes.items()},
+        {name: described(shape, dtypes[name]) for name, shape in shapes.items()},
     )
     return dtype
 
 
-def _shards(shapes: Mapping[str, Shape], dtype: torch.dtype, max_bytes: int) -> dict[str, dict[str, Shape]]:
+def _dtypes(model: Model, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of each tensor, by its names in a checkpoint and in Hugging Face's format: that of the weights is
+    `dtype`, and buffers are in float32."""
+    return {
+        name: torch.float32 if weight.is_buffer else dtype
+        for weight in stored_tensors(model)
+        for name in (f"model.{weight.name}", *weight.hf_names)
+    }
+
+
+def _shards(
+    shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], max_bytes: int
+) -> dict[str, dict[str, Shape]]:
     """Divide the tensors, in order, into files; by file name, as transformers names them."""
     groups: list[dict[str, Shape]] = [{}]
     size = 0
     for name, shape in shapes.items():
-        if groups[-1] and size + n_bytes(shape, dtype) > max_bytes:
+        if groups[-1] and size + n_bytes(shape, dtypes[name]) > max_bytes:
             groups.append({})
             size = 0
         groups[-1][name] = shape
-        size += n_bytes(shape, dtype)
+        size += n_bytes(shape, dtypes[name])
     if len(groups) == 1:
         return {SINGLE_NAME: groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def _index(shards: Mapping[str, Mapping[str, Shape]], dtype: torch.dtype) -> dict[str, Any]:
+def _index(shards: Mapping[str, Mapping[str, Shape]], dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
     """The index; also written for a single file, so that a reader of exports needs to know only one form."""
-    size = sum(n_bytes(shape, dtype) for shard in shards.values() for shape in shard.values())
+    size = sum(n_bytes(shape, dtypes[name]) for shard in shards.values() for name, shape in shard.items())
     weight_map = {name: file for file, shard in shards.items() for name in shard}
     return {"metadata": {"total_size": size}, "weight_map": weight_map}
 
@@ -394,12 +413,18 @@ def import_hf(
         return
     config, model, tensors = _open(source)
     shapes = tensor_shapes(model)
-    target = getattr(torch, dtype) if dtype else _common_dtype(tensors)
-    count = Counter(progress, sum(n_bytes(shape, target) for shape in shapes.values()))
+    target = getattr(torch, dtype) if dtype else _common_dtype(model, tensors)
+    dtypes = _dtypes(model, target)
+    count = Counter(progress, sum(n_bytes(shape, dtypes[name]) for name, shape in shapes.items()))
     names = sources(model)
     to_write = checkpoint_shapes(model).items()
-    stream = ((name, count(_read_sources(names[name], shape, tensors, target))) for name, shape in to_write)
+    stream = ((name, count(_read_sources(names[name], shape, tensors, dtypes[name]))) for name, shape in to_write)
     _write_import(source, output, tokenizer, model, seq_len_of(config), target, stream)
+
+
+def unread_fields(source: Path) -> list[str]:
+    """The fields of a folder's config.json that an import does not know; none if the model is trained as it is."""
+    return unknown_fields(_read_json(source / CONFIG_NAME), source / CONFIG_NAME)
 
 
 def _import_family(source: Path, output: Path, tokenizer: Path | None, dtype: str | None, progress: Progress) -> None:
@@ -578,9 +603,10 @@ def _check_tied_head(model: Model, tensors: dict[str, _SourceTensor]) -> None:
     del tensors[head]
 
 
-def _common_dtype(tensors: Mapping[str, _SourceTensor]) -> torch.dtype:
-    """The narrowest of Keel's dtypes that represents all tensors exactly."""
-    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+def _common_dtype(model: Model, tensors: Mapping[str, _SourceTensor]) -> torch.dtype:
+    """The narrowest of Keel's dtypes that represents all weights exactly."""
+    weights = (name for weight in own_weights(model) for name in weight.hf_names)
+    dtype = reduce(torch.promote_types, (tensors[name].dtype for name in weights))
     return torch.float32 if dtype == torch.float16 else dtype
 
 

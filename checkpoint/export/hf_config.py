@@ -6,12 +6,13 @@ bias, another activation, another kind of rotary scaling) is refused by name, ne
 
 from collections.abc import Mapping
 from functools import reduce
+from math import log
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from configs.architectures import HF_CLASSES, description_of, own_weights
+from configs.architectures import HF_CLASSES, description_of, stored_tensors
 from configs.architectures.llama import RopeScaling
 from configs.architectures.parts import HfClass, Shape, head_dim, n_kv_heads
 from configs.errors import UserError
@@ -42,17 +43,17 @@ _NOT_SCALED_BY = {"mscale": None, "mscale_all_dim": None, "truncate": True, "lla
 
 def tensor_shapes(model: Model) -> dict[str, Shape]:
     """Hugging Face's names and shapes of the model's tensors, from the input to the output; experts are separate."""
-    return {name: weight.shape[-2:] for weight in own_weights(model) for name in weight.hf_names}
+    return {name: weight.shape[-2:] for weight in stored_tensors(model) for name in weight.hf_names}
 
 
 def checkpoint_shapes(model: Model) -> dict[str, Shape]:
     """Names and shapes of the model's tensors in a checkpoint, in the order of `tensor_shapes`; experts are stacked."""
-    return {f"model.{weight.name}": weight.shape for weight in own_weights(model)}
+    return {f"model.{weight.name}": weight.shape for weight in stored_tensors(model)}
 
 
 def sources(model: Model) -> dict[str, list[str]]:
     """The names of Hugging Face's tensors that a checkpoint stores as one, by its name there: several are stacked."""
-    return {f"model.{weight.name}": weight.hf_names for weight in own_weights(model)}
+    return {f"model.{weight.name}": weight.hf_names for weight in stored_tensors(model)}
 
 
 def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
@@ -66,9 +67,9 @@ def to_hf(model: Model, dtype: str, seq_len: int, bos_id: int | None, eos_id: in
         "architectures": [kind.name],
         "model_type": kind.model_type,
         **{name: reduce(getattr, key.split("."), model) for name, key in kind.fields.items()},
-        **kind.write(model),
         "num_key_value_heads": n_kv_heads(model),
         "head_dim": head_dim(model),
+        **kind.write(model),
         "max_position_embeddings": longest_sequence(model, seq_len),
         **_rope_to_hf(model, kind),
         **{name: value for name, value in kind.fixed.items() if value is not None},
@@ -84,6 +85,8 @@ def _rope_to_hf(model: Model, kind: HfClass) -> dict[str, Any]:
     """The newer and the older form of the rotary frequencies."""
     scaling = _scaling_to_hf(model.rope_scaling)
     theta = {"rope_theta": model.rope_theta}
+    if scaling and kind.yarn_scales_scores and model.query_scale:
+        scaling |= {"mscale_all_dim": _mscale_of(model.query_scale / head_dim(model), scaling["factor"])}
     whole = (scaling or {"rope_type": "default"}) | theta
     if not kind.rope_by_layer:
         return {**theta, "rope_scaling": scaling, "rope_parameters": whole}
@@ -99,10 +102,65 @@ def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     return {"rope_type": scaling.kind, **{name: value for name, value in values.items() if value is not None}}
 
 
+def _mscale_of(query_share: float, factor: float) -> float:
+    """mscale_all_dim, from query_scale / head_dim: scores are multiplied by (0.1 mscale_all_dim ln(factor) + 1)^2."""
+    return round((query_share**-0.25 - 1) / (0.1 * log(factor)), 12)
+
+
 def longest_sequence(model: Model, seq_len: int) -> int:
     """The sequence length that a model is made for: its training's, or the one that its RoPE is scaled to."""
     scaling = model.rope_scaling
     return max(seq_len, int(scaling.factor * scaling.original_seq_len) if scaling and scaling.kind != "linear" else 0)
+
+
+_OF_NO_EFFECT = {
+    *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache", "pretraining_tp"),
+    *("original_max_position_embeddings", "max_window_layers", "cache_implementation", "output_router_logits"),
+    *("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers"),
+    *(
+        "qk_head_dim",
+        "head_dim",
+        "intermediate_size",
+        "sliding_window",
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+    ),
+    *("layer_types", "no_rope_layer_interval", "rope_local_base_freq", "rope_scaling", "rope_theta"),
+}
+"""Fields of config.json that decide nothing of what Keel imports, or repeat others."""
+
+
+class _Watched(dict[str, Any]):
+    """A config.json that knows which of its fields were read."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
+        """The field's value, or the default."""
+        self.read.add(name)
+        return super().get(name, default)
+
+    def unknown(self) -> list[str]:
+        """The fields that nothing has read."""
+        return sorted(self.keys() - self.read - _OF_NO_EFFECT)
+
+
+def unknown_fields(config: Mapping[str, Any], path: Path) -> list[str]:
+    """The fields of the config.json at `path` that Keel does not know, and that change nothing of what it imports.
+
+    Raises:
+        UserError: as in `to_keel`.
+    """
+    watched = _Watched(config)
+    to_keel(watched, path)
+    return watched.unknown()
 
 
 def to_keel(config: Mapping[str, Any], path: Path) -> Model:
@@ -129,7 +187,7 @@ def to_keel(config: Mapping[str, Any], path: Path) -> Model:
         values |= {key: value for key, value in kind.read(config).items() if value is not None}
     except ValueError as error:
         raise UserError(f"{path}: {error}: not supported") from None
-    values |= _rope_to_keel(config, path, kind, has_window="window" in values)
+    values |= _rope_to_keel(config, path, kind, has_window="window" in values, width=values.get("head_dim"))
     try:
         return Model.model_validate(_nested(values))
     except ValidationError as error:
@@ -163,8 +221,10 @@ def seq_len_of(config: Mapping[str, Any]) -> int:
     return value
 
 
-def _rope_to_keel(config: Mapping[str, Any], path: Path, kind: HfClass, has_window: bool) -> dict[str, Any]:
-    """Translate the rotary frequencies to [model] from their newer or older form."""
+def _rope_to_keel(
+    config: Mapping[str, Any], path: Path, kind: HfClass, has_window: bool, width: int | None
+) -> dict[str, Any]:
+    """Translate the rotary frequencies to [model] from their newer or older form; width: head_dim, if it is known."""
     field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(field) or {}
     local: Any = {}
@@ -178,7 +238,10 @@ def _rope_to_keel(config: Mapping[str, Any], path: Path, kind: HfClass, has_wind
     if partial != 1.0:
         raise _unsupported(path, "partial_rotary_factor", partial, f"Keel's {kind.title} rotates whole heads")
     theta = rope.get("rope_theta", config.get("rope_theta", kind.rope_theta))
-    given = {"rope_theta": theta, **_scaling_to_keel(rope, path, field)}
+    of_scores: dict[str, float] = {}
+    if kind.yarn_scales_scores and width:
+        rope, of_scores = _without_mscale(rope, width)
+    given = {"rope_theta": theta, **of_scores, **_scaling_to_keel(rope, path, field)}
     if not (kind.rope_by_layer and has_window):
         return given
     if local.get("rope_type", "default") != "default":
@@ -186,6 +249,19 @@ def _rope_to_keel(config: Mapping[str, Any], path: Path, kind: HfClass, has_wind
     of_windows = local.get("rope_theta", config.get("rope_local_base_freq", kind.window_rope_theta or theta))
     is_apart = of_windows != theta or "rope_scaling" in given
     return given | ({"window_rope_theta": of_windows} if is_apart else {})
+
+
+def _without_mscale(rope: Mapping[str, Any], width: int) -> tuple[dict[str, Any], dict[str, float]]:
+    """DeepSeek's factors of YaRN: the scaling with attention_factor in place of them, and query_scale."""
+    rest = {name: value for name, value in rope.items() if name not in ("mscale", "mscale_all_dim")}
+    factor = rope.get("factor")
+    all_dim = rope.get("mscale_all_dim")
+    if rope.get("rope_type", rope.get("type")) != "yarn" or not all_dim or not isinstance(factor, int | float):
+        return dict(rope) if rope.get("mscale") else rest, {}
+    on_scores = 0.1 * all_dim * log(factor) + 1
+    if mscale := rope.get("mscale"):
+        rest.setdefault("attention_factor", (0.1 * mscale * log(factor) + 1) / on_scores)
+    return rest, {"query_scale": width / on_scores**4}
 
 
 def _scaling_to_keel(rope: Mapping[str, Any], path: Path, field: str) -> dict[str, Any]:

@@ -48,6 +48,13 @@ def own_weights(model: LlamaKeys) -> Iterator[Weight]:
     return (weight for weight in all_weights(model) if not weight.tied_to)
 
 
+def stored_tensors(model: LlamaKeys) -> Iterator[Weight]:
+    """What a checkpoint has of a model: its weights, a tied matrix once, and its buffers."""
+    yield from own_weights(model)
+    for layer in range(model.n_layers):
+        yield from (buffer.inside(f"layers.{layer}") for buffer in description_of(model).buffers(model, layer))
+
+
 def tensor_parallel_roles(model: LlamaKeys) -> dict[str, TensorRole]:
     """The role of each module or parameter that has one, by its name."""
     roles: dict[str, TensorRole] = {}

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x, Qwen3; with experts, Mixtral, DeepSeekMoE and similar models. Modules: `models/llama.py`.
+"""Llama 2 and 3.x, Qwen3; with experts, Mixtral, DeepSeek-V3 and similar models. Modules: `models/llama.py`.
 
 A key of the family is its attribute in `LlamaKeys` (the docstring is its help text), what it changes in the weights
 below and in Hugging Face's config.json, and the code of the modules that reads it.
@@ -42,26 +42,59 @@ class RopeScaling(Table):
     """Sequence length of the original training, in tokens."""
 
 
+_WITH_LOSS = ("auxiliary_loss", "bias_and_auxiliary_loss")
+_WITH_BIAS = ("bias", "bias_and_auxiliary_loss")
+
+
 class Router(Table):
     """How a mixture of experts chooses each token's experts and balances their load."""
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     """Expert scores: softmax over all experts (Mixtral), or a sigmoid for each (DeepSeek-V3)."""
+    n_groups: Annotated[int, Field(ge=2)] | None = None
+    """Number of groups of neighboring experts; a token's experts are all in few of them. Default: no groups."""
+    groups_per_token: Annotated[PositiveInt, only_with("n_groups")] = 1
+    """Number of groups that a token chooses from: those with the largest sums of their two best experts' scores."""
     renormalize: bool = True
     """Divide the weights of each token's chosen experts by their sum."""
-    load_balance: Literal["auxiliary_loss", "bias", "none"] = "auxiliary_loss"
+    scaling_factor: PositiveFloat = 1.0
+    """Factor on these weights (2.5 in DeepSeek-V3)."""
+    load_balance: Literal["auxiliary_loss", "bias", "bias_and_auxiliary_loss", "none"] = "auxiliary_loss"
     """auxiliary_loss: per sequence (Switch; DeepSeek-V3, eq. 17); bias: for the choice only (Wang et al. 2024)."""
-    auxiliary_loss_weight: Annotated[PositiveFloat, only_with("load_balance", "auxiliary_loss")] = 0.01
+    auxiliary_loss_weight: Annotated[PositiveFloat, only_with("load_balance", *_WITH_LOSS)] = 0.01
     """Weight of the auxiliary loss (summed over layers, averaged over sequences) relative to the mean cross-entropy."""
-    bias_update_rate: Annotated[PositiveFloat, only_with("load_balance", "bias")] = 0.001
+    bias_update_rate: Annotated[PositiveFloat, only_with("load_balance", *_WITH_BIAS)] = 0.001
     """Amount by which an expert's bias changes after each step."""
+
+    @property
+    def has_auxiliary_loss(self) -> bool:
+        """Whether a loss balances the experts' load."""
+        return self.load_balance in _WITH_LOSS
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the choice of experts has biases."""
+        return self.load_balance in _WITH_BIAS
+
+
+class Latent(Table):
+    """Attention through compressed queries, keys and values (DeepSeek-V2, 2024, section 2.1)."""
+
+    query_rank: PositiveInt | None = None
+    """Width that queries are compressed to; default: they are not."""
+    key_value_rank: PositiveInt = 512
+    """Width that keys and values are compressed to, together."""
+    rope_head_dim: PositiveInt = 64
+    """Number of a head's features that are rotated, its last ones; those of the keys are shared by all heads."""
+    value_head_dim: PositiveInt = 128
+    """Width of one head of values; at most head_dim."""
 
 
 class LlamaKeys(Table):
     """The keys of [model]."""
 
     architecture: Literal["llama"] = "llama"
-    """llama: Llama 2 and 3.x; with the keys below Qwen, Mistral, OLMo, SmolLM3, Gemma 3, Mixtral and similar models."""
+    """llama: Llama 2 and 3.x; with the keys below Qwen, Mistral, OLMo, SmolLM3, Gemma 3, Mixtral, DeepSeek-V3."""
     dim: PositiveInt
     """Width of the residual stream."""
     n_layers: Annotated[int, Field(gt=0, le=4096)]
@@ -71,12 +104,17 @@ class LlamaKeys(Table):
     n_kv_heads: PositiveInt | None = None
     """Number of key and value heads (grouped-query attention); default: n_heads."""
     head_dim: PositiveInt | None = None
-    """Width of one head; default: dim / n_heads."""
-    qk_norm: Literal["none", "head", "full"] = "none"
+    """Width of one head (of latent attention: of its queries and keys, rotated features included); default: dim /
+    n_heads."""
+    attention: Literal["grouped", "latent"] = "grouped"
+    """grouped: queries share heads of keys and values; latent: keys and values are compressed (DeepSeek-V3)."""
+    latent: Annotated[Latent, only_with("attention", "latent")] = Latent()
+    """Widths of latent attention."""
+    qk_norm: Annotated[Literal["none", "head", "full"], only_with("attention", "grouped")] = "none"
     """RMSNorms of queries and keys. head: of each, with one weight for all (Qwen3); full: over all heads (OLMo 2)."""
-    attention_bias: bool = False
+    attention_bias: Annotated[bool, only_with("attention", "grouped")] = False
     """Add biases to queries, keys and values (Qwen 2)."""
-    attention_gate: bool = False
+    attention_gate: Annotated[bool, only_with("attention", "grouped")] = False
     """Multiply each head's output by the sigmoid of one more projection (Qiu et al. 2025; Qwen3-Next)."""
     query_scale: PositiveFloat | None = None
     """Number by whose square root the scores of attention are divided; default: head_dim."""
@@ -108,7 +146,7 @@ class LlamaKeys(Table):
     """Base of the rotary frequencies (10,000 in Llama 2, 500,000 in Llama 3, 1,000,000 in Qwen3)."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies, for longer sequences."""
-    rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    rope_fraction: Annotated[float, Field(gt=0, le=1), only_with("attention", "grouped")] = 1.0
     """Share of each head's features that are rotated, its first ones."""
     no_rope_every: Annotated[int, Field(ge=2)] | None = None
     """Every n-th layer has no rotary embedding (4 in SmolLM3); default: all have."""
@@ -154,7 +192,13 @@ def embedding_scale(model: LlamaKeys) -> float:
 
 def rope_dim(model: LlamaKeys) -> int:
     """Number of a head's features that are rotated."""
-    return round(head_dim(model) * model.rope_fraction)
+    latent = latent_of(model)
+    return latent.rope_head_dim if latent else round(head_dim(model) * model.rope_fraction)
+
+
+def latent_of(model: LlamaKeys) -> Latent | None:
+    """The widths of latent attention; None if attention is another."""
+    return model.latent if model.attention == "latent" else None
 
 
 def shape(model: LlamaKeys) -> str:
@@ -162,6 +206,8 @@ def shape(model: LlamaKeys) -> str:
     heads = f"{model.n_heads} heads of {head_dim(model)}"
     if n_kv_heads(model) != model.n_heads:
         heads += f", {n_kv_heads(model)} of keys and values"
+    if model.attention == "latent":
+        heads += f", through {model.latent.key_value_rank} features of keys and values"
     tied = ", tied" if model.tie_embeddings else ""
     window = f", window {model.window:,}" if model.window else ""
     return (
@@ -212,7 +258,7 @@ def computed(model: LlamaKeys) -> dict[str, Any]:
 
 def rules(config: Any) -> Iterator[tuple[str, str]]:
     """What is wrong between the keys: the key to blame, and a message."""
-    for rule in (_head_width, _kv_heads, _experts_fit, _router, _rope, _norms, _window):
+    for rule in (_head_width, _kv_heads, _latent, _experts_fit, _router, _groups, _rope, _norms, _window):
         yield from rule(config.model)
     yield from _window_and_machine(config)
 
@@ -230,7 +276,7 @@ def _head_width(model: LlamaKeys) -> Iterator[tuple[str, str]]:
             f"rope_fraction {model.rope_fraction:g} of head_dim {head_dim(model)} is {rope_dim(model)} features; "
             "rotary embeddings rotate pairs of features, so it must be an even number",
         )
-    elif model.rope_fraction == 1 and head_dim(model) % 2:
+    elif model.attention == "grouped" and model.rope_fraction == 1 and head_dim(model) % 2:
         width = "" if model.head_dim else f" = dim {model.dim} / n_heads {model.n_heads}"
         key = "model.head_dim" if model.head_dim else "model.dim"
         yield (
@@ -246,6 +292,29 @@ def _kv_heads(model: LlamaKeys) -> Iterator[tuple[str, str]]:
             f"n_heads {model.n_heads} is not divisible by n_kv_heads {model.n_kv_heads} ({model.n_heads} / "
             f"{model.n_kv_heads} = {model.n_heads / n_kv_heads(model):.2f}); change one of them",
         )
+
+
+def _latent(model: LlamaKeys) -> Iterator[tuple[str, str]]:
+    if model.attention == "grouped":
+        return
+    if n_kv_heads(model) != model.n_heads:
+        yield (
+            "model.n_kv_heads",
+            f"n_kv_heads {model.n_kv_heads} with latent attention, which has keys and values for each of n_heads "
+            f"{model.n_heads}; leave n_kv_heads out",
+        )
+    if model.latent.rope_head_dim % 2:
+        yield (
+            "model.latent.rope_head_dim",
+            f"rope_head_dim {model.latent.rope_head_dim} is odd; rotary embeddings rotate pairs of features",
+        )
+    for key in ("rope_head_dim", "value_head_dim"):
+        if getattr(model.latent, key) > head_dim(model):
+            yield (
+                f"model.latent.{key}",
+                f"{key} {getattr(model.latent, key)} is above head_dim {head_dim(model)}, the width of queries and "
+                "keys, rotated features included; set model.head_dim",
+            )
 
 
 def _experts_fit(model: LlamaKeys) -> Iterator[tuple[str, str]]:
@@ -276,6 +345,27 @@ def _router(model: LlamaKeys) -> Iterator[tuple[str, str]]:
             "model.router.renormalize",
             "renormalize makes every weight 1 with experts_per_token = 1, so the router would learn nothing; set "
             "renormalize = false",
+        )
+
+
+def _groups(model: LlamaKeys) -> Iterator[tuple[str, str]]:
+    groups = model.router.n_groups
+    chosen = model.router.groups_per_token
+    if model.n_experts is None or groups is None:
+        return
+    if model.n_experts % groups or model.n_experts < 2 * groups:
+        yield (
+            "model.router.n_groups",
+            f"n_experts {model.n_experts} make no {groups} groups of two experts or more ({model.n_experts} / {groups} "
+            f"= {model.n_experts / groups:.2f}); change one of them",
+        )
+    elif chosen > groups:
+        yield "model.router.groups_per_token", f"groups_per_token {chosen} is above n_groups {groups}"
+    elif model.experts_per_token > chosen * (model.n_experts // groups):
+        yield (
+            "model.experts_per_token",
+            f"experts_per_token {model.experts_per_token} is above the {chosen * (model.n_experts // groups)} experts "
+            f"in groups_per_token {chosen} groups; change one of them",
         )
 
 
@@ -333,6 +423,8 @@ def _window_and_machine(config: Any) -> Iterator[tuple[str, str]]:
 
 ATTENTION = "self_attn"
 """A block's module that mixes tokens."""
+SHARED_KEYS = "shared_keys"
+"""The module of latent attention that all rotated keys pass."""
 
 
 def before_blocks(model: LlamaKeys) -> list[Weight]:
@@ -351,7 +443,7 @@ def _block(model: LlamaKeys, mixture: bool) -> tuple[Weight, ...]:
     before_attention, after_attention, before_mlp, after_mlp = (_norm(model, name) for name in block_norms(model))
     return (
         *before_attention,
-        *_attention(model),
+        *(_latent_attention(model) if model.attention == "latent" else _attention(model)),
         *after_attention,
         *before_mlp,
         *(_experts(model) if mixture else _feed_forward(model, "mlp", model.ffn_dim)),
@@ -392,6 +484,24 @@ def _attention(model: LlamaKeys) -> Iterator[Weight]:
     yield Weight("self_attn.o_proj.weight", (model.dim, query), "row", "residual")
 
 
+def _latent_attention(model: LlamaKeys) -> Iterator[Weight]:
+    """A tensor-parallel rank compresses its slice of the sequence, and has some of the heads of the whole sequence."""
+    latent = model.latent
+    query = model.n_heads * head_dim(model)
+    key_value = model.n_heads * (head_dim(model) - latent.rope_head_dim + latent.value_head_dim)
+    compressed = latent.key_value_rank + latent.rope_head_dim
+    if latent.query_rank:
+        yield Weight("self_attn.q_a_proj.weight", (latent.query_rank, model.dim), "replicated_partial_grad")
+    yield Weight("self_attn.kv_a_proj_with_mqa.weight", (compressed, model.dim), "replicated_partial_grad")
+    if latent.query_rank:
+        yield from _norm(model, "self_attn.q_a_layernorm", latent.query_rank)
+    yield from _norm(model, "self_attn.kv_a_layernorm", latent.key_value_rank)
+    name = "q_b_proj" if latent.query_rank else "q_proj"
+    yield Weight(f"self_attn.{name}.weight", (query, latent.query_rank or model.dim), "gather_column")
+    yield Weight("self_attn.kv_b_proj.weight", (key_value, latent.key_value_rank), "gather_column")
+    yield Weight("self_attn.o_proj.weight", (model.dim, model.n_heads * latent.value_head_dim), "row", "residual")
+
+
 def _feed_forward(
     model: LlamaKeys, module: str, inner: int, roles: Sequence[TensorRole] = ("column", "row")
 ) -> Iterator[Weight]:
@@ -428,7 +538,19 @@ def _experts(model: LlamaKeys) -> Iterator[Weight]:
 
 def around(model: LlamaKeys, layer: int) -> dict[str, TensorRole]:
     """Roles of the modules in a block that have no weights of their own."""
-    return {ATTENTION: "gather", "mlp": "parts" if is_mixture(model, layer) else "gather"}
+    mlp: TensorRole = "parts" if is_mixture(model, layer) else "gather"
+    if model.attention == "latent":
+        return {f"{ATTENTION}.{SHARED_KEYS}": "gather_parts", "mlp": mlp}
+    return {ATTENTION: "gather", "mlp": mlp}
+
+
+def buffers(model: LlamaKeys, layer: int) -> list[Weight]:
+    """The buffers of a block that checkpoints have."""
+    if not (is_mixture(model, layer) and model.router.has_bias):
+        return []
+    shape = (model.n_experts or 0,)
+    hf = "mlp.gate.e_score_correction_bias"
+    return [Weight("mlp.router.bias", shape, "replicated_partial_grad", "zeros", hf, is_buffer=True)]
 
 
 def after_blocks(model: LlamaKeys) -> list[Weight]:
@@ -466,6 +588,9 @@ def small(model: LlamaKeys, ranks: int) -> dict[str, object]:
         "vocab_size": small_size(model.vocab_size, 64, ranks),
         "init_std": round(model.init_std * sqrt(model.dim / dim), 4),
     }
+    if model.attention == "latent":
+        keys["latent"] = _small_latent(model.latent)
+        keys["head_dim"] = 2 * _SMALL_HEAD
     if model.window:
         keys["window"] = min(model.window, _SMALL_WINDOW)
         keys["window_pattern"] = min(model.window_pattern, max(2, n_layers))
@@ -476,11 +601,18 @@ def small(model: LlamaKeys, ranks: int) -> dict[str, object]:
     return keys | (_small_experts(model, ranks, n_layers) if model.n_experts else {})
 
 
+def _small_latent(latent: Latent) -> dict[str, object]:
+    """Widths for heads of twice the usual width, of which half is rotated."""
+    small = {"key_value_rank": 12, "rope_head_dim": _SMALL_HEAD, "value_head_dim": _SMALL_HEAD}
+    return {**small, "query_rank": 24} if latent.query_rank else {**small}
+
+
 def _small_experts(model: LlamaKeys, ranks: int, n_layers: int) -> dict[str, object]:
     chosen = min(model.experts_per_token, 2)
+    groups = model.router.n_groups or 1
     dense = 1 if 0 < model.n_dense_layers < model.n_layers else min(model.n_dense_layers, n_layers)
     keys: dict[str, object] = {
-        "n_experts": small_size(model.n_experts or 0, 2 * chosen, ranks),
+        "n_experts": small_size(model.n_experts or 0, 2 * max(chosen, groups), ranks, step=groups),
         "experts_per_token": chosen,
         "n_shared_experts": min(model.n_shared_experts, 2),
         "n_dense_layers": dense,

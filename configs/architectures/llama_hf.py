@@ -46,6 +46,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "window": (None,),
     "window_pattern": (0,),
     "window_rope_theta": (None,),
+    "attention": ("grouped",),
+    "router.n_groups": (None,),
+    "router.scaling_factor": (1.0,),
 }
 
 # --------------------------------------------------------------------------- layers of two kinds
@@ -124,6 +127,40 @@ def _read_rope_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     if n == 1:
         raise ValueError("no_rope_layers: no layer has a rotary embedding")
     return {"no_rope_every": n} if n else {}
+
+
+def _write_latent(model: Any) -> dict[str, Any]:
+    groups = model.router.n_groups
+    return {
+        "head_dim": model.latent.rope_head_dim,
+        "qk_nope_head_dim": head_dim(model) - model.latent.rope_head_dim,
+        "moe_intermediate_size": model.expert_dim or model.ffn_dim,
+        "n_group": groups or 1,
+        "topk_group": model.router.groups_per_token if groups else 1,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
+    def size(name: str, default: int) -> int:
+        value = config.get(name, default)
+        if type(value) is not int:
+            raise ValueError(f"{name} is no number")
+        return value
+
+    heads = config.get("num_attention_heads", 128)
+    if config.get("num_key_value_heads", heads) not in (None, heads):
+        raise ValueError(f"num_key_value_heads is not num_attention_heads, {heads}")
+    groups = size("n_group", 8)
+    chosen = size("topk_group", 4)
+    expert_dim = size("moe_intermediate_size", 2048)
+    is_dense_first = size("first_k_dense_replace", 3) > 0
+    return {
+        "head_dim": size("qk_nope_head_dim", 128) + size("qk_rope_head_dim", 64),
+        "latent.query_rank": config.get("q_lora_rank", 1536),
+        **({"expert_dim": expert_dim} if is_dense_first else {"ffn_dim": expert_dim}),
+        **({"router.n_groups": groups, "router.groups_per_token": chosen} if groups > 1 else {}),
+    }
 
 
 # --------------------------------------------------------------------------- classes
@@ -275,6 +312,53 @@ GEMMA3 = HfClass(
     write=lambda model: _write_windows(model) | _write_query_scale(model),
     read=lambda config: _read_windows(config, 6),
 )
+DEEPSEEK_V3 = HfClass(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    "DeepSeek-V3",
+    {name: key for name, key in _FIELDS.items() if name not in ("num_key_value_heads", "head_dim")}
+    | {
+        "kv_lora_rank": "latent.key_value_rank",
+        "q_lora_rank": "latent.query_rank",
+        "qk_rope_head_dim": "latent.rope_head_dim",
+        "v_head_dim": "latent.value_head_dim",
+        "n_routed_experts": "n_experts",
+        "num_experts_per_tok": "experts_per_token",
+        "n_shared_experts": "n_shared_experts",
+        "first_k_dense_replace": "n_dense_layers",
+        "norm_topk_prob": "router.renormalize",
+        "routed_scaling_factor": "router.scaling_factor",
+    },
+    _DEFAULTS
+    | {
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+    1e4,
+    _FIXED
+    | {
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
+    _without("n_experts", "attention", "query_scale", "router.n_groups", "router.scaling_factor")
+    | {
+        "attention": ("latent",),
+        "router.scoring": ("sigmoid",),
+        "router.load_balance": ("bias", "bias_and_auxiliary_loss"),
+    },
+    yarn_scales_scores=True,
+    write=_write_latent,
+    read=_read_latent,
+)
 HF_CLASSES: tuple[HfClass, ...] = (
     LLAMA,
     MIXTRAL,
@@ -286,6 +370,7 @@ HF_CLASSES: tuple[HfClass, ...] = (
     OLMO3,
     SMOLLM3,
     GEMMA3,
+    DEEPSEEK_V3,
 )
 
 _MIXTRALS_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -293,11 +378,11 @@ _MIXTRALS_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 def name_of_router(kind: HfClass) -> str:
     """Hugging Face's name of a router's weight, in a block."""
-    return "mlp.gate.weight" if kind is QWEN3_MOE else "block_sparse_moe.gate.weight"
+    return "mlp.gate.weight" if kind in (QWEN3_MOE, DEEPSEEK_V3) else "block_sparse_moe.gate.weight"
 
 
 def name_of_experts(kind: HfClass, matrix: str) -> str:
     """Hugging Face's name of one expert's matrix, in a block; {} stands for the expert's number."""
-    if kind is QWEN3_MOE:
+    if kind in (QWEN3_MOE, DEEPSEEK_V3):
         return f"mlp.experts.{{}}.{matrix}.weight"
     return f"block_sparse_moe.experts.{{}}.{_MIXTRALS_EXPERTS[matrix]}.weight"

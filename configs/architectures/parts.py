@@ -35,6 +35,8 @@ class Weight:
     """Stacked experts that a token is sent to."""
     tied_to: str = ""
     """Name of the parameter that it shares the matrix with."""
+    is_buffer: bool = False
+    """Whether it is a buffer of the model's state, in float32, and no parameter."""
 
     @property
     def size(self) -> int:
@@ -62,13 +64,14 @@ class Weight:
         return replace(self, name=f"{block}.{self.name}", hf=f"model.{block}.{self.hf or self.name}")
 
 
-def small_size(size: int, least: int, ranks: int) -> int:
+def small_size(size: int, least: int, ranks: int, step: int = 1) -> int:
     """The smallest size from `least` on that the numbers of ranks up to `ranks` divide where they divide `size`.
 
-    What a mesh can't cut of the real size, it can't cut of this one. `ranks` is a power of two.
+    What a mesh can't cut of the real size, it can't cut of this one. `ranks` is a power of two. `least` and `size` are
+    multiples of `step`, and the result, too.
     """
     shared = gcd(size, ranks)
-    return next(n for n in count(least) if gcd(n, ranks) == shared)
+    return next(n for n in count(least, step) if gcd(n, ranks) == shared)
 
 
 def _nothing(_: Any) -> dict[str, Any]:
@@ -98,6 +101,8 @@ class HfClass:
     """Whether layers with a window have rotary frequencies of their own, without scaling."""
     window_rope_theta: float | None = None
     """Default of their rope_theta; None: as in all layers."""
+    yarn_scales_scores: bool = False
+    """Whether YaRN has a factor on the scores of attention (mscale_all_dim), which query_scale stands for."""
     write: Callable[[Any], dict[str, Any]] = _nothing
     """[model] -> further fields of config.json, which follow from several keys."""
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
@@ -114,6 +119,9 @@ class HfClass:
         scaled_windows = model.window and model.rope_scaling and model.window_rope_theta is None
         if self.rope_by_layer and scaled_windows:
             found.append("rope_scaling applies to layers with a window, too; set window_rope_theta")
+        yarn = model.rope_scaling if model.rope_scaling and model.rope_scaling.kind == "yarn" else None
+        if self.yarn_scales_scores and model.query_scale and (yarn is None or yarn.factor == 1):
+            found.append(f"query_scale is {model.query_scale!r} without a rope_scaling of kind yarn")
         return found
 
 
@@ -178,6 +186,9 @@ class Described(Protocol):
 
     def block(self, model: Any, layer: int, /) -> Sequence[Weight]:
         """The weights of a block, in the order of the forward pass, with their names in the block."""
+
+    def buffers(self, model: Any, layer: int, /) -> Sequence[Weight]:
+        """The buffers of a block that are part of the model's state, in float32, with their names in the block."""
 
     def around(self, model: Any, layer: int, /) -> dict[str, TensorRole]:
         """Roles of the modules in a block that have no weights of their own."""

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from models.attention import attend as attend_natively
+from models.attention import document_mask
 from models.documents import Documents, NumberedDocuments, has_kernel
-from models.llama import attend as attend_natively
-from models.llama import document_mask
 
 NAME = "keel"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
@@ -170,7 +170,7 @@ def watching() -> Iterator[Seen]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: NumberedDocuments | Window | Tensor | None) -> Tensor:
-    """Scaled dot-product attention, as in `models/llama.py`, for all dtypes and widths of heads."""
+    """Scaled dot-product attention, as in `models/attention.py`, for all dtypes and widths of heads."""
     if isinstance(mask, Window):
         mask = mask.pairs(q)
     if isinstance(mask, NumberedDocuments) and not has_kernel(q.device.type, q.dtype, q.shape[-1]):

@@ -21,6 +21,10 @@ ATTENTION = '--activation_checkpoint.save_ops ["*._scaled_dot_product_*attention
 FIRST_LAYERS = '[{pattern="embed_tokens.*",freeze=true},{pattern="layers.?.*",freeze=true}]'
 FREED = "--fsdp.reshard_after_forward always"
 EIGHT_LAYERS = "--model.n_layers 8 --training.global_batch_size 2 --activation_checkpoint.mode full"
+DEEPSEEK = (
+    "--mesh.pp 1 --mesh.ep 1 --model.n_layers 6 --model.n_experts 16 --model.experts_per_token 4 "
+    "--training.global_batch_size 8"
+)
 JOBS = {
     # name: (job file, ranks, words)
     "1B": ("llama_1b.toml", 1, "--training.global_batch_size 16"),
@@ -99,6 +103,16 @@ JOBS = {
         "mixtral_8x7b.toml",
         64,
         "--training.global_batch_size 64 --compile.enable false",
+    ),
+    "DeepSeek-V3 of 6 layers, FSDP 8, full, eager": (
+        "deepseek_v3.toml",
+        8,
+        f"{DEEPSEEK} --activation_checkpoint.mode full --compile.enable false",
+    ),
+    "DeepSeek-V3 of 6 layers, FSDP 4 x TP 2, selective": (
+        "deepseek_v3.toml",
+        8,
+        f"{DEEPSEEK} --mesh.tp 2 --activation_checkpoint.mode selective",
     ),
     "1B narrowed, float32, eager": (
         "llama_1b.toml",

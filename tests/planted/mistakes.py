@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from configs.plan import routers_of
-from models.llama import RotaryEmbedding
+from models.rotary import RotaryEmbedding
 from parallelisms import expert, fsdp, grad_norm, init, parallelize, passes, pipeline, tensor, tensor_whole
 from parallelisms.attention import context
 from parallelisms.grad_norm import gradients

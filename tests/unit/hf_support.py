@@ -1,5 +1,6 @@
 """Small models and their checkpoints, as the tests of export and import need them."""
 
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import torch
 from checkpoint import manifest as manifests
 from checkpoint.storage import FolderStorage, commit
 from checkpoint.tensor_stream import write_tensors
-from configs.architectures.llama import RopeScaling, Router
+from configs.architectures.llama import Latent, RopeScaling, Router
+from configs.plan import routers_of
 from configs.reading.hf_config import is_too_old
 from configs.schema import Model
 from models import build_model
+from trainer.step import saved_buffers
 
 _SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": 96}
 TINY = {
@@ -75,6 +78,43 @@ TINY = {
         rope_scaling=RopeScaling(kind="linear", factor=8.0),
         tie_embeddings=True,
     ),
+    "deepseek_v3": Model(
+        dim=32,
+        n_layers=3,
+        n_heads=4,
+        head_dim=20,
+        attention="latent",
+        latent=Latent(query_rank=24, key_value_rank=12, rope_head_dim=8, value_head_dim=16),
+        ffn_dim=48,
+        vocab_size=96,
+        n_experts=8,
+        experts_per_token=3,
+        n_shared_experts=2,
+        expert_dim=24,
+        n_dense_layers=1,
+        router=Router(
+            scoring="sigmoid",
+            n_groups=4,
+            groups_per_token=2,
+            scaling_factor=2.5,
+            load_balance="bias_and_auxiliary_loss",
+        ),
+        query_scale=20 / (0.1 * log(8) + 1) ** 4,
+        rope_scaling=RopeScaling(kind="yarn", factor=8.0, original_seq_len=16, attention_factor=1.0),
+    ),
+    "moonlight": Model(
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        head_dim=16,
+        attention="latent",
+        latent=Latent(key_value_rank=12, rope_head_dim=4, value_head_dim=8),
+        ffn_dim=48,
+        vocab_size=96,
+        n_experts=6,
+        n_shared_experts=1,
+        router=Router(scoring="sigmoid", renormalize=False, load_balance="bias"),
+    ),
     "long": Model(**_SIZES, rope_scaling=RopeScaling(kind="yarn", factor=8.0, original_seq_len=16, beta_fast=4.0)),
 }
 
@@ -91,13 +131,17 @@ def make_model(config, dtype=torch.float32):
     model = build_model(config).to(dtype)
     for parameter in model.parameters():
         parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    for router in routers_of(model).values():
+        router.init_buffers()
+        if router.bias is not None:
+            router.bias.copy_(torch.linspace(0, 0.3, len(router.bias)))
     return model
 
 
 def save(folder, model, **training):
     """A checkpoint of the model as a run of one rank leaves it, with optimizer state."""
     state = dict(model.named_parameters())
-    tensors = {f"model.{name}": parameter.detach() for name, parameter in state.items()}
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in [*state.items(), *saved_buffers(model)]}
     tensors |= {f"optimizer.{name}.exp_avg": parameter.detach() * 2 for name, parameter in state.items()}
     return write_checkpoint(folder, tensors.items(), model.config, **training)
 

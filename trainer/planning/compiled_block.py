@@ -63,12 +63,14 @@ def measure_compiled(
     annotate_matrices(block)
     names = [name for name, _ in block.named_parameters()]
     values, structure = tree_flatten((inputs, others))
-    tensors = [value for value in values if isinstance(value, Tensor)]
+    buffers = dict(block.named_buffers())
+    tensors = [*(value for value in values if isinstance(value, Tensor)), *buffers.values()]
 
     def run(parameters: list[Tensor], tensors: list[Tensor]) -> Tensor:
         left = iter(tensors)
         whole = [next(left) if isinstance(value, Tensor) else value for value in values]
-        outputs = functional_call(block, dict(zip(names, parameters, strict=True)), *tree_unflatten(whole, structure))
+        state = {**dict(zip(names, parameters, strict=True)), **dict(zip(buffers, left, strict=True))}
+        outputs = functional_call(block, state, *tree_unflatten(whole, structure))
         return next(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
 
     settings = budget_settings(checkpointing.memory_budget) if checkpointing.mode == "budget" else {}

@@ -13,7 +13,8 @@ The formula counts all of the seq_len x seq_len scores, but a causal model needs
 
     6 * matrix elements +  6 * layers * heads * head_dim * seq_len        [causal]
 
-A layer with a window counts the tokens that are in it, instead of seq_len.
+A layer with a window counts the tokens that are in it, instead of seq_len. Where values have another width than queries
+and keys (latent attention), head_dim is the mean of both; the zeros that values are padded with are not counted.
 
 Keel's `mfu` and `tflops` are the *causal* ones: they count only work that is really done, and so cannot flatter long
 sequences. The figures that PaLM, llm-foundry and torchtitan publish are full ones (early torchtitan's also count the
@@ -30,7 +31,8 @@ from itertools import groupby
 
 from configs.architectures import all_weights
 from configs.architectures.llama import window_of
-from configs.architectures.parts import Weight, head_dim
+from configs.architectures.parts import Weight
+from configs.layout import attention_features
 from configs.plan import TENSOR_PARALLEL_DIM, TensorRole
 from configs.schema import AnyModel, Training, is_described
 from trainer.planning.skeleton import skeleton
@@ -62,7 +64,7 @@ def flops_per_token(model: AnyModel, seq_len: int, frozen: Collection[str] = ())
         _seen(model, layer, seq_len) * (1 if layer in idle_layers else 3)  # backward takes two passes
         for layer in range(model.n_layers)
     )
-    scores = 2 * model.n_heads * head_dim(model) * pairs
+    scores = attention_features(model) * pairs
     return TokenFlops(causal=computed + round(scores), full=computed + round(2 * scores))
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from math import log
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from checkpoint.export.hf import TokenizerFiles, export_hf, import_hf
-from checkpoint.export.hf_config import tensor_shapes, to_hf, to_keel
+from checkpoint.export.hf_config import tensor_shapes, to_hf, to_keel, unknown_fields
 from checkpoint.index import read_metadata
 from checkpoint.manifest import read_manifest
 from checkpoint.tensor_stream import read_tensor
-from configs.architectures.llama import RopeScaling, is_rotated, window_of
+from configs.architectures.llama import RopeScaling, Router, computed, is_rotated, window_of
 from configs.errors import UserError
 from configs.layout import parameter_count
 from configs.load import load
@@ -24,6 +25,7 @@ from models import build_model
 from scripts import import_hf as script
 from tests.conftest import ROOT
 from tests.unit.hf_support import TINY, make_model, save
+from trainer.step import saved_buffers
 
 NO_TOKENIZER = TokenizerFiles()
 OLMO3, SMOLLM3, GEMMA3 = ({"model_type": name, "architectures": ...} for name in ("olmo3", "smollm3", "gemma3_text"))
@@ -54,7 +56,7 @@ def edit_config(folder, **changes):
 
 
 @pytest.mark.parametrize("name", sorted(set(TINY) - {"mixtral", "long"}))
-def test_save_pretrained_comes_back_bit_equal(tmp_path, name):
+def test_save_pretrained_comes_back_bit_equal(tmp_path, name, capsys):
     from transformers import AutoModelForCausalLM
 
     dtype = DTYPES.get(name, "float32")
@@ -63,8 +65,10 @@ def test_save_pretrained_comes_back_bit_equal(tmp_path, name):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     theirs.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
     assert script.main([str(tmp_path / "saved"), str(tmp_path / "back")]) == 0
+    assert "does not know" not in capsys.readouterr().err
     back = state_of(tmp_path / "back")
     expected = {f"model.{name}": parameter.to(getattr(torch, dtype)) for name, parameter in model.named_parameters()}
+    expected |= {f"model.{name}": buffer for name, buffer in saved_buffers(model)}
     assert back.keys() == expected.keys()
     assert all(
         back[name].dtype == tensor.dtype and torch.equal(back[name], tensor) for name, tensor in expected.items()
@@ -75,6 +79,86 @@ def test_save_pretrained_comes_back_bit_equal(tmp_path, name):
     export_hf(tmp_path / "back", tmp_path / "again", NO_TOKENIZER)
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_fields_that_keel_does_not_know_are_named(exported, tmp_path, capsys):
+    edit_config(exported, mup_alpha=3.0, a_new_gate=True)
+    assert script.main([str(exported), str(tmp_path / "back")]) == 0
+    found = " ".join(capsys.readouterr().err.split())
+    assert "fields that Keel does not know; the import is without them: a_new_gate, mup_alpha" in found
+
+
+def test_deepseek_v3_as_it_is_published():
+    """The fields of deepseek-ai/DeepSeek-V3's config.json, but for its 8-bit weights."""
+    published = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "initializer_range": 0.02,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1",
+        "use_cache": True,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    }
+    found = to_keel(published, "config.json")
+    assert unknown_fields(published, "config.json") == []
+    trained = load("deepseek_v3").config.model
+    mscale = 0.1 * log(40) + 1
+    stretched = {"kind": "yarn", "factor": 40, "original_seq_len": 4096, "attention_factor": 1.0}
+    assert found.query_scale == pytest.approx(192 / mscale**4, rel=1e-15)
+    assert found.rope_scaling == RopeScaling(**stretched)
+    changed = {"rope_scaling": None, "query_scale": None, "router": trained.router}
+    assert found.router == Router(
+        **trained.router.model_dump() | {"load_balance": "bias", "auxiliary_loss_weight": 0.01}
+    )
+    assert computed(found.model_copy(update=changed)) == computed(trained)
+    again = to_hf(found, "bfloat16", 163840, 0, 1)
+    assert again["rope_parameters"]["mscale_all_dim"] == 1.0
+    assert to_keel(again, "config.json") == found
+    for field, value in (("topk_method", "greedy"), ("rope_interleave", False), ("num_key_value_heads", 8)):
+        with pytest.raises(UserError, match=field):
+            to_keel(published | {field: value}, "config.json")
 
 
 def load_model_toml(folder):

@@ -6,6 +6,10 @@ from configs.errors import ConfigError
 from configs.load import load
 from tests.unit.small_job import JOB
 
+LATENT = (
+    "model.attention=latent model.latent.key_value_rank=8 model.latent.rope_head_dim=4 model.latent.value_head_dim=6"
+)
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
@@ -58,6 +62,29 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
         ("model.rope_fraction=0.2", "rope_fraction 0.2 of head_dim 16 is 3 features; rotary embeddings rotate pairs"),
         ("model.rope_fraction=0.01", "rope_fraction 0.01 of head_dim 16 is less than one feature"),
         ("model.norm_offset=true model.qk_norm=full", 'no published model has both; set qk_norm = "head"'),
+        ("model.latent.query_rank=8", 'latent.query_rank does nothing with model.attention = "grouped" (the default)'),
+        (f"{LATENT} model.n_kv_heads=2", "n_kv_heads 2 with latent attention, which has keys and values for each of"),
+        (
+            f"{LATENT} model.qk_norm=head",
+            'qk_norm does nothing with attention = "latent" (--model.attention), only with "grouped"',
+        ),
+        (f"{LATENT} model.latent.rope_head_dim=5", "--model.latent.rope_head_dim: rope_head_dim 5 is odd"),
+        (f"{LATENT} model.latent.rope_head_dim=34", "rope_head_dim 34 is above head_dim 16"),
+        (f"{LATENT} model.latent.value_head_dim=34", "value_head_dim 34 is above head_dim 16, the width of queries"),
+        (
+            "model.n_experts=6 model.router.groups_per_token=2",
+            "groups_per_token does nothing without n_groups",
+        ),
+        ("model.n_experts=6 model.router.n_groups=4", "make no 4 groups of two experts or more (6 / 4 = 1.50)"),
+        ("model.n_experts=6 model.router.n_groups=6", "make no 6 groups of two experts or more (6 / 6 = 1.00)"),
+        (
+            "model.n_experts=8 model.router.n_groups=2 model.router.groups_per_token=3",
+            "--model.router.groups_per_token: groups_per_token 3 is above n_groups 2",
+        ),
+        (
+            "model.n_experts=8 model.experts_per_token=3 model.router.n_groups=4",
+            "experts_per_token 3 is above the 2 experts in groups_per_token 1 groups",
+        ),
         ("model.window_pattern=2", "model.window_pattern does nothing without window"),
         ("model.window=8 model.window_pattern=1", "window_pattern 1 leaves no layer with a window"),
         ("model.window=8 mesh.cp=2 context.method=ring", 'set context.method = "gather" or "all_to_all"'),

@@ -6,19 +6,26 @@ from math import prod
 import pytest
 import torch
 
-from configs.architectures import init_stds, own_weights, tensor_parallel_roles
+from configs.architectures import init_stds, own_weights, stored_tensors, tensor_parallel_roles
 from configs.layout import active_matrices, active_parameter_count, layer_matrices, parameter_count
 from configs.load import load
 from configs.plan import PARAMETER_ROLES, Attention, LocalWeights, PlannedModel, Router
 from configs.schema import Model
 from models import build_model
 from tests.conftest import ROOT
+from trainer.step import saved_buffers
 
 TOY = {"dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": 80}
 MIXTURE = TOY | {"n_experts": 5, "n_shared_experts": 2, "expert_dim": 24, "n_dense_layers": 1}
 JOBS = {path.stem: None for path in (ROOT / "configs").glob("*.toml")}
 TOYS = {"toy": TOY, "tied": TOY | {"tie_embeddings": True}, "mixture": MIXTURE, "wide heads": TOY | {"head_dim": 24}}
 TOYS |= {"rich": TOY | {"qk_norm": "full", "attention_bias": True, "attention_gate": True, "norm_position": "both"}}
+LATENT = {"attention": "latent", "n_kv_heads": None, "head_dim": 12}
+WIDTHS = {"key_value_rank": 20, "rope_head_dim": 4, "value_head_dim": 6}
+TOYS |= {
+    "latent": TOY | LATENT | {"latent": WIDTHS},
+    "latent queries": MIXTURE | LATENT | {"latent": WIDTHS | {"query_rank": 9}, "router": {"load_balance": "bias"}},
+}
 TOYS |= {"normed": TOY | {"qk_norm": "head"}, "normed mixture": MIXTURE | {"qk_norm": "head"}}
 
 
@@ -81,3 +88,11 @@ def test_modules_have_what_techniques_read_and_replace(model):
     wanted += [(modules.get_submodule(name), kind) for name in plan.routers for kind in (LocalWeights, Router)]
     for module, protocol in wanted:
         assert all(hasattr(module, name) for name in protocol.__annotations__), (module, protocol)
+
+
+def test_a_checkpoint_has_the_weights_and_the_buffers_of_the_model(model):
+    modules = built(model)
+    state = {**dict(modules.named_parameters()), **dict(saved_buffers(modules))}
+    assert {weight.name: weight.shape for weight in stored_tensors(model)} == {
+        name: tuple(tensor.shape) for name, tensor in state.items()
+    }

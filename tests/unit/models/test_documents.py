@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from models import documents
+from models.attention import document_mask
 from models.documents import Documents, attend_near, attend_to_parts, attend_within, has_kernel
-from models.llama import document_mask
 from tests.unit.packed_flash import PackedFlash
 
 

@@ -9,8 +9,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from configs.architectures.llama import RopeScaling
 from configs.schema import Model
 from models import build_model
+from models.attention import document_mask
 from models.documents import Documents
-from models.llama import document_mask
 
 SHAPE = {"dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 176, "vocab_size": 512}
 

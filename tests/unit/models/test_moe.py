@@ -101,6 +101,28 @@ def test_backward_adds_the_auxiliary_loss_and_forward_does_not(scoring):
     assert_close(found, module.router.weight.grad)
 
 
+def test_a_token_chooses_from_few_groups():
+    """Of three groups of two experts, those with the largest sums of their two best scores, with the bias."""
+    settings = {"scoring": "sigmoid", "n_groups": 3, "groups_per_token": 2, "scaling_factor": 2.5}
+    module = mixture(experts_per_token=3, router={**settings, "load_balance": "bias_and_auxiliary_loss"})
+    module.router.bias += torch.tensor([0.3, 0.0, 0.0, 0.1, 0.0, -0.2])
+    x = torch.randn(2, 40, 16, dtype=torch.float64)
+    choice = module.router(x)
+    outside = 0
+    for token, experts, weights in zip(x.flatten(0, 1), *(t.flatten(0, 1) for t in choice[:2]), strict=True):
+        scores = (module.router.weight @ token).sigmoid()
+        preference = (scores + module.router.bias).tolist()
+        groups = sorted(range(3), key=lambda group: -preference[2 * group] - preference[2 * group + 1])[:2]
+        members = [expert for group in groups for expert in (2 * group, 2 * group + 1)]
+        assert experts.tolist() == sorted(members, key=lambda expert: -preference[expert])[:3]
+        outside += experts.tolist() != sorted(range(6), key=lambda expert: -preference[expert])[:3]
+        assert_close(weights, 2.5 * scores[experts] / scores[experts].sum())
+    assert outside > 10
+    module.router.balance_scale = 1.0
+    module.router(x).weights.sum().backward()  # constant: the gradient is the auxiliary loss's alone
+    assert module.router.weight.grad.abs().max() > 1e-5
+
+
 def test_evaluation_and_recomputation_count_no_tokens():
     config = Model(dim=16, n_layers=2, n_heads=2, ffn_dim=8, vocab_size=8, n_experts=4, n_dense_layers=1, expert_dim=4)
     model = Llama(config)

@@ -8,7 +8,7 @@ from checkpoint.export.hf import TokenizerFiles, export_hf
 from configs.schema import Model
 from models import build_model
 from models.documents import Documents
-from models.llama import rotate
+from models.rotary import rotate
 from tests.unit.hf_support import TINY, make_model, save, skip_what_is_too_old
 
 SHAPE = {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": 96}
@@ -38,14 +38,14 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, name):
     gradients = {name.removeprefix("model."): p.grad for name, p in theirs.named_parameters()}
     compared = 0
     for parameter_name, parameter in ours.named_parameters():
-        if "experts" in parameter_name or "router" in parameter_name:  # stacked or named otherwise
+        if "experts" in parameter_name:  # stacked
             continue
-        expected = gradients[parameter_name]
+        expected = gradients[parameter_name.replace("router", "gate")].double()  # theirs has some routers in float32
         scale = expected.abs().max()
         assert scale > 0
         torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=2e-5 * float(scale))
         compared += 1
-    assert compared == len(gradients) - sum("mlp." in each for each in gradients if TINY[name].n_experts)
+    assert compared == len(gradients) - sum("experts" in each for each in gradients)
 
 
 def test_a_gate_scales_each_feature_of_the_heads():

@@ -17,6 +17,12 @@ SHAPES = [
     TOY | {"n_kv_heads": None, "head_dim": 16},
     TOY | {"tie_embeddings": True, "n_layers": 1},
 ]
+LATENT = TOY | {
+    "n_kv_heads": None,
+    "head_dim": 12,
+    "attention": "latent",
+    "latent": {"query_rank": 20, "key_value_rank": 14, "rope_head_dim": 4, "value_head_dim": 6},
+}
 MIXTURE = TOY | {"n_experts": 5, "n_shared_experts": 2, "expert_dim": 24, "n_dense_layers": 1}
 LLAMA_7B = Model(dim=4096, n_layers=32, n_heads=32, ffn_dim=11008, vocab_size=32000)
 
@@ -35,6 +41,17 @@ def test_the_full_formula_is_what_torch_counts(shape, seq_len):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
     assert counter.get_total_flops() == flops_per_token(config, seq_len).full * batch * seq_len
+
+
+@pytest.mark.parametrize("rank", [20, None])
+def test_the_zeros_beside_values_are_not_counted(rank):
+    """Torch counts them: values of 6 features are as wide as keys, of 12."""
+    seq_len = 16
+    config = Model(**LATENT | {"latent": LATENT["latent"] | {"query_rank": rank}})
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        build_model(config)(torch.zeros(1, seq_len, dtype=torch.long)).sum().backward()
+    zeros = 6 * config.n_layers * config.n_heads * (12 - 6) * seq_len
+    assert counter.get_total_flops() == (flops_per_token(config, seq_len).full + zeros) * seq_len
 
 
 FIRST_BLOCKS = ("embed_tokens.*", "layers.0.*", "layers.1.*")

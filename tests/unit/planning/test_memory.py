@@ -173,8 +173,12 @@ def test_what_has_one_type_on_one_rank_is_not_gathered():
     assert estimate_memory(config(), ONE, "cuda").peak.gathered == 0
 
 
-def test_activations_are_what_autograd_keeps():
-    settings = config()
+LATENT = {"query_rank": 40, "key_value_rank": 24, "rope_head_dim": 8, "value_head_dim": 12}
+
+
+@pytest.mark.parametrize("keys", [{}, {"attention": "latent", "n_kv_heads": None, "latent": LATENT}], ids=str)
+def test_activations_are_what_autograd_keeps(keys):
+    settings = config(model=keys)
     model = build_model(settings.model)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
@@ -189,6 +193,16 @@ def test_activations_are_what_autograd_keeps():
     measured = sum(size for storage, size in kept.items() if storage not in parameters)
     in_loss = next(RankMemory(settings, ONE, "cpu", 0).moments())
     assert in_loss.activations == pytest.approx(measured, rel=0.005)
+
+
+def test_a_compiled_block_may_have_buffers():
+    """The biases of a router; without them the block keeps nearly as much."""
+    sizes = []
+    for balance in ("bias", "none"):
+        mixture = {"n_experts": 4, "router": {"load_balance": balance}}
+        job = config(model=mixture, compile={"enable": True})
+        sizes.append(next(RankMemory(job, ONE, "cpu", 0).moments()).activations)
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
 
 
 def test_the_more_is_recomputed_the_less_is_kept():
