@@ -266,7 +266,7 @@ class LrSchedule(Table):
     )
     """Shape of the final decay; one_minus_sqrt falls fast at first."""
     exponent: Annotated[PositiveFloat, only_with("name", "power")] = 0.51
-    """Before the final decay, the learning rate falls as this power of the step; 0.5 for inverse_sqrt."""
+    """Power of the step with which the learning rate falls before the final decay; 0.5 for inverse_sqrt."""
     min_lr_ratio: Annotated[
         Fraction, only_with("name", "cosine", "linear", *_WITH_FINAL_DECAY, EXAMPLE, reason="which has no minimum")
     ] = 0.1
