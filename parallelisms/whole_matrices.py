@@ -31,7 +31,7 @@ from parallelisms.mesh import Mesh
 from parallelisms.owner_partition import assign_owners
 
 BUCKET_ELEMENTS = 32 << 20
-"""Of an owner's matrices that are exchanged together: on a GPU, it computes with them for milliseconds."""
+"""Elements of an owner's matrices that are exchanged together: on a GPU, it computes with them for milliseconds."""
 
 Box = tuple[range, ...]
 """The global indices of a part of a parameter, for each dimension."""
@@ -48,7 +48,7 @@ class _Matrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As in the parameter: (1, rows, columns) if that stacks matrices."""
+        """Its shape in the parameter: (1, rows, columns) if that stacks matrices."""
         return tuple(map(len, self.box))
 
 
@@ -90,7 +90,7 @@ class WholeMatrices:
         """`mesh`: None if this rank holds all parameters whole, and is to compute with them alone."""
         self._mesh = mesh
         self._buckets: dict[tuple[int, ...], list[_Bucket]] = {}
-        """By the ids of the parameters, of which some may be frozen at times."""
+        """The plans, by the ids of the parameters, of which some may be frozen at times."""
 
     @cached_property
     def _places(self) -> list[Mapping[str, int]]:

@@ -213,14 +213,16 @@ class _AdEMAMix(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         config = self.config
-        (beta1, beta2), warmup = config.betas, config.slow_warmup_steps
+        beta1, beta2 = config.betas
+        warmup = config.slow_warmup_steps
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 state = self.state[p]
                 state["t"] = t = state.get("t", 0) + 1
-                beta3, alpha = config.slow_beta, config.slow_weight
+                beta3 = config.slow_beta
+                alpha = config.slow_weight
                 if t < warmup:
                     alpha *= t / warmup
                     # Of f(beta) = ln(beta) / ln(0.5), the inverse of the half-life.

@@ -63,7 +63,8 @@ def slow_rates(config: Optimizer, t: int) -> tuple[float, float]:
     if t >= warmup:
         return config.slow_beta, config.slow_weight
     done = t / warmup
-    start, end = math.log(max(config.betas[0], 1e-8)), math.log(config.slow_beta)
+    start = math.log(max(config.betas[0], 1e-8))
+    end = math.log(config.slow_beta)
     return math.exp(start * end / ((1 - done) * end + done * start)), done * config.slow_weight
 
 

@@ -42,7 +42,7 @@ POLAR_EXPRESS: list[Polynomial] = [
         (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
     )
 ]
-"""Of each iteration, in order (its algorithm 1)."""
+"""Those of each iteration, in order (its algorithm 1)."""
 _SMALLEST_NORM = 1e-7
 
 
