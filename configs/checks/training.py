@@ -48,11 +48,16 @@ def _optimizer_groups(config: Config, _: int | None) -> Iterator[Problem]:
 
 
 def _split_heads(config: Config, _: int | None) -> Iterator[Problem]:
-    if config.optimizer.split_heads and not is_described(config.model):
-        yield (
-            "optimizer.split_heads",
-            f'Keel does not know where the heads of architecture "{config.model.architecture}" are; leave it out',
-        )
+    model = config.model
+    if not config.optimizer.split_heads:
+        return
+    if not is_described(model):
+        what = f'Keel does not know where the heads of architecture "{model.architecture}" are'
+    elif model.attention == "latent":
+        what = "latent attention has no q_proj, k_proj and v_proj whose rows are heads"
+    else:
+        return
+    yield "optimizer.split_heads", f"{what}; leave it out"
 
 
 def _lr_schedule(config: Config, _: int | None) -> Iterator[Problem]:

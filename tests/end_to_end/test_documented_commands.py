@@ -59,6 +59,9 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     'python scripts/parity.py --rows "FSDP 2 x TP 2*"': 'python scripts/parity.py --rows "FSDP 2 x TP 2, none, eager*"',
     'python scripts/parity.py --rows "CP*"': 'python scripts/parity.py --rows "CP 2, gather, eager"',
     'python scripts/parity.py --rows "MoE*"': "python scripts/parity.py --list",  # rows are tests of their own
+    "python scripts/plan.py --config llama_7b.toml --ranks 8 --trace --optimizer.name muon": "python scripts/plan.py"
+    " --config debug.toml --ranks 2 --trace --optimizer.name muon",
+    'python scripts/parity.py --rows "Muon, *"': "python scripts/parity.py --list",
     'python scripts/parity.py --rows "*EP *"': "python scripts/parity.py --list",
     # In the environment of the tests Keel need not be installed; tests/end_to_end/test_install.py installs it.
     "keel train debug.toml --ranks 2": "python scripts/keel.py train debug.toml --ranks 2 --validate",

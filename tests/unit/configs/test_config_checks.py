@@ -314,6 +314,10 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "average.interval=1 training.dtype=bfloat16",
             "--average.interval: with decay 0.999, each update of an average",
         ),
+        (
+            "optimizer.name=muon optimizer.split_heads=true model.attention=latent model.head_dim=128",
+            "--optimizer.split_heads: latent attention has no q_proj, k_proj and v_proj whose rows are heads",
+        ),
         ("average.decay=0.9", "average.decay does nothing with interval = 0 (the default), which keeps no average"),
         ("lr_schedule.name=constant lr_schedule.min_lr_ratio=0.2", 'min_lr_ratio does nothing with name = "constant"'),
         (
