@@ -206,7 +206,7 @@ PyTorch. The first column compares logits with those of the model that transform
 | = | equal to {bound:.0e} |
 | ≈ | equal to the round-off of float32, in which the family computes a part itself, whatever type it is given |
 | =ᵗ, ≈ᵗ | the same with a head of its own, since a pipeline separates the embedding from the head |
-| - | refused, before anything is built; the reasons are below |
+| - | refused, before anything is built (`compile`: in the first step); the reasons are below |
 | **wrong** | something else is computed |
 """
 

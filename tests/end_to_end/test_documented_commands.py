@@ -154,8 +154,8 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     f" --average.interval 1 --job.output_dir runs/averaged {BATCH} && keel checkpoint average runs/averaged an_average",
     "keel checkpoint average runs/debug OUTPUT --last 3": "keel checkpoint average runs/averaged a_mean --last 2",
     "keel checkpoint metadata CHECKPOINT OUTPUT": "keel checkpoint metadata runs/debug torch_index",
-    "keel prove '*' --axes 'fsdp,tp,PP 2 1f1b,ac,documents,cp,ep' --ranks 2 --page PAGE": "keel prove --help",
-    "keel prove '*' --axes compile --ranks 1": "keel prove --help",
+    "keel prove '*' --axes 'ddp,fsdp,zero,tp,PP 2 1f1b,ac,documents,cp,ep,compile' --ranks 2 --page PAGE": "keel prove"
+    " --help",
     'keel prove "*" --axes ddp,fsdp,zero,owner,tp,ac,accumulation --ranks 2'
     " --json families.json --page families.md": 'keel prove "olmo[2]" --axes fsdp --ranks 2 --page families.md',
     "keel prove debug.toml": "keel prove debug.toml --axes fsdp --ranks 2",
