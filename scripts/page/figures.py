@@ -57,7 +57,11 @@ class Figure:
 FIGURES = (
     Figure(
         "Loss",
-        (Line("loss", "training"), Line("validation_loss", "validation", dashed=True)),
+        (
+            Line("loss", "training"),
+            Line("validation_loss", "validation", dashed=True),
+            Line("validation_average_loss", "validation of the average", dashed=True),
+        ),
         note="nats per token",
         is_wide=True,
         may_be_log=True,
