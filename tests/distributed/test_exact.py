@@ -33,7 +33,7 @@ EXPERTS = {"model.n_experts": 8, "model.experts_per_token": 2, "model.n_shared_e
 EXPERTS |= {"model.n_dense_layers": 1, "model.expert_dim": 16, "model.router.auxiliary_loss_weight": 0.1}
 COMPILED = {"compile.enable": "true", "training.steps": 4}
 OWNER = {"fsdp.partition": "owner", "mesh.dp_shard": 1}
-MUON = {**OWNER, "optimizer.name": "muon"}
+MUON = {"optimizer.name": "muon"}
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +73,8 @@ MESHES: dict[str, tuple[int, dict[str, object], dict[str, object], str]] = {
     ),
     "FSDP 2, selective": (2, {"mesh.dp_shard": 2, "activation_checkpoint.mode": "selective"}, {}, "float32"),
     "owner 4": (4, {"mesh.dp_replicate": 4, **OWNER}, {}, "float32"),
-    "owner 2, Muon": (2, {"mesh.dp_replicate": 2}, MUON, "float32"),
-    "HSDP 2x2, Muon": (
-        4,
-        {"mesh.dp_replicate": 2, "mesh.dp_shard": 2, "fsdp.partition": "rows"},
-        MUON,
-        "float32",
-    ),
+    "owner 2, Muon": (2, {"mesh.dp_replicate": 2, **OWNER}, MUON, "float32"),
+    "HSDP 2x2, Muon": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}, MUON, "float32"),
     "PP 2 x FSDP 2": (4, {"mesh.pp": 2, "mesh.dp_shard": 2}, FOUR_LAYERS, "float32"),
     "PP 2 x DDP 2, gpipe": (
         4,
