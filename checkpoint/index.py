@@ -162,12 +162,12 @@ class Places(Mapping[MetadataIndex, _StorageInfo]):
     def __len__(self) -> int:
         return sum(len(group.names) * len(group.parts) for group in self._groups)
 
-    def files_of(self, prefix: str) -> set[str]:
-        """The files with parts of the tensors whose names start with `prefix`, and their indexes."""
+    def files_of(self, prefixes: tuple[str, ...]) -> set[str]:
+        """The files with parts of the tensors whose names start with one of `prefixes`, and their indexes."""
         numbers = {
             file
             for group in self._groups
-            if any(name.startswith(prefix) for name in group.names)
+            if any(name.startswith(prefixes) for name in group.names)
             for _, _, file in group.parts
         }
         files = [self._files[number] for number in numbers]
@@ -182,12 +182,12 @@ class Places(Mapping[MetadataIndex, _StorageInfo]):
         return places
 
 
-def files_of(metadata: Metadata, prefix: str) -> set[str]:
-    """The files that say or hold the tensors whose names start with `prefix`."""
+def files_of(metadata: Metadata, prefixes: tuple[str, ...]) -> set[str]:
+    """The files that say or hold the tensors whose names start with one of `prefixes`."""
     places = metadata.storage_data
     if isinstance(places, Places):
-        return {INDEX_NAME, *places.files_of(prefix)}
-    return {INDEX_NAME, *(place.relative_path for index, place in places.items() if index.fqn.startswith(prefix))}
+        return {INDEX_NAME, *places.files_of(prefixes)}
+    return {INDEX_NAME, *(place.relative_path for index, place in places.items() if index.fqn.startswith(prefixes))}
 
 
 def index_text(metadata: Metadata) -> bytes:

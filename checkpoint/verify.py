@@ -41,13 +41,13 @@ def check(folder: Path) -> Manifest:
     return manifest
 
 
-def check_tensors(folder: Path, manifest: Manifest, metadata: Metadata, prefix: str) -> None:
-    """Compare every file that says or holds a part of a tensor whose name starts with `prefix` with its hash.
+def check_tensors(folder: Path, manifest: Manifest, metadata: Metadata, *prefixes: str) -> None:
+    """Compare every file that says or holds a part of a tensor whose name starts with a prefix with its hash.
 
     Raises:
         Damaged: a file has changed, or can't be read.
     """
-    for name in sorted(files_of(metadata, prefix)):
+    for name in sorted(files_of(metadata, prefixes)):
         if name not in manifest.files:
             raise damaged(folder, f"{INDEX_NAME} names {name}, which {MANIFEST_NAME} does not")
         if damage := content_damage(folder, name, manifest.files[name]):

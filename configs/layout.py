@@ -15,7 +15,7 @@ from configs.architectures import description_of, family_of, own_weights
 from configs.architectures.llama import latent_of
 from configs.architectures.parts import head_dim
 from configs.errors import ConfigError
-from configs.schema import AnyModel, Config, Fsdp, LrSchedule, Mesh, Model, Source, is_described
+from configs.schema import WITH_FINAL_DECAY, AnyModel, Config, Fsdp, LrSchedule, Mesh, Model, Source, is_described
 
 MOST_RANKS = 2**17
 """Ranks that are considered where their number is open."""
@@ -198,7 +198,7 @@ def decay_steps(schedule: LrSchedule) -> int | None:
     """Steps in which the learning rate decays, up to `total_steps`; None: it does not."""
     if schedule.name == "constant" or schedule.decay_steps == 0:
         return None
-    if schedule.name in ("warmup_stable_decay", "inverse_sqrt", "power"):
+    if schedule.name in WITH_FINAL_DECAY:
         return schedule.decay_steps or max(1, schedule.total_steps // 10)
     return schedule.total_steps - schedule.warmup_steps
 

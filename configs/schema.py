@@ -245,7 +245,8 @@ class Optimizer(Table):
     """Parameters with separate settings; the first pattern that matches a name applies."""
 
 
-_WITH_FINAL_DECAY = ("warmup_stable_decay", "inverse_sqrt", "power")
+WITH_FINAL_DECAY = ("warmup_stable_decay", "inverse_sqrt", "power")
+"""The schedules that decay in their last `decay_steps`."""
 
 
 class LrSchedule(Table):
@@ -259,16 +260,16 @@ class LrSchedule(Table):
     """Steps of linear warm-up to the peak learning rate."""
     total_steps: PositiveInt
     """Step at which the learning rate reaches its minimum; later steps keep it."""
-    decay_steps: Annotated[NonNegativeInt | None, only_with("name", *_WITH_FINAL_DECAY)] = None
+    decay_steps: Annotated[NonNegativeInt | None, only_with("name", *WITH_FINAL_DECAY)] = None
     """Length of the final decay in steps; default: a tenth of total_steps. 0: no decay, also after total_steps."""
-    decay_shape: Annotated[Literal["linear", "cosine", "one_minus_sqrt"], only_with("name", *_WITH_FINAL_DECAY)] = (
+    decay_shape: Annotated[Literal["linear", "cosine", "one_minus_sqrt"], only_with("name", *WITH_FINAL_DECAY)] = (
         "linear"
     )
     """Shape of the final decay; one_minus_sqrt falls fast at first."""
     exponent: Annotated[PositiveFloat, only_with("name", "power")] = 0.51
     """Power of the step with which the learning rate falls before the final decay; 0.5 for inverse_sqrt."""
     min_lr_ratio: Annotated[
-        Fraction, only_with("name", "cosine", "linear", *_WITH_FINAL_DECAY, EXAMPLE, reason="which has no minimum")
+        Fraction, only_with("name", "cosine", "linear", *WITH_FINAL_DECAY, EXAMPLE, reason="which has no minimum")
     ] = 0.1
     """Final learning rate as a fraction of the peak."""
 

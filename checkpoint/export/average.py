@@ -73,8 +73,8 @@ class _Source:
                 f"{folder} has no average of the weights; name several checkpoints, whose mean to take (--last N), or "
                 "train with average.interval"
             )
-        for prefix in (MODEL, AVERAGE) if has_average else (MODEL,):
-            check_tensors(folder, self.manifest, self.metadata, prefix)
+        prefixes = (MODEL, AVERAGE) if has_average else (MODEL,)
+        check_tensors(folder, self.manifest, self.metadata, *prefixes)
 
     def tensors(self) -> dict[str, str]:
         """The weights, described."""
