@@ -280,7 +280,8 @@ class Average(Table):
     interval: NonNegativeInt = 0
     """Steps between updates of the average; 0: none is kept."""
     decay: Annotated[float, Field(ge=0, lt=1), only_with("interval", reason="which keeps no average")] = 0.999
-    """Share of the average that an update keeps; the rest is of the weights."""
+    """Share of the average that an update keeps: it covers about interval / (1 - decay) steps, so keep that well below
+    the length of the run."""
     start_step: Annotated[NonNegativeInt, only_with("interval", reason="which keeps no average")] = 0
     """The first update, interval steps after this one, copies the weights."""
 
