@@ -101,13 +101,17 @@ def _reduced(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.Red
 
 def groups_of_axes(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     """This rank's process groups, by the mesh axis along which their ranks are arranged."""
-    meshes = {"stage": mesh.stage, "dp": mesh.dp, "tokens": mesh.tokens, "cp": mesh.cp, "tp": mesh.tp, "pp": mesh.pp}
+    meshes = {"dp": mesh.dp, "tokens": mesh.tokens, "cp": mesh.cp, "tp": mesh.tp, "pp": mesh.pp}
     shard = {
         str(name): axes[name].get_group()
         for axes in (mesh.ep, mesh.expert_fsdp, mesh.fsdp)
         for name in axes.mesh_dim_names or ()
     }
-    return {name: axis.get_group() for name, axis in meshes.items()} | shard
+    groups = {name: axis.get_group() for name, axis in meshes.items()} | shard
+    stage = mesh.stage.get_group()
+    # Without tensor parallelism, or without other axes, these are the ranks of another axis, whose name says more.
+    is_further = all(group.group_name != stage.group_name for group in groups.values())
+    return groups | ({"stage": stage} if is_further else {})
 
 
 def start_process_group(
