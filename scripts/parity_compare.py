@@ -23,6 +23,7 @@ from configs.load import load
 from configs.schema import Checkpoint, Config
 from parallelisms.mesh import build_mesh
 from parallelisms.ranks import Json, gather
+from parallelisms.torch_internals import forget_process_groups
 from scripts.parity_reference import Trajectory, batches, buffers_of, copied
 from scripts.parity_rows import Difference
 from scripts.proving.equal import (
@@ -182,6 +183,7 @@ def _moved(learner: Learner, config: Config, detour: Detour) -> Learner:
     manager.begin_lineage()
     manager.save(detour.move_at, learner.state(), {"tokens": 0})
     manager.close()
+    forget_process_groups()  # or DTensor would use groups of the mesh that is left
     learner = _learner(config)
     manager = _checkpoints(detour.folder)
     assert manager.resume(learner.state()) is not None, "the checkpoint that was just saved is not found"

@@ -366,12 +366,18 @@ def _kind(reason: str) -> str:
 # --------------------------------------------------------------------------- shrinking
 
 
-def shrunk(pool: "RankPool", config_name: str, drawn: Draw) -> Draw:
-    """Leave out one thing after another, as long as the draw still goes wrong."""
+def shrunk(pool: "RankPool", config_name: str, drawn: Draw, seconds: float = 600.0) -> Draw:
+    """Leave out one thing after another, as long as the draw still goes wrong.
+
+    Stops after `seconds` with the smallest draw found, since ranks that hang take minutes to fail.
+    """
+    end = time.monotonic() + seconds
     before = None
     while drawn != before:
         before = drawn
         for part in _parts(drawn):
+            if time.monotonic() > end:
+                return drawn
             smaller = _less(drawn, *part)
             if smaller != drawn and attempt(pool, config_name, smaller).fault:
                 drawn = smaller

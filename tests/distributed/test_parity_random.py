@@ -8,7 +8,7 @@ from configs.load import load
 from configs.reading.keys import find, key_path
 from parallelisms.torch_internals import has_zero_bubble
 from scripts import parity
-from scripts.parity_random import Draw, attempt, draw, shrunk
+from scripts.parity_random import FLOAT64, Draw, Outcome, attempt, draw, shrunk
 from scripts.parity_rows import words
 from trainer import step
 
@@ -97,6 +97,15 @@ def test_a_refusal_is_no_fault(ranks):
     outcome = attempt(Pool(ranks), CONFIG, Draw(2, {"mesh.tp": 2, **heads}))
     assert "does not divide model.n_heads" in outcome.refused
     assert not outcome.fault
+
+
+@pytest.mark.skipif(not has_zero_bubble(), reason="this torch has no such schedule")
+def test_a_job_that_moves_uses_the_groups_of_its_new_mesh(ranks):
+    """With four stages in a V, the ranks of a pipeline fill DTensor's caches with different operations."""
+    pipeline = {"mesh.tp": 2, "mesh.pp": 2, "pipeline.schedule": "zero_bubble_v"}
+    run = FLOAT64 | {"model.n_layers": 4, "training.steps": 2}
+    outcome = attempt(Pool(ranks), CONFIG, Draw(4, run | pipeline, move_at=1, moved={"mesh.dp_shard": 2, "mesh.tp": 2}))
+    assert outcome == Outcome()
 
 
 @pytest.mark.slow
