@@ -15,6 +15,7 @@ from parallelisms.mesh import Mesh, build_mesh
 from parallelisms.ranks import on_rank_zero
 from parallelisms.symmetric_memory import fast_paths
 from trainer.data.loader import DataLoader, build_loader
+from trainer.data.order import Start
 from trainer.guards.agreement import compare_data
 from trainer.guards.environment import device_name
 from trainer.guards.saved_state import check_saved_state
@@ -110,4 +111,5 @@ def open_loader(config: Config, mesh: Mesh, position: dict[str, Any]) -> DataLoa
         position["next_sample"],
         states=position["sources"],
         order=position.get("order"),
+        start=Start(**position.get("start", {})),
     )

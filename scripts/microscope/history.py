@@ -8,6 +8,7 @@ from pathlib import Path
 from checkpoint.manifest import read_manifest, read_trainer_state, step_folder, steps_in
 from configs.errors import UserError
 from configs.schema import Config
+from trainer.data.order import Start
 from trainer.guards.saved_state import check_saved_state
 from trainer.saved_state import RunState
 
@@ -32,10 +33,17 @@ class Stretch:
 class History:
     """A run's steps and samples, as its newest checkpoint records them; steps after it continue in the same way."""
 
-    def __init__(self, stretches: Iterable[Stretch], last_step: int) -> None:
-        """Combine stretches, in order; the last one has no end. `last_step` is the newest checkpoint's."""
+    def __init__(self, stretches: Iterable[Stretch], last_step: int, start: Start | None = None) -> None:
+        """Combine stretches, in order; the last one has no end.
+
+        Args:
+            stretches: as said.
+            last_step: of the newest checkpoint.
+            start: where the run's mixture starts.
+        """
         self.stretches = list(stretches)
         self.last_step = last_step
+        self.start = start or Start()
 
     def samples(self, step: int) -> range:
         """The samples of a step, numbered from 1."""
@@ -86,7 +94,7 @@ def read_history(folder: Path, config: Config) -> History:
             current = stretches[-1].batch
             stretches = [each for each in stretches if each.first_step <= value]
             stretches.append(Stretch(value + 1, resumed_at, current))
-    history = History(stretches, run.step)
+    history = History(stretches, run.step, Start(**saved["data"].get("start", {})))
     if history.samples(run.step + 1).start != next_sample:
         raise UserError(
             f"{checkpoint}: its history does not lead to its position in the data, sample {next_sample}; "

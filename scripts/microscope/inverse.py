@@ -57,7 +57,7 @@ def sample_of(mixture: Mixture, source: int, ordinal: int) -> int:
     the positions in between, which later sources are numbered by.
     """
     counts = mixture.counts.tolist()
-    block, nth = divmod(ordinal, counts[source])
+    block, nth = divmod(ordinal - mixture.start.read.get(mixture.names[source], 0), counts[source])
     lefts = [mixture.block_length - sum(counts[:s]) for s in range(source + 1)]
     phases = [int(mix(np.array([block], dtype=np.uint64) + mixture.keys[s])[0]) % left for s, left in enumerate(lefts)]
     # The smallest position with (position + 1) * count + phase >= (nth + 1) * left.
@@ -65,18 +65,4 @@ def sample_of(mixture: Mixture, source: int, ordinal: int) -> int:
     for s in range(source - 1, -1, -1):
         # The position-th of those not taken: the smallest m with m - (m * count + phase) // left > position, less 1.
         position = (position * lefts[s] + phases[s]) // (lefts[s] - counts[s])
-    return block * mixture.block_length + position
-
-
-def count_before(mixture: Mixture, source: int, sample: int) -> int:
-    """How many samples of a source are among the run's first `sample` samples."""
-    count = int(mixture.counts[source])
-    low = sample // mixture.block_length * count
-    high = low + count
-    while low < high:
-        middle = (low + high) // 2
-        if sample_of(mixture, source, middle) < sample:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return mixture.start.sample + block * mixture.block_length + position

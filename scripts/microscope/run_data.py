@@ -12,7 +12,7 @@ from configs.errors import UserError
 from configs.load import load
 from configs.schema import Source
 from scripts.microscope.history import History, read_history
-from scripts.microscope.inverse import count_before, ordinals, sample_of
+from scripts.microscope.inverse import ordinals, sample_of
 from trainer.data.order import Mixture
 from trainer.data.packing import PackedSource, packed_for
 from trainer.data.sources import TokenSource
@@ -71,7 +71,7 @@ class RunData:
         self.history: History = read_history(folder, self.config)
         self.sources: dict[str, Source] = {source.name: source for source in self.config.data.sources}
         weights = [source.weight for source in self.sources.values()]
-        self.mixture = Mixture(list(self.sources), weights, self.config.training.seed)
+        self.mixture = Mixture(list(self.sources), weights, self.config.training.seed, self.history.start)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -101,8 +101,17 @@ class RunData:
         return kind(name, folder, self.config.training.seq_len, self.config.training.seed)
 
     def readings(self, step: int) -> Iterator[Reading]:
-        """The data that each sample of a step reads, in order."""
+        """The data that each sample of a step reads, in order.
+
+        Raises:
+            UserError: the step was trained with the mixture of the run that this one was forked from.
+        """
         samples = np.array(self.history.samples(step))
+        if samples[0] < self.mixture.start.sample:
+            raise UserError(
+                f"step {step}: this run was forked from another at sample {self.mixture.start.sample} and has its own "
+                "mixture from there on; ask for an earlier step in that run's folder"
+            )
         names = list(self.sources)
         for sample, index, ordinal in zip(samples.tolist(), *self.mixture.locate(samples), strict=True):
             name = names[index]
@@ -117,16 +126,18 @@ class RunData:
         """The samples that train on a target in tokens [start, stop) of a source, up to training.steps, in order.
 
         A window's targets are its tokens but the first, and so a token is trained on once per epoch: the first of the
-        source (of each window, if it is packed), and those after the last whole window, never.
+        source (of each window, if it is packed), and those after the last whole window, never. Of a run that was forked
+        with another mixture, only its own samples.
         """
         source = self.tokens_of(name)
         windows = source.windows_of(start, stop)
         end = self.history.samples(max(self.config.training.steps, self.history.last_step)).stop
         index = list(self.sources).index(name)
-        n_ordinals = count_before(self.mixture, index, end)
-        for epoch in range(-(-n_ordinals // source.n_windows)):
+        first = self.mixture.start.read.get(name, 0)
+        n_ordinals = self._read_before(name, end)
+        for epoch in range(first // source.n_windows, -(-n_ordinals // source.n_windows)):
             found = np.sort(ordinals(source.epochs, windows, epoch))
-            for ordinal in found[found < n_ordinals].tolist():
+            for ordinal in found[(found >= first) & (found < n_ordinals)].tolist():
                 sample = sample_of(self.mixture, index, ordinal)
                 yield Use(epoch, sample, self.history.step_of(sample))
 
@@ -135,10 +146,14 @@ class RunData:
         trained = self.history.trained(step)
         seq_len = self.config.training.seq_len
         rows = []
-        for index, (name, source) in enumerate(self.sources.items()):
-            counts = [[count_before(self.mixture, index, n) for n in (each.start, each.stop)] for each in trained]
+        for name, source in self.sources.items():
+            counts = [[self._read_before(name, n) for n in (each.start, each.stop)] for each in trained]
             samples = sum(stop - start for start, stop in counts)
             furthest = counts[-1][1] if counts else 0
             epochs = samples / self.tokens_of(name).n_windows if source.kind == "tokens" else None
             rows.append(Ledger(name, samples, samples * seq_len, furthest - samples, epochs))
         return rows
+
+    def _read_before(self, name: str, sample: int) -> int:
+        """How many samples of a source come before `sample`, in a forked run also those of the run that it left."""
+        return self.mixture.read_before(sample)[name] if sample >= self.mixture.start.sample else 0

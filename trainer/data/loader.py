@@ -18,7 +18,7 @@ from configs.errors import ConfigError, UserError
 from configs.own_code import is_import_path
 from configs.schema import Config
 from configs.schema import Source as SourceConfig
-from trainer.data.order import Mixture
+from trainer.data.order import Mixture, Start
 from trainer.data.packing import PackedSource, packed_for
 from trainer.data.prefetch import Prefetcher
 from trainer.data.sources import PADDING, OwnSource, SampleSource, SyntheticSource, TokenSource
@@ -100,6 +100,11 @@ class BatchReader:
             if chosen.any():
                 addresses[chosen] = source.addresses(ordinals[chosen])
         return sources, addresses
+
+    @property
+    def start(self) -> Start:
+        """Where the mixture starts."""
+        return self._mixture.start
 
     def states(self) -> dict[str, dict[str, Any]]:
         """The sources' states, by name."""
@@ -187,7 +192,9 @@ class DataLoader:
         `next_sample` alone determines what comes next, in the order that `order` describes. `sources` makes resuming
         there fast, and reveals a change of the data. `merge_state_dicts` merges the states of several ranks.
         """
-        return {"next_sample": self._next_sample, "order": self._order, "sources": self._states}
+        start = self._reader.start.to_json()
+        position = {"next_sample": self._next_sample, "order": self._order, "sources": self._states}
+        return position | ({"start": start} if start else {})
 
     def check_unchanged(self) -> None:
         """Raise UserError if token files have changed since they were opened, so that their fingerprint is wrong."""
@@ -208,6 +215,7 @@ def build_loader(
     validation: bool = False,
     states: dict[str, dict[str, Any]] | None = None,
     order: dict[str, Any] | None = None,
+    start: Start | None = None,
 ) -> DataLoader:
     """The loader of rank `dp_rank` of `dp_size` data-parallel ranks.
 
@@ -216,6 +224,7 @@ def build_loader(
         validation: read validation.sequences samples of validation.sources instead, one source after the other. Every
             pass is the same, and has the same number of micro-batches on all ranks (a source's last may be padded).
         states, order: on a resume, `sources` and `order` of the merged state dict.
+        start: where the mixture starts, if the run had another one before.
 
     Raises:
         ConfigError: the weights differ too much, the tokenizer's size is not the model's, the samples have another
@@ -224,7 +233,7 @@ def build_loader(
     """
     sources = _build_sources(config, validation, states or {})
     configs = config.validation.sources if validation else config.data.sources
-    mixture = Mixture([c.name for c in configs], [c.weight for c in configs], _seed(config, validation))
+    mixture = Mixture([c.name for c in configs], [c.weight for c in configs], _seed(config, validation), start)
     own_order = _order_of(config, mixture, sources)
     if order is not None:
         _check_same_order(order, own_order)
@@ -359,6 +368,7 @@ def _check_same_order(before: dict[str, Any], now: dict[str, Any]) -> None:
         raise ConfigError(
             f"the samples of this run now come in another order than at the checkpoint:{''.join(lines)}\n"
             "Resuming in the new order would repeat one part of the epoch and skip another, so job.allow_run_change "
-            "does not cover it. Change it back, or start a new run with these weights: --checkpoint.init_from "
+            "does not cover it. Change it back; or let keel fork begin another run at this checkpoint, whose sources "
+            "go on where this run has left them; or start a new run with these weights: --checkpoint.init_from "
             "CHECKPOINT --job.output_dir NEW_FOLDER (its optimizer, schedule and data start at the beginning)"
         )

@@ -8,7 +8,9 @@ millisecond for 512 samples, in the background.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -96,6 +98,20 @@ class Epochs:
         return permute(index, self.n_windows, keys[which.reshape(epoch.shape)])
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where a mixture takes over from the one that a run had before, as after `keel fork`."""
+
+    sample: int = 0
+    """The first sample of the run that this mixture places."""
+    read: Mapping[str, int] = field(default_factory=dict)
+    """How many samples of each source the run has before it; each source goes on from there."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The arguments of the class, for a checkpoint; empty if the mixture is the run's first."""
+        return asdict(self) if self.sample else {}
+
+
 class Mixture:
     """Which source each sample of the run comes from.
 
@@ -103,22 +119,30 @@ class Mixture:
     weights' shares rounded by largest remainder. The block is the smallest power of two, from 1,024, that gives each
     source its share to within 1%. Inside a block the sources are spread evenly (Bresenham's line, from a keyed phase),
     so even a single optimizer step comes close to the weights, and a source's ordinals are in ascending order.
+
+    A mixture that starts within a run counts its blocks from there, and each source's ordinals from those that the run
+    has read before, so that a change of the mixture repeats no sample of an epoch, and leaves none out.
     """
 
-    def __init__(self, names: Sequence[str], weights: Sequence[float], seed: int) -> None:
-        """Mix the sources `names` in proportion to `weights` (positive, with any sum).
+    def __init__(self, names: Sequence[str], weights: Sequence[float], seed: int, start: Start | None = None) -> None:
+        """Mix the sources `names` in proportion to `weights` (positive, with any sum), from `start` on.
 
         Raises:
             ConfigError: a weight is so small that no block of up to 2**30 samples can represent it.
         """
         shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
+        self.names = list(names)
+        self.start = start or Start()
         self.counts = _block_counts(shares)
         self.block_length = int(self.counts.sum())
         self.keys = [np.uint64(derive_key("mixture", seed, name)) for name in names]
 
     def locate(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source's index and the ordinal within that source of samples of the run; int64 of the same shape."""
-        block, position = np.divmod(sample, self.block_length)
+        """The source's index and the ordinal within that source of samples of the run; int64 of the same shape.
+
+        Samples before `start` belong to another mixture, and must not be asked for.
+        """
+        block, position = np.divmod(sample - self.start.sample, self.block_length)
         source = np.full(sample.shape, -1)
         ordinal = np.zeros_like(block)
         left = self.block_length  # samples of the block that earlier sources have not taken
@@ -128,10 +152,27 @@ class Mixture:
             before = (position * count + phase) // left
             chosen = (source < 0) & ((position + 1) * count + phase >= (before + 1) * left)
             source = np.where(chosen, s, source)
-            ordinal = np.where(chosen, block * count + before, ordinal)
+            ordinal = np.where(chosen, self._read(s) + block * count + before, ordinal)
             position = position - before
             left -= count
         return source, ordinal
+
+    def read_before(self, sample: int) -> dict[str, int]:
+        """How many samples of each source the run has before `sample`, those of sources that it has left included."""
+        block, position = divmod(sample - self.start.sample, self.block_length)
+        read = dict(self.start.read)
+        left = self.block_length
+        for s, (count, key) in enumerate(zip(self.counts.tolist(), self.keys, strict=True)):
+            phase = int(mix(np.array([block], dtype=np.uint64) + key)[0]) % left
+            before = (position * count + phase) // left
+            read[self.names[s]] = self._read(s) + block * count + before
+            position -= before
+            left -= count
+        return read
+
+    def _read(self, source: int) -> int:
+        """How many samples of a source, by its index, come before `start`."""
+        return self.start.read.get(self.names[source], 0)
 
 
 def _block_counts(shares: np.ndarray) -> np.ndarray:

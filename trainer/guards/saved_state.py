@@ -21,6 +21,13 @@ class SourceState(TypedDict):
     cursors: NotRequired[dict[str, Annotated[list[Count], Field(min_length=3, max_length=3)]]]
 
 
+class StartState(TypedDict):
+    """The fields of `trainer.data.order.Start`."""
+
+    sample: Count
+    read: dict[str, Count]
+
+
 class DataState(TypedDict):
     """The run's position in its data."""
 
@@ -28,6 +35,8 @@ class DataState(TypedDict):
     order: NotRequired[dict[str, Any]]
     """Everything that decides which sample has which number; see `DataLoader.state_dict`."""
     sources: dict[str, SourceState]
+    start: NotRequired[StartState]
+    """Where the mixture starts, in a run that had another one before."""
 
 
 class SavedState(TypedDict):

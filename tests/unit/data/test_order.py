@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.errors import ConfigError
-from trainer.data.order import Epochs, Mixture, derive_key, permute
+from trainer.data.order import Epochs, Mixture, Start, derive_key, permute
 
 KEYS = st.integers(0, 2**64 - 1)
 MASK = 2**64 - 1
@@ -160,6 +160,33 @@ def test_a_seek_into_a_mixture_is_free():
     source, ordinal = mixture.locate(np.arange(5 * mixture.block_length))
     for i in (0, 1, 1023, 1024, 3333, 5119):
         assert [int(x[0]) for x in mixture.locate(np.array([i]))] == [source[i], ordinal[i]]
+
+
+STRETCHES = st.lists(
+    st.tuples(st.dictionaries(st.sampled_from("abcd"), st.floats(0.05, 20), min_size=1), st.integers(0, 3000)),
+    min_size=2,
+    max_size=5,
+)
+
+
+@given(STRETCHES, st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_sources_go_on_where_an_earlier_mixture_left_them(stretches, seed):
+    """Over any chain of mixtures, a source that comes, goes and comes back has the ordinals 0, 1, 2, ..."""
+    start = Start()
+    seen = {name: [] for name in "abcd"}
+    for weights, length in stretches:
+        mixture = Mixture(list(weights), list(weights.values()), seed, start)
+        end = start.sample + length
+        sources, ordinals = mixture.locate(np.arange(start.sample, end))
+        for name, ordinal in zip(np.array(list(weights))[sources].tolist(), ordinals.tolist(), strict=True):
+            seen[name].append(ordinal)
+        read = mixture.read_before(end)
+        assert {name: count for name, count in read.items() if count} == {
+            name: len(found) for name, found in seen.items() if found
+        }
+        start = Start(end, read)
+    assert all(found == list(range(len(found))) for found in seen.values())
 
 
 def test_largest_remainders_get_the_rest():

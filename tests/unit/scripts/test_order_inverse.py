@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.microscope.inverse import count_before, ordinals, sample_of, unpermute
-from trainer.data.order import Epochs, Mixture, permute
+from scripts.microscope.inverse import ordinals, sample_of, unpermute
+from trainer.data.order import Epochs, Mixture, Start, permute
 
 KEYS = st.integers(0, 2**64 - 1)
+WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
 
 
 @settings(max_examples=100)
@@ -27,10 +28,16 @@ def test_epochs(n_windows, seed, epoch):
 
 
 @settings(max_examples=30)
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6), st.integers(0, 2**31), st.integers(0, 2**40))
-def test_mixture(weights, seed, first_block):
-    mixture = Mixture([f"source {i}" for i in range(len(weights))], weights, seed)
-    first = first_block * mixture.block_length
+@given(
+    st.lists(st.floats(0.01, 100), min_size=1, max_size=6),
+    st.integers(0, 2**31),
+    st.integers(0, 2**40),
+    st.integers(0, 5000),
+)
+def test_mixture(weights, seed, first_block, start):
+    read = {f"source {i}": 7 * i for i in range(3)}
+    mixture = Mixture([f"source {i}" for i in range(len(weights))], weights, seed, Start(start, read))
+    first = start + first_block * mixture.block_length
     samples = first + np.arange(min(3 * mixture.block_length, 3000))
     for sample, source, ordinal in zip(samples.tolist(), *map(np.ndarray.tolist, mixture.locate(samples)), strict=True):
         assert sample_of(mixture, source, ordinal) == sample
@@ -41,5 +48,5 @@ def test_count(weights):
     mixture = Mixture([f"source {i}" for i in range(len(weights))], weights, 0)
     sources, _ = mixture.locate(np.arange(2 * mixture.block_length))
     for n in [0, 1, 7, 500, mixture.block_length - 1, mixture.block_length, mixture.block_length + 333, len(sources)]:
-        for source in range(len(weights)):
-            assert count_before(mixture, source, n) == np.count_nonzero(sources[:n] == source)
+        counts = {f"source {i}": np.count_nonzero(sources[:n] == i) for i in range(len(weights))}
+        assert mixture.read_before(n) == counts

@@ -1,0 +1,183 @@
+"""Begin another run at a checkpoint of a run: scripts/fork.py RUN [--at STEP] [--table.key VALUE ...]
+
+The new run goes on from there with the keys that you give, and with everything else as RUN has it: weights, optimizer
+state, learning rate, position in the data. `--without SOURCE` leaves a source of data out; data.sources may also have
+other weights and further sources. Each source goes on where RUN has left it, so no sample of an epoch is read twice or
+left out. What differs from RUN is printed. The new folder shares the checkpoint's files with RUN, and neither needs the
+other. Nothing is trained yet: `keel train` with the new folder's config.toml does that.
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a file
+    import keel  # noqa: F401 - Keel's packages come first
+
+from checkpoint.find import find_checkpoint, keep_tokenizer, require_run, tokenizer_of
+from checkpoint.manifest import UNFINISHED, Manifest, read_manifest, read_trainer_state, step_folder, steps_in
+from configs.errors import ConfigError, UserError, listed
+from configs.files import write_atomically
+from configs.load import LoadedConfig, load
+from configs.reading.toml_text import value_text
+from configs.run_change import run_key_diff
+from scripts.command import end, parser_of, positive, run_command, without_overrides
+from trainer.report.console import Console
+from trainer.report.metrics import METRICS_NAME, cut_back
+from trainer.report.units import count
+
+_OF_THE_FORK = ("--checkpoint.load", "latest", "--checkpoint.go_back", "0", "--job.allow_run_change", "false")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = _parser()
+    own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(own)
+    if options.at is not None and options.at_tokens is not None:
+        parser.error("--at and --at-tokens name two places; leave one out")
+    if any(word.partition("=")[0] in ("--job.output_dir", "--job.name") for word in overrides):
+        parser.error("--output FOLDER names the new run, and its folder")
+    return run_command(lambda console: _fork(options, overrides, console), "stopped; nothing was written")
+
+
+def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Console) -> None:
+    run: Path = options.run
+    output: Path = options.output or run.with_name(f"{run.name}-fork")
+    require_run(run)
+    if output.exists():
+        raise UserError(f"{output} exists; name another folder with --output")
+    checkpoint = _checkpoint(run, options.at, options.at_tokens)
+    manifest = read_manifest(checkpoint)
+    job = _job_of(run, output, options.without, overrides)
+    changes = run_key_diff(manifest.config, job.config.model_dump(mode="json"))
+    _require_fitting(checkpoint, manifest, job)
+    saved = read_trainer_state(checkpoint)
+    position = _position(saved, manifest, job)
+    unfinished = output.with_name(output.name + UNFINISHED)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        _write(unfinished, run, checkpoint, manifest, job, changes, {**saved, "data": position})
+        unfinished.rename(output)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    console.line(f"{output} begins at step {manifest.step} of {run} ({count(manifest.tokens)} tokens)")
+    for line in changes or ["nothing of what is learned differs"]:
+        console.line(f"  {line}")
+    start = position.get("start")
+    if start and start["sample"] == position["next_sample"]:
+        read = ", ".join(f"{name} after {n:,}" for name, n in start["read"].items())
+        console.line(
+            f"the samples differ from number {start['sample']:,} on, the first of step {manifest.step + 1}; "
+            f"each source goes on where it was left: {read} sequences"
+        )
+    for warning in job.warnings:
+        console.warning(warning)
+    console.line(f"to train it: keel train {output / 'config.toml'} --ranks N")
+
+
+def _checkpoint(run: Path, step: int | None, tokens: int | None) -> Path:
+    """The checkpoint to begin at: of a step, or the newest with at most so many tokens, or the newest."""
+    if tokens is None:
+        return find_checkpoint(run, step)
+    root = run / "checkpoints"
+    found = {step: read_manifest(step_folder(root, step)).tokens for step in steps_in(root)}
+    fitting = [step for step, seen in found.items() if seen <= tokens]
+    if not fitting:
+        had = listed([f"{count(seen)} (step {step})" for step, seen in found.items()], ", ") or "no checkpoint"
+        raise UserError(f"{run} has no checkpoint of at most {tokens:,} tokens; it has {had}")
+    return step_folder(root, fitting[-1])
+
+
+def _job_of(run: Path, output: Path, without: Sequence[str], overrides: Sequence[str]) -> LoadedConfig:
+    """The new run's job.
+
+    Raises:
+        ConfigError: a key is wrong, or a source that is to be left out is not there.
+    """
+    file = str(run / "config.toml")
+    words = [*overrides, *_OF_THE_FORK, "--job.output_dir", str(output), "--job.name", output.name]
+    job = load(file, words, is_stored=True)
+    if not without:
+        return job
+    sources = {source.name: source for source in job.config.data.sources}
+    for name in without:
+        if name not in sources:
+            raise ConfigError(f"--without {name}: {run} has no such source of data; it has {', '.join(sources)}")
+    kept = [source.model_dump(exclude_none=True) for name, source in sources.items() if name not in without]
+    if not kept:
+        raise ConfigError(f"--without {' '.join(without)}: no source of data is left; add others with --data.sources")
+    return load(file, [*words, "--data.sources", value_text(kept)], is_stored=True)
+
+
+def _require_fitting(checkpoint: Path, manifest: Manifest, job: LoadedConfig) -> None:
+    """Raise ConfigError if the new run's model or optimizer has other tensors than the checkpoint."""
+    from checkpoint.compare import shape_differences
+    from checkpoint.index import metadata_of, read_index
+    from trainer.planning.skeleton import skeleton
+
+    rule = manifest.value("optimizer", "name", str)
+    if rule != job.config.optimizer.name:
+        raise job.error(
+            "optimizer.name",
+            f"the checkpoint has the state of {rule}, which is of no use to {job.config.optimizer.name}; to start "
+            f"another run from its weights, set checkpoint.init_from = {value_text(str(checkpoint))} in a job",
+        )
+    metadata = metadata_of(read_index(checkpoint), checkpoint)
+    shapes = {f"model.{name}": shape for name, shape in skeleton(job.config.model).shapes.items()}
+    if differences := shape_differences(metadata, shapes):
+        raise ConfigError(
+            f"{checkpoint} is of another model; {len(differences)} tensors differ:\n  {listed(differences)}\n"
+            "Change [model] back"
+        )
+
+
+def _position(saved: dict[str, Any], manifest: Manifest, job: LoadedConfig) -> dict[str, Any]:
+    from trainer.data.fork import forked_position
+    from trainer.guards.saved_state import check_saved_state
+
+    check_saved_state(saved)
+    return forked_position(saved["data"], manifest.config, job.config)
+
+
+def _write(
+    folder: Path,
+    run: Path,
+    checkpoint: Path,
+    manifest: Manifest,
+    job: LoadedConfig,
+    changes: list[str],
+    trainer_state: dict[str, Any],
+) -> None:
+    """Write the run folder: its checkpoint, its job file, the tokenizer, and the metrics of the steps before."""
+    from checkpoint.fork import fork_checkpoint
+
+    folder.mkdir(parents=True)
+    config = job.config.model_dump(mode="json")
+    fork_checkpoint(checkpoint, manifest, folder / "checkpoints", config, changes, trainer_state)
+    write_atomically(folder / "config.toml", [job.to_toml()])
+    tokenizer = tokenizer_of(checkpoint)
+    if tokenizer and tokenizer.is_file():
+        keep_tokenizer(tokenizer, folder)
+    if (run / METRICS_NAME).is_file():
+        shutil.copyfile(run / METRICS_NAME, folder / METRICS_NAME)
+        cut_back(folder / METRICS_NAME, manifest.step)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="run folder")
+    add("--at", type=positive, metavar="STEP", help="step of one of its checkpoints (default: the newest)")
+    add("--at-tokens", type=positive, metavar="TOKENS", help="instead: the newest checkpoint of at most so many tokens")
+    add("--output", type=Path, metavar="FOLDER", help="folder of the new run (default: RUN-fork)")
+    add("--without", action="append", default=[], metavar="SOURCE", help="leave out a source of data; may be repeated")
+    return parser
+
+
+if __name__ == "__main__":
+    end(main)

@@ -1,0 +1,90 @@
+"""keel fork: a run that begins at a checkpoint of another, with other keys or another mixture."""
+
+import json
+import shutil
+
+import pytest
+
+from scripts import data, fork
+from tests.end_to_end.launch import curve, launch, records, tensors
+
+SOURCES = '--data.sources \'[{name = "a", kind = "synthetic", weight = 3.0}, {name = "b", kind = "synthetic"}]\' '
+WORDS = f"{SOURCES} --training.steps 8 --checkpoint.interval 4"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fork")
+    launch(folder, WORDS)
+    return folder / "run"
+
+
+def go_on(tmp_path, words="", ranks=0, expect=0):
+    """Train a fork by the job file in its folder."""
+    return launch(
+        tmp_path, f"--job.output_dir fork {words}", ranks, config=tmp_path / "fork/config.toml", expect=expect
+    )
+
+
+def test_a_fork_that_changes_nothing_is_the_run(tmp_path, run, capsys):
+    assert fork.main([str(run), "--at", "4", "--output", str(tmp_path / "fork")]) == 0
+    assert "nothing of what is learned differs" in capsys.readouterr().out
+    assert [each["step"] for each in records(tmp_path / "fork")] == [1, 2, 3, 4]
+    go_on(tmp_path)
+    assert curve(tmp_path / "fork") == curve(run)
+    ours, theirs = tensors(tmp_path / "fork", 8), tensors(run, 8)
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def test_a_fork_needs_nothing_of_its_run_and_is_resumed_as_it_was_made(tmp_path, run, capsys, monkeypatch):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    monkeypatch.chdir(tmp_path)
+    words = ["copy", "--at-tokens", "600", "--output", "fork", "--without", "b", "--optimizer.lr", "0.005"]
+    assert fork.main(words) == 0
+    said = capsys.readouterr().out
+    assert "fork begins at step 4 of copy (512 tokens)" in said
+    assert "optimizer.lr: 0.01 -> 0.005" in said
+    assert "the samples differ from number 32 on, the first of step 5" in said
+    assert "a after 24, b after 8 sequences" in said
+    shutil.rmtree(copy)
+    refused = go_on(tmp_path, "--optimizer.lr 0.01", expect=78)
+    assert "optimizer.lr: 0.005 -> 0.01" in refused.said
+    for steps in (6, 8):  # a resume on more ranks in between
+        go_on(tmp_path, f"--training.steps {steps}", ranks=0 if steps == 6 else 2)
+    assert curve(tmp_path / "fork")[3] == curve(run)[3]
+    assert curve(tmp_path / "fork")[4] != curve(run)[4]
+    manifest = json.loads((tmp_path / "fork/checkpoints/step-00000008/MANIFEST.json").read_text())
+    assert [change["step"] for change in manifest["run_changes"]] == [4]
+    assert data.main(["ledger", "fork"]) == 0
+    assert "56" in capsys.readouterr().out  # 24 sequences of a before the fork, and 32 after it
+    assert data.main(["step", "fork", "5"]) == 0
+    assert "sample 32: a" in capsys.readouterr().out
+    assert data.main(["step", "fork", "4"]) == 1
+    assert "ask for an earlier step in that run's folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--at", "5"], "has no checkpoint of step 5; it has 4, 8"),
+        (["--at-tokens", "100"], "has no checkpoint of at most 100 tokens; it has 512 (step 4), 1,024 (step 8)"),
+        (["--without", "c"], "has no such source of data; it has a, b"),
+        (["--without", "a", "--without", "b"], "no source of data is left"),
+        (["--model.ffn_dim", "32"], "is of another model; 6 tensors differ"),
+        (["--optimizer.name", "lion"], "--optimizer.name: the checkpoint has the state of adamw"),
+        (["--optimizer.lrr", "1"], "unknown key optimizer.lrr; did you mean optimizer.lr?"),
+        (["--training.global_batch_size", "7"], "global_batch_size"),
+    ],
+)
+def test_what_can_not_be_is_refused_and_leaves_nothing(tmp_path, run, capsys, words, said):
+    assert fork.main([str(run), *words, "--output", str(tmp_path / "fork")]) in (1, 78)
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_exists_is_left_alone(tmp_path, run, capsys):
+    (tmp_path / "fork").mkdir()
+    assert fork.main([str(run), "--output", str(tmp_path / "fork")]) == 1
+    assert "exists; name another folder with --output" in capsys.readouterr().err

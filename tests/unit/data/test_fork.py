@@ -1,0 +1,126 @@
+"""A run that is forked with another mixture reads on where each source was left, or says why it can't."""
+
+from contextlib import closing
+from itertools import islice
+
+import pytest
+
+from configs.errors import ConfigError
+from configs.schema import Config
+from trainer.data.fork import forked_position
+from trainer.data.loader import build_loader
+from trainer.data.order import Start
+from trainer.data.text.token_writer import TokenFileWriter
+
+SEQ_LEN = 8
+VOCAB_SIZE = 64
+N_WINDOWS = {"web": 23, "code": 9, "books": 14}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Token folders in which each token says which source and window it is of."""
+    root = tmp_path_factory.mktemp("data")
+    for number, (name, n_windows) in enumerate(N_WINDOWS.items()):
+        tokens = [number * 20 + window % 20 for window in range(n_windows) for _ in range(SEQ_LEN)] + [0]
+        (root / name).mkdir()
+        with TokenFileWriter(root / name / "part.tokens", VOCAB_SIZE, "ab" * 16) as writer:
+            writer.append(tokens)
+    return root
+
+
+def job(corpus, weights, **training):
+    sources = [
+        {"name": name, "kind": "tokens", "path": str(corpus / name), "weight": weight}
+        for name, weight in weights.items()
+    ]
+    table = {"steps": 1, "seq_len": SEQ_LEN, "global_batch_size": 4, "micro_batch_size": 1, "seed": 3}
+    return Config.model_validate(
+        {
+            "job": {"name": "test", "device": "cpu"},
+            "model": {"dim": 8, "n_layers": 1, "n_heads": 1, "ffn_dim": 8, "vocab_size": VOCAB_SIZE},
+            "training": table | training,
+            "data": {"sources": sources},
+            "optimizer": {"lr": 1e-3},
+            "lr_schedule": {"warmup_steps": 1, "total_steps": 10},
+        }
+    )
+
+
+BEGINNING = {"next_sample": 0, "sources": {}}
+
+
+def read(config, position, n_steps):
+    """The first token of each sequence of the next steps, and the position after them."""
+    start = Start(**position.get("start", {}))
+    given = {"states": position["sources"], "order": position.get("order"), "start": start}
+    with closing(build_loader(config, 0, 1, position["next_sample"], **given)) as loader:
+        rows = [int(batch.tokens[0, 0]) for step in islice(loader, n_steps) for batch in step]
+        return rows, loader.state_dict()
+
+
+def test_over_forks_an_epoch_has_every_window_once(corpus):
+    seen = []
+    before, position = None, BEGINNING
+    for weights, n_steps in [
+        ({"web": 3.0, "code": 1.0}, 10),
+        ({"web": 1.0, "books": 2.0}, 9),
+        ({"books": 1.0, "code": 1.0}, 8),
+        ({"web": 1.0, "code": 2.0, "books": 1.0}, 30),
+    ]:
+        config = job(corpus, weights)
+        if before:
+            position = forked_position(position, before.model_dump(mode="json"), config)
+        rows, position = read(config, position, n_steps)
+        seen += rows
+        before = config
+    for number, (name, n_windows) in enumerate(N_WINDOWS.items()):
+        found = [token - number * 20 for token in seen if token // 20 == number]
+        whole = sorted(window % 20 for window in range(n_windows))
+        epochs = [sorted(found[i : i + n_windows]) for i in range(0, len(found) - n_windows + 1, n_windows)]
+        assert len(epochs) >= 1, name
+        assert epochs == [whole] * len(epochs)
+
+
+def test_the_same_mixture_goes_on_in_the_same_order(corpus):
+    config = job(corpus, {"web": 3.0, "code": 1.0})
+    _, position = read(config, BEGINNING, 5)
+    forked = forked_position(position, config.model_dump(mode="json"), job(corpus, {"web": 3.0, "code": 1.0}))
+    assert forked == position
+    assert read(config, forked, 4) == read(config, position, 4)
+
+
+def test_a_forked_position_is_resumed_in_the_same_order(corpus):
+    first, second = job(corpus, {"web": 3.0, "code": 1.0}), job(corpus, {"web": 1.0, "books": 1.0})
+    _, position = read(first, BEGINNING, 5)
+    forked = forked_position(position, first.model_dump(mode="json"), second)
+    straight, _ = read(second, forked, 6)
+    begun, later = read(second, forked, 2)
+    assert begun + read(second, later, 4)[0] == straight
+
+
+@pytest.mark.parametrize("changed", [{"seed": 4}, {"seq_len": 4}])
+def test_a_source_that_is_partly_read_keeps_its_windows(corpus, changed):
+    first = job(corpus, {"web": 3.0, "code": 1.0})
+    _, position = read(first, BEGINNING, 5)
+    with pytest.raises(ConfigError, match=r"'web' has been read \(15 sequences\).*training\.seq_len|training\.seed"):
+        forked_position(position, first.model_dump(mode="json"), job(corpus, {"web": 1.0, "books": 1.0}, **changed))
+
+
+def test_new_sources_may_have_longer_sequences(corpus):
+    first = job(corpus, {"web": 3.0, "code": 1.0})
+    _, position = read(first, BEGINNING, 5)
+    longer = job(corpus, {"books": 1.0}, seq_len=2 * SEQ_LEN)
+    forked = forked_position(position, first.model_dump(mode="json"), longer)
+    rows, _ = read(longer, forked, 2)
+    assert [token // 20 for token in rows] == [2] * 8
+    assert len(set(rows)) > 3
+
+
+def test_other_data_under_the_name_of_a_source_that_is_partly_read_is_refused(corpus):
+    first = job(corpus, {"web": 3.0, "code": 1.0})
+    _, position = read(first, BEGINNING, 5)
+    other = job(corpus, {"web": 1.0})
+    other.data.sources[0].__dict__["path"] = str(corpus / "books")
+    with pytest.raises(ConfigError, match="23 windows -> 14 windows"):
+        forked_position(position, first.model_dump(mode="json"), other)
