@@ -77,6 +77,16 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     " runs/proven --step 4 --ranks 2 --mesh.tp 2",
     "python scripts/parity.py --random 200 --seed 1": "python scripts/parity.py --random 2 --seed 1",
     "python scripts/replay.py runs/proven --random 5 --seed 1": "python scripts/replay.py runs/proven --random 1",
+    "keel fork": "keel fork --help",
+    "keel fork runs/base --at 300 --optimizer.lr 1e-4 --output runs/base-slow": "keel fork runs/debug --at 300"
+    " --optimizer.lr 1e-4 --output runs/base-slow",
+    "keel fork runs/base --at 300 --without web": "keel fork --help | grep -qe --without",
+    "keel fork runs/base --at-tokens 2000000 --data.sources"
+    ' \'[{name = "math", kind = "tokens", path = "data/math"}]\'': "keel fork runs/debug --at-tokens 20000000"
+    ' --data.sources \'[{name = "math", kind = "synthetic"}]\'',
+    "keel train runs/base-slow/config.toml": "keel train runs/base-slow/config.toml --training.steps 301"
+    " --validation.interval 0",
+    "keel fork RUN --at STEP": "keel fork --help | grep -qe --at",
     "keel sample": "python scripts/keel.py sample --help",
     "keel replay": "python scripts/keel.py replay --help",
     "keel replay RUN --step N [N ...]": "python scripts/keel.py replay --help",
