@@ -86,7 +86,6 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     ' --data.sources \'[{name = "math", kind = "synthetic"}]\'',
     "keel train runs/base-slow/config.toml": "keel train runs/base-slow/config.toml --training.steps 301"
     " --validation.interval 0",
-    "keel fork RUN --at STEP": "keel fork --help | grep -qe --at",
     "keel sample": "python scripts/keel.py sample --help",
     "keel replay": "python scripts/keel.py replay --help",
     "keel replay RUN --step N [N ...]": "python scripts/keel.py replay --help",
