@@ -504,7 +504,8 @@ class Checkpoint(Table):
     timeout_seconds: Seconds = 1800
     """Time that a save may take, or that a rank waits for another rank's reads or writes, before the run fails."""
     after_save: list[AfterSave] = []
-    """Commands that run beside the training after a save, one at a time, such as `keel export` or `keel evaluate`."""
+    """Commands that run beside the training after a save, one at a time, such as `keel export`, `keel evaluate` or
+    `keel sample`."""
 
 
 class Validation(Table):
@@ -516,9 +517,6 @@ class Validation(Table):
     """Sequences per validation."""
     sources: list[Source] = []
     """Data to validate on; of token files a fair sample, the same at every validation and for every seed."""
-    samples: Annotated[list[str], only_with("interval", reason="which never validates")] = []
-    """Texts that the model continues at every validation, for people to read, by up to 64 tokens, each of which takes a
-    forward pass over training.seq_len; "" starts as a document does."""
 
 
 class Metrics(Table):

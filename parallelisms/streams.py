@@ -7,7 +7,7 @@ all-gather that itself waited behind others, over links that were free (the subj
 either mode: only waiting differs, never what is gathered or the order of issue.
 
 A CPU has no streams: FSDP's all-gathers are complete when they return, and the key changes nothing.
-`scripts/benchmarks/gathers.py` measures there what either kind of queue costs.
+`tests/distributed/gathers.py` counts there what either kind of queue costs.
 """
 
 import os

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -198,11 +198,6 @@ def reduce_gradients(model: nn.Module) -> None:
             group.post_backward()
 
 
-def gather_asynchronously(root: FSDPModule) -> None:
-    """Make a model's all-gathers return handles that are waited for where the parameters are used."""
-    root._set_unshard_async_op(True)
-
-
 def issuing_group() -> str | None:
     """Name of the FSDP group on whose behalf the caller issues a collective; None if there is none."""
     frame = sys._getframe(1)
@@ -297,25 +292,6 @@ def stream_for_each_group(root: FSDPModule) -> int:
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """The modules of a model to which `fully_shard` was applied, itself included, in definition order."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def occupy_stream(seconds: float) -> None:
-    """Keep the current CUDA stream busy for `seconds`."""
-    torch.cuda._sleep(int(seconds * _cycles_a_second()))
-
-
-@cache
-def _cycles_a_second() -> float:
-    """Cycles per second as `torch.cuda._sleep` counts them, measured once."""
-    cycles = 20_000_000
-    start = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(cycles)  # the first launch takes longer
-    start.record()
-    torch.cuda._sleep(cycles)
-    end.record()
-    end.synchronize()
-    return cycles / (start.elapsed_time(end) / 1000)
 
 
 # --------------------------------------------------------------------------- process groups

@@ -1,9 +1,7 @@
-"""Measure Keel's speed: compared to a plain loop, along each axis of the mesh.
+"""Measure Keel's speed compared to a plain loop, and its loader's.
 
     python scripts/benchmark.py [bare] benchmark_10m.toml --json speed.json
     python scripts/benchmark.py loader
-    python scripts/benchmark.py axes --rounds 3
-    torchrun --nproc-per-node 4 scripts/benchmark.py overlap --milliseconds 20 --fsdp.reshard_after_forward always
 
 The cases of a benchmark take turns, a few steps each, so that drifts of the machine's speed affect all equally. Quote
 the median over the rounds; for a ratio, the median of the ratios within each round. Each file in scripts/benchmarks/
@@ -69,23 +67,7 @@ def loader(_options: argparse.Namespace, _overrides: list[str]) -> Figures:
     return figures, [f"{key}: {value}" for key, value in figures.items()]
 
 
-def axes(options: argparse.Namespace, overrides: list[str]) -> Figures:
-    """Cost of each axis of the mesh on this machine's CPU: step times relative to one process, for equal tokens."""
-    from scripts.benchmarks.axes import lines, measure
-
-    figures = measure(options.job, overrides, options.rounds, options.steps)
-    return figures, lines(figures)
-
-
-def overlap(options: argparse.Namespace, overrides: list[str]) -> Figures:
-    """How well FSDP's all-gathers overlap computation, with delays that stand in for a network."""
-    from scripts.benchmarks.overlap import lines, measure_here, variants
-
-    figures = measure_here(options.job, overrides, variants(options.milliseconds, options.depths), options.rounds)
-    return figures, lines(figures)
-
-
-_COMMANDS = ("bare", "loader", "axes", "overlap")
+_COMMANDS = ("bare", "loader")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,28 +82,14 @@ def _parser() -> argparse.ArgumentParser:
         child.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
         return child
 
-    def of_job(function: Callable[..., Figures], config: str, rounds: int) -> Callable[..., argparse.Action]:
-        child = command(function)
-        add_job_argument(child, config)
-        child.add_argument(
-            "--rounds", type=int, default=rounds, help="number of turns of each case (default: %(default)s)"
-        )
-        return child.add_argument
-
-    add = of_job(bare, "benchmark_10m.toml", 10)
+    child = command(bare)
+    add_job_argument(child, "benchmark_10m.toml")
+    add = child.add_argument
+    add("--rounds", type=int, default=10, help="number of turns of each case (default: %(default)s)")
     add("--steps", type=int, default=2, help="steps per turn (default: %(default)s)")
     add("--variants", type=_variants, default=",".join(VARIANTS), help="variants to measure (default: %(default)s)")
     command(loader)
-    add = of_job(axes, "benchmark_10m.toml", 3)
-    add("--steps", type=int, default=3, help="steps per turn (default: %(default)s)")
-    add = of_job(overlap, "parity.toml", 10)
-    add("--milliseconds", type=float, default=20.0, help="delay of each all-gather (default: %(default)s)")
-    add("--depths", type=_numbers, default="0,1,2,3", help="prefetch depths (default: %(default)s)")
     return parser
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 def _variants(text: str) -> list[str]:

@@ -68,9 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _sample(trained: "Trained", prompts: list[str], options: argparse.Namespace, console: Console) -> None:
     from scripts.sampling.cache import CachedModel
+    from scripts.sampling.draw import Distribution, generators
     from scripts.sampling.generate import generate
-    from trainer.sampling.draw import Distribution, generators
-    from trainer.sampling.text import prompt_tokens
+    from scripts.sampling.text import prompt_tokens
 
     tokens = []
     for number, prompt in enumerate(prompts, 1):

@@ -16,16 +16,14 @@ from configs.checks.idle import without_effect
 from configs.elastic import Choice, describe
 from configs.schema import Config
 from configs.secret import SECRET
-from models import build_model
 from parallelisms.mesh import Mesh
 from parallelisms.sums import sums_of
 from trainer.guards.environment import device_name, threads
 from trainer.lifecycle import State, write_status
 from trainer.opening import Opened
-from trainer.planning.activation_table import activation_table
 from trainer.planning.states import checkpoint_bytes
 from trainer.planning.takes_less import CONTEXT_BYTES, does_not_fit, host_does_not_fit
-from trainer.report.console import Console, Row
+from trainer.report.console import Console
 from trainer.report.summary import closing_rows, closing_title, next_rows, slow_attention, startup_rows
 from trainer.trainer import Trainer
 
@@ -64,8 +62,6 @@ def say_hello(job: Opened, console: Console) -> None:
         console.line(unauthenticated)
     for complaint in (*job.warnings, *without_effect(config), *slow_attention(config, mesh.device.type)):
         console.warning(complaint)
-    if dist.get_rank() == 0 and config.activation_checkpoint.mode != "none":
-        console.table("What a checkpointed block keeps for its backward pass", _activation_rows(config, mesh.device))
     if config.compile.enable:
         console.line("torch.compile compiles in the first steps, which may take minutes")
     warn_if_too_large(config, mesh.device, console, mesh)
@@ -114,19 +110,6 @@ def warn_if_too_large(config: Config, device: torch.device, console: Console, me
         problems.append(does_not_fit(config, ranks, free + CONTEXT_BYTES, mesh))
     for problem in filter(None, problems):
         console.warning(problem)
-
-
-def _activation_rows(config: Config, device: torch.device) -> list[Row]:
-    with torch.device("meta"):
-        model = build_model(config.model)
-    table = activation_table(
-        model,
-        config.activation_checkpoint,
-        config.training.seq_len,
-        getattr(torch, config.training.compute_dtype),
-        device,
-    )
-    return [("", line) for line in str(table).split("\n")]
 
 
 def say_goodbye(trainer: Trainer, state: State) -> None:

@@ -30,7 +30,6 @@ from trainer.preparation import import_weights, prepare_data, require_inputs, wi
 from trainer.progress import Progress
 from trainer.report.console import Console
 from trainer.report.metrics import Kind, TimeLedger
-from trainer.sampling.periodic import Sampler
 from trainer.saved_state import RunState
 from trainer.saving import open_checkpoints
 from trainer.validation import Validation
@@ -85,13 +84,12 @@ class Opened:
                 watchdog.on_first_rank("importing weights", lambda: import_weights(config, console))
                 compare_data(config)
             self.config = config = with_imported_weights(config)
-            sampler = Sampler(job)
             self.checkpoints = open_checkpoints(config, self.mesh, console, watchdog.incarnation)
             shapes = skeleton(config.model).shapes
             self.found = self.checkpoints.find({f"model.{name}": shape for name, shape in shapes.items()})
             """The checkpoint's record of the run; None if the run starts from scratch."""
             self.begin_at(self.found)
-            self.validation = Validation(config, self.mesh, sampler)
+            self.validation = Validation(config, self.mesh)
 
     def begin_at(self, saved: dict[str, Any] | None) -> None:
         """Set the run's progress, and open its data, at what a checkpoint says; None: at the start."""

@@ -1,4 +1,4 @@
-"""The loss on text that is not trained on, as a whole and by source, and samples of what the model writes."""
+"""The loss on text that is not trained on, as a whole and by source."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,7 +11,6 @@ from configs.schema import Config
 from parallelisms.mesh import Mesh
 from trainer.data.loader import DataLoader, MicroBatch, build_loader
 from trainer.data.tokenizer import load_tokenizer
-from trainer.sampling.periodic import Sampler
 from trainer.step import Learner
 
 _LARGEST_EXPONENT = 709.0
@@ -31,20 +30,17 @@ class ValidationResult:
     """Each source's `loss`, `perplexity` and `bits_per_byte`, by its name."""
     validation_average_loss: float | None = None
     """The loss of the average of the weights; None if there is none, or a signal came."""
-    samples: list[dict[str, str]] | None = None
-    """The texts that the model continued (see `StepMetrics`); None if there are none, or a signal came."""
 
 
 class Validation:
     """The validations of a run; every rank has them, and all make the same calls."""
 
-    def __init__(self, config: Config, mesh: Mesh, sampler: Sampler) -> None:
+    def __init__(self, config: Config, mesh: Mesh) -> None:
         """Open the validation data, if the job has any.
 
         Raises:
             KeelError: it can't be read, or is too little.
         """
-        self._sampler = sampler
         self._loader: DataLoader | None = None
         self._token_bytes: torch.Tensor | None = None
         self._last: tuple[int, float] | None = None
@@ -55,7 +51,7 @@ class Validation:
                 self._token_bytes = torch.from_numpy(load_tokenizer(config.tokenizer.path).token_bytes())
 
     def measure(self, learner: Learner, step: int, is_over: Callable[[], bool]) -> ValidationResult | None:
-        """Validate after `step` steps, and draw samples; arguments and result as of `validate`."""
+        """Validate after `step` steps; arguments and result as of `validate`."""
         assert self._loader is not None
         result = validate(learner, self._loader, self._token_bytes, is_over)
         if result and learner.average and learner.average.has_begun:
@@ -63,7 +59,6 @@ class Validation:
                 of_average = validate(learner, self._loader, self._token_bytes, is_over)
             result = replace(result, validation_average_loss=of_average.validation_loss if of_average else None)
         if result:
-            result = replace(result, samples=self._sampler.sample(learner, step, is_over))
             self._last = (step, result.validation_loss)
         return result
 

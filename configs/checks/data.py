@@ -69,9 +69,4 @@ def _validation(config: Config, _: int | None) -> Iterator[Problem]:
         )
 
 
-def _samples(config: Config, _: int | None) -> Iterator[Problem]:
-    if config.validation.samples and config.tokenizer.path is None:
-        yield "validation.samples", "samples are texts, and the job has no tokenizer; set tokenizer.path"
-
-
-RULES: tuple[Rule, ...] = (_tokenizer, _sources, _prepare, _validation, _samples)
+RULES: tuple[Rule, ...] = (_tokenizer, _sources, _prepare, _validation)

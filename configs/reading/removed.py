@@ -16,6 +16,7 @@ _EVALUATION: dict[str, Any] = {
     "batch_size": 16,
     "device": "cpu",
 }
+_SAMPLE = f'{_AFTER_SAVE}"keel sample {{checkpoint}} PROMPT --max-tokens 64"'
 _SHARDS = (64, "text that is tokenized while training has 64 shards; leave it out")
 
 REMOVED: dict[str, tuple[Any, str]] = {
@@ -36,8 +37,9 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "optimizer.muon_lr_adjustment": ("match_rms_adamw", "Muon's updates are as large as AdamW's; leave it out"),
     "optimizer.newton_schulz_steps": (5, "Muon takes 5 Newton-Schulz iterations; leave it out"),
     "profile.steps": (3, "a trace has 3 steps; leave it out"),
-    "validation.sample_temperature": (0.8, "samples are drawn at temperature 0.8; leave it out"),
-    "validation.sample_tokens": (64, "a text is continued by up to 64 tokens; leave it out"),
+    "validation.sample_temperature": (0.8, _SAMPLE),
+    "validation.sample_tokens": (64, _SAMPLE),
+    "validation.samples": ([], _SAMPLE),
     "validation.sources.N.virtual_shards": _SHARDS,
 } | {
     f"evaluation.{key}": (default, f'{_AFTER_SAVE}"keel evaluate {{checkpoint}} --tasks NAME,NAME"')

@@ -1,7 +1,7 @@
 """Draw the README's pictures; needs matplotlib.
 
 python docs/pictures/draw.py curve STRAIGHT_RUN MOVED_RUN    # folders of two runs of debug.toml
-python docs/pictures/draw.py samples RUN                     # a run of debug.toml with validation.samples
+python docs/pictures/draw.py samples RUN                     # a run of debug.toml that samples after its saves
 python docs/pictures/draw.py proof TABLE                     # the output of scripts/parity.py
 """
 
@@ -45,14 +45,16 @@ SHOWN_SAMPLES = 4
 
 
 def draw_samples(run: str) -> None:
-    """How a run continues its first text, after a few of its validations."""
+    """How a run continues "def main(", by `keel sample` in the command `samples` of checkpoint.after_save."""
     records = map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines())
-    sampled = [record for record in records if record.get("samples")]
+    logs = Path(run, "after_save", "samples")
+    sampled = [record for record in records if (logs / f"step-{record['step']:08d}").is_dir()]
     last = len(sampled) - 1
     chosen = sorted({round(i * last / (SHOWN_SAMPLES - 1)) for i in range(SHOWN_SAMPLES)})
     figure, panels = plt.subplots(1, len(chosen), figsize=(7.5, 2.2), layout="constrained", squeeze=False)
     for panel, record in zip(panels[0], (sampled[i] for i in chosen), strict=True):
-        text = "".join(record["samples"][0].values())  # the prompt, and what follows it
+        printed = (logs / f"step-{record['step']:08d}.log").read_text()
+        text = printed[printed.index("def main(") :].strip().rpartition("\n")[0]  # without the line on its speed
         shown = "\n".join(line[:34] for line in text.expandtabs(4).splitlines()[:11])
         panel.set_title(f"step {record['step']}, loss {record['validation_loss']:.2f}", fontsize=8, loc="left")
         panel.text(0, 1, shown, family="monospace", fontsize=5.5, va="top", parse_math=False)

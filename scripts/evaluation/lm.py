@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from configs.errors import UserError
 from configs.plan import attention_of
 from scripts.sampling.cache import CachedModel
+from scripts.sampling.draw import Distribution, generators
 from scripts.sampling.generate import generate
 from scripts.sampling.load import Trained
-from trainer.sampling.draw import Distribution, generators
 
 _Request = tuple[Any, list[int], list[int]]
 """Anything, the tokens of a context, and those that continue it."""

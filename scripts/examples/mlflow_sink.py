@@ -66,12 +66,9 @@ class MLflow:
         self._log(metrics)
 
     def write(self, record: Record) -> None:
-        """Log a record's curves, and its samples as a text."""
+        """Log a record's curves."""
         self._line.last_step = max(self._line.last_step, record["step"])
         self._log(self._metrics(record))
-        if "samples" in record:
-            text = "\n---\n".join(sample["prompt"] + sample["text"] for sample in record["samples"])
-            self._client.log_text(self._run, text, f"samples/step-{record['step']:08d}.txt")
 
     def _log(self, metrics: list[Any]) -> None:
         for start in range(0, len(metrics), _BATCH):

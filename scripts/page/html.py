@@ -8,7 +8,7 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
@@ -35,9 +35,9 @@ _ABSURD = 50
 """Most values that can't be meant to be listed one by one; the page says how many more there are."""
 _NOT_RECORDED = "stopped, or not recorded"
 """The rest of the wall clock: no launch, steps that were lost, and a launch's work after its last record."""
-_SAMPLES = 12
-"""Samples of a prompt that the page has besides the last one."""
-_SAMPLE_CHARACTERS = 4000
+_PRINTED = 12
+"""Steps of a command after a save whose output the page has besides the newest one's."""
+_PRINTED_CHARACTERS = 4000
 _KINDS = [
     Kind.TRAINING.key,
     Kind.DATA.key,
@@ -66,7 +66,7 @@ def page(runs: Sequence[Recorded], version: str, renew_seconds: int = 0) -> str:
             _section("Where the time went", _each(_time, runs)),
             _section("Stops and resumes", _each(_launches, runs)),
             _section("Evaluation", _evaluation(runs)),
-            _section("Samples", _each(_samples, runs)),
+            _section("Commands after a save", _each(_commands, runs)),
             _section("Environment", _environment(runs)),
             _section("Configuration", _each(_config, runs, is_folded=True)),
             _section("Left out", _absurd(runs)),
@@ -378,31 +378,20 @@ def _stack(run: Recorded, kinds: Sequence[str]) -> str:
     )
 
 
-# --------------------------------------------------------------------------- samples
+# --------------------------------------------------------------------------- commands after a save
 
 
-def _samples(run: Recorded) -> str:
-    by_prompt: dict[str, list[tuple[int, str]]] = {}
-    for step, sample in _samples_of(run):
-        by_prompt.setdefault(str(sample.get("prompt")), []).append((step, str(sample.get("text"))))
+def _commands(run: Recorded) -> str:
     parts = []
-    for prompt, texts in by_prompt.items():
-        *earlier, (step, text) = texts
-        kept = [earlier[i] for i in thin(range(len(earlier)), _SAMPLES)] if earlier else []
-        older = "".join(_sample(prompt, text, step) for step, text in reversed(kept))
+    for name, steps in run.commands.items():
+        *earlier, newest = steps
+        kept = [earlier[i] for i in thin(range(len(earlier)), _PRINTED)] if earlier else []
+        older = "".join(_printed(run, name, step) for step in reversed(kept))
         more = f"<details><summary>{len(kept)} earlier</summary>{older}</details>" if kept else ""
-        parts.append(f'<div class="sample">{_sample(prompt, text, step)}{more}</div>')
+        parts.append(f'<div class="printed">{_printed(run, name, newest)}{more}</div>')
     return "".join(parts)
 
 
-def _samples_of(run: Recorded) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    for record in run.records:
-        samples = record.get("samples")
-        for sample in samples if isinstance(samples, list) else ():
-            if isinstance(sample, dict):
-                yield record["step"], sample
-
-
-def _sample(prompt: str, text: str, step: int) -> str:
-    shown = shortened(text, _SAMPLE_CHARACTERS)
-    return f"<figure><figcaption>step {step:,}</figcaption><pre><b>{_text(prompt)}</b>{_text(shown)}</pre></figure>"
+def _printed(run: Recorded, name: str, step: int) -> str:
+    shown = shortened(run.printed(name, step), _PRINTED_CHARACTERS)
+    return f"<figure><figcaption>{_text(name)}, step {step:,}</figcaption><pre>{_text(shown)}</pre></figure>"

@@ -16,7 +16,7 @@ from configs.errors import UserError
 from configs.files import whole
 from configs.reading.keys import flat
 from configs.reading.toml_text import value_text
-from configs.untrusted import MAX_JSON_BYTES, parse_json, printable, read_file, shortened
+from configs.untrusted import MAX_JSON_BYTES, link_out_of, parse_json, printable, read_file, shortened
 from trainer.lifecycle import read_status
 from trainer.report.metrics import METRICS_NAME, read_lines
 
@@ -24,6 +24,8 @@ SILENT_SECONDS = 120.0
 """A run renews its status every 30 s."""
 Record = Mapping[str, Any]
 """A line of metrics.jsonl."""
+AFTER_SAVE = "after_save"
+"""Folder with what the commands after a save have left (see `trainer.commands`)."""
 _LARGEST = 1e100
 """The largest number that is computed with: squares and sums of such numbers are finite."""
 _LATEST = 1e11
@@ -127,6 +129,20 @@ class Recorded:
         for record in self.records:
             found += [(f"step {record['step']:,}", key, value) for key, value in _absurd(record)]
         return [(where, key, number_text(value)) for where, key, value in found]
+
+    @cached_property
+    def commands(self) -> dict[str, list[int]]:
+        """The steps after which each command of checkpoint.after_save has succeeded, ascending."""
+        found = {folder.name: steps_in(folder) for folder in sorted((self.folder / AFTER_SAVE).glob("*/"))}
+        return {name: steps for name, steps in found.items() if steps}
+
+    def printed(self, name: str, step: int) -> str:
+        """What a command printed; empty if that can't be read."""
+        path = step_folder(self.folder / AFTER_SAVE / name, step).with_suffix(".log")
+        try:
+            return "" if link_out_of(path) else read_file(path, MAX_JSON_BYTES).decode(errors="replace")
+        except OSError:
+            return ""
 
     def _listed(self, key: str) -> Iterator[Mapping[str, Any]]:
         for record in self.records:

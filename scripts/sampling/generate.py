@@ -6,7 +6,7 @@ import numpy as np
 
 from configs.errors import UserError
 from scripts.sampling.cache import CachedModel
-from trainer.sampling.draw import NOT_FINITE, Distribution, draw
+from scripts.sampling.draw import NOT_FINITE, Distribution, draw
 
 
 def generate(

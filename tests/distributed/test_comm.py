@@ -16,9 +16,8 @@ from configs.load import load
 from configs.schema import Comm
 from parallelisms.mesh import build_mesh
 from parallelisms.streams import queue_gathers, separate_streams
-from scripts.benchmarks.gathers import count_gathers
-from scripts.benchmarks.overlap import measure, variants
 from tests.conftest import ROOT
+from tests.distributed.gathers import count_gathers
 from trainer.data.loader import build_loader
 from trainer.step import build_learner
 
@@ -178,22 +177,6 @@ def refused_twice() -> None:
 def test_what_separate_streams_refuses(ranks):
     ranks(2, refusals)
     ranks(4, refused_twice)
-
-
-@pytest.mark.long
-def test_overlap_is_measured(ranks):
-    chosen = variants(milliseconds=20, depths=[0, 3])
-    words = ["--fsdp.reshard_after_forward", "always"]
-    rows = ranks(2, measure, "parity.toml", words, chosen, 2, torch.device("cpu"))[0]
-    plain, guarded, exact, *late = rows
-    names = ("shared, prefetch {}", "per_group, prefetch {}", "shared, prefetch {}, exact")
-    assert [row["variant"] for row in late] == [name.format(depth) for depth in (0, 3) for name in names]
-    # The embedding, four blocks and the head, for each of two directions and four micro-batches, behind no other group.
-    assert {row["gathers"] for row in rows} == {6 * 2 * 4}
-    assert {row["waits_behind_others"] for row in rows} == {0}
-    for row in late:  # a queue has one gather after the other, however early they were issued
-        assert min(row["seconds"]) > 48 * 0.02
-    assert guarded["gathers"] == exact["gathers"] == plain["gathers"]
 
 
 @pytest.mark.parametrize(("streams", "expected"), [("per_group", "1"), ("shared", None)])

@@ -228,7 +228,6 @@ LONG = (  # beginning of a line that is run by `pytest -m long` alone
     "keel prove qwen3",
     "python scripts/benchmark.py",
     "python scripts/plan.py --config mixtral_8x7b.toml",
-    "torchrun --nproc-per-node 4 scripts/benchmark.py overlap",
 )
 NO_COMMANDS = {  # first line of an indented block that is neither a command nor TOML: what it is
     "OUTPUT/prepare.json             settings and counts; the inputs that were skipped": "a folder",

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from scripts import export_hf, sample
 from scripts.sampling.cache import CachedModel
+from scripts.sampling.draw import Distribution, generators
 from scripts.sampling.generate import generate
 from scripts.sampling.load import load_trained
+from scripts.sampling.text import prompt_tokens
 from tests.end_to_end.launch import ROOT, finish, launch, records, start, status
 from tests.end_to_end.signals import signal_at_step
 from tests.hf_families import NEEDS_TRANSFORMERS
-from trainer.sampling.draw import Distribution, generators
-from trainer.sampling.text import prompt_tokens
 
 pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.slow]
 

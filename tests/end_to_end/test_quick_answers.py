@@ -36,7 +36,7 @@ def test_help_of_a_script(tmp_path: Path, script: str):
 
 @pytest.mark.parametrize(
     "command",
-    ["plan", "checkpoint show", "benchmark overlap", "parity", "prove", "train", "export"],
+    ["plan", "checkpoint show", "benchmark bare", "parity", "prove", "train", "export"],
 )
 def test_help_of_a_command(tmp_path: Path, command: str):
     answer_quickly(
@@ -71,7 +71,7 @@ def test_a_wrong_path_is_told_whole(tmp_path: Path, words: str, code: int):
     answer_quickly(tmp_path, "scripts/keel.py", words, code, f"{tmp_path}/nowhere")
 
 
-@pytest.mark.parametrize("command", ["plan --ranks 2", "parity", "prove", "benchmark", "benchmark axes"])
+@pytest.mark.parametrize("command", ["plan --ranks 2", "parity", "prove", "benchmark", "benchmark bare"])
 def test_a_job_is_given_once(tmp_path: Path, command: str):
     expected = "the job is given twice: debug.toml and --config parity.toml; leave one out"
     answer_quickly(tmp_path, "scripts/keel.py", f"{command} debug.toml --config parity.toml", 78, expected)

@@ -1,8 +1,7 @@
-"""keel sample on a real run, as one types it, and the samples that the run itself prints."""
+"""keel sample on a real run, as one types it, and as a command after its saves."""
 
 import io
 import itertools
-import json
 import os
 import shlex
 import shutil
@@ -12,24 +11,27 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from checkpoint.export.hf import export_hf
+from checkpoint.manifest import steps_in
 from configs.load import load
 from scripts import sample as script
 from scripts.export.hf_tokenizer import tokenizer_files
-from tests.end_to_end.launch import ENVIRONMENT, ROOT, TEXT, curve, records
+from scripts.page.html import page
+from scripts.page.recorded import read_run
+from tests.end_to_end.launch import ENVIRONMENT, ROOT, TEXT
 from trainer.data.tokenizer import load_tokenizer
 from trainer.lifecycle import StopRequest
 from trainer.run import run
 
-SAMPLES = """--validation.samples '["import os", ""]' --training.seq_len 32"""
+AFTER_SAVE = """[{name = "samples", command = "keel sample {checkpoint} 'import os' '' --max-tokens 9", every = 10}]"""
 
 
-def train(*words: str) -> int:
+def train() -> int:
     """Run the text job as one process, in this one and the current folder; returns its exit code."""
+    given = ["--training.seq_len", "32", "--checkpoint.interval", "10", "--checkpoint.after_save", AFTER_SAVE]
     try:
-        return run(load(str(TEXT), [*shlex.split(SAMPLES), *words], 1), StopRequest())
+        return run(load(str(TEXT), given, 1), StopRequest())
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -46,7 +48,6 @@ def folder(tmp_path_factory):
     os.chdir(folder)
     try:
         assert train() == 0
-        assert train("--job.output_dir", "part", "--training.steps", "15") == 0
         tokenizer = tokenizer_files("data/tokenizer.model")
         for name, dtype in (("export", "float32"), ("half", "bfloat16")):
             export_hf(Path("run/checkpoints/step-00000020"), Path(name), tokenizer, dtype)
@@ -60,52 +61,14 @@ def there(folder, monkeypatch):
     monkeypatch.chdir(folder)
 
 
-# ------------------------------------------------------------------ samples of a run
-
-
-def samples_of(run):
-    return {record["step"]: record["samples"] for record in records(Path(run)) if "samples" in record}
-
-
-def test_a_run_prints_and_keeps_its_samples(folder):
-    found, log = samples_of("run"), Path("run/run.log").read_text()
-    events = EventAccumulator("run/tensorboard").Reload()
-    assert [*found] == [10, 20]
-    for step, samples in found.items():
-        assert [sample["prompt"] for sample in samples] == ["import os", ""]
-        for number, sample in enumerate(samples, 1):
-            lines = (sample["prompt"] + sample["text"]).split("\n")
-            assert f"sample {number} | {lines[0]}".rstrip() in log
-            assert all(f"| {line}".rstrip() in log for line in lines)
-            (event,) = [each for each in events.Tensors(f"samples/{number}") if each.step == step]
-            shown = event.tensor_proto.string_val[0].decode()
-            assert shown == "".join(f"    {line}\n" for line in lines)
-    assert events.SummaryMetadata("samples/1").plugin_data.plugin_name == "text"
-    assert found[10] != found[20]
-
-
-def test_a_resumed_run_prints_the_same_samples(folder):
-    assert list(samples_of("part")) == [10]
-    assert train("--job.output_dir", "part") == 0
-    assert samples_of("part") == samples_of("run")
-    assert curve(Path("part")) == curve(Path("run"))
-
-
-def test_samples_change_nothing_else_of_a_run(folder):
-    without = ["--validation.samples", "[]", "--job.output_dir", "without"]
-    assert train(*without) == 0
-    assert samples_of("without") == {}
-    assert curve(Path("without")) == curve(Path("run"))
-    losses = [[record.get("validation_loss") for record in records(Path(run))] for run in ("run", "without")]
-    assert losses[0] == losses[1]
-
-
-def test_a_text_that_is_too_long_for_the_model_ends_the_run_before_it_begins(folder, capsys):
-    assert train("--job.output_dir", "long", "--validation.samples", json.dumps(["a", "\x01" * 30])) == 78
-    said = capsys.readouterr().err
-    assert "--validation.samples: text 2 has 31 tokens, and there is room for 16" in said
-    assert "(training.seq_len 32 - 16 that follow)" in said
-    assert not list(Path("long").glob("checkpoints/step-*"))
+def test_a_run_samples_after_its_saves(folder):
+    assert steps_in(Path("run/after_save/samples")) == [10, 20]
+    printed = [path.read_text() for path in sorted(Path("run/after_save/samples").glob("*.log"))]
+    assert all("\nimport os" in text for text in printed)
+    assert printed[0] != printed[1]
+    shown = page([read_run(Path("run"), "run")], "")
+    assert "<figcaption>samples, step 20</figcaption>" in shown
+    assert shown.count("tokens/s\n</pre>") == 2
 
 
 # ------------------------------------------------------------------ the command
@@ -167,7 +130,7 @@ MISTAKES = {
     "nothing": "nothing: no such folder; name a run (runs/debug), a checkpoint or a Hugging Face folder",
     "text": "text is not a checkpoint (no MANIFEST.json in it), nor a run, nor a Hugging Face folder",
     "empty": "empty has no checkpoint yet; train the run until it saves one, every checkpoint.interval steps and at",
-    "run --step 10": "run has no checkpoint of step 10; it has 20",
+    "run --step 7": "run has no checkpoint of step 7; it has 10, 20",
     "run/checkpoints/step-00000020 --step 20": "is one checkpoint, so --step 20 has no meaning; leave it out, or name "
     "the run",
     "run a NOT_UTF_8": "prompt 2 is not valid UTF-8",

@@ -4,9 +4,9 @@ import torch
 
 from models import build_model
 from scripts.sampling.cache import CachedModel
+from scripts.sampling.draw import Distribution, draw, generators
 from scripts.sampling.generate import generate
 from tests.unit.hf_support import TINY
-from trainer.sampling.draw import Distribution, draw, generators
 
 
 def continued(name):

@@ -242,11 +242,6 @@ class Console:
             by_source = metrics.validation_by_source or {}
             for name, own in by_source.items() if len(by_source) > 1 else ():
                 self.note(f"  {name}: {_losses(own['loss'], own['perplexity'], own['bits_per_byte'])}")
-            for number, sample in enumerate(metrics.samples or [], 1):
-                label = f"sample {number}"
-                for line in (sample["prompt"] + sample["text"]).split("\n"):
-                    self.note(f"{label} | {line}")
-                    label = " " * len(label)
         self.advance(metrics.step)
 
     def note(self, text: str) -> None:

@@ -221,8 +221,6 @@ class StepMetrics:
     """Each source's own `loss`, `perplexity` and `bits_per_byte`, by its name."""
     validation_average_loss: float | None = None
     """The loss of the average of the weights; null if [average] keeps none, or it has not begun."""
-    samples: list[dict[str, str]] | None = None
-    """Each prompt of validation.samples: the `prompt`, and the `text` that the model continued it with."""
     tokens_per_expert: dict[int, list[int]] | None = None
     """Tokens of the step's global batch sent to each expert of a mixture, by layer number."""
     load_imbalance: float | None = None

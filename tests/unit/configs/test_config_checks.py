@@ -301,14 +301,6 @@ HELD_OUT = "validation.sources=[{name='v',kind='synthetic'}]"
             "but the second would lack the parameters that FSDP freed",
         ),
         ("validation.interval=5", "--validation.interval: interval 5 needs [[validation.sources]]"),
-        (
-            f"validation.interval=5 {HELD_OUT} validation.samples=['a'] training.seq_len=96",
-            "--validation.samples: samples are texts, and the job has no tokenizer; set tokenizer.path",
-        ),
-        (
-            "validation.samples=['a'] tokenizer.path=t.model training.seq_len=96",
-            "validation.samples does nothing with interval = 0 (the default), which never",
-        ),
         ("lr_schedule.warmup_steps=11", "--lr_schedule.warmup_steps: warmup_steps 11 is above total_steps 10"),
         (
             "average.interval=1 training.dtype=bfloat16",

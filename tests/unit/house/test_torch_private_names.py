@@ -94,7 +94,6 @@ NAMES = {
     },
     "trainer/optimizers/training.py": {"torch._foreach_mul_"},
     "trainer/numerics.py": {"torch._inductor.config"},
-    "trainer/planning/activation_table.py": {DISPATCH, LEAVES, "*._cdata"},
     "trainer/planning/activations.py": {FAKE_TENSORS},
     "trainer/planning/block_memory.py": {DISPATCH, LEAVES, "*._cdata"},
     "trainer/planning/compiled_block.py": {

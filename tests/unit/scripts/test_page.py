@@ -192,19 +192,27 @@ def test_time_by_kind_over_the_wall_clock(tmp_path):
 
 
 def test_the_page_says_what_the_runs_are(tmp_path):
-    samples = [[{"prompt": "def ", "text": f"f{i}():"}] if i % 20 == 19 else None for i in range(60)]
     facts = {"environment": {"numpy": "9.9"}, "host": "node-a", "torch": "2.11.0", "device": "cpu"}
     launches = [[launch(BEGAN, 0, 2, {"tp": 2}) | facts] if i == 0 else None for i in range(60)]
     spent = [{"training": 0.5}] * 60
-    columns = {"samples": samples, "launches": launches, "seconds_by_kind": spent}
+    columns = {"launches": launches, "seconds_by_kind": spent}
     a = write_run(tmp_path / "a", noise(60), config="[optimizer]\nlr = 1e-3\n", **columns)
+    for step in (20, 40, 60):
+        write_printed(a.folder, "samples", step, f"def f{step}():")
     b = write_run(tmp_path / "b", noise(60), config="[optimizer]\nlr = 2e-3\n")
     found = made(a, b)
     assert "2 runs" in found.texts["h1"]
-    for title in ("Differences", "Curves", "Where the time went", "Stops and resumes", "Samples", "Environment"):
+    for title in (
+        "Differences",
+        "Curves",
+        "Where the time went",
+        "Stops and resumes",
+        "Commands after a save",
+        "Environment",
+    ):
         assert title in found.texts["h2"]
     assert "optimizer.lr0.0010.002" in found.texts["code"]
-    assert "f59():" in found.texts["pre"]
+    assert "def f60():" in found.texts["pre"]
     assert "2 ranks (tp 2)" in found.texts["td"]
     assert "node-a" in found.texts["span"]
     assert any(tag == "rect" for tag, _ in found.tags)
@@ -236,6 +244,23 @@ def test_the_policy_allows_the_pages_own_styles_and_scripts_by_their_hashes(tmp_
         assert f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'" in rules[f"{kind}-src"]
 
 
+def write_printed(folder, name, step, text):
+    """What a command after a save leaves."""
+    output = folder / f"after_save/{name}/step-{step:08d}"
+    output.mkdir(parents=True)
+    output.with_suffix(".log").write_text(text)
+
+
+def test_what_a_link_out_of_the_run_names_is_not_shown(tmp_path):
+    run = write_run(tmp_path / "run", noise(60))
+    write_printed(run.folder, "samples", 10, "")
+    (tmp_path / "secret").write_text("a secret")
+    log = run.folder / "after_save/samples/step-00000010.log"
+    log.unlink()
+    log.symlink_to(tmp_path / "secret")
+    assert "a secret" not in page([run], "")
+
+
 EVIL = """done"'><script>run()</script><img src=x onerror="document.title='owned'"><b onclick=run()>\u202e</script>"""
 
 
@@ -245,7 +270,6 @@ def evil_run(folder, evil=EVIL):
     facts = {"host": evil, "torch": evil, "device": evil, "incarnation": evil, "environment": {evil: evil}}
     previous = {"state": evil, "reason": evil, "step": evil, "time": evil}
     columns = {
-        "samples": [[{"prompt": evil, "text": evil}], [{"prompt": evil, "text": evil}], *rows[1:]],
         "incidents": [[{"step": 3, "what": evil}], *rows],
         "launches": [[launch(BEGAN, 0) | facts, launch(BEGAN + 9, 9, evil, {evil: evil}, previous) | facts], *rows],
         "seconds_by_kind": [{evil: 0.5}] * 60,
@@ -261,7 +285,10 @@ def evil_run(folder, evil=EVIL):
     status = {"reason": evil, "state": evil, "checkpoint": evil}
     toml = json.dumps(evil).replace("</", "<\\u002f")
     config = f"{toml} = {toml}\n[training]\nsteps = {toml}\n[job]\nname = {toml}\n"
-    return write_run(folder / evil.replace("/", "\u2215")[:80], [None, *noise(59)], status, config=config, **columns)
+    run = write_run(folder / evil.replace("/", "\u2215")[:80], [None, *noise(59)], status, config=config, **columns)
+    for step in (10, 20):
+        write_printed(run.folder, evil.replace("/", "\u2215")[:80], step, evil)
+    return run
 
 
 @pytest.mark.parametrize("n_runs", [1, 2, 5])

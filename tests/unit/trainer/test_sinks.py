@@ -280,8 +280,7 @@ LAUNCHES = """
         sinks = Sinks(choose_sinks(Metrics(tensorboard=False, **own), folder), refuse)
         log = MetricsLog(folder, Outages(refuse, refuse), resumed, sinks, "tiny", {"job": {"name": "tiny"}})
         for step in steps:
-            text = [{"prompt": "a", "text": "b"}] if step == 20 else None
-            log.write(metrics(step, loss=loss, samples=text, tokens_per_expert={1: [3, 0]}))
+            log.write(metrics(step, loss=loss, tokens_per_expert={1: [3, 0]}))
         log.write(EvaluationMetrics(steps[0], {"arc": {"acc": loss}}, 1.7e9))
         log.flush() if is_killed else log.close()
         if is_killed:

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 from configs.files import AppendedFile, link_refused
-from configs.untrusted import printable
 from trainer.report.sinks.sink import Record, SinkRun, curves
 
 
@@ -22,13 +21,12 @@ class TensorBoard:
     """Numbers this process's files, for their names."""
 
     def __init__(self, run: SinkRun) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
+        from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event_type = event_pb2.Event
         self._summary_type = summary_pb2.Summary
         self._histogram_type = summary_pb2.HistogramProto
-        self._text_type = tensor_pb2.TensorProto
         folder = run.folder / "tensorboard"
         if folder.is_symlink():
             raise link_refused(folder)
@@ -43,28 +41,17 @@ class TensorBoard:
         self._outages.flush(self.file)
 
     def write(self, record: Record) -> None:
-        """Append an event with the record's curves, its experts' loads as histograms, and its samples as texts."""
+        """Append an event with the record's curves, and its experts' loads as histograms."""
         values = [self._summary_type.Value(tag=tag, simple_value=value) for tag, value in curves(record).items()]
         for layer, tokens in record.get("tokens_per_expert", {}).items():
             histogram = self._bars(tokens)
             values.append(self._summary_type.Value(tag=f"router/tokens_per_expert/{layer}", histo=histogram))
-        for number, sample in enumerate(record.get("samples", []), 1):
-            values.append(self._text(f"samples/{number}", sample["prompt"] + sample["text"]))
         self._add(step=record["step"], wall_time=record["time"], summary=self._summary_type(value=values))
         self._outages.flush(self.file)
 
     def close(self) -> None:
         """Write the events still pending, or report that they are missing."""
         self._outages.give_up(self.file)
-
-    def _text(self, tag: str, text: str) -> Any:
-        """A text as it is: the dashboard reads Markdown, in which indented lines are shown unchanged."""
-        lines = "".join(f"    {line}\n" for line in printable(text).split("\n"))
-        value = self._summary_type.Value(tag=tag)
-        value.metadata.plugin_data.plugin_name = "text"
-        value.tensor.CopyFrom(self._text_type(dtype="DT_STRING", string_val=[lines.encode()]))
-        value.tensor.tensor_shape.dim.add(size=1)
-        return value
 
     def _bars(self, heights: list[int]) -> Any:
         """A histogram with a bar of width 1 for each number."""

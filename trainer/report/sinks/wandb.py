@@ -15,7 +15,7 @@ from trainer.report.sinks.sink import Record, SinkRun, curves
 
 
 class WandB:
-    """Writes the curves and samples of a run to W&B."""
+    """Writes the curves of a run to W&B."""
 
     def __init__(self, run: SinkRun) -> None:
         import wandb
@@ -42,15 +42,12 @@ class WandB:
             self.write(record)
 
     def write(self, record: Record) -> None:
-        """Log a record's curves, its experts' loads as histograms, and its samples as text."""
+        """Log a record's curves, and its experts' loads as histograms."""
         self._line.last_step = max(self._line.last_step, record["step"])
         shown: dict[str, Any] = {"step": record["step"], **curves(record)}
         for layer, tokens in record.get("tokens_per_expert", {}).items():
             bars = (tokens, list(range(len(tokens) + 1)))
             shown[f"router/tokens_per_expert/{layer}"] = self._wandb.Histogram(np_histogram=bars)
-        if "samples" in record:
-            rows = [[sample["prompt"], sample["text"]] for sample in record["samples"]]
-            shown["samples"] = self._wandb.Table(columns=["prompt", "text"], data=rows)
         self._run.log(shown)
 
     def close(self) -> None:

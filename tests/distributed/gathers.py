@@ -1,9 +1,9 @@
-"""FSDP all-gathers that take longer, as on a slow network, and on a CPU are counted.
+"""FSDP all-gathers on a CPU that take longer, as on a slow network, and are counted.
 
-On a GPU a delay occupies the stream in which the all-gather is issued. On a CPU, where FSDP waits for each all-gather,
-they return at once instead, with a handle on which the computation waits when it needs the parameters. The handles form
-queues like a GPU's streams, so that overlap, and the cost of one queue or of one per process group, can be measured
-with gloo. Values stay the same: only waiting differs, never what is gathered or the order of issue.
+There FSDP waits for each all-gather. Here they return at once instead, with a handle on which the computation waits
+when it needs the parameters. The handles form queues like a GPU's streams, so that overlap, and the cost of one queue
+or of one per process group, can be measured with gloo. Values stay the same: only waiting differs, never what is
+gathered or the order of issue.
 """
 
 import time
@@ -18,9 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from parallelisms.torch_internals import (
     DefaultAllGather,
     fsdp_modules,
-    gather_asynchronously,
     gathered_over,
-    occupy_stream,
 )
 
 Seconds = Callable[[str], float]
@@ -61,15 +59,6 @@ def count_gathers(
         if isinstance(stage, FSDPModule):
             _queue_on_cpu(stage, streams, seconds, counts)
     return counts
-
-
-def delay_gathers(stages: Iterable[nn.Module], seconds: Seconds) -> None:
-    """Delay the all-gathers on a GPU, each in its stream, of models whose parameters are in memory."""
-    for stage in stages:
-        for module in fsdp_modules(stage):
-            over = gathered_over(module)
-            if over is not None:
-                module.set_custom_all_gather(_DelayedAllGather(seconds(over.dimension)))
 
 
 class _Queue:
@@ -141,7 +130,7 @@ class _QueuedAllGather(DefaultAllGather):
 
 
 def _queue_on_cpu(root: FSDPModule, streams: str, seconds: Seconds, counts: GatherCounts) -> None:
-    gather_asynchronously(root)
+    root._set_unshard_async_op(True)  # so that gathers return handles
     shared = _Queue(counts)
     queues: dict[dist.ProcessGroup, _Queue] = {}
     for module in fsdp_modules(cast(nn.Module, root)):
@@ -150,14 +139,3 @@ def _queue_on_cpu(root: FSDPModule, streams: str, seconds: Seconds, counts: Gath
             continue
         queue = shared if streams == "shared" else queues.setdefault(over.group, _Queue(counts))
         module.set_custom_all_gather(_QueuedAllGather(queue, seconds(over.dimension)))
-
-
-class _DelayedAllGather(DefaultAllGather):
-    """FSDP's all-gather after a delay of the stream that it is issued in."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __call__(self, *arguments: Any, **options: Any) -> dist.Work | None:
-        occupy_stream(self._seconds)
-        return super().__call__(*arguments, **options)
