@@ -221,7 +221,8 @@ class Trainer:
         if last is None:
             return False
         self.runtime.watchdog.step(self.run.step)  # if the device hangs, it is in that step
-        result = last.result()
+        with self.runtime.ledger.waiting_for_step():
+            result = last.result()
         self.progress.is_stopping |= result.is_stopping
         is_traced = False
         if result.skipped:

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import signal
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from configs.errors import UserError
 from configs.load import load
 from tests.distributed.test_verdict import enlarge, poison
 from tests.end_to_end.launch import TINY, assert_same_tensors, curve, records, tensors
+from trainer.guards.verdict import QueuedStep
 from trainer.guards.watchdog import Watchdog
 from trainer.lifecycle import StopRequest
 from trainer.opening import Runtime
@@ -164,3 +166,26 @@ def test_a_result_that_differs_is_not_saved_in_the_middle_of_a_step(ranks, tmp_p
     assert "hold different results" in late["end"]
     assert not steps_in(tmp_path / "late" / "checkpoints")
     assert not math.isnan(late["step"])
+
+
+SECONDS = 0.2
+
+
+def train_on_a_slow_device(folder: str) -> dict:
+    """A launch whose steps are queued at once, and take `SECONDS` until their results can be read."""
+    result = QueuedStep.result
+
+    def slow_result(step):
+        time.sleep(SECONDS)
+        return result(step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(QueuedStep, "result", slow_result)
+        return train(folder, True, {}, ("--metrics.interval", "1"))
+
+
+def test_a_step_before_a_save_or_a_validation_takes_as_long_as_others(ranks, tmp_path):
+    ranks(2, train_on_a_slow_device, str(tmp_path / "run"))
+    seconds = {record["step"]: record["step_seconds"] for record in records(tmp_path / "run")}
+    assert seconds.keys() == set(range(1, 13))
+    assert min(seconds.values()) > 0.9 * SECONDS, seconds
