@@ -49,8 +49,10 @@ _ROUTE = 150e-6
 """Seconds that a device idles at an exchange of expert parallelism, whose sizes the host must read first."""
 _LAUNCH = 6e-6
 """Seconds that a host needs to launch a kernel; measured with torch 2.11."""
-_LAUNCHES = {True: 54, False: 130}
-"""Kernels of a layer, forward and backward, compiled and not."""
+_LAUNCHES = {True: 54, False: 80}
+"""Kernels of a layer, forward and backward, compiled and not, with FSDP's."""
+_LAUNCHES_OF_EXPERTS = 47
+"""Further kernels of a layer with experts."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class _Moved:
 
 
 _COMPILED = _Moved(stream=(18, 108), heads=(4, 0), inner=(6, 24))
-_EAGER = _Moved(stream=(36, 130), heads=(40, 40), inner=(10, 18))
+_EAGER = _Moved(stream=(25, 51), heads=(44, 46), inner=(18, 18))
 _LOGIT_BYTES = 7
 """Bytes moved for each logit."""
 _ROW_BYTES = 28
@@ -634,8 +636,9 @@ class _Rank:
         total["pipeline bubble"] = self._bubble(sum(total.values()))
         total["optimizer"] = self._optimizer()
         device = sum(total.values())
-        layers = len(self.memory.layers) * self.micro_batches
-        host = layers * _LAUNCHES[self.config.compile.enable] * _LAUNCH
+        launches = len(self.memory.layers) * _LAUNCHES[self.config.compile.enable]
+        launches += sum(self._inner(layer)[0] > 0 for layer in self.memory.layers) * _LAUNCHES_OF_EXPERTS
+        host = self.micro_batches * launches * _LAUNCH
         total["waiting for the host"] = max(0.0, host - device)
         return {part: seconds for part, seconds in total.items() if seconds > 0}
 
