@@ -146,7 +146,10 @@ def time_rows(step: "StepTime", price: float | None) -> list[Row]:
     run = step.steps * step.seconds
     cost = f"; {count(step.gpu_hours * price)} at {price:g} a GPU-hour" if price else ""
     return [
-        ("a step", f"{duration(step.seconds)}: {count(step.tokens_per_second)} tokens/s a GPU, MFU {percent(step.mfu)}"),
+        (
+            "a step",
+            f"{_short(step.seconds)}: {count(step.tokens_per_second)} tokens/s a GPU, MFU {percent(step.mfu)}",
+        ),
         *((f"  {_PARTS.get(part, part)}", f"{_short(each)}   {percent(each / step.seconds)}") for part, each in parts),
         *(
             (
@@ -189,14 +192,13 @@ def time_as_json(step: "StepTime", price: float | None) -> dict[str, Any]:
         },
         "model_flops_per_step": step.flops,
         "checkpoint_bytes": step.checkpoint,
-        "counted": ["model_flops_per_step", "checkpoint_bytes", "collectives.n_bytes", "collectives.calls", "run.tokens"],
+        "counted": ["model_flops_per_step", "checkpoint_bytes", "collectives.n_bytes", "collectives.calls"],
         "modelled": ["step_seconds", "parts_seconds", "collectives.seconds", "collectives.exposed", "mfu"],
         "left_out": list(step.left_out),
     }
 
 
-def _positive_number(text: str) -> float:
-    return number_of(lambda n: 0 < n < math.inf, "a number above 0")(text)
+_positive_number = number_of(lambda n: 0 < n < math.inf, "a number above 0")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -94,9 +94,7 @@ def main() -> int:
     lines = ["| row | predicted, tokens/s a GPU | published | error |", "|---|---|---|---|"]
     for row in compared(options.rows):
         rows.append(row)
-        lines.append(
-            f"| {row.family}: {row.name} | {row.predicted:,.0f} | {row.published:,.0f} | {row.error:+.1%} |"
-        )
+        lines.append(f"| {row.family}: {row.name} | {row.predicted:,.0f} | {row.published:,.0f} | {row.error:+.1%} |")
         print(lines[-1], flush=True)
     families = {row.family: [each for each in rows if each.family == row.family] for row in rows}
     lines += ["", *(f"{family}: {summary(each)}" for family, each in families.items()), f"all: {summary(rows)}"]

@@ -7,12 +7,13 @@ layers: what takes longer than the layer that hides it shows, and products are s
 hidden part takes. A pipeline waits for its slowest rank, and while it fills and drains.
 
 What is counted is exact: FLOPs (`flops`), parameters and optimizer state (`memory`, `states`), bytes of collectives (as
-`traffic` traces them; a test compares). What is modelled: the bytes of elementwise kernels per token, which were counted
-once on jobs of this repository (docs/performance.md, "What a step asks of a GPU"), all rates, and what overlaps.
+`traffic` traces them; a test compares). What is modelled: the bytes of elementwise kernels per token, which were
+counted once on jobs of this repository (docs/performance.md, "What a step asks of a GPU"), all rates, and what
+overlaps.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,7 +40,7 @@ from trainer.planning.memory import RankMemory
 from trainer.planning.skeleton import Shape
 from trainer.planning.states import BYTES, checkpoint_bytes, optimizer_bytes
 
-Seconds = Counter[str]
+Seconds = dict[str, float]
 """Seconds by part."""
 
 _RAMP = 4e-6
@@ -182,6 +183,15 @@ def _left_out(config: Config) -> list[str]:
 
 
 # --------------------------------------------------------------------------- collectives
+
+
+def _sum(*all_seconds: Seconds) -> Seconds:
+    """The seconds of several pieces of work, part by part."""
+    total: Seconds = defaultdict(float)
+    for seconds in all_seconds:
+        for part, each in seconds.items():
+            total[part] += each
+    return total
 
 
 @dataclass(frozen=True)
@@ -418,7 +428,7 @@ class _Rank:
 
     def _exposed(self, layer: int, kind: str, beside: Seconds) -> Seconds:
         """Seconds of the collectives in a pass of a layer that nothing hides."""
-        found: Seconds = Counter()
+        found: Seconds = defaultdict(float)
         for axis, op, n_bytes in self._between(layer, kind):
             ranks, stride = self._axis(axis)
             found[axis] += self.network.seconds(op, n_bytes, ranks, stride)
@@ -473,52 +483,52 @@ class _Rank:
         table = self.config.activation_checkpoint
         if table.mode == "budget":
             share = 1 - table.memory_budget
-            return Counter({part: share * each for part, each in self._forward(layer).items()})
+            return {part: share * each for part, each in self._forward(layer).items()}
         if not self._repeats(layer):
-            return Counter()
+            return {}
         matrices = list(self.matrices(layer))
         nth = table.save_every_nth_matmul
         plain = [each.name for each in matrices if not each.is_grouped]
         kept = plain[nth - 1 :: nth] if "products" in self._kept else []
         kept += [each.name for each in matrices if each.is_grouped and "grouped" in self._kept]
         again = [each.name for each in matrices[:-1] if each.name not in kept]  # the last is never repeated
-        repeated = Counter({"products": self._forward_products(layer, again)})
+        repeated = {"products": self._forward_products(layer, again)}
         repeated["attention"] = 0.0 if "attention" in self._kept else self.attention(layer)[0]
         repeated["elementwise"] = self.elementwise(layer)[0]
-        return repeated + self._exposed(layer, "repeated", repeated)
+        return _sum(repeated, self._exposed(layer, "repeated", repeated))
 
     # ------------------------------------------------------------------------- a micro-batch
 
     def _forward(self, layer: int) -> Seconds:
-        found = Counter({"products": self._forward_products(layer), "attention": self.attention(layer)[0]})
+        found = {"products": self._forward_products(layer), "attention": self.attention(layer)[0]}
         found["elementwise"] = self.elementwise(layer)[0] + self._casts(layer)[0]
-        return found + self._exposed(layer, "forward", found)
+        return _sum(found, self._exposed(layer, "forward", found))
 
     def _backward(self, layer: int) -> Seconds:
-        found = Counter({"products": self._backward_products(layer), "attention": self.attention(layer)[1]})
+        found = {"products": self._backward_products(layer), "attention": self.attention(layer)[1]}
         found["elementwise"] = self.elementwise(layer)[1] + self._casts(layer)[1]
-        return found + self._exposed(layer, "backward", found)
+        return _sum(found, self._exposed(layer, "backward", found))
 
     def _head(self) -> Seconds:
         """The head, and a loss that computes the logits' gradients along with them."""
         model = self.config.model
         logits = self.tokens * model.vocab_size / self.sizes.tp
         products = 3 * 2 * logits * model.dim / self.device.products
-        found = Counter({"head and loss": products + _LOGIT_BYTES * logits / self.device.memory})
-        for _ in range(2 if self.sizes.tp > 1 else 0):
-            stream = self.tokens * model.dim * self.memory.compute_bytes
-            found["tp"] += self.network.seconds("all_gather", stream, *self._axis("tp"))
-        return found
+        stream = self.tokens * model.dim * self.memory.compute_bytes
+        return {
+            "head and loss": products + _LOGIT_BYTES * logits / self.device.memory,
+            "tp": 2 * self.network.seconds("all_gather", stream, *self._axis("tp")),
+        }
 
     @cached_property
     def passes(self) -> list[tuple[Seconds, Seconds]]:
         """Forward and backward of each of FSDP's groups, in forward order; the backward pass with its recomputation."""
         known: dict[tuple, tuple[Seconds, Seconds]] = {}
-        found = []
+        found: list[tuple[Seconds, Seconds]] = []
         for group in self.memory.groups:
             layer = group.layer
             if layer is None:
-                found.append((Counter(), Counter()))
+                found.append(({}, {}))
                 continue
             kind = (
                 self.memory.model.kind_of_block(layer, self.memory.frozen),
@@ -527,10 +537,10 @@ class _Rank:
             )
             if kind not in known:
                 again = sum(self._repeated(layer).values())
-                known[kind] = self._forward(layer), self._backward(layer) + Counter({"recomputation": again})
+                known[kind] = self._forward(layer), _sum(self._backward(layer), {"recomputation": again})
             found.append(known[kind])
         if self.memory.has_head:
-            found[-1] = (found[-1][0] + self._head(), found[-1][1])
+            found[-1] = _sum(found[-1][0], self._head()), found[-1][1]
         return found
 
     # ------------------------------------------------------------------------- FSDP, beside the layers
@@ -624,9 +634,9 @@ class _Rank:
 
     @cached_property
     def _step(self) -> dict[str, float]:
-        total: Seconds = Counter()
+        total: Seconds = defaultdict(float)
         for forward, backward in self.passes:
-            for part, seconds in (forward + backward).items():
+            for part, seconds in _sum(forward, backward).items():
                 total[part] += self.micro_batches * seconds
         for schedule, times in Counter(self._schedule()).items():
             exposed, hidden = self._fsdp(*schedule)
@@ -658,7 +668,7 @@ class _Rank:
         return self.tokens * self.config.model.dim * self.memory.compute_bytes / self.sizes.tp
 
     def _optimizer(self) -> float:
-        """Seconds of the update: states and parameters are read and written; gradients are read, scaled and measured."""
+        """Seconds of the update: states and parameters are read and written, gradients read, measured and scaled."""
         memory = self.memory
         shards = {name: memory._sharded(name) for name in memory.shapes}
         parameters = sum(shards.values()) * memory.state_bytes
@@ -675,7 +685,7 @@ class _Rank:
         """The collectives of a step by kind, largest first; the few of scalars are left out."""
         calls: Counter[tuple[str, str]] = Counter()
         n_bytes: Counter[tuple[str, str]] = Counter()
-        seconds: Counter[tuple[str, str]] = Counter()
+        seconds: dict[tuple[str, str], float] = defaultdict(float)
 
         def add(op: str, axis: str, size: float, times: int = 1) -> None:
             if size and self._axis(axis)[0] > 1:
@@ -704,7 +714,7 @@ class _Rank:
             boundaries = sum((stage < last) + (stage > 0) for stage in self.memory.stages)
             add(op, "pp", self._sent, self.micro_batches * boundaries)
         exposed = self._exposed_by_axis()
-        of_axis: Counter[str] = Counter()
+        of_axis: dict[str, float] = defaultdict(float)
         for (_, axis), each_seconds in seconds.items():
             of_axis[axis] += each_seconds
         return [

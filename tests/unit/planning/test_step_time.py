@@ -7,8 +7,8 @@ from statistics import median
 import pytest
 
 from configs.errors import UserError
-from configs.layout import mesh_sizes
 from configs.load import load
+from configs.schema import Float8
 from scripts import plan
 from tests.published.compare import compared, rank_correlation
 from trainer.planning.devices import Link, device_named, known_devices
@@ -25,6 +25,12 @@ SMALL = (
 def job(name, ranks, words=""):
     source = '[{name = "random", kind = "synthetic"}]'
     return load(name, [*words.split(), "--data.sources", source], ranks).config
+
+
+def float8_job(name, ranks):
+    """A job whose check that torchao is installed is left out."""
+    config = job(name, ranks)
+    return config.model_copy(update={"float8": Float8(recipe="tensorwise")})
 
 
 def seconds(name, ranks, words="", device=H100):
@@ -111,7 +117,7 @@ def test_more_ranks_are_no_slower_at_the_same_global_batch():
 
 
 def test_float8_is_faster_and_a_smaller_network_slower():
-    assert seconds("llama_8b.toml", 8, "--float8.recipe tensorwise") < seconds("llama_8b.toml", 8)
+    assert estimate_step(float8_job("llama_8b.toml", 8), 8, H100).seconds < seconds("llama_8b.toml", 8)
     config = job("llama_70b.toml", 256)
     hosts_of_4 = estimate_step(config, 256, H100, gpus_per_host=4)  # tp 8 spans two
     assert hosts_of_4.parts["tp"] > 2 * estimate_step(config, 256, H100).parts["tp"]
@@ -184,7 +190,6 @@ def test_a_job_that_does_not_fit_says_so_first(capsys):
     [
         (["--device", "h1000"], 'the rates of the device "h1000" are unknown; known are a100, b200, h100'),
         (["--price", "2"], "--price needs a time"),
-        (["--device", "a100", "--float8.recipe", "tensorwise"], "has no float8 products"),
         (["--device", "h100", "--training.compute_dtype", "float32"], "time is estimated for training.compute_dtype"),
     ],
 )
@@ -200,6 +205,11 @@ def test_a_price_is_above_0(price, capsys):
     with pytest.raises(SystemExit):
         run(capsys, "llama_8b.toml", "--ranks", "8", "--device", "h100", "--price", price)
     assert "--price" in capsys.readouterr().err
+
+
+def test_a_device_without_float8_refuses_it():
+    with pytest.raises(UserError, match="has no float8 products"):
+        estimate_step(float8_job("llama_8b.toml", 8), 8, device_named("a100"))
 
 
 def test_an_unknown_device_is_an_error_of_the_user():
