@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from math import log
+from math import ceil, log
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,38 @@ class Device:
         return below[2] + share * (above[2] - below[2]), below[3] + share * (above[3] - below[3])
 
 
+@dataclass(frozen=True)
+class Network:
+    """Which link a group of ranks uses: neighbors in the mesh's order share hosts."""
+
+    device: Device
+    gpus_per_host: int
+
+    def seconds(self, op: str, n_bytes: float, ranks: int, stride: int) -> float:
+        """Time of a collective over `ranks` ranks that are `stride` apart.
+
+        A ring passes each host with as many network cards as the group has ranks on it. Of `n_bytes`, the whole, each
+        rank sends all but its own part, twice in an all-reduce; in an all-to-all, what goes to other hosts
+        leaves by the rank's own card.
+        """
+        if ranks == 1:
+            return 0.0
+        here = min(ranks, max(1, self.gpus_per_host // stride))
+        hosts = ceil(ranks / here)
+        inside = self.device.inside
+        between = self.device.between
+        hops = (here - 1) * inside.latency + (hosts - 1) * between.latency
+        if op == "send":
+            return n_bytes / (inside if stride < self.gpus_per_host else between).bandwidth + between.latency
+        if op == "all_to_all":
+            by_network = n_bytes * (ranks - here) / ranks / between.bandwidth
+            return max(n_bytes * (here - 1) / ranks / inside.bandwidth, by_network) + inside.latency + between.latency
+        bandwidth = inside.bandwidth if hosts == 1 else min(inside.bandwidth, here * between.bandwidth)
+        if op == "all_reduce":
+            return 2 * n_bytes * (ranks - 1) / ranks / bandwidth + 2 * min(hops, 20 * between.latency)
+        return n_bytes * (ranks - 1) / ranks / bandwidth + hops
+
+
 @cache
 def _table() -> dict[str, Any]:
     with _FILE.open("rb") as file:
@@ -80,6 +112,7 @@ def device_named(name: str) -> Device:
     table = _table()
     if name not in table["devices"]:
         raise UserError(f'the rates of the device "{name}" are unknown; known are {", ".join(known_devices())}')
-    values = dict(table["devices"][name])
-    links = {place: Link(**table["links"][values.pop(place)]) for place in ("inside", "between")}
-    return Device(name=name, **values, **links)
+    values: dict[str, Any] = dict(table["devices"][name])
+    for place in ("inside", "between"):
+        values[place] = Link(**table["links"][values[place]])
+    return Device(name=name, **values)

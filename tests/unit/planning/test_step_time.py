@@ -11,8 +11,9 @@ from configs.load import load
 from configs.schema import Float8
 from scripts import plan
 from tests.published.compare import compared, rank_correlation
-from trainer.planning.devices import Link, device_named, known_devices
-from trainer.planning.step_time import _RAMP, _Network, estimate_step
+from trainer.planning.devices import Link, Network, device_named, known_devices
+from trainer.planning.layer_time import RAMP
+from trainer.planning.step_time import estimate_step
 from trainer.planning.traffic import trace_step
 
 H100 = device_named("h100")
@@ -44,11 +45,11 @@ def test_the_parts_of_a_dense_step_on_one_gpu_are_those_computed_by_hand():
     products = 0.0
     for inputs, outputs in [(dim, dim), (dim, kv), (dim, kv), (dim, dim), (dim, inner), (dim, inner), (inner, dim)]:
         moved = 2 * (tokens * (inputs + outputs) + inputs * outputs)
-        products += 3 * (max(2 * tokens * inputs * outputs / H100.products, moved / H100.memory) + _RAMP)
+        products += 3 * (max(2 * tokens * inputs * outputs / H100.products, moved / H100.memory) + RAMP)
     assert step.parts["products"] == pytest.approx(micro_batches * 2 * products)
     forward, backward = 384e12, 320e12  # heads of 64; shorter sequences than the table's have the rates of its shortest
     scores = 2 * dim * 512 * tokens  # queries x keys and scores x values, of 32 heads x 64; the causal half
-    attention = scores / forward + 2.5 * scores / backward + 4 * _RAMP
+    attention = scores / forward + 2.5 * scores / backward + 4 * RAMP
     assert step.parts["attention"] == pytest.approx(micro_batches * 2 * attention)
     logits = tokens * vocabulary
     head = 6 * logits * dim / H100.products + 7 * logits / H100.memory
@@ -63,7 +64,7 @@ def test_the_parts_of_a_dense_step_on_one_gpu_are_those_computed_by_hand():
 
 def test_a_collective_takes_its_bytes_over_the_slowest_link_that_it_passes():
     device = replace(H100, inside=Link(400e9, 0.0), between=Link(50e9, 0.0))
-    network = _Network(device, gpus_per_host=8)
+    network = Network(device, gpus_per_host=8)
     assert network.seconds("all_gather", 8e9, ranks=8, stride=1) == pytest.approx(7e9 / 400e9)
     assert network.seconds("all_gather", 16e9, ranks=16, stride=1) == pytest.approx(15e9 / 400e9)  # by 8 cards a host
     assert network.seconds("all_gather", 16e9, ranks=16, stride=4) == pytest.approx(15e9 / 100e9)  # by 2
@@ -231,4 +232,4 @@ def test_published_steps_are_predicted_in_their_order_and_near():
     rows = list(compared())
     assert len(rows) >= 30
     assert rank_correlation([(row.predicted, row.published) for row in rows]) >= 0.9
-    assert median(abs(row.error) for row in rows) <= 0.2
+    assert median(abs(row.error) for row in rows) <= 0.16
