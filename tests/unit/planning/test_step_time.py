@@ -8,7 +8,6 @@ import pytest
 
 from configs.errors import UserError
 from configs.load import load
-from configs.schema import Float8
 from scripts import plan
 from tests.published.compare import compared, rank_correlation
 from trainer.planning.devices import Link, Network, device_named, known_devices
@@ -26,12 +25,6 @@ SMALL = (
 def job(name, ranks, words=""):
     source = '[{name = "random", kind = "synthetic"}]'
     return load(name, [*words.split(), "--data.sources", source], ranks).config
-
-
-def float8_job(name, ranks):
-    """A job whose check that torchao is installed is left out."""
-    config = job(name, ranks)
-    return config.model_copy(update={"float8": Float8(recipe="tensorwise")})
 
 
 def seconds(name, ranks, words="", device=H100):
@@ -118,7 +111,7 @@ def test_more_ranks_are_no_slower_at_the_same_global_batch():
 
 
 def test_float8_is_faster_and_a_smaller_network_slower():
-    assert estimate_step(float8_job("llama_8b.toml", 8), 8, H100).seconds < seconds("llama_8b.toml", 8)
+    assert estimate_step(job("llama_8b.toml", 8, "--float8.recipe tensorwise"), 8, H100).seconds < seconds("llama_8b.toml", 8)
     config = job("llama_70b.toml", 256)
     hosts_of_4 = estimate_step(config, 256, H100, gpus_per_host=4)  # tp 8 spans two
     assert hosts_of_4.parts["tp"] > 2 * estimate_step(config, 256, H100).parts["tp"]
@@ -164,14 +157,14 @@ def run(capsys, *words):
 
 
 def test_the_plan_says_what_a_step_and_the_run_take(capsys):
-    code, out, _ = run(capsys, "llama_8b.toml", "--ranks", "8", "--device", "h100", "--price", "2")
+    code, out, _ = run(capsys, "llama_1b.toml", "--ranks", "8", "--device", "h100", "--price", "2")
     assert code == 0
     for words in ("tokens/s a GPU", "the run", "GPU-hours", "at 2 a GPU-hour", "counted", "modelled", "left out"):
         assert words in out
 
 
 def test_the_plan_as_json(capsys):
-    code, out, _ = run(capsys, "llama_8b.toml", "--ranks", "8", "--device", "h100", "--price", "2", "--json")
+    code, out, _ = run(capsys, "llama_1b.toml", "--ranks", "8", "--device", "h100", "--price", "2", "--json")
     found = json.loads(out)
     assert code == 0
     assert found["time"]["step_seconds"] == pytest.approx(sum(found["time"]["parts_seconds"].values()))
@@ -179,7 +172,7 @@ def test_the_plan_as_json(capsys):
 
 
 def test_a_job_that_does_not_fit_says_so_first(capsys):
-    code, out, _ = run(capsys, "llama_70b.toml", "--ranks", "8", "--device", "h100")
+    code, out, _ = run(capsys, "llama_1b.toml", "--ranks", "8", "--device", "h100", "--memory-gib", "20")
     assert code == 0
     first = next(line for line in out.splitlines() if line.strip())
     assert first.startswith("does not fit: the job needs about")
@@ -210,7 +203,7 @@ def test_a_price_is_above_0(price, capsys):
 
 def test_a_device_without_float8_refuses_it():
     with pytest.raises(UserError, match="has no float8 products"):
-        estimate_step(float8_job("llama_8b.toml", 8), 8, device_named("a100"))
+        estimate_step(job("llama_8b.toml", 8, "--float8.recipe tensorwise"), 8, device_named("a100"))
 
 
 def test_an_unknown_device_is_an_error_of_the_user():
