@@ -40,9 +40,9 @@ class Device:
     """Part of the multiprocessors that a collective takes from products that run at the same time."""
     attention: Mapping[str, list[list[float]]]
     inside: Link
-    """Between the GPUs of a host."""
+    """The link between the GPUs of a host."""
     between: Link
-    """Between hosts."""
+    """The link between hosts."""
 
     def attention_rates(self, kernel: str, width: int, seq_len: float) -> tuple[float, float]:
         """FLOP/s of a kernel's forward and backward pass for heads of `width` and sequences of `seq_len` tokens.

@@ -37,11 +37,11 @@ class _Moved:
     """Bytes that elementwise kernels move for a token in a layer, in bfloat16: per unit of a width."""
 
     stream: tuple[int, int]
-    """Forward and backward, per feature of the residual stream."""
+    """Bytes of the forward and the backward pass, per feature of the residual stream."""
     heads: tuple[int, int]
-    """Per feature of queries, and of keys."""
+    """The same per feature of queries, and of keys."""
     inner: tuple[int, int]
-    """Per inner feature of the feed-forward."""
+    """The same per inner feature of the feed-forward."""
 
 
 _COMPILED = _Moved(stream=(18, 108), heads=(4, 0), inner=(6, 24))

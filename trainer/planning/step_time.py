@@ -76,7 +76,7 @@ class StepTime:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one GPU."""
+        """Tokens per second of one GPU."""
         return self.tokens / self.seconds / self.ranks
 
     @property
@@ -175,9 +175,10 @@ class _Rank(LayerTime):
 
     @cached_property
     def _traffic(self) -> list[dict[str, tuple[str, float, float]]]:
-        """Of each group: what is gathered and what is reduced, as lists of (axis, bytes), per pass.
+        """What FSDP gathers and reduces for each group: the axis, the bytes of the whole, and seconds.
 
-        "gather": axis, bytes and seconds; "gather_experts", "reduce", "reduce_experts", "sum" (over replicas) likewise.
+        The parts are "gather" and "reduce", of experts apart from the rest under expert parallelism, and "sum", over
+        replicas.
         """
         memory = self.memory
         shapes = memory.shapes
@@ -248,7 +249,7 @@ class _Rank(LayerTime):
         return n_bytes / self.device.memory
 
     def _schedule(self) -> list[tuple[bool, bool]]:
-        """Of each micro-batch: whether its forward pass gathers parameters, and whether its backward pass reduces."""
+        """Whether the forward pass of each micro-batch gathers parameters, and its backward pass reduces gradients."""
         once = reduces_once(self.config)
         held = self.config.fsdp.zero_stage == 1 or self.sizes.pp > 1
         last = self.micro_batches - 1
@@ -298,7 +299,7 @@ class _Rank(LayerTime):
     def _optimizer(self) -> float:
         """Seconds of the update: states and parameters are read and written, gradients read, measured and scaled."""
         memory = self.memory
-        shards = {name: memory._sharded(name) for name in memory.shapes}
+        shards = {name: memory.sharded(name) for name in memory.shapes}
         parameters = sum(shards.values()) * memory.state_bytes
         states = max(optimizer_bytes(self.config, self.sizes, shards))
         moved = 2 * (parameters + states) + 4 * parameters

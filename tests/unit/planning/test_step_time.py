@@ -111,7 +111,9 @@ def test_more_ranks_are_no_slower_at_the_same_global_batch():
 
 
 def test_float8_is_faster_and_a_smaller_network_slower():
-    assert estimate_step(job("llama_8b.toml", 8, "--float8.recipe tensorwise"), 8, H100).seconds < seconds("llama_8b.toml", 8)
+    assert estimate_step(job("llama_8b.toml", 8, "--float8.recipe tensorwise"), 8, H100).seconds < seconds(
+        "llama_8b.toml", 8
+    )
     config = job("llama_70b.toml", 256)
     hosts_of_4 = estimate_step(config, 256, H100, gpus_per_host=4)  # tp 8 spans two
     assert hosts_of_4.parts["tp"] > 2 * estimate_step(config, 256, H100).parts["tp"]
