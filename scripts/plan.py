@@ -1,23 +1,27 @@
-"""Check whether a job fits before requesting machines: build it for any number of ranks, in one process.
+"""Check whether a job fits, and how long it takes, before requesting machines: build it for any number of ranks.
 
-    python scripts/plan.py llama_7b.toml --ranks 8 [--memory-gib 80] [--trace]
+    python scripts/plan.py llama_7b.toml --ranks 8 [--memory-gib 80] [--device h100 [--price 2.5]] [--trace] [--json]
 
 The model is built on the meta device and parallelized over a fake process group, with the same code and checks as on a
 cluster, but without memory for the weights. The plan shows what rank 0 would hold, counted from its shards, and an
-estimate of the rest; with --memory-gib also whether that fits, or what would make it fit. With --trace, one step of
-each kind of rank is run with fake tensors, to show what it communicates.
+estimate of the rest; with --memory-gib also whether that fits, or what would make it fit. With --device, a step's time
+is estimated from counted work and the rates in configs/rates/devices.toml. With --trace, one step of each kind of rank
+is run with fake tensors, to show what it communicates.
 """
 
 import argparse
+import json
 import math
 import sys
 import time
 from collections.abc import Sequence
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
+from configs.errors import UserError
 from configs.layout import mesh_sizes
 from configs.load import load
 from configs.schema import Config
@@ -25,7 +29,10 @@ from configs.stages import layers_of_stages, stages_of_rank
 from scripts.command import add_job_argument, end, job_of, number_of, positive, run_command, without_overrides
 from trainer.report.console import Console, Row
 from trainer.report.metrics import memory_peak_bytes
-from trainer.report.units import count, duration, size
+from trainer.report.units import count, duration, percent, size
+
+if TYPE_CHECKING:
+    from trainer.planning.step_time import StepTime
 
 
 def shard_bytes(config: Config, ranks: int) -> int:
@@ -121,26 +128,128 @@ def _traced(config: Config, ranks: int) -> dict[str, list[Row]]:
     return {" and of ".join(kinds): [*traffic, took] for traffic, (kinds, took) in found.items()}
 
 
+# --------------------------------------------------------------------------- time
+
+_PARTS = {
+    "tp": "tensor parallelism, exposed",
+    "cp": "context parallelism, exposed",
+    "ep": "expert parallelism, exposed",
+    "fsdp": "FSDP, exposed",
+    "slower products beside fsdp": "slower beside FSDP",
+}
+"""Parts of a step whose names need words."""
+
+
+def time_rows(step: "StepTime", price: float | None) -> list[Row]:
+    """Return the rows of what a step and the run take; `price` is of one GPU for one hour."""
+    parts = sorted(step.parts.items(), key=lambda part: -part[1])
+    run = step.steps * step.seconds
+    cost = f"; {count(step.gpu_hours * price)} at {price:g} a GPU-hour" if price else ""
+    return [
+        (
+            "a step",
+            f"{_short(step.seconds)}: {count(step.tokens_per_second)} tokens/s a GPU, MFU {percent(step.mfu)}",
+        ),
+        *((f"  {_PARTS.get(part, part)}", f"{_short(each)}   {percent(each / step.seconds)}") for part, each in parts),
+        *(
+            (
+                f"  {each.op} over {each.axis}",
+                f"{size(each.n_bytes)} in {each.calls:,} calls: {_short(each.seconds)}, exposed {_short(each.exposed)}",
+            )
+            for each in step.collectives
+        ),
+        (
+            "the run",
+            f"{count(step.steps * step.tokens)} tokens in {step.steps:,} steps: {duration(run)}, "
+            f"{count(step.gpu_hours)} GPU-hours{cost}",
+        ),
+        ("a checkpoint", size(step.checkpoint)),
+        ("counted", "FLOPs, tokens, bytes of collectives, states and checkpoints"),
+        ("modelled", "rates, bytes of elementwise kernels, what overlaps, the pipeline's bubble"),
+        ("left out", "; ".join(step.left_out)),
+    ]
+
+
+def _short(seconds: float) -> str:
+    """Milliseconds below a second, so that the parts of a step can be compared."""
+    return duration(seconds) if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def time_as_json(step: "StepTime", price: float | None) -> dict[str, Any]:
+    """The estimate as plain values, each with how it came about: counted or modelled."""
+    return {
+        "step_seconds": step.seconds,
+        "tokens_per_second_per_gpu": step.tokens_per_second,
+        "mfu": step.mfu,
+        "parts_seconds": dict(step.parts),
+        "collectives": [vars(each) for each in step.collectives],
+        "run": {
+            "tokens": step.steps * step.tokens,
+            "steps": step.steps,
+            "seconds": step.steps * step.seconds,
+            "gpu_hours": step.gpu_hours,
+            "price": step.gpu_hours * price if price else None,
+        },
+        "model_flops_per_step": step.flops,
+        "checkpoint_bytes": step.checkpoint,
+        "counted": ["model_flops_per_step", "checkpoint_bytes", "collectives.n_bytes", "collectives.calls"],
+        "modelled": ["step_seconds", "parts_seconds", "collectives.seconds", "collectives.exposed", "mfu"],
+        "left_out": list(step.left_out),
+    }
+
+
+_positive_number = number_of(lambda n: 0 < n < math.inf, "a number above 0")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Further words override the config.")
     add_job_argument(parser)
     parser.add_argument("--ranks", type=positive, required=True, help="number of ranks to run the job on")
-    gib = number_of(lambda n: 0 < n < math.inf, "a number above 0")
-    parser.add_argument("--memory-gib", type=gib, help="memory of a GPU, to check whether the job fits")
+    parser.add_argument("--memory-gib", type=_positive_number, help="memory of a GPU (default: that of --device)")
+    parser.add_argument("--device", metavar="NAME", help="kind of GPU, such as h100 or h200: estimate a step's time")
+    parser.add_argument("--gpus-per-host", type=positive, default=8, help="GPUs of a host (default: %(default)s)")
+    parser.add_argument("--price", type=_positive_number, metavar="P", help="price of a GPU-hour, for the run's price")
     parser.add_argument("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(own)
-    device_bytes = int(options.memory_gib * 2**30) if options.memory_gib else None
 
     def work(console: Console) -> None:
+        if options.price and not options.device:
+            raise UserError("--price needs a time to multiply with; say with --device for which kind of GPU")
+        gib = options.memory_gib
+        if options.device:
+            from trainer.planning.devices import device_named
+
+            device = device_named(options.device)
+            gib = gib or device.memory_gib
+        device_bytes = int(gib * 2**30) if gib else None
         config = load(job_of(options), overrides, options.ranks).config
         config = decided(config, options.ranks, device_bytes, console)
-        console.table(f"{config.job.name} on {options.ranks} ranks", rows(config, options.ranks, device_bytes))
-        for kinds, traffic in _traced(config, options.ranks).items() if options.trace else ():
+        memory = rows(config, options.ranks, device_bytes)
+        traced = _traced(config, options.ranks) if options.trace else {}
+        step = None
+        if options.device:
+            from trainer.planning.step_time import estimate_step
+
+            step = estimate_step(config, options.ranks, device, options.gpus_per_host)
+        if options.json:
+            plan: dict[str, Any] = {"job": config.job.name, "ranks": options.ranks, "memory": dict(memory)}
+            plan |= {"traced": {kinds: dict(traffic) for kinds, traffic in traced.items()}} if traced else {}
+            plan |= {"device": options.device, "time": time_as_json(step, options.price)} if step else {}
+            print(json.dumps(plan, indent=2))
+            return
+        if step and dict(memory)["fits"] != "yes":
+            console.line(f"does not fit: {dict(memory)['fits']}\n")
+            memory = [row for row in memory if row[0] != "fits"]
+        console.table(f"{config.job.name} on {options.ranks} ranks", memory)
+        if step:
+            console.table(f"a step on {device.title} (estimate)", time_rows(step, options.price))
+        for kinds, traffic in traced.items():
             console.table(f"one step of {kinds}", traffic)
 
-    return run_command(work, "stopped")
+    return run_command(work, "stopped", out=sys.stderr if options.json else None)
 
 
 if __name__ == "__main__":

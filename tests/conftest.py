@@ -19,6 +19,11 @@ settings.load_profile("keel")
 ROOT = Path(__file__).parent.parent
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the case that takes the longest, or one worker ends with it long after the others."""
+    items.sort(key=lambda item: "test_documented_commands" not in item.nodeid)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable]:
     """`ranks(n, function, *arguments)`: call it on n ranks, return the list of their results."""

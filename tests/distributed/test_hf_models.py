@@ -153,7 +153,7 @@ ON_EXPERTS = {
 
 
 @pytest.mark.parametrize("technique", marked(ON_EXPERTS, slow=[name for name in ON_EXPERTS if name != "x TP 2"]))
-@pytest.mark.parametrize("family", marked(["mixtral", "gpt_oss"], slow=["mixtral"]))
+@pytest.mark.parametrize("family", marked(["mixtral", "gpt_oss"], long=["mixtral"]))
 def test_every_technique_on_distributed_experts_is_transformers(ranks, tmp_path, family, technique):
     folder = write_config(tmp_path / family, family)
     bound = 2e-5 if technique == "compiled" else BOUND
@@ -260,7 +260,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("mesh", marked(LOADS, slow=[name for name in LOADS if name != "FSDP 2, full recomputation"]))
-@pytest.mark.parametrize("family", marked(["qwen3_moe", "deepseek_v3"], slow=["deepseek_v3"]))
+@pytest.mark.parametrize("family", marked(["qwen3_moe", "deepseek_v3"], long=["deepseek_v3"]))
 def test_loads_of_experts_are_what_transformers_experts_are_given(ranks, tmp_path, family, mesh):
     """DeepSeek's first layer has no experts."""
     if mesh == "PP 2 zero-bubble" and not has_zero_bubble():

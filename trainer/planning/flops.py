@@ -61,14 +61,14 @@ def flops_per_token(model: AnyModel, seq_len: int, frozen: Collection[str] = ())
     idle, idle_layers = _left_out(model, weights, frozen) if frozen else (0, set())
     computed = 6 * matrices - 2 * idle
     pairs = sum(
-        _seen(model, layer, seq_len) * (1 if layer in idle_layers else 3)  # backward takes two passes
+        tokens_seen(model, layer, seq_len) * (1 if layer in idle_layers else 3)  # backward takes two passes
         for layer in range(model.n_layers)
     )
     scores = attention_features(model) * pairs
     return TokenFlops(causal=computed + round(scores), full=computed + round(2 * scores))
 
 
-def _seen(model: AnyModel, layer: int, seq_len: int) -> float:
+def tokens_seen(model: AnyModel, layer: int, seq_len: int) -> float:
     """Twice the mean number of tokens that a token sees in a layer, of which a causal model has half of seq_len."""
     window = window_of(model, layer) if is_described(model) else None
     if window is None or window >= seq_len:

@@ -122,7 +122,7 @@ class RankMemory:
     def estimate(self) -> MemoryEstimate:
         """The state that persists from step to step, and the worst moment."""
         config = self.config
-        shards = {name: self._sharded(name) for name in self.shapes}
+        shards = {name: self.sharded(name) for name in self.shapes}
         return MemoryEstimate(
             parameters=sum(shards.values()) * self.state_bytes,
             copies=sum(shards.values()) * self.compute_bytes * self.keeps_copies,
@@ -177,7 +177,7 @@ class RankMemory:
             shape[0] //= self.sizes.ep
         return tuple(shape)
 
-    def _sharded(self, name: str) -> int:
+    def sharded(self, name: str) -> int:
         """Elements of the largest FSDP shard of a parameter."""
         shape = self.shapes[name]
         n_shards = self.sizes.expert_shard if self.model.is_of_experts(name) else self.sizes.fsdp_shard
@@ -198,7 +198,7 @@ class RankMemory:
         return _Group(
             key,
             trained=sum(elements[name] for name in trained),
-            trained_shard=sum(map(self._sharded, trained)),
+            trained_shard=sum(map(self.sharded, trained)),
             largest=max((elements[name] for name in trained), default=0),
             gathered_bytes=sum(
                 n * (1 if name in self.in_8_bits else self.compute_bytes) for name, n in elements.items()

@@ -240,7 +240,7 @@ def test_what_a_family_computes_in_float32_is_no_fault_and_is_said(capsys):
     assert "to the round-off of float32, in which the model itself computes model.layers.0." in told
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_that_amplifies_round_off_has_wider_bounds(capsys):
     """CPM-Ant's gradients move by 1e-4 if its weights change by 1e-7: plain transformers, compiled, shows the same."""
     assert prove.main(["cpmant", "--axes", "compile", "--ranks", "1"]) == 0

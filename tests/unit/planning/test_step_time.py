@@ -1,0 +1,230 @@
+"""A step's time: by hand for a small job, in order where the order is certain, and counted as the trace counts."""
+
+import json
+from dataclasses import replace
+from statistics import median
+
+import pytest
+
+from configs.errors import UserError
+from configs.load import load
+from scripts import plan
+from tests.published.compare import compared, rank_correlation
+from trainer.planning.devices import Link, Network, device_named, known_devices
+from trainer.planning.layer_time import RAMP
+from trainer.planning.step_time import estimate_step
+from trainer.planning.traffic import trace_step
+
+H100 = device_named("h100")
+SMALL = (
+    "--model.n_layers 2 --training.seq_len 512 --training.global_batch_size 16 --training.micro_batch_size 1 "
+    "--activation_checkpoint.mode none"
+)
+
+
+def job(name, ranks, words=""):
+    source = '[{name = "random", kind = "synthetic"}]'
+    return load(name, [*words.split(), "--data.sources", source], ranks).config
+
+
+def seconds(name, ranks, words="", device=H100):
+    return estimate_step(job(name, ranks, words), ranks, device).seconds
+
+
+def test_the_parts_of_a_dense_step_on_one_gpu_are_those_computed_by_hand():
+    config = job("llama_1b.toml", 1, SMALL)
+    step = estimate_step(config, 1, H100)
+    tokens, micro_batches, dim, inner, kv, vocabulary = 512, 16, 2048, 8192, 512, 128256
+    products = 0.0
+    for inputs, outputs in [(dim, dim), (dim, kv), (dim, kv), (dim, dim), (dim, inner), (dim, inner), (inner, dim)]:
+        moved = 2 * (tokens * (inputs + outputs) + inputs * outputs)
+        products += 3 * (max(2 * tokens * inputs * outputs / H100.products, moved / H100.memory) + RAMP)
+    assert step.parts["products"] == pytest.approx(micro_batches * 2 * products)
+    forward, backward = 384e12, 320e12  # heads of 64; shorter sequences than the table's have the rates of its shortest
+    scores = 2 * dim * 512 * tokens  # queries x keys and scores x values, of 32 heads x 64; the causal half
+    attention = scores / forward + 2.5 * scores / backward + 4 * RAMP
+    assert step.parts["attention"] == pytest.approx(micro_batches * 2 * attention)
+    logits = tokens * vocabulary
+    head = 6 * logits * dim / H100.products + 7 * logits / H100.memory
+    assert step.parts["head and loss"] == pytest.approx(micro_batches * head)
+    elementwise = tokens * (126 * dim + 4 * (dim + kv) + 30 * inner) / H100.memory
+    assert step.parts["elementwise"] >= micro_batches * 2 * elementwise  # and copies of parameters, if FSDP casts them
+    assert step.seconds == sum(step.parts.values())
+    assert step.tokens_per_second == pytest.approx(16 * 512 / step.seconds)
+    assert step.mfu == pytest.approx(step.flops / step.seconds / 989.5e12)
+    assert step.gpu_hours == pytest.approx(config.lr_schedule.total_steps * step.seconds / 3600)
+
+
+def test_a_collective_takes_its_bytes_over_the_slowest_link_that_it_passes():
+    device = replace(H100, inside=Link(400e9, 0.0), between=Link(50e9, 0.0))
+    network = Network(device, gpus_per_host=8)
+    assert network.seconds("all_gather", 8e9, ranks=8, stride=1) == pytest.approx(7e9 / 400e9)
+    assert network.seconds("all_gather", 16e9, ranks=16, stride=1) == pytest.approx(15e9 / 400e9)  # by 8 cards a host
+    assert network.seconds("all_gather", 16e9, ranks=16, stride=4) == pytest.approx(15e9 / 100e9)  # by 2
+    assert network.seconds("reduce_scatter", 4e9, ranks=4, stride=8) == pytest.approx(3e9 / 50e9)
+    assert network.seconds("all_reduce", 8e9, ranks=8, stride=1) == pytest.approx(14e9 / 400e9)
+    assert network.seconds("all_to_all", 16e9, ranks=16, stride=1) == pytest.approx(8e9 / 50e9)
+    assert network.seconds("all_gather", 16e9, ranks=1, stride=1) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("llama_1b.toml", ""),
+        ("llama_1b.toml", "--fsdp.reshard_after_forward never"),
+        ("llama_1b.toml", "--fsdp.zero_stage 1"),
+        ("llama_1b.toml", "--mesh.dp_replicate 2"),
+        ("llama_1b.toml", "--mesh.tp 2"),
+        ("llama_1b.toml", "--mesh.tp 2 --activation_checkpoint.mode full"),
+        ("llama_1b.toml", "--mesh.tp 2 --activation_checkpoint.mode selective"),
+        ("llama_7b.toml", "--mesh.pp 2"),
+        ("mixtral_8x7b.toml", "--mesh.ep 2"),
+        ("mixtral_8x7b.toml", "--mesh.ep 2 --activation_checkpoint.mode full"),
+        ("mixtral_8x7b.toml", "--mesh.ep 2 --mesh.tp 2"),
+    ],
+)
+def test_collectives_have_the_bytes_that_a_traced_step_has(name, words):
+    config = job(name, 8, f"{SMALL} {words}")
+    found = {(each.op, each.axis): each.n_bytes for each in estimate_step(config, 8, H100).collectives}
+    traced = {(kind.op, kind.axis): traffic.n_bytes for kind, traffic in trace_step(config, 8, 0).items()}
+    large = {kind: n_bytes for kind, n_bytes in traced.items() if n_bytes > 2**20}
+    assert found.keys() == large.keys()
+    for kind, n_bytes in large.items():
+        assert found[kind] == pytest.approx(n_bytes, rel=1e-3), kind
+
+
+def test_more_recomputation_takes_longer():
+    modes = [
+        "none",
+        "selective",
+        "selective --activation_checkpoint.save_every_nth_matmul 2",
+        "full",
+    ]
+    times = [seconds("llama_8b.toml", 8, f"--activation_checkpoint.mode {mode}") for mode in modes]
+    assert times == sorted(times)
+    assert len(set(times)) == len(times)
+
+
+def test_more_ranks_are_no_slower_at_the_same_global_batch():
+    times = [seconds("llama_8b.toml", ranks) for ranks in (8, 16, 32, 64, 128)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_float8_is_faster_and_a_smaller_network_slower():
+    assert estimate_step(job("llama_8b.toml", 8, "--float8.recipe tensorwise"), 8, H100).seconds < seconds(
+        "llama_8b.toml", 8
+    )
+    config = job("llama_70b.toml", 256)
+    hosts_of_4 = estimate_step(config, 256, H100, gpus_per_host=4)  # tp 8 spans two
+    assert hosts_of_4.parts["tp"] > 2 * estimate_step(config, 256, H100).parts["tp"]
+
+
+def test_stages_wait_while_a_pipeline_fills():
+    words = "--mesh.pp 4 --training.global_batch_size {}"
+    few, many = (estimate_step(job("llama_8b.toml", 8, words.format(n)), 8, H100) for n in (16, 128))
+    assert few.parts["pipeline bubble"] / few.seconds > 0.2  # 3 of 8 + 3
+    assert many.parts["pipeline bubble"] / many.seconds < 0.05  # 3 of 64 + 3
+
+
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b.toml", "deepseek_v3.toml", "gemma3_1b.toml", "olmo3_7b.toml"])
+def test_every_kind_of_model_has_a_time(name):
+    ranks = 1024 if name == "deepseek_v3.toml" else 16
+    step = estimate_step(job(name, ranks), ranks, H100)
+    assert 0.01 < step.mfu < 0.7
+
+
+def test_windows_make_attention_faster():
+    with_windows = estimate_step(job("olmo3_7b.toml", 8), 8, H100)
+    without = job("olmo3_7b.toml", 8)
+    without = without.model_copy(update={"model": without.model.model_copy(update={"window": None})})
+    assert with_windows.parts["attention"] < estimate_step(without, 8, H100).parts["attention"]
+
+
+@pytest.mark.parametrize("name", known_devices())
+def test_every_device_has_rates_below_its_peaks(name):
+    device = device_named(name)
+    assert device.grouped <= device.products < device.peak["bfloat16"]
+    assert device.memory < device.peak["memory"]
+    for rows in device.attention.values():
+        assert max(rate for row in rows for rate in row[2:]) < device.peak["bfloat16"]
+
+
+# --------------------------------------------------------------------------- the command
+
+
+def run(capsys, *words):
+    source = '[{name = "random", kind = "synthetic"}]'
+    code = plan.main([*words, "--data.sources", source])
+    return code, *capsys.readouterr()
+
+
+def test_the_plan_says_what_a_step_and_the_run_take(capsys):
+    code, out, _ = run(capsys, "llama_1b.toml", "--ranks", "8", "--device", "h100", "--price", "2")
+    assert code == 0
+    for words in ("tokens/s a GPU", "the run", "GPU-hours", "at 2 a GPU-hour", "counted", "modelled", "left out"):
+        assert words in out
+
+
+def test_the_plan_as_json(capsys):
+    code, out, _ = run(capsys, "llama_1b.toml", "--ranks", "8", "--device", "h100", "--price", "2", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["time"]["step_seconds"] == pytest.approx(sum(found["time"]["parts_seconds"].values()))
+    assert found["time"]["run"]["price"] == pytest.approx(2 * found["time"]["run"]["gpu_hours"])
+
+
+def test_a_job_that_does_not_fit_says_so_first(capsys):
+    code, out, _ = run(capsys, "llama_1b.toml", "--ranks", "8", "--device", "h100", "--memory-gib", "20")
+    assert code == 0
+    first = next(line for line in out.splitlines() if line.strip())
+    assert first.startswith("does not fit: the job needs about")
+    assert "it would take about" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "h1000"], 'the rates of the device "h1000" are unknown; known are a100, b200, h100'),
+        (["--price", "2"], "--price needs a time"),
+        (["--device", "h100", "--training.compute_dtype", "float32"], "time is estimated for training.compute_dtype"),
+    ],
+)
+def test_what_cannot_be_estimated_is_said_in_one_message(capsys, words, message):
+    code, out, err = run(capsys, "llama_8b.toml", "--ranks", "8", *words)
+    assert code != 0
+    assert message in " ".join((out + err).split())
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.parametrize("price", ["0", "-1", "nan", "free"])
+def test_a_price_is_above_0(price, capsys):
+    with pytest.raises(SystemExit):
+        run(capsys, "llama_8b.toml", "--ranks", "8", "--device", "h100", "--price", price)
+    assert "--price" in capsys.readouterr().err
+
+
+def test_a_device_without_float8_refuses_it():
+    with pytest.raises(UserError, match="has no float8 products"):
+        estimate_step(job("llama_8b.toml", 8, "--float8.recipe tensorwise"), 8, device_named("a100"))
+
+
+def test_an_unknown_device_is_an_error_of_the_user():
+    with pytest.raises(UserError, match="h200"):
+        device_named("tpu")
+
+
+# --------------------------------------------------------------------------- the truth
+
+
+def test_places_are_shared_by_equal_values():
+    assert rank_correlation([(1, 10), (2, 20), (3, 30)]) == pytest.approx(1)
+    assert rank_correlation([(1, 30), (2, 20), (3, 10)]) == pytest.approx(-1)
+    assert rank_correlation([(1, 1), (1, 2), (2, 3)]) == pytest.approx(0.866, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_published_steps_are_predicted_in_their_order_and_near():
+    rows = list(compared())
+    assert len(rows) >= 30
+    assert rank_correlation([(row.predicted, row.published) for row in rows]) >= 0.9
+    assert median(abs(row.error) for row in rows) <= 0.16

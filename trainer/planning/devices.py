@@ -1,0 +1,118 @@
+"""Rates of GPUs and of the links between them: `configs/rates/devices.toml`, which has the sources."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import ceil, log
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from configs.errors import UserError
+
+_FILE = Path(__file__).parents[2] / "configs" / "rates" / "devices.toml"
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects GPUs."""
+
+    bandwidth: float
+    """Bytes/s of a GPU in one direction."""
+    latency: float
+    """Seconds of a hop."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of GPU, and how fast it is; rates are FLOP/s and bytes/s."""
+
+    name: str
+    title: str
+    memory_gib: float
+    peak: Mapping[str, float]
+    products: float
+    products_float8: float
+    grouped: float
+    memory: float
+    collective_share: float
+    """Part of the multiprocessors that a collective takes from products that run at the same time."""
+    attention: Mapping[str, list[list[float]]]
+    inside: Link
+    """The link between the GPUs of a host."""
+    between: Link
+    """The link between hosts."""
+
+    def attention_rates(self, kernel: str, width: int, seq_len: float) -> tuple[float, float]:
+        """FLOP/s of a kernel's forward and backward pass for heads of `width` and sequences of `seq_len` tokens.
+
+        The rows of the nearest head size count; between two lengths the rates follow the length's logarithm.
+        """
+        rows = sorted(self.attention[kernel], key=lambda row: row[1])
+        nearest = min({row[0] for row in rows}, key=lambda size: abs(log(size / width)))
+        rows = [row for row in rows if row[0] == nearest]
+        below = max((row for row in rows if row[1] <= seq_len), key=lambda row: row[1], default=rows[0])
+        above = min((row for row in rows if row[1] >= seq_len), key=lambda row: row[1], default=rows[-1])
+        if above[1] == below[1]:
+            return below[2], below[3]
+        share = log(seq_len / below[1]) / log(above[1] / below[1])
+        return below[2] + share * (above[2] - below[2]), below[3] + share * (above[3] - below[3])
+
+
+@dataclass(frozen=True)
+class Network:
+    """Which link a group of ranks uses: neighbors in the mesh's order share hosts."""
+
+    device: Device
+    gpus_per_host: int
+
+    def seconds(self, op: str, n_bytes: float, ranks: int, stride: int) -> float:
+        """Time of a collective over `ranks` ranks that are `stride` apart.
+
+        A ring passes each host with as many network cards as the group has ranks on it. Of `n_bytes`, the whole, each
+        rank sends all but its own part, twice in an all-reduce; in an all-to-all, what goes to other hosts
+        leaves by the rank's own card.
+        """
+        if ranks == 1:
+            return 0.0
+        here = min(ranks, max(1, self.gpus_per_host // stride))
+        hosts = ceil(ranks / here)
+        inside = self.device.inside
+        between = self.device.between
+        hops = (here - 1) * inside.latency + (hosts - 1) * between.latency
+        if op == "send":
+            return n_bytes / (inside if stride < self.gpus_per_host else between).bandwidth + between.latency
+        if op == "all_to_all":
+            by_network = n_bytes * (ranks - here) / ranks / between.bandwidth
+            return max(n_bytes * (here - 1) / ranks / inside.bandwidth, by_network) + inside.latency + between.latency
+        bandwidth = inside.bandwidth if hosts == 1 else min(inside.bandwidth, here * between.bandwidth)
+        if op == "all_reduce":
+            return 2 * n_bytes * (ranks - 1) / ranks / bandwidth + 2 * min(hops, 20 * between.latency)
+        return n_bytes * (ranks - 1) / ranks / bandwidth + hops
+
+
+@cache
+def _table() -> dict[str, Any]:
+    with _FILE.open("rb") as file:
+        return tomli.load(file)
+
+
+def known_devices() -> list[str]:
+    """Names of the devices whose rates are known."""
+    return sorted(_table()["devices"])
+
+
+def device_named(name: str) -> Device:
+    """The device of that name.
+
+    Raises:
+        UserError: its rates are unknown.
+    """
+    table = _table()
+    if name not in table["devices"]:
+        raise UserError(f'the rates of the device "{name}" are unknown; known are {", ".join(known_devices())}')
+    values: dict[str, Any] = dict(table["devices"][name])
+    for place in ("inside", "between"):
+        values[place] = Link(**table["links"][values[place]])
+    return Device(name=name, **values)

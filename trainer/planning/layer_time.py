@@ -1,0 +1,356 @@
+"""How long a layer takes for a micro-batch: its products, attention, elementwise kernels, and what it waits for.
+
+A matrix product takes its FLOPs at the rate of products, or its bytes at the rate of memory. Attention has a rate by
+kernel, head size and length. All other kernels move bytes, counted per token. Collectives of tensor, context and expert
+parallelism stand between these, so that all of their time shows. In backward, a layer first repeats what activation
+checkpointing did not keep.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from configs.architectures.llama import expert_dim, has_gate, is_mixture, latent_of
+from configs.architectures.parts import head_dim, n_kv_heads
+from configs.float8 import choose
+from configs.layout import MeshSizes, accumulation_steps, attention_features
+from configs.schema import Config, is_described
+from parallelisms.activation_checkpoint import resolve_ops, selected_layers
+from trainer.planning.devices import Device, Network
+from trainer.planning.flops import tokens_seen
+from trainer.planning.memory import RankMemory
+from trainer.planning.skeleton import Shape
+
+Seconds = dict[str, float]
+"""Seconds by part."""
+
+RAMP = 4e-6
+"""Seconds in which a product's first and last tiles leave multiprocessors idle, and the gap to the next kernel;
+measured on an H100 as what small products take beyond their FLOPs."""
+_ROUTE = 150e-6
+"""Seconds that a device idles at an exchange of expert parallelism, whose sizes the host must read first."""
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """Bytes that elementwise kernels move for a token in a layer, in bfloat16: per unit of a width."""
+
+    stream: tuple[int, int]
+    """Bytes of the forward and the backward pass, per feature of the residual stream."""
+    heads: tuple[int, int]
+    """The same per feature of queries, and of keys."""
+    inner: tuple[int, int]
+    """The same per inner feature of the feed-forward."""
+
+
+_COMPILED = _Moved(stream=(18, 108), heads=(4, 0), inner=(6, 24))
+_EAGER = _Moved(stream=(25, 51), heads=(44, 46), inner=(18, 18))
+_LOGIT_BYTES = 7
+"""Bytes moved for each logit."""
+_ROW_BYTES = 28
+"""Bytes moved per feature of a row that is sorted to its expert and back, forward and backward."""
+
+
+def added(*all_seconds: Seconds) -> Seconds:
+    """The seconds of several pieces of work, part by part."""
+    total: Seconds = defaultdict(float)
+    for seconds in all_seconds:
+        for part, each in seconds.items():
+            total[part] += each
+    return total
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A product of a layer on one rank: (rows, inputs) times (inputs, outputs)."""
+
+    name: str
+    rows: float
+    inputs: float
+    outputs: float
+    is_float8: bool
+    is_grouped: bool
+    is_frozen: bool
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """The layers of one rank of the pipeline, or of any rank without a pipeline."""
+
+    config: Config
+    sizes: MeshSizes
+    device: Device
+    gpus_per_host: int
+    place: int
+
+    @cached_property
+    def memory(self) -> RankMemory:
+        return RankMemory(self.config, self.sizes, "cuda", self.place)
+
+    @property
+    def network(self) -> Network:
+        return Network(self.device, self.gpus_per_host)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on this rank, of which tensor-parallel ranks share the work."""
+        return self.config.training.micro_batch_size * self.config.training.seq_len // self.sizes.cp
+
+    @cached_property
+    def micro_batches(self) -> int:
+        return accumulation_steps(self.config, self.sizes)
+
+    # ------------------------------------------------------------------------- work of a layer
+
+    @cached_property
+    def _float8(self) -> set[str]:
+        if self.config.float8.recipe == "none":
+            return set()
+        return set(choose(self.memory.model.shapes, self.memory.model.plan, self.config).converted)
+
+    def matrices(self, layer: int) -> Iterator[_Matrix]:
+        """The products of a layer's forward pass, in order."""
+        model = self.memory.model
+        for name in model.of_block(layer):
+            shape = model.shapes[name]
+            if len(shape) > 1:
+                yield self._matrix(name, shape)
+
+    def _matrix(self, name: str, shape: Shape) -> _Matrix:
+        rows: float = self.tokens
+        outputs: float = shape[-2]
+        inputs: float = shape[-1]
+        if len(shape) > 2:
+            rows *= self.config.model.experts_per_token or 1
+        cut = self.memory.model.tp_dimension(name)
+        if cut is None:
+            rows /= self.sizes.tp
+        elif cut == -1:
+            inputs /= self.sizes.tp
+        else:
+            outputs /= self.sizes.tp
+        is_float8 = name.removesuffix(".weight") in self._float8
+        return _Matrix(name, rows, inputs, outputs, is_float8, len(shape) > 2, name in self.memory.frozen)
+
+    def _product(self, matrix: _Matrix, in_float8: bool) -> float:
+        """Seconds of one product; the gradients' have the same size."""
+        device = self.device
+        rate = device.products_float8 if in_float8 else device.grouped if matrix.is_grouped else device.products
+        moved = 2 * (matrix.rows * (matrix.inputs + matrix.outputs) + matrix.inputs * matrix.outputs)
+        return max(2 * matrix.rows * matrix.inputs * matrix.outputs / rate, moved / device.memory) + RAMP
+
+    def _forward_products(self, layer: int, names: Sequence[str] | None = None) -> float:
+        return sum(
+            self._product(each, each.is_float8) for each in self.matrices(layer) if names is None or each.name in names
+        )
+
+    def _backward_products(self, layer: int) -> float:
+        weights_in_float8 = self.config.float8.recipe != "rowwise_with_gw_hp"
+        return sum(
+            self._product(each, each.is_float8)
+            + (0 if each.is_frozen else self._product(each, each.is_float8 and weights_in_float8))
+            for each in self.matrices(layer)
+        )
+
+    def _casts(self, layer: int) -> tuple[float, float]:
+        """Seconds in which operands become float8: a pass for the scale and one for the cast, forward and backward."""
+        chosen = [each for each in self.matrices(layer) if each.is_float8]
+        of_weights = 0 if self.config.float8.fsdp_all_gather else 5
+        forward = sum(5 * each.rows * each.inputs + of_weights * each.inputs * each.outputs for each in chosen)
+        backward = sum(each.rows * (5 * each.outputs + 3 * each.inputs) for each in chosen)
+        return forward / self.device.memory, backward / self.device.memory
+
+    def attention(self, layer: int) -> tuple[float, float]:
+        """Seconds of a layer's attention, forward and backward (2.5 times the operations)."""
+        model = self.config.model
+        if not model.n_heads:
+            return 0.0, 0.0
+        seen = tokens_seen(model, layer, self.config.training.seq_len)
+        operations = attention_features(model) * seen * self.tokens / self.sizes.tp
+        kernel = "flash2" if self.config.attention.backend in ("flash2", "flex") else "cudnn"
+        forward, backward = self.device.attention_rates(kernel, head_dim(model), seen)
+        return operations / forward + 2 * RAMP, 2.5 * operations / backward + 2 * RAMP
+
+    def elementwise(self, layer: int) -> tuple[float, float]:
+        """Seconds of a layer's other kernels, forward and backward."""
+        model = self.config.model
+        moved = _COMPILED if self.config.compile.enable else _EAGER
+        heads = (model.n_heads + n_kv_heads(model)) * head_dim(model)
+        rows, inner = self.inner(layer)
+        tokens = self.tokens / self.sizes.tp
+        both = [
+            tokens * (stream * model.dim + of_heads * heads + of_inner * inner)
+            for stream, of_heads, of_inner in zip(moved.stream, moved.heads, moved.inner, strict=True)
+        ]
+        routed = tokens * rows * _ROW_BYTES / 2 * model.dim
+        forward, backward = ((each + routed) / self.device.memory for each in both)
+        return forward, backward
+
+    def inner(self, layer: int) -> tuple[int, int]:
+        """Experts that a token is sent to, and the inner features of all feed-forwards that compute it."""
+        model = self.config.model
+        if not is_described(model):
+            shapes = [self.memory.model.shapes[name] for name in self.memory.model.of_block(layer)]
+            return 0, max(max(shape[-2:]) for shape in shapes if len(shape) > 1)
+        if not is_mixture(model, layer):
+            return 0, model.ffn_dim if has_gate(model) else model.ffn_dim * 2 // 3
+        return model.experts_per_token, (model.experts_per_token + model.n_shared_experts) * expert_dim(model)
+
+    # ------------------------------------------------------------------------- collectives of a layer
+
+    def _tensor_parallel(self, layer: int) -> list[tuple[str, float]]:
+        """The collectives of a layer's forward pass over `tp`: op and bytes, in order."""
+        if self.sizes.tp == 1:
+            return []
+        plan = self.memory.model.plan
+        block = f"{plan.blocks[layer - plan.first_block]}."
+        model = self.config.model
+        latent = latent_of(model) if is_described(model) else None
+        unit = self.tokens * self.memory.compute_bytes
+        found: list[tuple[str, float]] = []
+        for name, role in plan.tensor_parallel.items():
+            if not name.startswith(block):
+                continue
+            shape = self.memory.model.shapes.get(f"{name}.weight", (model.dim, model.dim))
+            if role in ("gather", "parts", "gather_column"):
+                found.append(("all_gather", unit * (shape[-1] if role == "gather_column" else model.dim)))
+            if role == "gather_parts" and latent:
+                found.append(("all_gather", unit * latent.rope_head_dim))
+            if role in ("row", "parts"):
+                found.append(("reduce_scatter", unit * model.dim))
+        return found
+
+    def _expert_parallel(self, layer: int) -> list[tuple[str, float]]:
+        """The exchanges of a layer's forward pass over `ep`."""
+        model = self.config.model
+        if self.sizes.ep == 1 or not is_described(model) or not is_mixture(model, layer):
+            return []
+        return [("all_to_all", self.tokens * model.experts_per_token * model.dim * self.memory.compute_bytes)] * 2
+
+    def _context_parallel(self) -> list[tuple[str, float]]:
+        """What a layer's attention exchanges over `cp` in its forward pass."""
+        cp = self.sizes.cp
+        model = self.config.model
+        if cp == 1:
+            return []
+        width = head_dim(model) * self.memory.compute_bytes / self.sizes.tp
+        if self.config.context.method == "all_to_all":
+            return [("all_to_all", 2 * self.tokens * (model.n_heads + n_kv_heads(model)) * width)]
+        return [("all_gather", 2 * self.tokens * cp * n_kv_heads(model) * width)]  # a ring passes on as much
+
+    def between(self, layer: int, kind: str) -> list[tuple[str, str, float]]:
+        """The collectives that a layer waits for in a pass ("forward", "backward", "repeated"): axis, op, bytes."""
+        by_axis = {
+            "tp": self._tensor_parallel(layer),
+            "ep": self._expert_parallel(layer),
+            "cp": self._context_parallel(),
+        }
+        found = [(axis, op, n_bytes) for axis, each in by_axis.items() for op, n_bytes in each]
+        if kind == "forward":
+            return found
+        if kind == "backward":
+            other = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+            return [(axis, other.get(op, op), n_bytes) for axis, op, n_bytes in found]
+        if not self.repeats(layer):
+            return []
+        kept = self._kept
+        again = [each for each in found if each[1] != "reduce_scatter" or "reduce_scatter" not in kept]
+        last = [each for each in again if each[1] == "reduce_scatter"][-1:]  # a recomputation ends before it
+        if last:
+            again.remove(last[0])
+        return [each for each in again if each[0] != "cp" or "attention" not in kept]
+
+    def _exposed(self, layer: int, kind: str, beside: Seconds) -> Seconds:
+        """Seconds of the collectives in a pass of a layer that nothing hides."""
+        found: Seconds = defaultdict(float)
+        for axis, op, n_bytes in self.between(layer, kind):
+            ranks, stride = self.axis(axis)
+            found[axis] += self.network.seconds(op, n_bytes, ranks, stride)
+            if axis == "tp":
+                found["elementwise"] += 2 * n_bytes / self.device.memory  # it is cut and joined along the sequence
+            if axis == "ep" and kind != "backward":
+                found[axis] += _ROUTE / 2
+        if self.config.comm.async_tp and found["tp"]:
+            found["tp"] = max(found["tp"] / self.sizes.tp, found["tp"] - beside["products"])
+        if self.config.context.method == "ring" and found["cp"]:
+            found["cp"] = max(0.0, found["cp"] - beside["attention"])
+        return found
+
+    def axis(self, axis: str) -> tuple[int, int]:
+        """Ranks along an axis, and how far apart they are: tp is innermost, then cp, dp_shard, dp_replicate, pp."""
+        sizes = self.sizes
+        return {
+            "tp": (sizes.tp, 1),
+            "cp": (sizes.cp, sizes.tp),
+            "ep": (sizes.ep, sizes.tp),
+            "shard": (sizes.fsdp_shard, sizes.tp),
+            "expert_shard": (sizes.expert_shard, sizes.tp * sizes.ep),
+            "replicas": (sizes.replicas, sizes.tp * sizes.fsdp_shard),
+            "pp": (sizes.pp, sizes.stage_ranks),
+        }[axis]
+
+    # ------------------------------------------------------------------------- recomputation
+
+    @cached_property
+    def _kept(self) -> set[str]:
+        """What selective checkpointing keeps, by name: "products", "grouped", "attention", "reduce_scatter"."""
+        table = self.config.activation_checkpoint
+        if table.mode != "selective":
+            return set()
+        ops = resolve_ops(tuple(table.save_ops or self.memory.model.plan.save_ops))
+        named = {
+            "products": "aten::mm",
+            "grouped": "keel::grouped_mm",
+            "attention": "aten::_scaled_dot_product_flash_attention",
+            "reduce_scatter": "_c10d_functional::reduce_scatter_tensor",
+        }
+        return {word for word, op in named.items() if op in ops}
+
+    def repeats(self, layer: int) -> bool:
+        table = self.config.activation_checkpoint
+        if table.mode in ("none", "budget"):
+            return False
+        return layer in selected_layers(table, self.config.model.n_layers)
+
+    def repeated(self, layer: int) -> Seconds:
+        """What the backward pass of a layer computes again."""
+        table = self.config.activation_checkpoint
+        if table.mode == "budget":
+            share = 1 - table.memory_budget
+            return {part: share * each for part, each in self.forward(layer).items()}
+        if not self.repeats(layer):
+            return {}
+        matrices = list(self.matrices(layer))
+        nth = table.save_every_nth_matmul
+        plain = [each.name for each in matrices if not each.is_grouped]
+        kept = plain[nth - 1 :: nth] if "products" in self._kept else []
+        kept += [each.name for each in matrices if each.is_grouped and "grouped" in self._kept]
+        again = [each.name for each in matrices[:-1] if each.name not in kept]  # the last is never repeated
+        repeated = {"products": self._forward_products(layer, again)}
+        repeated["attention"] = 0.0 if "attention" in self._kept else self.attention(layer)[0]
+        repeated["elementwise"] = self.elementwise(layer)[0]
+        return added(repeated, self._exposed(layer, "repeated", repeated))
+
+    # ------------------------------------------------------------------------- a micro-batch
+
+    def forward(self, layer: int) -> Seconds:
+        found = {"products": self._forward_products(layer), "attention": self.attention(layer)[0]}
+        found["elementwise"] = self.elementwise(layer)[0] + self._casts(layer)[0]
+        return added(found, self._exposed(layer, "forward", found))
+
+    def backward(self, layer: int) -> Seconds:
+        found = {"products": self._backward_products(layer), "attention": self.attention(layer)[1]}
+        found["elementwise"] = self.elementwise(layer)[1] + self._casts(layer)[1]
+        return added(found, self._exposed(layer, "backward", found))
+
+    def head(self) -> Seconds:
+        """The head, and a loss that computes the logits' gradients along with them."""
+        model = self.config.model
+        logits = self.tokens * model.vocab_size / self.sizes.tp
+        products = 3 * 2 * logits * model.dim / self.device.products
+        stream = self.tokens * model.dim * self.memory.compute_bytes
+        return {
+            "head and loss": products + _LOGIT_BYTES * logits / self.device.memory,
+            "tp": 2 * self.network.seconds("all_gather", stream, *self.axis("tp")),
+        }

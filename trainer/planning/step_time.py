@@ -1,0 +1,365 @@
+"""How long a step takes on a kind of GPU, before there is one: counted work, divided by the rates of `devices`.
+
+A micro-batch is followed through the layers of one pipeline rank. Each layer's forward pass, recomputation and backward
+pass take the time of their matrix products, of attention, and of the bytes that elementwise kernels move. Collectives
+of tensor, context and expert parallelism stand between these, so that all of their time shows. FSDP's run beside the
+layers: what takes longer than the layer that hides it shows, and products are slower by the multiprocessors that the
+hidden part takes. A pipeline waits for its slowest rank, and while it fills and drains.
+
+What is counted is exact: FLOPs (`flops`), parameters and optimizer state (`memory`, `states`), bytes of collectives (as
+`traffic` traces them; a test compares). What is modelled: the bytes of elementwise kernels per token, which were
+counted once on jobs of this repository (docs/performance.md, "What a step asks of a GPU"), all rates, and what
+overlaps.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from configs.errors import UserError
+from configs.layout import mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step
+from configs.schema import Config, is_described
+from configs.stages import stages_per_rank
+from trainer.planning.devices import Device
+from trainer.planning.flops import flops_per_token, tokens_seen
+from trainer.planning.layer_time import LayerTime, Seconds, added
+from trainer.planning.states import BYTES, checkpoint_bytes, optimizer_bytes
+
+_LAUNCH = 6e-6
+"""Seconds that a host needs to launch a kernel; measured with torch 2.11."""
+_LAUNCHES = {True: 54, False: 80}
+"""Kernels of a layer, forward and backward, compiled and not, with FSDP's."""
+_LAUNCHES_OF_EXPERTS = 47
+"""Further kernels of a layer with experts."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The collectives of one kind that a rank issues in a step."""
+
+    op: str
+    axis: str
+    calls: int
+    n_bytes: int
+    """Sum of the whole tensors, as `traffic.Traffic` counts them."""
+    seconds: float
+    exposed: float
+    """Seconds in which nothing else runs."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The estimate of a step, on the pipeline rank that takes the longest."""
+
+    parts: Mapping[str, float]
+    """Seconds by part; their sum is the step."""
+    collectives: Sequence[Collective]
+    tokens: int
+    """Tokens of a step, of all ranks."""
+    ranks: int
+    steps: int
+    """Steps of the run."""
+    flops: int
+    """Model FLOPs of a step, of all ranks, with the causal half of attention, without recomputation."""
+    peak: float
+    """FLOP/s by which MFU is measured."""
+    checkpoint: int
+    """Bytes of a checkpoint."""
+    left_out: Sequence[str]
+    """What the job does that the estimate does not contain."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of one GPU."""
+        return self.tokens / self.seconds / self.ranks
+
+    @property
+    def mfu(self) -> float:
+        return self.flops / self.seconds / self.ranks / self.peak
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.steps * self.seconds * self.ranks / 3600
+
+
+def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int = 8) -> StepTime:
+    """Estimate a step of the job on so many GPUs of a kind.
+
+    Raises:
+        ConfigError: the ranks cannot form the mesh.
+        UserError: the device lacks what the job asks for, or the job's techniques are not modelled for its model.
+    """
+    sizes = mesh_sizes(config, ranks)
+    _require_modelled(config, device)
+    by_rank = [_Rank(config, sizes, device, gpus_per_host, place) for place in range(sizes.pp)]
+    slowest = max(by_rank, key=lambda rank: sum(rank.step().values()))
+    tokens = tokens_per_step(config)
+    return StepTime(
+        parts=slowest.step(),
+        collectives=slowest.collectives(),
+        tokens=tokens,
+        ranks=ranks,
+        steps=config.lr_schedule.total_steps,
+        flops=tokens * flops_per_token(config.model, config.training.seq_len, slowest.memory.frozen).causal,
+        peak=device.peak["bfloat16"],
+        checkpoint=checkpoint_bytes(config),
+        left_out=_left_out(config),
+    )
+
+
+def _require_modelled(config: Config, device: Device) -> None:
+    if config.float8.recipe != "none" and not device.products_float8:
+        raise UserError(f'{device.title} has no float8 products; set float8.recipe = "none"')
+    if config.training.compute_dtype != "bfloat16":
+        raise UserError(
+            f'time is estimated for training.compute_dtype = "bfloat16" only, not "{config.training.compute_dtype}"'
+        )
+    split = [f"mesh.{axis} = {size}" for axis in ("tp", "cp", "ep") if (size := getattr(config.mesh, axis)) > 1]
+    if split and not is_described(config.model):
+        raise UserError(f"time is not estimated for {config.model.architecture} with {', '.join(split)}")
+
+
+def _left_out(config: Config) -> list[str]:
+    """What the job does that takes time and is not in the estimate."""
+    asked = {
+        "saves and validation": bool(config.checkpoint.interval or config.validation.interval),
+        "transfers of fsdp.cpu_offload": config.fsdp.cpu_offload,
+        "Muon's products": config.optimizer.name == "muon",
+        "scores that data.document_mask hides are counted as if they were computed": config.data.document_mask,
+        "recomputation of mode budget is taken as a share of the forward pass": (
+            config.activation_checkpoint.mode == "budget"
+        ),
+        "experts of unequal load": bool(config.model.n_experts),
+        "the host's time for data": True,
+    }
+    return [words for words, applies in asked.items() if applies]
+
+
+# --------------------------------------------------------------------------- a rank
+
+
+@dataclass(frozen=True)
+class _Rank(LayerTime):
+    """The step of one rank of the pipeline, or of any rank without a pipeline: its layers, and what is around them."""
+
+    @cached_property
+    def passes(self) -> list[tuple[Seconds, Seconds]]:
+        """Forward and backward of each of FSDP's groups, in forward order; the backward pass with its recomputation."""
+        known: dict[tuple, tuple[Seconds, Seconds]] = {}
+        found: list[tuple[Seconds, Seconds]] = []
+        for group in self.memory.groups:
+            layer = group.layer
+            if layer is None:
+                found.append(({}, {}))
+                continue
+            kind = (
+                self.memory.model.kind_of_block(layer, self.memory.frozen),
+                tokens_seen(self.config.model, layer, self.config.training.seq_len),
+                self.repeats(layer),
+            )
+            if kind not in known:
+                again = sum(self.repeated(layer).values())
+                known[kind] = self.forward(layer), added(self.backward(layer), {"recomputation": again})
+            found.append(known[kind])
+        if self.memory.has_head:
+            found[-1] = added(found[-1][0], self.head()), found[-1][1]
+        return found
+
+    # ------------------------------------------------------------------------- FSDP, beside the layers
+
+    @cached_property
+    def _traffic(self) -> list[dict[str, tuple[str, float, float]]]:
+        """What FSDP gathers and reduces for each group: the axis, the bytes of the whole, and seconds.
+
+        The parts are "gather" and "reduce", of experts apart from the rest under expert parallelism, and "sum", over
+        replicas.
+        """
+        memory = self.memory
+        shapes = memory.shapes
+        found = []
+        for group in memory.groups:
+            names = [name for name in shapes if memory.model.fsdp_group_of(name) == group.name]
+            apart = [name for name in names if memory.model.is_of_experts(name) and self.sizes.ep > 1]
+            experts = sum(math.prod(shapes[name]) for name in apart)
+            all_elements = sum(math.prod(shapes[name]) for name in names)
+            gathered = group.gathered_bytes - experts * memory.compute_bytes
+            trained = group.trained * (1 - experts / max(all_elements, 1))
+            sums = group.trained_shard * memory.reduce_bytes
+            each = {
+                "gather": self._of("all_gather", "shard", gathered),
+                "gather_experts": self._of("all_gather", "expert_shard", experts * memory.compute_bytes),
+                "reduce": self._of("reduce_scatter", "shard", trained * memory.reduce_bytes),
+                "reduce_experts": self._of(
+                    "reduce_scatter", "expert_shard", (group.trained - trained) * memory.reduce_bytes
+                ),
+                "sum": self._of("all_reduce", "replicas", sums),
+            }
+            found.append(each)
+        return found
+
+    def _of(self, op: str, axis: str, n_bytes: float) -> tuple[str, float, float]:
+        ranks, stride = self.axis(axis)
+        if ranks == 1 or n_bytes == 0:
+            return axis, 0.0, 0.0
+        return axis, n_bytes, self.network.seconds(op, n_bytes, ranks, stride)
+
+    def _seconds_of(self, group: int, what: str) -> float:
+        """Seconds of a group's "gather" or "reduce", its experts' and its replicas' included."""
+        parts = {"gather": ("gather", "gather_experts"), "reduce": ("reduce", "reduce_experts", "sum")}[what]
+        return sum(self._traffic[group][part][2] for part in parts)
+
+    def _gathers_again(self, group: int) -> bool:
+        """Whether the backward pass gathers a group that the forward pass has freed."""
+        memory = self.memory
+        reshard = reshard_after_forward(self.config.fsdp)
+        if memory.groups[group].name == "root" or reshard == "never":
+            return False
+        return reshard == "always" or (self.sizes.pp == 1 and group < len(memory.groups) - 1)
+
+    def _fsdp(self, gathers: bool, reduces: bool) -> tuple[float, float]:
+        """Exposed and hidden seconds of FSDP's collectives in one micro-batch."""
+        n = len(self.passes)
+        gather = [self._seconds_of(g, "gather") * gathers for g in range(n)]
+        again = [self._seconds_of(g, "gather") * self._gathers_again(g) for g in range(n)]
+        reduce = [self._seconds_of(g, "reduce") * reduces for g in range(n)]
+        exposed = gather[0] + reduce[0]
+        for g, (forward, backward) in enumerate(self.passes):
+            beside_forward = gather[g + 1] if g + 1 < n else 0.0
+            beside_backward = (again[g - 1] if g else 0.0) + (reduce[g + 1] if g + 1 < n else 0.0)
+            exposed += max(0.0, beside_forward - sum(forward.values()))
+            exposed += max(0.0, beside_backward - sum(backward.values()))
+        return exposed, sum(gather) + sum(again) + sum(reduce) - exposed
+
+    def _copies(self, gathers: bool, reduces: bool) -> float:
+        """Seconds in which FSDP copies gathered parameters and gradients into and out of its buffers."""
+        memory = self.memory
+        if not memory.uses_fsdp:
+            return 0.0
+        n_bytes = 0.0
+        for place, group in enumerate(memory.groups):
+            times = gathers + self._gathers_again(place)
+            n_bytes += 2 * group.gathered_bytes * times
+            n_bytes += reduces * group.trained * (memory.compute_bytes + memory.reduce_bytes)
+        return n_bytes / self.device.memory
+
+    def _schedule(self) -> list[tuple[bool, bool]]:
+        """Whether the forward pass of each micro-batch gathers parameters, and its backward pass reduces gradients."""
+        once = reduces_once(self.config)
+        held = self.config.fsdp.zero_stage == 1 or self.sizes.pp > 1
+        last = self.micro_batches - 1
+        return [(not held or each == 0, not once or each == last) for each in range(self.micro_batches)]
+
+    # ------------------------------------------------------------------------- the step
+
+    def step(self) -> dict[str, float]:
+        """Seconds by part; their sum is the step."""
+        return dict(self._step)
+
+    @cached_property
+    def _step(self) -> dict[str, float]:
+        total: Seconds = defaultdict(float)
+        for forward, backward in self.passes:
+            for part, seconds in added(forward, backward).items():
+                total[part] += self.micro_batches * seconds
+        for schedule, times in Counter(self._schedule()).items():
+            exposed, hidden = self._fsdp(*schedule)
+            total["fsdp"] += times * exposed
+            total["slower products beside fsdp"] += times * hidden * self.device.collective_share
+            total["elementwise"] += times * self._copies(*schedule)
+        total["pipeline bubble"] = self._bubble(sum(total.values()))
+        total["optimizer"] = self._optimizer()
+        device = sum(total.values())
+        launches = len(self.memory.layers) * _LAUNCHES[self.config.compile.enable]
+        launches += sum(self.inner(layer)[0] > 0 for layer in self.memory.layers) * _LAUNCHES_OF_EXPERTS
+        host = self.micro_batches * launches * _LAUNCH
+        total["waiting for the host"] = max(0.0, host - device)
+        return {part: seconds for part, seconds in total.items() if seconds > 0}
+
+    def _bubble(self, busy: float) -> float:
+        """Seconds in which a rank waits while the pipeline fills and drains (Narayanan et al. 2021, section 2.2).
+
+        A zero-bubble schedule fills them with the weights' gradients (Qi et al. 2024), if passes take equally long.
+        """
+        if self.sizes.pp == 1 or self.config.pipeline.schedule == "zero_bubble_v":
+            return 0.0
+        sends = 2 * (self.sizes.pp - 1) * self.network.seconds("send", self._sent, *self.axis("pp"))
+        return (self.sizes.pp - 1) / stages_per_rank(self.config) * busy / self.micro_batches + sends
+
+    @property
+    def _sent(self) -> float:
+        """Bytes that a micro-batch sends to the next stage."""
+        return self.tokens * self.config.model.dim * self.memory.compute_bytes / self.sizes.tp
+
+    def _optimizer(self) -> float:
+        """Seconds of the update: states and parameters are read and written, gradients read, measured and scaled."""
+        memory = self.memory
+        shards = {name: memory.sharded(name) for name in memory.shapes}
+        parameters = sum(shards.values()) * memory.state_bytes
+        states = max(optimizer_bytes(self.config, self.sizes, shards))
+        moved = 2 * (parameters + states) + 4 * parameters
+        sent = 0.0
+        if self.sizes.by_owner:
+            dtype = self.config.fsdp.owner_broadcast_dtype or self.config.training.dtype
+            whole = sum(shards.values()) * BYTES[dtype]
+            sent = self.network.seconds("all_gather", whole, self.sizes.replicas, self.sizes.tp)
+        return moved / self.device.memory + sent
+
+    def collectives(self) -> list[Collective]:
+        """The collectives of a step by kind, largest first; the few of scalars are left out."""
+        calls: Counter[tuple[str, str]] = Counter()
+        n_bytes: Counter[tuple[str, str]] = Counter()
+        seconds: dict[tuple[str, str], float] = defaultdict(float)
+
+        def add(op: str, axis: str, size: float, times: int = 1) -> None:
+            if size and self.axis(axis)[0] > 1:
+                calls[op, axis] += times
+                n_bytes[op, axis] += round(size) * times
+                seconds[op, axis] += times * self.network.seconds(op, size, *self.axis(axis))
+
+        for (gathers, reduces), times in Counter(self._schedule()).items():
+            for place, each in enumerate(self._traffic):
+                gathered = gathers + self._gathers_again(place)
+                for part, (axis, size, _) in each.items():
+                    if part.startswith("gather"):
+                        add("all_gather", axis, size, times * gathered)
+                    elif reduces:
+                        add("all_reduce" if part == "sum" else "reduce_scatter", axis, size, times)
+        for layer in self.memory.layers:
+            for kind in ("forward", "backward", "repeated"):
+                for axis, op, size in self.between(layer, kind):
+                    add(op, axis, size, self.micro_batches)
+        stream = self.tokens * self.config.model.dim * self.memory.compute_bytes
+        ends = (0 in self.memory.stages) + self.memory.has_head
+        add("all_gather", "tp", stream, ends * self.micro_batches)
+        add("reduce_scatter", "tp", stream, ends * self.micro_batches)
+        last = self.sizes.pp * stages_per_rank(self.config) - 1
+        for op in ("send", "receive"):
+            boundaries = sum((stage < last) + (stage > 0) for stage in self.memory.stages)
+            add(op, "pp", self._sent, self.micro_batches * boundaries)
+        exposed = self._exposed_by_axis()
+        of_axis: dict[str, float] = defaultdict(float)
+        for (_, axis), each_seconds in seconds.items():
+            of_axis[axis] += each_seconds
+        return [
+            Collective(
+                op,
+                axis,
+                calls[op, axis],
+                size,
+                seconds[op, axis],
+                min(1.0, exposed.get(axis, 0.0) / of_axis[axis]) * seconds[op, axis] if of_axis[axis] else 0.0,
+            )
+            for (op, axis), size in n_bytes.most_common()
+        ]
+
+    def _exposed_by_axis(self) -> dict[str, float]:
+        """Exposed seconds of a step, by axis."""
+        parts = self._step
+        by_axis = {axis: parts.get(axis, 0.0) for axis in ("tp", "cp", "ep")}
+        return by_axis | dict.fromkeys(("shard", "expert_shard", "replicas"), parts.get("fsdp", 0.0))
