@@ -102,6 +102,8 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel compare runs/a runs/b": "python scripts/keel.py compare runs/a runs/b",
     "keel compare": "python scripts/keel.py compare --help",
     "keel plan": "python scripts/keel.py plan --help",
+    "keel plan JOB --ranks N --device h100": "python scripts/keel.py plan llama_1b.toml --ranks 8 --device h100",
+    "python -m tests.published.compare": "python -m tests.published.compare --rows kempnerforge",
     "keel plan --config JOB --ranks 8 --memory-gib 80": "python scripts/keel.py plan --config llama_1b.toml --ranks 8"
     " --memory-gib 80",
     "python train.py": "python train.py --help",

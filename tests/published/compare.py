@@ -96,6 +96,9 @@ def main() -> int:
         rows.append(row)
         lines.append(f"| {row.family}: {row.name} | {row.predicted:,.0f} | {row.published:,.0f} | {row.error:+.1%} |")
         print(lines[-1], flush=True)
+    if not rows:
+        print(f"error: no row matches {options.rows!r}", file=sys.stderr)
+        return 1
     families = {row.family: [each for each in rows if each.family == row.family] for row in rows}
     lines += ["", *(f"{family}: {summary(each)}" for family, each in families.items()), f"all: {summary(rows)}"]
     print("\n".join(lines[len(rows) + 2 :]))
