@@ -121,6 +121,7 @@ def test_no_command_runs_code_that_a_run_folder_names(folder, tmp_path):
         ("replay", run, "--step", "2"),
         ("data", "step", run, "1"),
         ("report", run),
+        ("fork", run, "--output", "forked"),
         ("runs",),
         ("export", f"{run}/checkpoints/step-00000004", "exported"),
         ("checkpoint", "inspect", f"{run}/checkpoints/step-00000004"),
@@ -128,7 +129,7 @@ def test_no_command_runs_code_that_a_run_folder_names(folder, tmp_path):
         said = keel(tmp_path, *words)
         assert "Traceback" not in said.stderr, said.stderr
         assert not (tmp_path / "imported").exists(), words
-        if words[0] in ("sample", "score"):
+        if words[0] in ("sample", "score", "fork"):
             assert said.returncode == 78, said.stdout + said.stderr
             assert "Keel runs no code that a checkpoint or a run folder names; name it" in said.stdout + said.stderr
     job = (tmp_path / "my_model.toml").read_text()
