@@ -84,8 +84,8 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel fork runs/base --at-tokens 2000000 --data.sources"
     ' \'[{name = "math", kind = "tokens", path = "data/math"}]\'': "keel fork runs/debug --at-tokens 20000000"
     ' --data.sources \'[{name = "math", kind = "synthetic"}]\'',
-    "keel train runs/base-slow/config.toml": "keel train runs/base-slow/config.toml --training.steps 301"
-    " --validation.interval 0",
+    "keel train runs/base-slow/config.toml": "keel train runs/base-slow/config.toml --ranks 2"
+    " --training.steps 301 --validation.interval 0",
     "keel sample": "python scripts/keel.py sample --help",
     "keel replay": "python scripts/keel.py replay --help",
     "keel replay RUN --step N [N ...]": "python scripts/keel.py replay --help",

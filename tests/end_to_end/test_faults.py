@@ -37,7 +37,8 @@ def assert_names(run: Path, err: str, rank: int, pid: int, how: str) -> None:
     assert found["state"] == "failed"
     assert found["reason"].startswith(text)
     assert [(lost["rank"], lost["pid"]) for lost in found["lost"]] == [(rank, pid)]
-    assert abs(found["lost"][0]["step"] - found["step"]) <= 1
+    # A thread writes status.json; on a busy machine some of the steps, 20 ms each, pass before it has.
+    assert abs(found["lost"][0]["step"] - found["step"]) <= 5
     ours = [line for line in err.splitlines() if "rank" in line and not re.search("torch|c10d", line)]
     assert text in ours[-1]
     assert "Traceback" not in "".join(ours)

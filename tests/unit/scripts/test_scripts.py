@@ -73,13 +73,6 @@ def test_the_axes_are_measured_beside_one_process(tmp_path):
         assert f"{sum(each) / 2:.2f} ({min(each):.2f} to {max(each):.2f})" in line
 
 
-@pytest.mark.slow
-def test_a_mesh_that_the_job_does_not_fit_is_a_message_before_anything_runs():
-    done = run_script("benchmark.py", "axes", *TINY)
-    assert done.returncode == 78
-    assert done.stderr == "--mesh.pp: pp 4 = 4 stages are more than n_layers 2; each stage needs a layer\n"
-
-
 def test_the_parity_script_lists_its_rows():
     done = run_script("parity.py", "--list")
     assert done.returncode == 0
