@@ -292,7 +292,7 @@ class _Muon(torch.optim.Optimizer):
             return _zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
         x = matrix.bfloat16()
         x = x.T if x.shape[0] > x.shape[1] else x
-        x = x / (x.norm() * 1.01)
+        x = x / (x.norm() * 1.01).clamp(min=1e-7)  # a gradient of round-off alone gives no direction
         for coefficients in _POLAR_EXPRESS:
             a, b, c = (each / 1.01**power for each, power in zip(coefficients, (1, 3, 5), strict=True))
             gram = x @ x.T
