@@ -1,7 +1,7 @@
 """Begins another run's checkpoints with a checkpoint of a run, sharing its files.
 
 The new checkpoint has files of its own, hard links where the file system has them, so that either run may remove its
-checkpoints without a loss to the other. Only the manifest and the trainer's state are written anew.
+checkpoints without a loss to the other. The manifest and the trainer's state are new files; all others are shared.
 """
 
 import json

@@ -4,6 +4,7 @@ Each source goes on where the first run has left it, so that over both runs an e
 leaves none out. Windows of another length, or in another order, can't go on from there.
 """
 
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -40,21 +41,30 @@ def forked_position(data: dict[str, Any], before: dict[str, Any], config: Config
     start = Start(**data.get("start", {}))
     mixture = Mixture(names, [source["weight"] for source in sources], before["training"]["seed"], start)
     read = mixture.read_before(next_sample)
-    _require_same_windows(then, order, read, config)
+    _require_same_windows(then, names, order, read, config)
     return {**data, "order": order, "start": Start(next_sample, read).to_json()}
 
 
-def _require_same_windows(then: dict[str, Any], now: dict[str, Any], read: dict[str, int], config: Config) -> None:
-    """Raise ConfigError if the windows of a source that is partly read have changed, or their order."""
-    old, new = (_layouts(order) for order in (then, now))
-    changed = [key for key in _OF_ALL if then[key] != now[key]]
-    kinds = {source.name: source.kind for source in config.data.sources}
-    for name, layout in new.items():
-        if not read.get(name) or kinds[name] == "synthetic":
+def _require_same_windows(
+    then: dict[str, Any], names: Sequence[str], now: dict[str, Any], read: dict[str, int], config: Config
+) -> None:
+    """Raise ConfigError if the windows of a source that is partly read have changed, or their order.
+
+    Args:
+        then, names: the order of the checkpoint's samples, and its sources.
+        now, config: the new order and its job.
+        read: how many samples of each source were read.
+    """
+    sources = config.data.sources
+    old = _layouts(then, names)
+    new = _layouts(now, [source.name for source in sources])
+    changed = [f"{key}: {then[key]} -> {now[key]}" for key in _OF_ALL if then[key] != now[key]]
+    for name in [source.name for source in sources if source.kind != "synthetic"]:
+        if not read.get(name):
             continue
-        reasons = [f"{key}: {then[key]} -> {now[key]}" for key in changed]
-        if not reasons and name in old and old[name] != layout:
-            reasons = [f"{old[name]} -> {layout}"]
+        reasons = changed
+        if not reasons and name in old and old[name] != new[name]:
+            reasons = [f"{old[name]} -> {new[name]}"]
         if reasons:
             raise ConfigError(
                 f"the source {name!r} has been read ({read[name]} sequences), and its sequences would now be others "
@@ -63,8 +73,7 @@ def _require_same_windows(then: dict[str, Any], now: dict[str, Any], read: dict[
             )
 
 
-def _layouts(order: dict[str, Any]) -> dict[str, str]:
+def _layouts(order: dict[str, Any], names: Sequence[str]) -> dict[str, str]:
     """How each source is divided into samples, by its name; see `_order_of` in the loader."""
-    entries = [entry for key, entry in order.items() if key.startswith("data.sources.")]
-    parts = [entry.partition(" samples")[::2] for entry in entries]
-    return {share.rpartition(", ")[0]: layout.removeprefix(", ") for share, layout in parts}
+    shares = {name: order[f"data.sources.{index}"].removeprefix(f"{name}, ") for index, name in enumerate(names)}
+    return {name: share.partition(" samples, ")[2] for name, share in shares.items()}

@@ -99,6 +99,24 @@ def test_a_forked_position_is_resumed_in_the_same_order(corpus):
     assert begun + read(second, later, 4)[0] == straight
 
 
+def renamed(config, name):
+    """The job, with its first source under another name."""
+    config.data.sources[0].__dict__["name"] = name
+    return config
+
+
+@pytest.mark.parametrize("name", ["web", "web samples, of 2026", "2 of 3 samples"])
+def test_a_source_may_have_any_name(corpus, name):
+    first = renamed(job(corpus, {"web": 3.0, "code": 1.0}), name)
+    _, position = read(first, BEGINNING, 5)
+    before = first.model_dump(mode="json")
+    forked = forked_position(position, before, renamed(job(corpus, {"web": 1.0, "books": 1.0}), name))
+    assert forked["start"]["read"] == {name: 15, "code": 5}
+    longer = renamed(job(corpus, {"web": 1.0, "books": 1.0}, seq_len=4), name)
+    with pytest.raises(ConfigError, match="has been read"):
+        forked_position(position, before, longer)
+
+
 @pytest.mark.parametrize("changed", [{"seed": 4}, {"seq_len": 4}])
 def test_a_source_that_is_partly_read_keeps_its_windows(corpus, changed):
     first = job(corpus, {"web": 3.0, "code": 1.0})
