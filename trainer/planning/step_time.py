@@ -118,8 +118,8 @@ def _require_modelled(config: Config, device: Device) -> None:
         raise UserError(f'{device.title} has no float8 products; set float8.recipe = "none"')
     if config.training.compute_dtype != "bfloat16":
         raise UserError(
-            f'time is estimated for training.compute_dtype = "bfloat16" only, not "{config.training.compute_dtype}"; add '
-            "--training.compute_dtype bfloat16 for what that would take"
+            f'time is estimated for training.compute_dtype = "bfloat16" only, not "{config.training.compute_dtype}"; '
+            "add --training.compute_dtype bfloat16 for what that would take"
         )
     split = [f"mesh.{axis} = {size}" for axis in ("tp", "cp", "ep") if (size := getattr(config.mesh, axis)) > 1]
     if split and not is_described(config.model):
