@@ -1,17 +1,19 @@
-"""What to run first on a real GPU, in four stages of 4 to 9 minutes: is it right, how fast is it, does memory fit?
+"""What to run first on a real GPU, in four stages of 2 to 6 minutes: is it right, how fast is it, does memory fit?
 
     python -m tests.gpu.first_half_hour STAGE [--output FOLDER]     right, 1b, large, kernels, or all
 
 Ends with a table of what was predicted and what was measured, and keeps both in FOLDER/first_half_hour.json, to which
-each stage adds. Predictions of speed are estimates for one H200 (of bytes and FLOPs); those of memory
-are what the null GPU allocates (tests/null_gpu), or else the estimate of trainer/planning/memory.py. `pytest -m gpu`
-asserts what must hold.
+each figure is added when it is there. What fails is noted in the table, and the next figure follows. Predictions of
+speed and memory are in predicted.json (predict.py), those of kernels are of bytes and FLOPs on an H200. `pytest -m gpu`
+asserts what must hold. wheels.sh gathers the packages that a machine with torch alone lacks.
 """
 
 import argparse
 import json
-import shlex
+import math
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,6 +22,8 @@ from pathlib import Path
 import torch
 from torch.autograd import DeviceType
 
+from tests.gpu.hang import seconds_until_reported
+from tests.gpu.jobs import JOBS, Job, predicted
 from tests.gpu.kernels import (
     BACKENDS,
     attention_tflops,
@@ -29,37 +33,8 @@ from tests.gpu.kernels import (
     matmul_tflops,
     update_terabytes_per_second,
 )
-from tests.gpu.runs import Failed, benchmark, differences, null_gpu_bytes
-
-_FULL = "--activation_checkpoint.mode full --activation_checkpoint.save_every_nth_matmul 1"
-_1B = "--config llama_1b.toml --training.global_batch_size 32"
-_3B_8K = "--config llama_3b.toml --training.seq_len 8192 --training.micro_batch_size 2 --training.global_batch_size 8"
-_8B = "--config llama_8b.toml --training.global_batch_size 8"
-JOBS: dict[str, dict[str, tuple[str, float | None]]] = {
-    # stage: {name: (words, tokens a second predicted for one H200)}
-    "1b": {
-        "1B at 2,048": (_1B, 67_000),
-        "1B at 2,048, transient copies": (f"{_1B} --fsdp.reshard_after_forward always", 64_600),
-        "1B at 2,048, eager": (f"{_1B} --compile.enable false", None),
-        "1B at 8,192": (
-            "--config llama_1b.toml --training.seq_len 8192 --training.micro_batch_size 2 "
-            "--training.global_batch_size 8",
-            54_000,
-        ),
-    },
-    "large": {
-        "3B at 8,192, nothing recomputed": (
-            f"{_3B_8K} --activation_checkpoint.mode none --activation_checkpoint.save_every_nth_matmul 1",
-            23_200,
-        ),
-        "8B at 8,192, full": (f"{_8B} {_FULL}", 7_900),
-        "8B at 8,192, attention kept": (
-            f"{_8B} --activation_checkpoint.save_every_nth_matmul 1 "
-            """--activation_checkpoint.save_ops '["aten._scaled_dot_product_*attention*"]'""",
-            None,
-        ),
-    },
-}
+from tests.gpu.runs import benchmark
+from tests.gpu.values import differences
 
 
 @dataclass(frozen=True)
@@ -77,9 +52,9 @@ def right(folder: Path) -> Iterator[Figure]:
     """Ceilings, kernels, and runs that must agree."""
     yield _figure("matmul of 8,192, bfloat16", "TFLOP/s", 790, matmul_tflops)
     yield _figure("copy", "TB/s", 4.3, copy_terabytes_per_second)
-    for moments, kernel, predicted in (("float32", "torch", 3.5), ("float32", "auto", 3.8), ("bfloat16", "auto", 3.6)):
+    for moments, kernel, before in (("float32", "torch", 3.5), ("float32", "auto", 3.8), ("bfloat16", "auto", 3.6)):
         work = partial(update_terabytes_per_second, moments, kernel)
-        yield _figure(f"AdamW, moments in {moments}, kernel {kernel}", "TB/s", predicted, work)
+        yield _figure(f"AdamW, moments in {moments}, kernel {kernel}", "TB/s", before, work)
     for backend in BACKENDS:
         for seq_len, head_dim in ((2048, 64), (8192, 128)):
             name = f"attention of {seq_len:,} x {head_dim}, {backend}"
@@ -90,69 +65,74 @@ def right(folder: Path) -> Iterator[Figure]:
         work = partial(context_gradient_error, kernel)
         yield _figure(f"context parallelism's gradients, {kernel}", "relative error", 0.005, work)
     yield _figure("the head's gradient over chunks", "relative error", 1e-6, head_gradient_error)
-    expected = (1e-5, 0.02, 0.0)
-    try:
-        found = differences(folder / "runs")
-    except Failed as failure:
-        yield Figure("runs that must agree", "nats", None, None, str(failure))
-        return
-    for (name, value), prediction in zip(found.items(), expected, strict=True):
-        yield Figure(f"losses, {name}", "nats", prediction, value)
+    yield _figure("a hang's report", "s", 10, partial(seconds_until_reported, folder / "hang", timeout_seconds=20))
+    for pair, loss, norm, why in differences(folder / "runs"):
+        yield Figure(f"{pair.name}: losses", "nats", pair.loss, loss, why)
+        if norm is not None:
+            yield Figure(f"{pair.name}: norms", "relative", pair.norm, norm)
 
 
-def speed(stage: str, folder: Path) -> Iterator[Figure]:
-    """Tokens a second and memory of the stage's jobs."""
-    for name, (words, predicted) in JOBS[stage].items():
-        file = folder / f"{name.replace(' ', '_').replace(',', '')}.json"
+def speed(stage: str, folder: Path, only: list[str]) -> Iterator[Figure]:
+    """Tokens a second and memory of the stage's jobs, or of those of these names alone."""
+    for job in (job for job in JOBS[stage] if not only or job.name in only):
+        before = predicted(job.name, torch.cuda.get_device_name())
+        file = folder / f"{job.name.replace(' ', '_').replace(',', '')}.json"
         try:
-            memory, note = null_gpu_bytes(file.with_suffix(".null.json"), words), ""
-        except Failed as failure:
-            memory, note = estimated_bytes(words), f"estimated; no null GPU: {failure}"
-        try:
-            measured = benchmark(file, words)
-        except Failed as failure:
-            yield Figure(name, "tokens/s", predicted, None, str(failure))
+            measured = benchmark(file, job)
+        except Exception as failure:
+            yield Figure(job.name, "tokens/s", before.tokens_per_second, None, _last_line(failure))
             continue
-        yield Figure(name, "tokens/s", predicted, measured["tokens_per_second"])
-        yield Figure(f"{name}, memory", "GiB", memory / 2**30, measured["memory_peak_bytes"] / 2**30, note)
+        yield Figure(job.name, "tokens/s", before.tokens_per_second, measured["tokens_per_second"])
+        if job.beside_bare:
+            yield Figure(f"{job.name}, over a bare loop", "ratio", 1.0, measured["keel_over_bare"]["compiled"])
+        else:  # with two models, the peak is of both
+            peak = measured["memory_peak_bytes"] / 2**30
+            yield Figure(f"{job.name}, memory", "GiB", before.peak_bytes and before.peak_bytes / 2**30, peak)
 
 
 def kernels(folder: Path) -> Iterator[Figure]:
-    """Where the time of 1B's step goes: a table of its longest kernels, in a file."""
-    from tests.null_gpu.step import build, join, load_job
+    """Where the time of a step goes: a table of its longest kernels, in a file."""
+    from tests.null_gpu.step import join
 
     join(1)
-    learner, loader = build(load_job("llama_1b.toml", ["--training.global_batch_size", "16"], 1))
+    of_1b, of_8b = JOBS["1b"][0], JOBS["large"][0]
+    for job, words in ((of_1b, ["--training.global_batch_size", "16"]), (of_8b, ["--training.global_batch_size", "1"])):
+        yield _figure(
+            f"{job.name}: a step of 16 or 1 sequences on the device", "s", None, partial(_busy, job, words, folder)
+        )
+
+
+def _busy(job: Job, words: list[str], folder: Path) -> float:
+    from tests.null_gpu.step import build, load_job
+
+    config, *given = job.split()
+    learner, loader = build(load_job(config, [*given, *words], 1), draw="KEEL_NULL_GPUS" not in os.environ)
     for _ in range(3):
         learner.step(next(loader), lr=1e-4)
     with torch.profiler.profile() as profile:
-        learner.step(next(loader), lr=1e-4)
+        loss = learner.step(next(loader), lr=1e-4).read().loss
         torch.cuda.synchronize()
     loader.close()
     averages = profile.key_averages()
-    file = folder / "kernels_1b.txt"
+    file = folder / f"kernels_{job.name.replace(' ', '_').replace(',', '')}.txt"
     file.write_text(averages.table(sort_by="self_device_time_total", row_limit=45, max_name_column_width=90))
+    if not math.isfinite(loss):
+        raise ValueError(f"the loss is {loss}")
     # Operators have the time of their kernels again, and so have annotations; as the table's own total.
     of_kernels = (each for each in averages if each.device_type == DeviceType.CUDA and not each.is_user_annotation)
-    busy = sum(each.self_device_time_total for each in of_kernels) / 1e6
-    yield Figure("1B, a step of 32,768 tokens on the device", "s", 32_768 / 64_100, busy, f"kernels are in {file}")
+    return sum(each.self_device_time_total for each in of_kernels) / 1e6
 
 
-def _figure(name: str, unit: str, predicted: float | None, work: Callable[[], float]) -> Figure:
+def _figure(name: str, unit: str, before: float | None, work: Callable[[], float]) -> Figure:
     try:
-        return Figure(name, unit, predicted, work())
-    except RuntimeError as error:  # a kernel that this device or version lacks
-        return Figure(name, unit, predicted, None, str(error).splitlines()[0])
+        return Figure(name, unit, before, work())
+    except Exception as failure:  # of one figure; the others follow
+        traceback.print_exc()
+        return Figure(name, unit, before, None, _last_line(failure))
 
 
-def estimated_bytes(words: str) -> int:
-    from configs.layout import mesh_sizes
-    from tests.null_gpu.step import load_job
-    from trainer.planning.memory import estimate_memory
-
-    _, config, *overrides = shlex.split(words)
-    job = load_job(config, overrides, 1)
-    return estimate_memory(job, mesh_sizes(job, 1), "cuda").device
+def _last_line(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:200]}"
 
 
 def table(figures: list[Figure]) -> str:
@@ -176,6 +156,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("stage", choices=("right", *JOBS, "kernels", "all"), help="what to measure")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="folder (default: %(default)s)")
+    parser.add_argument(
+        "--job", action="append", default=[], metavar="NAME", help="measure this job of 1b or large only"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("error: there is no CUDA device here", file=sys.stderr)
@@ -184,7 +167,9 @@ def main() -> int:
     file = options.output / "first_half_hour.json"
     known = {each["name"]: Figure(**each) for each in json.loads(file.read_text())} if file.exists() else {}
     stages: dict[str, Callable[[Path], Iterator[Figure]]] = {"right": right}
-    stages |= {stage: lambda folder, stage=stage: speed(stage, folder) for stage in JOBS} | {"kernels": kernels}
+    stages |= {stage: lambda folder, stage=stage: speed(stage, folder, options.job) for stage in JOBS} | {
+        "kernels": kernels
+    }
     for stage in stages if options.stage == "all" else (options.stage,):
         for figure in stages[stage](options.output):
             known[figure.name] = figure

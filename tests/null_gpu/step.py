@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +150,11 @@ def load_job(config: str, overrides: Sequence[str], ranks: int) -> Any:
     return load(config, [*overrides, "--data.sources", SYNTHETIC], ranks).config
 
 
-def build(job: Any) -> tuple[Any, Any]:
-    """Learner and loader of a job on this rank of the process group that exists already; the memory is all theirs."""
+def build(job: Any, draw: bool = False) -> tuple[Any, Any]:
+    """Learner and loader of a job on this rank of the process group that exists already; the memory is all theirs.
+
+    Weights have values only if `draw`, which takes a device that computes.
+    """
     import torch
     import torch.distributed as dist
 
@@ -164,7 +167,7 @@ def build(job: Any) -> tuple[Any, Any]:
     _clean()
     device = torch.device("cuda", torch.cuda.current_device())
     mesh = build_mesh(mesh_sizes(job, dist.get_world_size()), device)
-    with weights_without_values():
+    with nullcontext() if draw else weights_without_values():
         learner = build_learner(job, mesh)
     return learner, build_loader(job, mesh.dp_rank, mesh.sizes.dp, start_sample=0)
 

@@ -1,0 +1,102 @@
+"""Pairs of runs of a small job that must agree on a GPU: with a CPU, compiled, in 8 bits, stopped, repeated."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.gpu.runs import Curve, Failed, train
+
+STEPS = 8
+AT_ONCE = 8
+"""Runs side by side on one GPU: none is timed."""
+FLOAT32 = "--training.compute_dtype float32 --compile.enable false"
+DOCUMENTS = """--data.document_mask true --data.sources '[{name = "r", kind = "synthetic", document_length = 100}]'"""
+LATENT = (
+    """--model.attention latent --model.n_kv_heads '"none"' --model.head_dim 96 --model.latent.query_rank 192 """
+    "--model.latent.key_value_rank 128 --model.latent.rope_head_dim 32 --model.latent.value_head_dim 64"
+)
+OPTIONS = {
+    "plain": "",
+    "documents": DOCUMENTS,
+    "windows": "--model.qk_norm head --model.window 128 --model.window_pattern 2",
+    "windows, documents": f"--model.window 128 --model.window_pattern 2 {DOCUMENTS}",
+    "both norms, GeGLU, tied": "--model.norm_position both --model.activation geglu --model.tie_embeddings true",
+    "latent attention": LATENT,
+    "8 experts": "--model.n_experts 8 --model.experts_per_token 2",
+    "Muon": "--optimizer.name muon",
+}
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs by their names, and the differences that are expected at most."""
+
+    one: str
+    other: str
+    loss: float
+    """In nats."""
+    norm: float
+    """Of gradient norms, relative."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.one} | {self.other}"
+
+
+def runs_and_pairs() -> tuple[dict[str, list[str]], list[Pair]]:
+    """The runs by their names, each a list of words, of which several are a run that is stopped and goes on."""
+    runs: dict[str, list[str]] = {}
+    pairs: list[Pair] = []
+
+    whole = f"--training.steps {STEPS}"
+    for name, words in OPTIONS.items():
+        runs[f"{name}, CPU"] = [f"{FLOAT32} {words} {whole} --job.device cpu"]
+        runs[f"{name}, float32"] = [f"{FLOAT32} {words} {whole}"]
+        runs[f"{name}, eager"] = [f"{words} {whole} --compile.enable false"]
+        runs[f"{name}, compiled"] = [f"{words} {whole}"]
+        pairs.append(Pair(f"{name}, CPU", f"{name}, float32", 2e-5, 1e-4))
+        pairs.append(Pair(f"{name}, eager", f"{name}, compiled", 0.02, 0.05))
+    for recipe in RECIPES:
+        runs[f"{recipe}, emulated"] = [f"--float8.recipe {recipe} {whole} --float8.emulate true"]
+        runs[f"{recipe}"] = [f"--float8.recipe {recipe} {whole}"]
+        pairs.append(Pair(f"{recipe}, emulated", recipe, 0.02, 0.05))
+    for name in ("plain", "documents"):
+        words = f"{OPTIONS[name]} --training.deterministic true"
+        runs[f"{name}, deterministic"] = [f"{words} {whole}"]
+        runs[f"{name}, beside saves"] = [f"{words} {whole} --checkpoint.interval 3"]
+        runs[f"{name}, stopped"] = [f"{words} --training.steps {STEPS // 2}", f"{words} {whole}"]
+        pairs += [Pair(f"{name}, deterministic", f"{name}, {other}", 0, 0) for other in ("beside saves", "stopped")]
+    exact = f"--training.deterministic true --training.reduction exact {whole}"
+    runs |= {"exact sums": [exact], "exact sums, again": [exact]}
+    pairs.append(Pair("exact sums", "exact sums, again", 0, 0))
+    return runs, pairs
+
+
+def differences(folder: Path) -> Iterator[tuple[Pair, float | None, float | None, str]]:
+    """Of each pair the largest differences, of losses and of norms; or, without them, why a run has failed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    runs, pairs = runs_and_pairs()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // AT_ONCE)))
+
+    def curve(name: str) -> Curve:
+        return [train(folder / name.replace(", ", "-").replace(" ", "_"), words) for words in runs[name]][-1]
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        curves = {name: pool.submit(curve, name) for name in runs}
+        for pair in pairs:
+            try:
+                one, other = (curves[name].result() for name in (pair.one, pair.other))
+            except Failed as failure:
+                yield pair, None, None, str(failure)
+                continue
+            assert one.keys() == other.keys()
+            yield (
+                pair,
+                max(abs(one[step][0] - other[step][0]) for step in one),
+                max(abs(one[step][1] / other[step][1] - 1) for step in one),
+                "",
+            )
