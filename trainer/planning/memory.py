@@ -22,7 +22,7 @@ from configs.architectures.parts import head_dim, n_kv_heads
 from configs.float8 import choose
 from configs.layout import MeshSizes, accumulation_steps, cut_dim, reduces_once, reshard_after_forward
 from configs.schema import Config
-from configs.stages import layers_of_stages, stages_of_rank, stages_per_rank
+from configs.stages import layers_of_stages, n_stages, stages_of_rank, stages_per_rank
 from parallelisms.compute_copies import computes_with_copies, keeps_copies
 from parallelisms.fsdp import is_needed
 from parallelisms.mesh import Mesh
@@ -105,6 +105,8 @@ class _Group:
     """Elements of the largest parameter that has a gradient."""
     gathered_bytes: int
     """Bytes of its parameters as FSDP gathers them."""
+    names: Sequence[str]
+    """Names of its parameters."""
     layer: int | None = None
     """The block's number, if the group is a block."""
 
@@ -146,11 +148,11 @@ class RankMemory:
         by_stage = layers_of_stages(self.config)
         return [layer for stage in self.stages for layer in by_stage[stage]]
 
-    @property
+    @cached_property
     def has_head(self) -> bool:
-        return len(layers_of_stages(self.config)) - 1 in self.stages
+        return n_stages(self.config) - 1 in self.stages
 
-    @property
+    @cached_property
     def model(self) -> Skeleton:
         return skeleton(self.config.model)
 
@@ -203,6 +205,7 @@ class RankMemory:
             gathered_bytes=sum(
                 n * (1 if name in self.in_8_bits else self.compute_bytes) for name, n in elements.items()
             ),
+            names=names,
             layer=self.model.block_of(names[0]),
         )
 
@@ -227,7 +230,7 @@ class RankMemory:
         first = min((layer for layer in trained if layer is not None), default=self.config.model.n_layers)
         return {layer for layer in self.layers if layer < first and self.config.mesh.pp == 1}
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         """Micro-batches per step."""
         return accumulation_steps(self.config, self.sizes)
@@ -249,7 +252,7 @@ class RankMemory:
 
     def _buffers(self) -> int:
         """Library buffers; a pipeline stage receives each micro-batch, and each gradient, into a separate tensor."""
-        last = len(layers_of_stages(self.config)) - 1
+        last = n_stages(self.config) - 1
         received = sum((stage > 0) + (stage < last) for stage in self.stages) * self.micro_batches
         stream = self._tokens * self.config.model.dim // self.sizes.tp * self.compute_bytes
         return received * stream + (_WORKSPACE_BYTES if self.device_type == "cuda" else 0)
@@ -398,7 +401,7 @@ class RankMemory:
         """Micro-batches whose activations it keeps at the worst moment."""
         if self.config.mesh.pp == 1:
             return 1
-        return _stages_in_flight(self.config, self.pipeline_rank, self.micro_batches) / len(self.stages)
+        return stages_in_flight(self.config, self.pipeline_rank, self.micro_batches) / len(self.stages)
 
     def _fetched(self) -> int:
         """Bytes of the other ranks' keys and values that attention holds in backward, and of their gradients.
@@ -460,7 +463,7 @@ class RankMemory:
         return waiting * ahead + max(logits + working, rounded)
 
 
-def _stages_in_flight(config: Config, rank: int, micro_batches: int) -> int:
+def stages_in_flight(config: Config, rank: int, micro_batches: int) -> int:
     """How many stage passes' activations a pipeline rank keeps at the worst moment."""
     ranks = config.mesh.pp
     stages = stages_per_rank(config)

@@ -18,7 +18,7 @@ from models import build_model
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Skeleton:
     """The facts of a model that are known before it has memory."""
 

@@ -185,10 +185,9 @@ class _Rank(LayerTime):
         shapes = memory.shapes
         found = []
         for group in memory.groups:
-            names = [name for name in shapes if memory.model.fsdp_group_of(name) == group.name]
-            apart = [name for name in names if memory.model.is_of_experts(name) and self.sizes.ep > 1]
+            apart = [name for name in group.names if memory.model.is_of_experts(name) and self.sizes.ep > 1]
             experts = sum(math.prod(shapes[name]) for name in apart)
-            all_elements = sum(math.prod(shapes[name]) for name in names)
+            all_elements = sum(math.prod(shapes[name]) for name in group.names)
             gathered = group.gathered_bytes - experts * memory.compute_bytes
             trained = group.trained * (1 - experts / max(all_elements, 1))
             sums = group.trained_shard * memory.reduce_bytes
