@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from configs.errors import UserError
-from configs.layout import mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step
+from configs.layout import MeshSizes, mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step
 from configs.schema import Config, is_described
 from configs.stages import stages_per_rank
 from trainer.planning.devices import Device
@@ -95,10 +95,8 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
         ConfigError: the ranks cannot form the mesh.
         UserError: the device lacks what the job asks for, or the job's techniques are not modelled for its model.
     """
-    sizes = mesh_sizes(config, ranks)
-    _require_modelled(config, device)
-    by_rank = [_Rank(config, sizes, device, gpus_per_host, place) for place in range(sizes.pp)]
-    slowest = max(by_rank, key=lambda rank: sum(rank.step().values()))
+    require_modelled(config, device)
+    slowest = slowest_rank(config, ranks, device, gpus_per_host)
     tokens = tokens_per_step(config)
     return StepTime(
         parts=slowest.step(),
@@ -113,7 +111,26 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
     )
 
 
-def _require_modelled(config: Config, device: Device) -> None:
+def slowest_rank(config: Config, ranks: int, device: Device, gpus_per_host: int) -> "_Rank":
+    """The pipeline rank that takes the longest, without what only a report needs."""
+    sizes = mesh_sizes(config, ranks)
+    by_rank = [_Rank(config, sizes, device, gpus_per_host, place) for place in range(sizes.pp)]
+    return max(by_rank, key=lambda rank: sum(rank.step().values()))
+
+
+def seconds_of_layers(config: Config, sizes: MeshSizes, device: Device, gpus_per_host: int) -> float:
+    """Seconds of a micro-batch's forward and backward pass through all layers and the head; `sizes` has no pipeline."""
+    whole = config.model_copy(update={"mesh": config.mesh.model_copy(update={"pp": 1})})
+    passes = _Rank(whole, sizes, device, gpus_per_host, 0).passes
+    return sum(sum(seconds.values()) for both in passes for seconds in both)
+
+
+def require_modelled(config: Config, device: Device) -> None:
+    """Refuse what has no rates.
+
+    Raises:
+        UserError: the device lacks what the job asks for, or the job's techniques are not modelled for its model.
+    """
     if config.float8.recipe != "none" and not device.products_float8:
         raise UserError(f'{device.title} has no float8 products; set float8.recipe = "none"')
     if config.training.compute_dtype != "bfloat16":
