@@ -13,7 +13,7 @@ hold more: the CUDA context (about half a GiB, more with many NCCL communicators
 reserved in pieces that nothing fits into (2 to 10 GiB in the jobs of this repository).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, prod
@@ -88,8 +88,12 @@ class MemoryEstimate:
 
 def estimate_memory(config: Config, sizes: MeshSizes, device_type: str, mesh: Mesh | None = None) -> MemoryEstimate:
     """Estimate the memory of one rank of a mesh of `sizes`, on "cpu" or "cuda"; `mesh` is as for `measure_blocks`."""
-    estimates = [RankMemory(config, sizes, device_type, rank, mesh).estimate() for rank in range(config.mesh.pp)]
-    return max(estimates, key=lambda estimate: estimate.device)
+    return largest(RankMemory(config, sizes, device_type, rank, mesh) for rank in range(config.mesh.pp))
+
+
+def largest(ranks: Iterable["RankMemory"]) -> MemoryEstimate:
+    """The estimate of the rank that holds the most."""
+    return max((rank.estimate() for rank in ranks), key=lambda estimate: estimate.device)
 
 
 @dataclass(frozen=True)

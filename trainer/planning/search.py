@@ -22,9 +22,10 @@ from configs.layout import MeshSizes, accumulation_steps, mesh_sizes
 from configs.schema import ActivationCheckpoint, Config, Fsdp, Mesh, Pipeline, Training, further_run_keys, is_described
 from configs.stages import layers_of_stages, stages_of_rank, stages_per_rank
 from trainer.planning.activations import measure_blocks
+from trainer.planning.block_memory import BlockMemory
 from trainer.planning.devices import Device
 from trainer.planning.least_recomputation import SHARE_OF_A_CARD, ways
-from trainer.planning.memory import estimate_memory, stages_in_flight
+from trainer.planning.memory import RankMemory, estimate_memory, largest, stages_in_flight
 from trainer.planning.states import checkpoint_bytes
 from trainer.planning.step_time import require_modelled, seconds_of_layers, slowest_rank
 from trainer.planning.takes_less import CONTEXT_BYTES
@@ -59,7 +60,7 @@ class Found:
         part = max(sorted(longer), key=lambda each: longer[each])
         if other.seconds - self.seconds < 1e-6 * self.seconds:
             return f"equally fast, with {size(other.memory - self.memory)} less memory"
-        return f"{1e3 * longer[part]:.3g} ms less of {part}"
+        return f"{longer[part]:.3g} s less of {part}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,25 @@ class _Branch:
     """Seconds of a step that none of them is below."""
 
 
+@dataclass(frozen=True)
+class _WithLeastBlocks(RankMemory):
+    """A bound below the memory of a rank: all but its blocks as estimated, and of those their part of the whole."""
+
+    least: Mapping[int, BlockMemory] = field(default_factory=dict)
+
+    @cached_property
+    def blocks(self) -> dict[int, BlockMemory]:
+        parts = self.sizes.tp * self.sizes.cp
+        of_parameters = self.sizes.tp * self.sizes.ep
+        return {
+            layer: BlockMemory(
+                self.least[layer].kept // parts,
+                tuple((kept // parts, gradients // of_parameters) for kept, gradients in self.least[layer].moments),
+            )
+            for layer in self.layers
+        }
+
+
 @dataclass
 class Search:
     """The search for one number of ranks."""
@@ -103,7 +123,7 @@ class Search:
     prunes: bool = True
     """False: every candidate is estimated, which a test compares with."""
     _seconds: dict[tuple, float] = field(default_factory=dict)
-    _kept: dict[str, list[int]] = field(default_factory=dict)
+    _whole: dict[str, dict[int, BlockMemory]] = field(default_factory=dict)
     _layers: dict[tuple, list[list[int]]] = field(default_factory=dict)
 
     def run(self) -> Outcome:
@@ -148,8 +168,11 @@ class Search:
         if self.prunes and len(best) == BEST and sum(parts.values()) > best[-1].seconds:
             counts["estimated"] += 1
             return
-        memory = estimate_memory(job, mesh_sizes(job, self.ranks), "cuda").device
-        if memory > self.limit:
+        sizes = mesh_sizes(job, self.ranks)
+        ranks = [_WithLeastBlocks(job, sizes, "cuda", rank, least=self._blocks(job)) for rank in range(sizes.pp)]
+        is_possible = not self.prunes or largest(ranks).device <= self.limit  # before blocks are traced on this mesh
+        memory = estimate_memory(job, sizes, "cuda").device if is_possible else 0
+        if not is_possible or memory > self.limit:
             counts["too large"] += 1
             return
         counts["estimated"] += 1
@@ -169,7 +192,7 @@ class Search:
                         yield _Branch(job, self._least_seconds(job))
 
     def _meshes(self) -> Iterator[Mesh]:
-        """The meshes without replicas that the rules allow with the micro-batch, schedule and checkpointing that ask least."""
+        """The meshes without replicas that the rules allow, with what else asks least of a mesh."""
         of_model = is_described(self.config.model)
         experts = self.config.model.n_experts or 1 if of_model else 1
         cps = [self.config.mesh.cp] if "mesh.cp" in self._fixed else _divisors(self.ranks)
@@ -229,9 +252,8 @@ class Search:
         changes: list[dict] = [{"zero_stage": 3, "reshard_after_forward": "default"}]
         if job.mesh.pp == 1 or job.pipeline.schedule != "zero_bubble_v":
             changes.append({"zero_stage": 3, "reshard_after_forward": "always"})
-        if self.ranks > 1:
-            changes.append({"zero_stage": 1, "reshard_after_forward": "default"})
         if self.ranks > 1 and job.mesh.pp == 1:  # with a pipeline, parameters stay and gradients wait anyway
+            changes.append({"zero_stage": 1, "reshard_after_forward": "default"})
             changes.append({"zero_stage": 2, "reshard_after_forward": "default"})
             if job.training.reduction == "fast":
                 changes.append({"zero_stage": 2, "reshard_after_forward": "default", "accumulate": "reduce_last"})
@@ -242,9 +264,7 @@ class Search:
         """Machine keys that the job's run keys make run keys."""
         return further_run_keys(self.config.model_dump())
 
-    def _with(
-        self, mesh: Mesh, training: Training, pipeline: Pipeline, recomputation: ActivationCheckpoint
-    ) -> Config:
+    def _with(self, mesh: Mesh, training: Training, pipeline: Pipeline, recomputation: ActivationCheckpoint) -> Config:
         tables = {"mesh": mesh, "training": training, "pipeline": pipeline, "activation_checkpoint": recomputation}
         fsdp = self.config.fsdp
         if fsdp.partition == "rows":
@@ -268,19 +288,23 @@ class Search:
     def _least_memory(self, job: Config) -> float:
         """States spread over all ranks, and the activations that wait, of which tp x cp ranks hold all together."""
         sizes = mesh_sizes(job, self.ranks)
-        way = job.activation_checkpoint.model_dump_json()
-        if way not in self._kept:
-            alone = job.model_copy(update={"mesh": Mesh()})
-            blocks = measure_blocks(alone, range(job.model.n_layers), MeshSizes(1, 1, 1), True)
-            self._kept[way] = [0 if self._freezes else block.kept for block in blocks.values()]
+        blocks = self._blocks(job)
         micro_batches = accumulation_steps(job, sizes)
         most = 0.0
         for rank, layers in enumerate(self._layers_of_ranks(job)):
-            kept = [self._kept[way][layer] for layer in layers]
+            kept = [0 if self._freezes else blocks[layer].kept for layer in layers]
             passes = stages_in_flight(job, rank, micro_batches) / stages_per_rank(job) if sizes.pp > 1 else 1
             most = max(most, passes * sum(kept) - max(kept))  # the last layer's may be freed by then
         activations = most * job.training.micro_batch_size / (sizes.tp * sizes.cp)
         return activations + (0 if job.fsdp.cpu_offload else self._states / self.ranks)
+
+    def _blocks(self, job: Config) -> dict[int, BlockMemory]:
+        """What blocks take on a single rank; a part of a mesh is not below that over the ranks that divide them."""
+        way = job.activation_checkpoint.model_dump_json()
+        if way not in self._whole:
+            alone = job.model_copy(update={"mesh": Mesh()})
+            self._whole[way] = measure_blocks(alone, range(job.model.n_layers), MeshSizes(1, 1, 1), True)
+        return self._whole[way]
 
     def _layers_of_ranks(self, job: Config) -> list[list[int]]:
         key = (job.mesh.pp, job.pipeline.model_dump_json())

@@ -46,10 +46,10 @@ def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int
             continue
         shape = model.shapes[name]
         whole = sizes.tp if sizes.by_owner and _rule(config, model, name).hidden_matrices_only else 1
-        rule = _rule(config, model, name)
-        if (rule, shape) not in states:
-            states[rule, shape] = list(_state(config, model, name).values())
-        for tensor in states[rule, shape]:
+        kind = (shape, model.block_of(name) is None, model.is_of_experts(name))  # what a rule is chosen by
+        if kind not in states:
+            states[kind] = list(_state(config, model, name).values())
+        for tensor in states[kind]:
             total[owners[name]] += tensor.itemsize * (size * whole if tensor.shape == shape else tensor.numel())
         total[owners[name]] += masters * size * whole
     return total

@@ -121,8 +121,9 @@ def slowest_rank(config: Config, ranks: int, device: Device, gpus_per_host: int)
 def seconds_of_layers(config: Config, sizes: MeshSizes, device: Device, gpus_per_host: int) -> float:
     """Seconds of a micro-batch's forward and backward pass through all layers and the head; `sizes` has no pipeline."""
     whole = config.model_copy(update={"mesh": config.mesh.model_copy(update={"pp": 1})})
-    passes = _Rank(whole, sizes, device, gpus_per_host, 0).passes
-    return sum(sum(seconds.values()) for both in passes for seconds in both)
+    rank = _Rank(whole, sizes, device, gpus_per_host, 0)
+    passes = [seconds for layer in rank.memory.layers for seconds in rank.pass_of(layer)]
+    return sum(sum(seconds.values()) for seconds in (*passes, rank.head()))
 
 
 def require_modelled(config: Config, device: Device) -> None:
@@ -169,25 +170,26 @@ class _Rank(LayerTime):
     @cached_property
     def passes(self) -> list[tuple[Seconds, Seconds]]:
         """Forward and backward of each of FSDP's groups, in forward order; the backward pass with its recomputation."""
-        known: dict[tuple, tuple[Seconds, Seconds]] = {}
-        found: list[tuple[Seconds, Seconds]] = []
-        for group in self.memory.groups:
-            layer = group.layer
-            if layer is None:
-                found.append(({}, {}))
-                continue
-            kind = (
-                self.memory.model.kind_of_block(layer, self.memory.frozen),
-                tokens_seen(self.config.model, layer, self.config.training.seq_len),
-                self.repeats(layer),
-            )
-            if kind not in known:
-                again = sum(self.repeated(layer).values())
-                known[kind] = self.forward(layer), added(self.backward(layer), {"recomputation": again})
-            found.append(known[kind])
+        found = [({}, {}) if g.layer is None else self.pass_of(g.layer) for g in self.memory.groups]
         if self.memory.has_head:
             found[-1] = added(found[-1][0], self.head()), found[-1][1]
         return found
+
+    def pass_of(self, layer: int) -> tuple[Seconds, Seconds]:
+        """Forward and backward of a layer, computed once for each kind."""
+        kind = (
+            self.memory.model.kind_of_block(layer, self.memory.frozen),
+            tokens_seen(self.config.model, layer, self.config.training.seq_len),
+            self.repeats(layer),
+        )
+        if kind not in self._known:
+            again = sum(self.repeated(layer).values())
+            self._known[kind] = self.forward(layer), added(self.backward(layer), {"recomputation": again})
+        return self._known[kind]
+
+    @cached_property
+    def _known(self) -> dict[tuple, tuple[Seconds, Seconds]]:
+        return {}
 
     # ------------------------------------------------------------------------- FSDP, beside the layers
 
