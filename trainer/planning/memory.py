@@ -23,6 +23,7 @@ from configs.float8 import choose
 from configs.layout import MeshSizes, accumulation_steps, cut_dim, reduces_once, reshard_after_forward
 from configs.schema import Config
 from configs.stages import layers_of_stages, n_stages, stages_of_rank, stages_per_rank
+from parallelisms.activation_checkpoint import selected_layers
 from parallelisms.compute_copies import computes_with_copies, keeps_copies
 from parallelisms.fsdp import is_needed
 from parallelisms.mesh import Mesh
@@ -30,6 +31,7 @@ from parallelisms.sums import sums_of
 from trainer.loss import chunk_rows
 from trainer.planning.activations import measure_blocks
 from trainer.planning.block_memory import BlockMemory
+from trainer.planning.flops import tokens_seen
 from trainer.planning.skeleton import Shape, Skeleton, skeleton
 from trainer.planning.states import BYTES, always_frozen, optimizer_bytes
 
@@ -88,7 +90,30 @@ class MemoryEstimate:
 
 def estimate_memory(config: Config, sizes: MeshSizes, device_type: str, mesh: Mesh | None = None) -> MemoryEstimate:
     """Estimate the memory of one rank of a mesh of `sizes`, on "cpu" or "cuda"; `mesh` is as for `measure_blocks`."""
-    return largest(RankMemory(config, sizes, device_type, rank, mesh) for rank in range(config.mesh.pp))
+    return largest(RankMemory(config, sizes, device_type, rank, mesh) for rank in distinct_ranks(config))
+
+
+def distinct_ranks(config: Config) -> list[int]:
+    """One rank of each kind in the pipeline, the first: of ranks with the same layers it keeps the most."""
+    if config.mesh.pp == 1:
+        return [0]
+    model = skeleton(config.model)
+    frozen = always_frozen(config, model)
+    table = config.activation_checkpoint
+    checkpointed = set(selected_layers(table, config.model.n_layers)) if table.mode in ("full", "selective") else set()
+    stages = layers_of_stages(config)
+    numbers: dict[tuple, int] = {}
+    kinds = []
+    for layer in range(config.model.n_layers):
+        seen = tokens_seen(config.model, layer, config.training.seq_len)
+        kind = (model.kind_of_block(layer, frozen), seen, layer in checkpointed)
+        kinds.append(numbers.setdefault(kind, len(numbers)))
+    first: dict[tuple, int] = {}
+    for rank in range(config.mesh.pp):
+        own = stages_of_rank(config, rank)
+        layers = tuple(tuple(kinds[layer] for layer in stages[stage]) for stage in own)
+        first.setdefault((0 in own, len(stages) - 1 in own, layers), rank)
+    return list(first.values())
 
 
 def largest(ranks: Iterable["RankMemory"]) -> MemoryEstimate:
@@ -313,15 +338,15 @@ class RankMemory:
 
     # ------------------------------------------------------------------------- gathered groups, and gradients
 
-    @property
+    @cached_property
     def uses_fsdp(self) -> bool:
         return is_needed(self.sizes.world_size, self.config)
 
-    @property
+    @cached_property
     def keeps_copies(self) -> bool:
         return keeps_copies(self.sizes.world_size, self.config)
 
-    @property
+    @cached_property
     def frees_copies(self) -> bool:
         return computes_with_copies(self.sizes.world_size, self.config) and not self.keeps_copies
 
@@ -329,12 +354,12 @@ class RankMemory:
     def is_sharded(self) -> bool:
         return self.sizes.fsdp_shard > 1
 
-    @property
+    @cached_property
     def reduces_once(self) -> bool:
         """Whether gradients stay unsharded until the step's end."""
         return reduces_once(self.config) and self.micro_batches > 1
 
-    @property
+    @cached_property
     def is_exact(self) -> bool:
         return not sums_of(self.config.training).mesh_changes_bits
 

@@ -25,7 +25,7 @@ from trainer.planning.activations import measure_blocks
 from trainer.planning.block_memory import BlockMemory
 from trainer.planning.devices import Device
 from trainer.planning.least_recomputation import SHARE_OF_A_CARD, ways
-from trainer.planning.memory import RankMemory, estimate_memory, largest, stages_in_flight
+from trainer.planning.memory import RankMemory, distinct_ranks, estimate_memory, largest, stages_in_flight
 from trainer.planning.states import checkpoint_bytes
 from trainer.planning.step_time import require_modelled, seconds_of_layers, slowest_rank
 from trainer.planning.takes_less import CONTEXT_BYTES
@@ -145,8 +145,12 @@ class Search:
             elif self.prunes and self._least_memory(branch.job) > self.limit:
                 counts["too large"] += len(members)
             else:
+                too_large: list[Fsdp] = []  # with as few replicas as a member before, so with more as well
                 for job in members:
-                    self._estimate(job, best, counts)
+                    if self.prunes and job.fsdp in too_large:
+                        counts["too large"] += 1
+                    elif not self._estimate(job, best, counts):
+                        too_large.append(job.fsdp)
         if not best:
             raise UserError(
                 f"none of {sum(counts.values()):,} ways to run {self.config.job.name} on {self.ranks:,} ranks fits "
@@ -162,22 +166,23 @@ class Search:
         """Bytes that tensors may take: what `activation_checkpoint.memory_limit_gib = "device"` fills."""
         return min(SHARE_OF_A_CARD * self.device_bytes, self.device_bytes - CONTEXT_BYTES)
 
-    def _estimate(self, job: Config, best: list[Found], counts: Counter[str]) -> None:
-        """Put a candidate among the best if it is; its memory takes longer to estimate, so its time comes first."""
+    def _estimate(self, job: Config, best: list[Found], counts: Counter[str]) -> bool:
+        """Put a candidate among the best if it is, which takes its time first; returns False if it does not fit."""
         parts = slowest_rank(job, self.ranks, self.device, self.gpus_per_host).step()
         if self.prunes and len(best) == BEST and sum(parts.values()) > best[-1].seconds:
             counts["estimated"] += 1
-            return
+            return True
         sizes = mesh_sizes(job, self.ranks)
-        ranks = [_WithLeastBlocks(job, sizes, "cuda", rank, least=self._blocks(job)) for rank in range(sizes.pp)]
+        ranks = [_WithLeastBlocks(job, sizes, "cuda", rank, least=self._blocks(job)) for rank in distinct_ranks(job)]
         is_possible = not self.prunes or largest(ranks).device <= self.limit  # before blocks are traced on this mesh
         memory = estimate_memory(job, sizes, "cuda").device if is_possible else 0
         if not is_possible or memory > self.limit:
             counts["too large"] += 1
-            return
+            return False
         counts["estimated"] += 1
         insort(best, Found(job, parts, memory), key=lambda found: found.order)
         del best[BEST:]
+        return True
 
     # ------------------------------------------------------------------------- candidates
 

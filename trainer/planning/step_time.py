@@ -25,6 +25,7 @@ from configs.stages import stages_per_rank
 from trainer.planning.devices import Device
 from trainer.planning.flops import flops_per_token, tokens_seen
 from trainer.planning.layer_time import LayerTime, Seconds, added
+from trainer.planning.memory import distinct_ranks
 from trainer.planning.states import BYTES, checkpoint_bytes, optimizer_bytes
 
 _LAUNCH = 6e-6
@@ -114,7 +115,7 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
 def slowest_rank(config: Config, ranks: int, device: Device, gpus_per_host: int) -> "_Rank":
     """The pipeline rank that takes the longest, without what only a report needs."""
     sizes = mesh_sizes(config, ranks)
-    by_rank = [_Rank(config, sizes, device, gpus_per_host, place) for place in range(sizes.pp)]
+    by_rank = [_Rank(config, sizes, device, gpus_per_host, place) for place in distinct_ranks(config)]
     return max(by_rank, key=lambda rank: sum(rank.step().values()))
 
 

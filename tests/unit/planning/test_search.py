@@ -20,6 +20,7 @@ from trainer.planning.step_time import estimate_step
 
 GPU = device_named("h100")
 BF16 = ["--training.compute_dtype", "bfloat16", "--job.device", "auto"]
+SMALL = ["--training.global_batch_size", "2", "--training.micro_batch_size", "1"]
 
 
 def job(name: str, *words: str) -> Config:
@@ -33,9 +34,9 @@ def search(config: Config, ranks: int, gib: float, prunes: bool = True) -> Searc
 @pytest.mark.parametrize(
     ("config", "ranks", "gib"),
     [
-        (job("debug.toml", "--training.global_batch_size", "8"), 4, 1.25),
+        (job("debug.toml", "--training.global_batch_size", "4"), 4, 1.25),
         (job("debug.toml", "--training.global_batch_size", "8"), 1, 80),
-        (job("moe_debug.toml", "--training.global_batch_size", "4"), 4, 1.3),
+        (job("moe_debug.toml", *SMALL), 2, 1.3),
         (
             job("debug.toml", "--training.global_batch_size", "4", "--fsdp.partition", "owner", "--mesh.dp_shard", "1"),
             2,
@@ -54,11 +55,11 @@ def test_it_finds_what_estimating_all_candidates_finds(config: Config, ranks: in
 
 def test_a_part_of_a_block_is_not_below_its_share():
     """The bound of memory, for every candidate."""
-    config = job("debug.toml", "--training.global_batch_size", "8")
-    searching = search(config, 4, 80)
+    config = job("debug.toml", *SMALL)
+    searching = search(config, 2, 80)
     for branch in searching._branches():
-        sizes = mesh_sizes(branch.job, 4)
-        needed = [estimate_memory(each, mesh_sizes(each, 4), "cuda").device for each in searching._members(branch.job)]
+        sizes = mesh_sizes(branch.job, 2)
+        needed = [estimate_memory(each, mesh_sizes(each, 2), "cuda").device for each in searching._members(branch.job)]
         assert searching._least_memory(branch.job) <= min(needed), sizes
 
 
@@ -66,7 +67,7 @@ def test_a_part_of_a_block_is_not_below_its_share():
     ("name", "ranks", "words"),
     [
         ("debug.toml", 4, ()),
-        ("moe_debug.toml", 8, ()),
+        ("moe_debug.toml", 2, ()),
         ("debug.toml", 2, ("--compile.enable", "false", "--training.reduction", "exact")),
         ("debug.toml", 8, ("--float8.recipe", "rowwise", "--fsdp.zero_stage", "1")),
     ],
