@@ -34,9 +34,10 @@ def search(config: Config, ranks: int, gib: float, prunes: bool = True) -> Searc
 @pytest.mark.parametrize(
     ("config", "ranks", "gib"),
     [
-        (job("debug.toml", "--training.global_batch_size", "4"), 4, 1.25),
+        (job("debug.toml", *SMALL), 2, 1.25),
+        pytest.param(job("debug.toml", "--training.global_batch_size", "4"), 4, 1.25, marks=pytest.mark.slow),
         (job("debug.toml", "--training.global_batch_size", "8"), 1, 80),
-        (job("moe_debug.toml", *SMALL), 2, 1.3),
+        pytest.param(job("moe_debug.toml", *SMALL), 2, 1.3, marks=pytest.mark.slow),
         (
             job("debug.toml", "--training.global_batch_size", "4", "--fsdp.partition", "owner", "--mesh.dp_shard", "1"),
             2,
