@@ -151,7 +151,9 @@ class Tuning:
             except UserError as error:
                 found.append({"ranks": ranks, "none": str(error)})
                 continue
-            values: dict[str, Any] = {"ranks": ranks, "mesh": _mesh(best, ranks)} | self._found_as_json(best, ranks, price)
+            values: dict[str, Any] = {"ranks": ranks, "mesh": _mesh(best, ranks)} | self._found_as_json(
+                best, ranks, price
+            )
             first = next((each for each in found if "none" not in each), values)
             each_gpu = values["tokens_per_second_per_gpu"]
             efficiency = each_gpu / first["tokens_per_second_per_gpu"]

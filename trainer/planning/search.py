@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from math import inf
+from math import inf, prod
 
 from configs.checks import check
 from configs.errors import UserError
-from configs.layout import MeshSizes, accumulation_steps, mesh_sizes
+from configs.layout import MeshSizes, accumulation_steps, mesh_sizes, reduces_once
 from configs.schema import ActivationCheckpoint, Config, Fsdp, Mesh, Pipeline, Training, further_run_keys, is_described
 from configs.stages import layers_of_stages, stages_of_rank, stages_per_rank
 from trainer.planning.activations import measure_blocks
@@ -26,7 +26,8 @@ from trainer.planning.block_memory import BlockMemory
 from trainer.planning.devices import Device
 from trainer.planning.least_recomputation import SHARE_OF_A_CARD, ways
 from trainer.planning.memory import RankMemory, distinct_ranks, estimate_memory, largest, stages_in_flight
-from trainer.planning.states import checkpoint_bytes
+from trainer.planning.skeleton import skeleton
+from trainer.planning.states import BYTES, checkpoint_bytes
 from trainer.planning.step_time import require_modelled, seconds_of_layers, slowest_rank
 from trainer.planning.takes_less import CONTEXT_BYTES
 from trainer.report.units import size
@@ -291,17 +292,20 @@ class Search:
         return self._seconds[key] * (micro_batches + waits) / sizes.pp * (1 - 1e-9)  # sums in another order
 
     def _least_memory(self, job: Config) -> float:
-        """States spread over all ranks, and the activations that wait, of which tp x cp ranks hold all together."""
+        """States spread over all ranks, activations that wait (tp x cp ranks hold all), and a pipeline's gradients."""
         sizes = mesh_sizes(job, self.ranks)
         blocks = self._blocks(job)
         micro_batches = accumulation_steps(job, sizes)
+        waits_for_all = micro_batches > 1 and sizes.pp > 1 and reduces_once(job)
         most = 0.0
         for rank, layers in enumerate(self._layers_of_ranks(job)):
             kept = [0 if self._freezes else blocks[layer].kept for layer in layers]
             passes = stages_in_flight(job, rank, micro_batches) / stages_per_rank(job) if sizes.pp > 1 else 1
-            most = max(most, passes * sum(kept) - max(kept))  # the last layer's may be freed by then
-        activations = most * job.training.micro_batch_size / (sizes.tp * sizes.cp)
-        return activations + (0 if job.fsdp.cpu_offload else self._states / self.ranks)
+            waiting = (passes * sum(kept) - max(kept)) * job.training.micro_batch_size / (sizes.tp * sizes.cp)
+            elements = sum(self._elements[layer] for layer in layers) / (sizes.tp * sizes.ep)
+            unsharded = elements * BYTES[job.training.reduce_dtype] * waits_for_all
+            most = max(most, waiting + unsharded)  # the last layer's activations may be freed by then
+        return most + (0 if job.fsdp.cpu_offload else self._states / self.ranks)
 
     def _blocks(self, job: Config) -> dict[int, BlockMemory]:
         """What blocks take on a single rank; a part of a mesh is not below that over the ranks that divide them."""
@@ -318,6 +322,13 @@ class Search:
             ranks = [stages_of_rank(job, rank) for rank in range(job.mesh.pp)]
             self._layers[key] = [[layer for stage in own for layer in stages[stage]] for own in ranks]
         return self._layers[key]
+
+    @cached_property
+    def _elements(self) -> list[int]:
+        """Elements of each layer; none where some are frozen."""
+        model = skeleton(self.config.model)
+        layers = range(self.config.model.n_layers)
+        return [0 if self._freezes else sum(prod(model.shapes[name]) for name in model.of_block(n)) for n in layers]
 
     @cached_property
     def _states(self) -> int:
