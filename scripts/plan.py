@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from configs.errors import UserError
+from configs.errors import ConfigError, UserError
 from configs.layout import mesh_sizes
 from configs.load import load
 from configs.schema import Config
@@ -201,6 +201,18 @@ def time_as_json(step: "StepTime", price: float | None) -> dict[str, Any]:
     }
 
 
+def _rank_counts(text: str) -> list[int]:
+    """The type of --ranks: one number, or several; `rank_counts` reads these."""
+    if text.isdecimal() or not text.replace(".", "").replace(",", "").isdecimal():
+        return [positive(text)]
+    from scripts.tuning import rank_counts
+
+    try:
+        return rank_counts(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _require_tune(options: argparse.Namespace, counts: Sequence[int]) -> None:
     """Refuse combinations of options that mean nothing."""
     if options.tune and not options.device:
@@ -254,7 +266,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Further words override the config.")
     add_job_argument(parser)
-    parser.add_argument("--ranks", required=True, help="number of ranks; with --tune also 8,16,64 or 8..512")
+    parser.add_argument(
+        "--ranks", type=_rank_counts, required=True, help="number of ranks; with --tune also 8,16,64 or 8..512"
+    )
     parser.add_argument("--memory-gib", type=_positive_number, help="memory of a GPU (default: that of --device)")
     parser.add_argument("--device", metavar="NAME", help="kind of GPU, such as h100 or h200: estimate a step's time")
     parser.add_argument("--gpus-per-host", type=positive, default=8, help="GPUs of a host (default: %(default)s)")
@@ -269,9 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work(console: Console) -> None:
         if options.price and not options.device:
             raise UserError("--price needs a time to multiply with; say with --device for which kind of GPU")
-        from scripts.tuning import rank_counts
-
-        counts = rank_counts(options.ranks)
+        counts = options.ranks
         _require_tune(options, counts)
         ranks = counts[0]
         gib = options.memory_gib
