@@ -5,12 +5,13 @@ one stage with all layers.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from heapq import heapify, heapreplace
 from itertools import accumulate
 
 from configs.errors import ConfigError
 from configs.layout import active_matrices, attention_features, layer_matrices
-from configs.schema import Config, is_described
+from configs.schema import AnyModel, Config, is_described
 
 
 def stages_per_rank(config: Config) -> int:
@@ -69,11 +70,7 @@ def _even_split(config: Config) -> Sequence[int]:
     """
     model = config.model
     stages = n_stages(config)
-    if is_described(model):
-        layer = sum(layer_matrices(model, layer) for layer in range(model.n_layers)) // model.n_layers
-        active = sum(active_matrices(model, layer) for layer in range(model.n_layers)) // model.n_layers
-    else:
-        layer = active = 12 * model.dim**2  # of a usual layer: only the modules know more
+    layer, active = _mean_layer(model)
     vocabulary = model.vocab_size * model.dim
     layer_time = active + attention_features(model) * config.training.seq_len // 2
     counts = [1] * stages
@@ -89,6 +86,16 @@ def _even_split(config: Config) -> Sequence[int]:
         counts[-place] += 1
         heapreplace(least, (least_time + layer_time, least_memory + layer, place))
     return counts
+
+
+@cache
+def _mean_layer(model: AnyModel) -> tuple[int, int]:
+    """Elements of a layer's matrices, and of those that a token is multiplied with, in the mean of all layers."""
+    if not is_described(model):
+        return 12 * model.dim**2, 12 * model.dim**2  # of a usual layer: only the modules know more
+    layers = range(model.n_layers)
+    held = sum(layer_matrices(model, layer) for layer in layers) // model.n_layers
+    return held, sum(active_matrices(model, layer) for layer in layers) // model.n_layers
 
 
 def fewest_micro_batches(config: Config) -> int:

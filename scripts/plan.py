@@ -6,7 +6,8 @@ The model is built on the meta device and parallelized over a fake process group
 cluster, but without memory for the weights. The plan shows what rank 0 would hold, counted from its shards, and an
 estimate of the rest; with --memory-gib also whether that fits, or what would make it fit. With --device, a step's time
 is estimated from counted work and the rates in configs/rates/devices.toml. With --trace, one step of each kind of rank
-is run with fake tensors, to show what it communicates.
+is run with fake tensors, to show what it communicates. With --tune, the fastest ways to run the same job that fit the
+device are searched; --ranks may then be several numbers, 8,16,64 or 8..512, for the best of each.
 """
 
 import argparse
@@ -16,12 +17,13 @@ import sys
 import time
 from collections.abc import Sequence
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
-from configs.errors import UserError
+from configs.errors import ConfigError, UserError
 from configs.layout import mesh_sizes
 from configs.load import load
 from configs.schema import Config
@@ -32,6 +34,7 @@ from trainer.report.metrics import memory_peak_bytes
 from trainer.report.units import count, duration, percent, size
 
 if TYPE_CHECKING:
+    from trainer.planning.devices import Device
     from trainer.planning.step_time import StepTime
 
 
@@ -198,6 +201,64 @@ def time_as_json(step: "StepTime", price: float | None) -> dict[str, Any]:
     }
 
 
+def _rank_counts(text: str) -> list[int]:
+    """The type of --ranks: one number, or several; `rank_counts` reads these."""
+    if text.isdecimal() or not text.replace(".", "").replace(",", "").isdecimal():
+        return [positive(text)]
+    from scripts.tuning import rank_counts
+
+    try:
+        return rank_counts(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _require_tune(options: argparse.Namespace, counts: Sequence[int]) -> None:
+    """Refuse combinations of options that mean nothing."""
+    if options.tune and not options.device:
+        raise UserError("--tune compares times; say with --device for which kind of GPU, such as h100")
+    if options.tune and options.trace:
+        raise UserError("--tune traces no step; leave --trace out, and plan the job that --write writes with it")
+    if not options.tune and (options.write or len(counts) > 1):
+        raise UserError("--write and several numbers of ranks are for --tune, which searches the best job; add it")
+    if options.write:
+        from scripts.tuning import require_new
+
+        require_new(options.write)
+        if len(counts) > 1:
+            raise UserError("--write writes one job; give --ranks one number")
+
+
+def _tune(
+    options: argparse.Namespace,
+    config: Config,
+    counts: Sequence[int],
+    device: "Device",
+    memory: float,
+    console: Console,
+) -> None:
+    """Print the best ways to run the job, or the best for each number of ranks."""
+    from scripts.tuning import Tuning, write_job
+
+    tuning = Tuning(config, device, options.gpus_per_host, memory)
+    if len(counts) > 1:
+        points = tuning.curve(counts, options.price)
+        if options.json:
+            print(json.dumps({"job": config.job.name, "device": options.device, "curve": points}, indent=2))
+        else:
+            tuning.show_curve(points, console)
+        return
+    outcome = tuning.search(counts[0])
+    if options.json:
+        found = tuning.as_json(outcome, counts[0], options.price)
+        print(json.dumps({"job": config.job.name, "ranks": counts[0], "device": options.device} | found, indent=2))
+    else:
+        tuning.show(outcome, counts[0], console)
+    if options.write:
+        write_job(options.write, job_of(options), outcome.best[0].config)
+        console.line(f"wrote {options.write}")
+
+
 _positive_number = number_of(lambda n: 0 < n < math.inf, "a number above 0")
 
 
@@ -205,12 +266,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Further words override the config.")
     add_job_argument(parser)
-    parser.add_argument("--ranks", type=positive, required=True, help="number of ranks to run the job on")
+    parser.add_argument(
+        "--ranks", type=_rank_counts, required=True, help="number of ranks; with --tune also 8,16,64 or 8..512"
+    )
     parser.add_argument("--memory-gib", type=_positive_number, help="memory of a GPU (default: that of --device)")
     parser.add_argument("--device", metavar="NAME", help="kind of GPU, such as h100 or h200: estimate a step's time")
     parser.add_argument("--gpus-per-host", type=positive, default=8, help="GPUs of a host (default: %(default)s)")
     parser.add_argument("--price", type=_positive_number, metavar="P", help="price of a GPU-hour, for the run's price")
     parser.add_argument("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")
+    parser.add_argument("--tune", action="store_true", help="search the fastest ways to run the same job")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the best that --tune finds as a job file")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     own, overrides = without_overrides(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(own)
@@ -218,6 +283,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work(console: Console) -> None:
         if options.price and not options.device:
             raise UserError("--price needs a time to multiply with; say with --device for which kind of GPU")
+        counts = options.ranks
+        _require_tune(options, counts)
+        ranks = counts[0]
         gib = options.memory_gib
         if options.device:
             from trainer.planning.devices import device_named
@@ -225,17 +293,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             device = device_named(options.device)
             gib = gib or device.memory_gib
         device_bytes = int(gib * 2**30) if gib else None
-        config = load(job_of(options), overrides, options.ranks).config
-        config = decided(config, options.ranks, device_bytes, console)
-        memory = rows(config, options.ranks, device_bytes)
-        traced = _traced(config, options.ranks) if options.trace else {}
+        if options.tune:
+            _tune(options, load(job_of(options), overrides).config, counts, device, gib * 2**30, console)
+            return
+        config = load(job_of(options), overrides, ranks).config
+        config = decided(config, ranks, device_bytes, console)
+        memory = rows(config, ranks, device_bytes)
+        traced = _traced(config, ranks) if options.trace else {}
         step = None
         if options.device:
             from trainer.planning.step_time import estimate_step
 
-            step = estimate_step(config, options.ranks, device, options.gpus_per_host)
+            step = estimate_step(config, ranks, device, options.gpus_per_host)
         if options.json:
-            plan: dict[str, Any] = {"job": config.job.name, "ranks": options.ranks, "memory": dict(memory)}
+            plan: dict[str, Any] = {"job": config.job.name, "ranks": ranks, "memory": dict(memory)}
             plan |= {"traced": {kinds: dict(traffic) for kinds, traffic in traced.items()}} if traced else {}
             plan |= {"device": options.device, "time": time_as_json(step, options.price)} if step else {}
             print(json.dumps(plan, indent=2))
@@ -243,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if step and dict(memory)["fits"] != "yes":
             console.line(f"does not fit: {dict(memory)['fits']}\n")
             memory = [row for row in memory if row[0] != "fits"]
-        console.table(f"{config.job.name} on {options.ranks} ranks", memory)
+        console.table(f"{config.job.name} on {ranks} ranks", memory)
         if step:
             console.table(f"a step on {device.title} (estimate)", time_rows(step, options.price))
         for kinds, traffic in traced.items():

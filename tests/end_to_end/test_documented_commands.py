@@ -104,6 +104,13 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel plan": "python scripts/keel.py plan --help",
     "keel plan JOB --ranks N --device h100": "python scripts/keel.py plan llama_1b.toml --ranks 8 --device h100",
     "python -m tests.published.compare": "python -m tests.published.compare --rows kempnerforge",
+    "keel plan llama_8b.toml --ranks 8 --device h100 --tune": (
+        "python scripts/keel.py plan llama_8b.toml --ranks 8 --device h100 --tune"
+    ),
+    "keel plan llama_8b.toml --ranks 8..64 --device h100 --tune --price 2.5": (
+        "python scripts/keel.py plan debug.toml --training.compute_dtype bfloat16 --ranks 1..2 --device h100 --tune "
+        "--price 2.5"
+    ),
     "keel plan --config JOB --ranks 8 --memory-gib 80": "python scripts/keel.py plan --config llama_1b.toml --ranks 8"
     " --memory-gib 80",
     "python train.py": "python train.py --help",

@@ -311,7 +311,11 @@ class LayerTime:
         table = self.config.activation_checkpoint
         if table.mode in ("none", "budget"):
             return False
-        return layer in selected_layers(table, self.config.model.n_layers)
+        return layer in self._checkpointed
+
+    @cached_property
+    def _checkpointed(self) -> set[int]:
+        return set(selected_layers(self.config.activation_checkpoint, self.config.model.n_layers))
 
     def repeated(self, layer: int) -> Seconds:
         """What the backward pass of a layer computes again."""

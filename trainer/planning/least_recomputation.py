@@ -142,9 +142,9 @@ def choose(config: Config, sizes: MeshSizes, device_type: str, limit: float, mes
         return Choice(job, job.fsdp != config.fsdp, asked, int(limit), needed)
 
     freeing = freeing_copies(config, sizes)
-    ways = list(_ways(config))
-    with_copies = [_with(config, way) for way in ways[:2]] if freeing != config else []
-    for job in with_copies + [_with(freeing, way) for way in ways]:
+    choices = list(ways(config))
+    with_copies = [_with(config, way) for way in choices[:2]] if freeing != config else []
+    for job in with_copies + [_with(freeing, way) for way in choices]:
         choice = estimated(job)
         is_allowed = not check(job, sizes.world_size)  # a zero-bubble pipeline can't keep single ops
         if choice.needed <= limit and is_allowed:
@@ -177,7 +177,7 @@ def _on_fewest_layers(choice: Choice, estimated: Callable[[Config], Choice]) -> 
     return first(n) if n < most else choice
 
 
-def _ways(config: Config) -> Iterator[ActivationCheckpoint]:
+def ways(config: Config) -> Iterator[ActivationCheckpoint]:
     """The ways, each of which keeps less than the one before."""
     yield ActivationCheckpoint()
     plan = skeleton(config.model).plan

@@ -13,7 +13,7 @@ hold more: the CUDA context (about half a GiB, more with many NCCL communicators
 reserved in pieces that nothing fits into (2 to 10 GiB in the jobs of this repository).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, prod
@@ -22,7 +22,8 @@ from configs.architectures.parts import head_dim, n_kv_heads
 from configs.float8 import choose
 from configs.layout import MeshSizes, accumulation_steps, cut_dim, reduces_once, reshard_after_forward
 from configs.schema import Config
-from configs.stages import layers_of_stages, stages_of_rank, stages_per_rank
+from configs.stages import layers_of_stages, n_stages, stages_of_rank, stages_per_rank
+from parallelisms.activation_checkpoint import selected_layers
 from parallelisms.compute_copies import computes_with_copies, keeps_copies
 from parallelisms.fsdp import is_needed
 from parallelisms.mesh import Mesh
@@ -30,6 +31,7 @@ from parallelisms.sums import sums_of
 from trainer.loss import chunk_rows
 from trainer.planning.activations import measure_blocks
 from trainer.planning.block_memory import BlockMemory
+from trainer.planning.flops import tokens_seen
 from trainer.planning.skeleton import Shape, Skeleton, skeleton
 from trainer.planning.states import BYTES, always_frozen, optimizer_bytes
 
@@ -88,8 +90,35 @@ class MemoryEstimate:
 
 def estimate_memory(config: Config, sizes: MeshSizes, device_type: str, mesh: Mesh | None = None) -> MemoryEstimate:
     """Estimate the memory of one rank of a mesh of `sizes`, on "cpu" or "cuda"; `mesh` is as for `measure_blocks`."""
-    estimates = [RankMemory(config, sizes, device_type, rank, mesh).estimate() for rank in range(config.mesh.pp)]
-    return max(estimates, key=lambda estimate: estimate.device)
+    return largest(RankMemory(config, sizes, device_type, rank, mesh) for rank in distinct_ranks(config))
+
+
+def distinct_ranks(config: Config) -> list[int]:
+    """One rank of each kind in the pipeline, the first: of ranks with the same layers it keeps the most."""
+    if config.mesh.pp == 1:
+        return [0]
+    model = skeleton(config.model)
+    frozen = always_frozen(config, model)
+    table = config.activation_checkpoint
+    checkpointed = set(selected_layers(table, config.model.n_layers)) if table.mode in ("full", "selective") else set()
+    stages = layers_of_stages(config)
+    numbers: dict[tuple, int] = {}
+    kinds = []
+    for layer in range(config.model.n_layers):
+        seen = tokens_seen(config.model, layer, config.training.seq_len)
+        kind = (model.kind_of_block(layer, frozen), seen, layer in checkpointed)
+        kinds.append(numbers.setdefault(kind, len(numbers)))
+    first: dict[tuple, int] = {}
+    for rank in range(config.mesh.pp):
+        own = stages_of_rank(config, rank)
+        layers = tuple(tuple(kinds[layer] for layer in stages[stage]) for stage in own)
+        first.setdefault((0 in own, len(stages) - 1 in own, layers), rank)
+    return list(first.values())
+
+
+def largest(ranks: Iterable["RankMemory"]) -> MemoryEstimate:
+    """The estimate of the rank that holds the most."""
+    return max((rank.estimate() for rank in ranks), key=lambda estimate: estimate.device)
 
 
 @dataclass(frozen=True)
@@ -105,6 +134,8 @@ class _Group:
     """Elements of the largest parameter that has a gradient."""
     gathered_bytes: int
     """Bytes of its parameters as FSDP gathers them."""
+    names: Sequence[str]
+    """Names of its parameters."""
     layer: int | None = None
     """The block's number, if the group is a block."""
 
@@ -146,11 +177,11 @@ class RankMemory:
         by_stage = layers_of_stages(self.config)
         return [layer for stage in self.stages for layer in by_stage[stage]]
 
-    @property
+    @cached_property
     def has_head(self) -> bool:
-        return len(layers_of_stages(self.config)) - 1 in self.stages
+        return n_stages(self.config) - 1 in self.stages
 
-    @property
+    @cached_property
     def model(self) -> Skeleton:
         return skeleton(self.config.model)
 
@@ -203,6 +234,7 @@ class RankMemory:
             gathered_bytes=sum(
                 n * (1 if name in self.in_8_bits else self.compute_bytes) for name, n in elements.items()
             ),
+            names=names,
             layer=self.model.block_of(names[0]),
         )
 
@@ -227,7 +259,7 @@ class RankMemory:
         first = min((layer for layer in trained if layer is not None), default=self.config.model.n_layers)
         return {layer for layer in self.layers if layer < first and self.config.mesh.pp == 1}
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         """Micro-batches per step."""
         return accumulation_steps(self.config, self.sizes)
@@ -249,7 +281,7 @@ class RankMemory:
 
     def _buffers(self) -> int:
         """Library buffers; a pipeline stage receives each micro-batch, and each gradient, into a separate tensor."""
-        last = len(layers_of_stages(self.config)) - 1
+        last = n_stages(self.config) - 1
         received = sum((stage > 0) + (stage < last) for stage in self.stages) * self.micro_batches
         stream = self._tokens * self.config.model.dim // self.sizes.tp * self.compute_bytes
         return received * stream + (_WORKSPACE_BYTES if self.device_type == "cuda" else 0)
@@ -306,15 +338,15 @@ class RankMemory:
 
     # ------------------------------------------------------------------------- gathered groups, and gradients
 
-    @property
+    @cached_property
     def uses_fsdp(self) -> bool:
         return is_needed(self.sizes.world_size, self.config)
 
-    @property
+    @cached_property
     def keeps_copies(self) -> bool:
         return keeps_copies(self.sizes.world_size, self.config)
 
-    @property
+    @cached_property
     def frees_copies(self) -> bool:
         return computes_with_copies(self.sizes.world_size, self.config) and not self.keeps_copies
 
@@ -322,12 +354,12 @@ class RankMemory:
     def is_sharded(self) -> bool:
         return self.sizes.fsdp_shard > 1
 
-    @property
+    @cached_property
     def reduces_once(self) -> bool:
         """Whether gradients stay unsharded until the step's end."""
         return reduces_once(self.config) and self.micro_batches > 1
 
-    @property
+    @cached_property
     def is_exact(self) -> bool:
         return not sums_of(self.config.training).mesh_changes_bits
 
@@ -398,7 +430,7 @@ class RankMemory:
         """Micro-batches whose activations it keeps at the worst moment."""
         if self.config.mesh.pp == 1:
             return 1
-        return _stages_in_flight(self.config, self.pipeline_rank, self.micro_batches) / len(self.stages)
+        return stages_in_flight(self.config, self.pipeline_rank, self.micro_batches) / len(self.stages)
 
     def _fetched(self) -> int:
         """Bytes of the other ranks' keys and values that attention holds in backward, and of their gradients.
@@ -460,7 +492,7 @@ class RankMemory:
         return waiting * ahead + max(logits + working, rounded)
 
 
-def _stages_in_flight(config: Config, rank: int, micro_batches: int) -> int:
+def stages_in_flight(config: Config, rank: int, micro_batches: int) -> int:
     """How many stage passes' activations a pipeline rank keeps at the worst moment."""
     ranks = config.mesh.pp
     stages = stages_per_rank(config)

@@ -18,7 +18,7 @@ from models import build_model
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Skeleton:
     """The facts of a model that are known before it has memory."""
 
@@ -37,7 +37,14 @@ class Skeleton:
 
     def block_of(self, name: str) -> int | None:
         """Number of the block that contains a parameter; None if no block does."""
-        return next((self._blocks[module] for module in _modules_of(name) if module in self._blocks), None)
+        if name not in self._block_by_name:
+            modules = [module for module in _modules_of(name) if module in self._blocks]
+            self._block_by_name[name] = self._blocks[modules[0]] if modules else None
+        return self._block_by_name[name]
+
+    @cached_property
+    def _block_by_name(self) -> dict[str, int | None]:
+        return {}
 
     @cached_property
     def _parameters_of_blocks(self) -> dict[int, list[str]]:
@@ -54,8 +61,16 @@ class Skeleton:
 
     def kind_of_block(self, block: int, frozen: AbstractSet[str]) -> tuple:
         """The same for blocks with the same parameters, of which the same are frozen."""
-        prefix = len(self.plan.blocks[block - self.plan.first_block])
-        return tuple((name[prefix:], self.shapes[name], name in frozen) for name in self.of_block(block))
+        kind = self._kinds.get((block, frozenset(frozen)))
+        if kind is None:
+            prefix = len(self.plan.blocks[block - self.plan.first_block])
+            kind = tuple((name[prefix:], self.shapes[name], name in frozen) for name in self.of_block(block))
+            self._kinds[block, frozenset(frozen)] = kind
+        return kind
+
+    @cached_property
+    def _kinds(self) -> dict[tuple, tuple]:
+        return {}
 
     def fsdp_group_of(self, name: str) -> str:
         """The last module of the group that gathers a parameter; "root" if no group names it."""

@@ -39,13 +39,17 @@ def optimizer_bytes(config: Config, sizes: MeshSizes, elements: Mapping[str, int
     frozen = always_frozen(config, model)
     total = [0] * (sizes.replicas if sizes.by_owner else 1)
     owners = assign_owners(elements, total)
+    states: dict[tuple, list[Tensor]] = {}  # of many parameters, few differ
     for name, size in elements.items():
         if name in frozen:
             total[owners[name]] += masters * size
             continue
         shape = model.shapes[name]
         whole = sizes.tp if sizes.by_owner and _rule(config, model, name).hidden_matrices_only else 1
-        for tensor in _state(config, model, name).values():
+        kind = (shape, model.block_of(name) is None, model.is_of_experts(name))  # what a rule is chosen by
+        if kind not in states:
+            states[kind] = list(_state(config, model, name).values())
+        for tensor in states[kind]:
             total[owners[name]] += tensor.itemsize * (size * whole if tensor.shape == shape else tensor.numel())
         total[owners[name]] += masters * size * whole
     return total

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from configs.errors import UserError
-from configs.layout import mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step
+from configs.layout import MeshSizes, mesh_sizes, reduces_once, reshard_after_forward, tokens_per_step
 from configs.schema import Config, is_described
 from configs.stages import stages_per_rank
 from trainer.planning.devices import Device
 from trainer.planning.flops import flops_per_token, tokens_seen
 from trainer.planning.layer_time import LayerTime, Seconds, added
+from trainer.planning.memory import distinct_ranks
 from trainer.planning.states import BYTES, checkpoint_bytes, optimizer_bytes
 
 _LAUNCH = 6e-6
@@ -95,10 +96,8 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
         ConfigError: the ranks cannot form the mesh.
         UserError: the device lacks what the job asks for, or the job's techniques are not modelled for its model.
     """
-    sizes = mesh_sizes(config, ranks)
-    _require_modelled(config, device)
-    by_rank = [_Rank(config, sizes, device, gpus_per_host, place) for place in range(sizes.pp)]
-    slowest = max(by_rank, key=lambda rank: sum(rank.step().values()))
+    require_modelled(config, device)
+    slowest = slowest_rank(config, ranks, device, gpus_per_host)
     tokens = tokens_per_step(config)
     return StepTime(
         parts=slowest.step(),
@@ -113,7 +112,27 @@ def estimate_step(config: Config, ranks: int, device: Device, gpus_per_host: int
     )
 
 
-def _require_modelled(config: Config, device: Device) -> None:
+def slowest_rank(config: Config, ranks: int, device: Device, gpus_per_host: int) -> "_Rank":
+    """The pipeline rank that takes the longest, without what only a report needs."""
+    sizes = mesh_sizes(config, ranks)
+    by_rank = [_Rank(config, sizes, device, gpus_per_host, place) for place in distinct_ranks(config)]
+    return max(by_rank, key=lambda rank: sum(rank.step().values()))
+
+
+def seconds_of_layers(config: Config, sizes: MeshSizes, device: Device, gpus_per_host: int) -> float:
+    """Seconds of a micro-batch's forward and backward pass through all layers and the head; `sizes` has no pipeline."""
+    whole = config.model_copy(update={"mesh": config.mesh.model_copy(update={"pp": 1})})
+    rank = _Rank(whole, sizes, device, gpus_per_host, 0)
+    passes = [seconds for layer in rank.memory.layers for seconds in rank.pass_of(layer)]
+    return sum(sum(seconds.values()) for seconds in (*passes, rank.head()))
+
+
+def require_modelled(config: Config, device: Device) -> None:
+    """Refuse what has no rates.
+
+    Raises:
+        UserError: the device lacks what the job asks for, or the job's techniques are not modelled for its model.
+    """
     if config.float8.recipe != "none" and not device.products_float8:
         raise UserError(f'{device.title} has no float8 products; set float8.recipe = "none"')
     if config.training.compute_dtype != "bfloat16":
@@ -152,25 +171,26 @@ class _Rank(LayerTime):
     @cached_property
     def passes(self) -> list[tuple[Seconds, Seconds]]:
         """Forward and backward of each of FSDP's groups, in forward order; the backward pass with its recomputation."""
-        known: dict[tuple, tuple[Seconds, Seconds]] = {}
-        found: list[tuple[Seconds, Seconds]] = []
-        for group in self.memory.groups:
-            layer = group.layer
-            if layer is None:
-                found.append(({}, {}))
-                continue
-            kind = (
-                self.memory.model.kind_of_block(layer, self.memory.frozen),
-                tokens_seen(self.config.model, layer, self.config.training.seq_len),
-                self.repeats(layer),
-            )
-            if kind not in known:
-                again = sum(self.repeated(layer).values())
-                known[kind] = self.forward(layer), added(self.backward(layer), {"recomputation": again})
-            found.append(known[kind])
+        found = [({}, {}) if g.layer is None else self.pass_of(g.layer) for g in self.memory.groups]
         if self.memory.has_head:
             found[-1] = added(found[-1][0], self.head()), found[-1][1]
         return found
+
+    def pass_of(self, layer: int) -> tuple[Seconds, Seconds]:
+        """Forward and backward of a layer, computed once for each kind."""
+        kind = (
+            self.memory.model.kind_of_block(layer, self.memory.frozen),
+            tokens_seen(self.config.model, layer, self.config.training.seq_len),
+            self.repeats(layer),
+        )
+        if kind not in self._known:
+            again = sum(self.repeated(layer).values())
+            self._known[kind] = self.forward(layer), added(self.backward(layer), {"recomputation": again})
+        return self._known[kind]
+
+    @cached_property
+    def _known(self) -> dict[tuple, tuple[Seconds, Seconds]]:
+        return {}
 
     # ------------------------------------------------------------------------- FSDP, beside the layers
 
@@ -185,10 +205,9 @@ class _Rank(LayerTime):
         shapes = memory.shapes
         found = []
         for group in memory.groups:
-            names = [name for name in shapes if memory.model.fsdp_group_of(name) == group.name]
-            apart = [name for name in names if memory.model.is_of_experts(name) and self.sizes.ep > 1]
+            apart = [name for name in group.names if memory.model.is_of_experts(name) and self.sizes.ep > 1]
             experts = sum(math.prod(shapes[name]) for name in apart)
-            all_elements = sum(math.prod(shapes[name]) for name in names)
+            all_elements = sum(math.prod(shapes[name]) for name in group.names)
             gathered = group.gathered_bytes - experts * memory.compute_bytes
             trained = group.trained * (1 - experts / max(all_elements, 1))
             sums = group.trained_shard * memory.reduce_bytes

@@ -1,0 +1,144 @@
+"""The search finds what estimating every candidate finds, and proposes only jobs that a launch accepts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.checks import check
+from configs.errors import ConfigError, UserError
+from configs.layout import mesh_sizes
+from configs.load import load
+from configs.run_change import run_key_diff
+from configs.schema import Config
+from scripts import plan
+from scripts.tuning import Tuning, rank_counts, write_job
+from trainer.planning.devices import device_named
+from trainer.planning.memory import estimate_memory
+from trainer.planning.search import Search
+from trainer.planning.step_time import estimate_step
+
+GPU = device_named("h100")
+BF16 = ["--training.compute_dtype", "bfloat16", "--job.device", "auto"]
+SMALL = ["--training.global_batch_size", "2", "--training.micro_batch_size", "1"]
+
+
+def job(name: str, *words: str) -> Config:
+    return load(name, [*BF16, *words]).config
+
+
+def search(config: Config, ranks: int, gib: float, prunes: bool = True) -> Search:
+    return Search(config, ranks, GPU, 8, gib * 2**30, prunes)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "gib"),
+    [
+        (job("debug.toml", *SMALL), 2, 1.25),
+        pytest.param(job("debug.toml", "--training.global_batch_size", "4"), 4, 1.25, marks=pytest.mark.slow),
+        (job("debug.toml", "--training.global_batch_size", "8"), 1, 80),
+        pytest.param(job("moe_debug.toml", *SMALL), 2, 1.3, marks=pytest.mark.slow),
+        (
+            job("debug.toml", "--training.global_batch_size", "4", "--fsdp.partition", "owner", "--mesh.dp_shard", "1"),
+            2,
+            2,
+        ),
+    ],
+)
+def test_it_finds_what_estimating_all_candidates_finds(config: Config, ranks: int, gib: float):
+    quick = search(config, ranks, gib).run()
+    whole = search(config, ranks, gib, prunes=False).run()
+    assert [found.order for found in quick.best] == [found.order for found in whole.best]
+    assert quick.considered == whole.considered
+    assert whole.pruned == 0
+    assert quick.estimated <= whole.estimated
+
+
+def test_a_part_of_a_block_is_not_below_its_share():
+    """The bound of memory, for every candidate."""
+    config = job("debug.toml", *SMALL)
+    searching = search(config, 2, 80)
+    for branch in searching._branches():
+        sizes = mesh_sizes(branch.job, 2)
+        needed = [estimate_memory(each, mesh_sizes(each, 2), "cuda").device for each in searching._members(branch.job)]
+        assert searching._least_memory(branch.job) <= min(needed), sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "words"),
+    [
+        ("debug.toml", 4, ()),
+        ("moe_debug.toml", 2, ()),
+        ("debug.toml", 2, ("--compile.enable", "false", "--training.reduction", "exact")),
+        ("debug.toml", 8, ("--float8.recipe", "rowwise", "--fsdp.zero_stage", "1")),
+    ],
+)
+def test_all_that_it_proposes_is_valid_and_the_same_run(tmp_path: Path, name: str, ranks: int, words: tuple[str, ...]):
+    config = job(name, *words)
+    for found in search(config, ranks, 80).run().best:
+        assert not check(found.config, ranks)
+        assert not run_key_diff(config.model_dump(), found.config.model_dump())
+        write_job(tmp_path / "best.toml", name, found.config)
+        loaded = load(str(tmp_path / "best.toml"), world_size=ranks)
+        assert loaded.config == found.config
+        assert not loaded.warnings
+        step = estimate_step(loaded.config, ranks, GPU)
+        assert step.seconds == pytest.approx(found.seconds, rel=1e-12)
+        assert estimate_memory(loaded.config, mesh_sizes(loaded.config, ranks), "cuda").device == found.memory
+
+
+def test_a_curve_says_what_each_number_of_ranks_attains():
+    tuning = Tuning(job("debug.toml"), GPU, 8, 80 * 2**30)
+    points = tuning.curve([1, 2, 3, 4], price=2.0)
+    assert [each["ranks"] for each in points] == [1, 2, 3, 4]
+    assert points[0]["efficiency"] == 1
+    assert points[3]["tokens_per_second"] == pytest.approx(4 * points[3]["tokens_per_second_per_gpu"])
+    assert points[1]["price"] == pytest.approx(2 * points[1]["gpu_hours"])
+
+
+def test_ranks_are_a_number_a_list_or_a_range():
+    assert rank_counts("8") == [8]
+    assert rank_counts("8,12") == [8, 12]
+    assert rank_counts("8..100") == [8, 16, 32, 64]
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "8..", "..8", "8..4", "8,8", "4,2", "1.5", "1e3", "8..16..32"])
+def test_other_ranks_are_refused(text: str):
+    with pytest.raises(ConfigError, match="--ranks"):
+        rank_counts(text)
+
+
+def test_what_cannot_be_tuned_is_said():
+    with pytest.raises(UserError, match=r"none of [\d,]+ ways .* fits"):
+        search(job("debug.toml"), 2, 1.01).run()
+    with pytest.raises(UserError, match="no mesh of 1,009 ranks"):
+        search(job("debug.toml"), 1009, 80).run()
+    with pytest.raises(UserError, match="elastic"):
+        search(job("debug.toml", "--elastic.enable", "true"), 2, 80).run()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tune"], "--device"),
+        (["--tune", "--device", "h100", "--trace"], "--trace"),
+        (["--write", "best.toml"], "--tune"),
+        (["--tune", "--device", "h100", "--write", "nowhere/best.toml"], "folder that exists"),
+        (["--tune", "--device", "abacus"], "unknown"),
+    ],
+)
+def test_bad_options_are_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert plan.main(["debug.toml", "--ranks", "2", *BF16, *words]) != 0
+    told = capsys.readouterr()
+    assert message in told.out + told.err
+    assert "Traceback" not in told.err
+
+
+def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "best.toml"
+    words = ["--device", "h100", "--json", *BF16]
+    assert plan.main(["debug.toml", "--ranks", "4", "--tune", "--write", str(file), *words]) == 0
+    best = json.loads(capsys.readouterr().out)["best"][0]
+    assert plan.main([str(file), "--ranks", "4", *words[:3]]) == 0
+    assert json.loads(capsys.readouterr().out)["time"]["step_seconds"] == pytest.approx(best["step_seconds"])
+    assert plan.main(["debug.toml", "--ranks", "4", "--tune", "--write", str(file), *words]) != 0  # it exists

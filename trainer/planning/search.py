@@ -1,0 +1,343 @@
+"""The fastest ways to run a job on so many GPUs: `keel plan JOB --ranks N --device D --tune`.
+
+Only machine keys vary, so all candidates learn the same: the mesh, what FSDP keeps gathered, the micro-batch, the
+pipeline's schedule, and what is recomputed. Candidates that differ only in how FSDP shards are one branch. A branch has
+a bound below the time of its candidates: the work of all layers spread evenly over the pipeline, with its bubble. It
+has one below their memory, too: states spread over all ranks, and activations that wait. Branches are opened by
+ascending time, until the next one's bound is above the slowest job to report: what stays closed cannot be among the
+best. Times and memory of what is opened are those of `keel plan`.
+"""
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from math import inf, prod
+
+from configs.checks import check
+from configs.errors import UserError
+from configs.layout import MeshSizes, accumulation_steps, mesh_sizes, reduces_once
+from configs.schema import ActivationCheckpoint, Config, Fsdp, Mesh, Pipeline, Training, further_run_keys, is_described
+from configs.stages import layers_of_stages, stages_of_rank, stages_per_rank
+from trainer.planning.activations import measure_blocks
+from trainer.planning.block_memory import BlockMemory
+from trainer.planning.devices import Device
+from trainer.planning.least_recomputation import SHARE_OF_A_CARD, ways
+from trainer.planning.memory import RankMemory, distinct_ranks, estimate_memory, largest, stages_in_flight
+from trainer.planning.skeleton import skeleton
+from trainer.planning.states import BYTES, checkpoint_bytes
+from trainer.planning.step_time import require_modelled, seconds_of_layers, slowest_rank
+from trainer.planning.takes_less import CONTEXT_BYTES
+from trainer.report.units import size
+
+BEST = 10
+"""Jobs to report."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A job that fits, with its estimates."""
+
+    config: Config
+    parts: Mapping[str, float]
+    """Seconds by part of a step."""
+    memory: int
+    """Bytes that are allocated on a GPU at the peak."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Faster first, then what takes less memory."""
+        return self.seconds, self.memory
+
+    def beats(self, other: "Found") -> str:
+        """Where most of the time goes that another job takes longer."""
+        longer = {part: other.parts.get(part, 0.0) - self.parts.get(part, 0.0) for part in {*self.parts, *other.parts}}
+        part = max(sorted(longer), key=lambda each: longer[each])
+        if other.seconds - self.seconds < 1e-6 * self.seconds:
+            return f"equally fast, with {size(other.memory - self.memory)} less memory"
+        return f"{longer[part]:.3g} s less of {part}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a search has found, and what became of its candidates."""
+
+    best: list[Found]
+    """The best, fastest first; at most `BEST`."""
+    estimated: int
+    """Candidates whose time was estimated, without those that do not fit."""
+    pruned: int
+    """Candidates that a bound shows to be slower than the best."""
+    too_large: int
+    """Candidates that do not fit a GPU's memory, by a bound or by the estimate."""
+
+    @property
+    def considered(self) -> int:
+        """All candidates that the rules between keys allow."""
+        return self.estimated + self.pruned + self.too_large
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """Candidates that differ only in how FSDP shards."""
+
+    job: Config
+    """One of them, whose parameters are sharded over as many ranks as they can be."""
+    bound: float
+    """Seconds of a step that none of them is below."""
+
+
+@dataclass(frozen=True)
+class _WithLeastBlocks(RankMemory):
+    """A bound below the memory of a rank: all but its blocks as estimated, and of those their part of the whole."""
+
+    least: Mapping[int, BlockMemory] = field(default_factory=dict)
+
+    @cached_property
+    def blocks(self) -> dict[int, BlockMemory]:
+        parts = self.sizes.tp * self.sizes.cp
+        of_parameters = self.sizes.tp * self.sizes.ep
+        return {
+            layer: BlockMemory(
+                self.least[layer].kept // parts,
+                tuple((kept // parts, gradients // of_parameters) for kept, gradients in self.least[layer].moments),
+            )
+            for layer in self.layers
+        }
+
+
+@dataclass
+class Search:
+    """The search for one number of ranks."""
+
+    config: Config
+    ranks: int
+    device: Device
+    gpus_per_host: int
+    device_bytes: float
+    prunes: bool = True
+    """False: every candidate is estimated, which a test compares with."""
+    _seconds: dict[tuple, float] = field(default_factory=dict)
+    _whole: dict[str, dict[int, BlockMemory]] = field(default_factory=dict)
+    _layers: dict[tuple, list[list[int]]] = field(default_factory=dict)
+
+    def run(self) -> Outcome:
+        """Find the best.
+
+        Raises:
+            UserError: no candidate fits, or the job is of a kind whose time is not estimated.
+        """
+        if self.config.elastic.enable:
+            raise UserError("an elastic job chooses its mesh when it starts; add --elastic.enable false to tune it")
+        require_modelled(self.config.model_copy(update={"mesh": Mesh()}), self.device)
+        counts: Counter[str] = Counter()
+        best: list[Found] = []
+        for branch in sorted(self._branches(), key=lambda branch: branch.bound):
+            members = list(self._members(branch.job))
+            slowest = best[-1].seconds if self.prunes and len(best) == BEST else inf
+            if branch.bound > slowest:
+                counts["pruned"] += len(members)
+            elif self.prunes and self._least_memory(branch.job) > self.limit:
+                counts["too large"] += len(members)
+            else:
+                too_large: list[Fsdp] = []  # with as few replicas as a member before, so with more as well
+                for job in members:
+                    if self.prunes and job.fsdp in too_large:
+                        counts["too large"] += 1
+                    elif not self._estimate(job, best, counts):
+                        too_large.append(job.fsdp)
+        if not best:
+            raise UserError(
+                f"none of {sum(counts.values()):,} ways to run {self.config.job.name} on {self.ranks:,} ranks fits "
+                f"{size(self.limit)} of a GPU's memory; take more ranks"
+                if counts
+                else f"no mesh of {self.ranks:,} ranks can run {self.config.job.name} with its global batch of "
+                f"{self.config.training.global_batch_size} sequences; take another number of ranks"
+            )
+        return Outcome(best, counts["estimated"], counts["pruned"], counts["too large"])
+
+    @property
+    def limit(self) -> float:
+        """Bytes that tensors may take: what `activation_checkpoint.memory_limit_gib = "device"` fills."""
+        return min(SHARE_OF_A_CARD * self.device_bytes, self.device_bytes - CONTEXT_BYTES)
+
+    def _estimate(self, job: Config, best: list[Found], counts: Counter[str]) -> bool:
+        """Put a candidate among the best if it is, which takes its time first; returns False if it does not fit."""
+        parts = slowest_rank(job, self.ranks, self.device, self.gpus_per_host).step()
+        if self.prunes and len(best) == BEST and sum(parts.values()) > best[-1].seconds:
+            counts["estimated"] += 1
+            return True
+        sizes = mesh_sizes(job, self.ranks)
+        ranks = [_WithLeastBlocks(job, sizes, "cuda", rank, least=self._blocks(job)) for rank in distinct_ranks(job)]
+        is_possible = not self.prunes or largest(ranks).device <= self.limit  # before blocks are traced on this mesh
+        memory = estimate_memory(job, sizes, "cuda").device if is_possible else 0
+        if not is_possible or memory > self.limit:
+            counts["too large"] += 1
+            return False
+        counts["estimated"] += 1
+        insort(best, Found(job, parts, memory), key=lambda found: found.order)
+        del best[BEST:]
+        return True
+
+    # ------------------------------------------------------------------------- candidates
+
+    def _branches(self) -> Iterator[_Branch]:
+        for mesh in self._meshes():
+            dp = mesh.dp_replicate * mesh.dp_shard
+            for micro_batch in self._micro_batches(dp):
+                training = self.config.training.model_copy(update={"micro_batch_size": micro_batch})
+                for pipeline, recomputation in product(self._pipelines(mesh.pp), self._recomputations):
+                    job = self._with(mesh, training, pipeline, recomputation)
+                    if not check(job, self.ranks):
+                        yield _Branch(job, self._least_seconds(job))
+
+    def _meshes(self) -> Iterator[Mesh]:
+        """The meshes without replicas that the rules allow, with what else asks least of a mesh."""
+        of_model = is_described(self.config.model)
+        experts = self.config.model.n_experts or 1 if of_model else 1
+        cps = [self.config.mesh.cp] if "mesh.cp" in self._fixed else _divisors(self.ranks)
+        tps = _divisors(self.ranks)
+        if not of_model:  # whose time is estimated without them
+            cps = tps = [1]
+        by_owner = self.config.fsdp.partition == "owner"
+        for tp, cp, pp in product(tps, cps, _divisors(self.ranks)):
+            dp, rest = divmod(self.ranks, tp * cp * pp)
+            for ep in _divisors(experts) if not rest else ():
+                axes = {"dp_replicate": dp, "dp_shard": 1} if by_owner else {"dp_replicate": 1, "dp_shard": dp}
+                mesh = Mesh(**axes, cp=cp, tp=tp, pp=pp, ep=ep)
+                least = min(self._micro_batches(dp), default=0)
+                training = self.config.training.model_copy(update={"micro_batch_size": least})
+                job = self._with(mesh, training, Pipeline(schedule="gpipe"), ActivationCheckpoint())
+                if least and not check(job, self.ranks):
+                    yield mesh
+
+    def _micro_batches(self, dp: int) -> list[int]:
+        batch = self.config.training.global_batch_size
+        if batch % dp:
+            return []
+        asked = [self.config.training.micro_batch_size] if "training.micro_batch_size" in self._fixed else None
+        return [size for size in asked or _divisors(batch // dp) if (batch // dp) % size == 0]
+
+    def _pipelines(self, pp: int) -> list[Pipeline]:
+        """The schedules; stages per rank are powers of two. The job's own table has its own split of the layers."""
+        if pp == 1:
+            return [self.config.pipeline]
+        stages = [2**n for n in range(1, (self.config.model.n_layers // pp).bit_length())]
+        own = [self.config.pipeline] if pp == self.config.mesh.pp else []
+        plain = [Pipeline(schedule=name) for name in ("gpipe", "1f1b", "zero_bubble_v")]
+        interleaved = [Pipeline(schedule="interleaved_1f1b", stages_per_rank=n) for n in stages]
+        return [*own, *(each for each in plain + interleaved if each not in own)]
+
+    @cached_property
+    def _recomputations(self) -> list[ActivationCheckpoint]:
+        """The job's own way to checkpoint, and those among which `memory_limit_gib` chooses."""
+        own = self.config.activation_checkpoint
+        own_ways = [] if own.memory_limit_gib else [own]
+        return [*own_ways, *(way for way in ways(self.config) if way not in own_ways)]
+
+    def _members(self, job: Config) -> Iterator[Config]:
+        """The candidates of a branch: what FSDP keeps gathered, and over how many ranks it shards."""
+        if job.fsdp.partition == "owner":
+            yield job
+            return
+        mesh = job.mesh
+        for replicas, fsdp in product(_divisors(mesh.dp_shard), self._shardings(job)):
+            shard = mesh.dp_shard // replicas
+            if shard * mesh.cp % mesh.ep == 0:
+                axes = mesh.model_copy(update={"dp_replicate": replicas, "dp_shard": shard})
+                yield job.model_copy(update={"mesh": axes, "fsdp": fsdp})
+
+    def _shardings(self, job: Config) -> list[Fsdp]:
+        """The ways to shard that differ on this mesh."""
+        changes: list[dict] = [{"zero_stage": 3, "reshard_after_forward": "default"}]
+        if job.mesh.pp == 1 or job.pipeline.schedule != "zero_bubble_v":
+            changes.append({"zero_stage": 3, "reshard_after_forward": "always"})
+        if self.ranks > 1 and job.mesh.pp == 1:  # with a pipeline, parameters stay and gradients wait anyway
+            changes.append({"zero_stage": 1, "reshard_after_forward": "default"})
+            changes.append({"zero_stage": 2, "reshard_after_forward": "default"})
+            if job.training.reduction == "fast":
+                changes.append({"zero_stage": 2, "reshard_after_forward": "default", "accumulate": "reduce_last"})
+        return [self.config.fsdp.model_copy(update={"accumulate": "reduce_every"} | change) for change in changes]
+
+    @cached_property
+    def _fixed(self) -> tuple[str, ...]:
+        """Machine keys that the job's run keys make run keys."""
+        return further_run_keys(self.config.model_dump())
+
+    def _with(self, mesh: Mesh, training: Training, pipeline: Pipeline, recomputation: ActivationCheckpoint) -> Config:
+        tables = {"mesh": mesh, "training": training, "pipeline": pipeline, "activation_checkpoint": recomputation}
+        fsdp = self.config.fsdp
+        if fsdp.partition == "rows":
+            plain = {"zero_stage": 3, "reshard_after_forward": "default", "accumulate": "reduce_every"}
+            fsdp = fsdp.model_copy(update=plain)
+        return self.config.model_copy(update=tables | {"fsdp": fsdp})
+
+    # ------------------------------------------------------------------------- bounds
+
+    def _least_seconds(self, job: Config) -> float:
+        """The slowest rank has at least the mean of all layers' work, and waits while the pipeline fills and drains."""
+        sizes = mesh_sizes(job, self.ranks)
+        way = job.activation_checkpoint.model_dump_json()
+        key = (sizes.tp, sizes.cp, sizes.ep, job.training.micro_batch_size, way)
+        if key not in self._seconds:
+            self._seconds[key] = seconds_of_layers(job, replace(sizes, pp=1), self.device, self.gpus_per_host)
+        micro_batches = accumulation_steps(job, sizes)
+        waits = 0 if job.pipeline.schedule == "zero_bubble_v" else (sizes.pp - 1) / stages_per_rank(job)
+        return self._seconds[key] * (micro_batches + waits) / sizes.pp * (1 - 1e-9)  # sums in another order
+
+    def _least_memory(self, job: Config) -> float:
+        """States spread over all ranks, activations that wait (tp x cp ranks hold all), and a pipeline's gradients."""
+        sizes = mesh_sizes(job, self.ranks)
+        blocks = self._blocks(job)
+        micro_batches = accumulation_steps(job, sizes)
+        waits_for_all = micro_batches > 1 and sizes.pp > 1 and reduces_once(job)
+        most = 0.0
+        for rank, layers in enumerate(self._layers_of_ranks(job)):
+            kept = [0 if self._freezes else blocks[layer].kept for layer in layers]
+            passes = stages_in_flight(job, rank, micro_batches) / stages_per_rank(job) if sizes.pp > 1 else 1
+            waiting = (passes * sum(kept) - max(kept)) * job.training.micro_batch_size / (sizes.tp * sizes.cp)
+            elements = sum(self._elements[layer] for layer in layers) / (sizes.tp * sizes.ep)
+            unsharded = elements * BYTES[job.training.reduce_dtype] * waits_for_all
+            most = max(most, waiting + unsharded)  # the last layer's activations may be freed by then
+        return most + (0 if job.fsdp.cpu_offload else self._states / self.ranks)
+
+    def _blocks(self, job: Config) -> dict[int, BlockMemory]:
+        """What blocks take on a single rank; a part of a mesh is not below that over the ranks that divide them."""
+        way = job.activation_checkpoint.model_dump_json()
+        if way not in self._whole:
+            alone = job.model_copy(update={"mesh": Mesh()})
+            self._whole[way] = measure_blocks(alone, range(job.model.n_layers), MeshSizes(1, 1, 1), True)
+        return self._whole[way]
+
+    def _layers_of_ranks(self, job: Config) -> list[list[int]]:
+        key = (job.mesh.pp, job.pipeline.model_dump_json())
+        if key not in self._layers:
+            stages = layers_of_stages(job)
+            ranks = [stages_of_rank(job, rank) for rank in range(job.mesh.pp)]
+            self._layers[key] = [[layer for stage in own for layer in stages[stage]] for own in ranks]
+        return self._layers[key]
+
+    @cached_property
+    def _elements(self) -> list[int]:
+        """Elements of each layer; none where some are frozen."""
+        model = skeleton(self.config.model)
+        layers = range(self.config.model.n_layers)
+        return [0 if self._freezes else sum(prod(model.shapes[name]) for name in model.of_block(n)) for n in layers]
+
+    @cached_property
+    def _states(self) -> int:
+        return checkpoint_bytes(self.config)
+
+    @cached_property
+    def _freezes(self) -> bool:
+        return any(group.freeze for group in self.config.optimizer.groups)
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
