@@ -138,10 +138,11 @@ def _measure(asked: _Asked, mesh: Mesh | None) -> BlockMemory:
     with torch.device("meta"):
         model = build_model(config.model)
     cast_parameters(model, getattr(torch, config.training.compute_dtype))
-    name = plan_of(model).blocks[asked.layer]
-    for other in plan_of(model).blocks:
+    plan = plan_of(model)
+    name = plan.blocks[asked.layer]
+    for other in plan.blocks:
         parent, _, child = other.rpartition(".")
-        if other != name and plan_of(model).can_be_cut:
+        if other != name and plan.can_be_cut:
             delattr(model.get_submodule(parent), child)
     with mesh_of_a_block(asked.part, mesh) as splitting:
         split_blocks(model, config, splitting)

@@ -13,9 +13,11 @@ hold more: the CUDA context (about half a GiB, more with many NCCL communicators
 reserved in pieces that nothing fits into (2 to 10 GiB in the jobs of this repository).
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import ceil, prod
 
 from configs.architectures.parts import head_dim, n_kv_heads
@@ -153,12 +155,12 @@ class RankMemory:
     def estimate(self) -> MemoryEstimate:
         """The state that persists from step to step, and the worst moment."""
         config = self.config
-        shards = {name: self.sharded(name) for name in self.shapes}
+        shards = self.shards
         return MemoryEstimate(
             parameters=sum(shards.values()) * self.state_bytes,
             copies=sum(shards.values()) * self.compute_bytes * self.keeps_copies,
             gradients=self._gradients(sum(shards[name] for name in shards.keys() - self.frozen)),
-            optimizer=max(optimizer_bytes(config, self.sizes, shards)),
+            optimizer=self.optimizer,
             buffers=self._buffers(),
             peak=max(self.moments(), key=lambda moment: moment.total),
             offloaded=config.fsdp.cpu_offload,
@@ -216,6 +218,16 @@ class RankMemory:
         return ceil(shape[cut] / n_shards) * prod(shape) // shape[cut]
 
     @cached_property
+    def shards(self) -> dict[str, int]:
+        """Elements of each parameter's largest FSDP shard."""
+        return {name: self.sharded(name) for name in self.shapes}
+
+    @cached_property
+    def optimizer(self) -> int:
+        """Bytes of optimizer state."""
+        return max(optimizer_bytes(self.config, self.sizes, self.shards))
+
+    @cached_property
     def groups(self) -> list[_Group]:
         """FSDP's groups in forward order; in a tied model the root's group has both ends, gathered throughout."""
         members: dict[str, list[str]] = {}
@@ -229,7 +241,7 @@ class RankMemory:
         return _Group(
             key,
             trained=sum(elements[name] for name in trained),
-            trained_shard=sum(map(self.sharded, trained)),
+            trained_shard=sum(self.shards[name] for name in trained),
             largest=max((elements[name] for name in trained), default=0),
             gathered_bytes=sum(
                 n * (1 if name in self.in_8_bits else self.compute_bytes) for name, n in elements.items()
@@ -303,7 +315,7 @@ class RankMemory:
 
     def _in_loss(self, accumulated: bool) -> Moment:
         """All activations wait; the head is gathered, and its gradient exists before it is reduced."""
-        gradients = sum(self._held(group) for group in self.groups) if accumulated else 0
+        gradients = self._held_up_to[-1] if accumulated else 0
         gathered = self._gathered(len(self.groups) - 1, ahead=0)
         if self.is_sharded and self.config.fsdp.zero_stage > 1:
             gathered += self.groups[-1].gathered_bytes  # FSDP keeps the buffer of its last gather
@@ -315,15 +327,14 @@ class RankMemory:
         """Two moments: while the group computes, and while its gradients are reduced."""
         group = self.groups[place]
         name = f"the backward pass of {group.name}"
-        before = self.groups[: place + 1]
-        after = self.groups[place + 1 :]
-        gradients = sum(map(self._held, before)) if accumulated else 0
-        if accumulated and not ((self.reduces_once or self.is_exact) and is_last):
-            gradients += sum(map(self._held, after))
+        held = self._held_up_to
+        shards = self._reduced_shards_up_to
+        gradients = held[place + 1] if accumulated else 0
+        if not is_last or (accumulated and not (self.reduces_once or self.is_exact)):
+            gradients += held[-1] - held[place + 1]
         else:
-            gradients += sum(map(self._reduced_shard if is_last else self._held, after))
-        below = [layer for layer in self.layers if group.layer is not None and layer < group.layer]
-        kept = self._waiting(len(below))
+            gradients += shards[-1] - shards[place + 1]
+        kept = self._waiting(0 if group.layer is None else bisect_left(self.layers, group.layer))
         waiting_losses = self._loss(peak=False) + self._waiting_for_embedding(place)
         gathered = self._gathered(place, self.config.comm.prefetch)
         if group.layer is not None:
@@ -375,6 +386,31 @@ class RankMemory:
         """Bytes of the group's gradients after their reduction, on the device."""
         return 0 if self.config.fsdp.cpu_offload else group.trained_shard * self.state_bytes
 
+    @cached_property
+    def _held_up_to(self) -> list[int]:
+        """`_held` of the first n groups together, for each n."""
+        return [0, *accumulate(map(self._held, self.groups))]
+
+    @cached_property
+    def _reduced_shards_up_to(self) -> list[int]:
+        """`_reduced_shard` of the first n groups together, for each n."""
+        return [0, *accumulate(map(self._reduced_shard, self.groups))]
+
+    @cached_property
+    def _root(self) -> list[_Group]:
+        """The groups that stay gathered throughout."""
+        return [group for group in self.groups if group.name == "root"]
+
+    @cached_property
+    def _gathered_up_to(self) -> list[int]:
+        """Bytes of the first n groups' parameters, for each n; groups of one name are gathered as one, the last."""
+        known: dict[str, int] = {}
+        totals = [0]
+        for group in self.groups:
+            totals.append(totals[-1] + group.gathered_bytes - known.get(group.name, 0))
+            known[group.name] = group.gathered_bytes
+        return totals
+
     def _reduced(self, place: int) -> int:
         """Bytes of a group's unsharded gradients as they are sent; FSDP keeps them until it sends the next group's.
 
@@ -391,12 +427,11 @@ class RankMemory:
         reshard = reshard_after_forward(self.config.fsdp)
         group = self.groups[place]
         if self.config.fsdp.zero_stage == 1:
-            alive = self.groups
-        elif reshard == "never" or (self.config.mesh.pp > 1 and reshard == "default"):
-            alive = self.groups[: place + 1]
-        else:
-            coming = self.groups[max(0, place - ahead) : place] if self.is_sharded else []
-            alive = [*(g for g in self.groups if g.name == "root"), group, *coming]
+            return self._gathered_up_to[-1]
+        if reshard == "never" or (self.config.mesh.pp > 1 and reshard == "default"):
+            return self._gathered_up_to[place + 1]
+        coming = self.groups[max(0, place - ahead) : place] if self.is_sharded else []
+        alive = [*self._root, group, *coming]
         return sum({g.name: g.gathered_bytes for g in alive}.values())
 
     # ------------------------------------------------------------------------- activations and loss
@@ -417,13 +452,19 @@ class RankMemory:
 
     def _waiting(self, n_layers: int) -> int:
         """Bytes of activations waiting for backward, counting only `n_layers` layers of the current micro-batch."""
-        kept = [0 if layer in self._idle_layers else block.kept * self._samples for layer, block in self.blocks.items()]
+        kept = self._kept_up_to
         stream = self._tokens * self.config.model.dim * self.compute_bytes // self.sizes.tp
-        whole = sum(kept) + stream
-        n_bytes = sum(kept[:n_layers]) + stream + (self._in_flight - 1) * whole  # with the first block's input
-        if self.has_head and n_layers == len(kept):
+        whole = kept[-1] + stream
+        n_bytes = kept[n_layers] + stream + (self._in_flight - 1) * whole  # with the first block's input
+        if self.has_head and n_layers == len(self.layers):
             n_bytes += stream * (1 + self.sizes.tp * (self.sizes.tp > 1))  # the final norm's output, gathered
         return ceil(n_bytes)
+
+    @cached_property
+    def _kept_up_to(self) -> list[int]:
+        """Bytes that the first n of its layers keep for backward in a micro-batch, for each n."""
+        kept = (0 if layer in self._idle_layers else block.kept * self._samples for layer, block in self.blocks.items())
+        return [0, *accumulate(kept)]
 
     @cached_property
     def _in_flight(self) -> float:

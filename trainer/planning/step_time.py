@@ -26,7 +26,7 @@ from trainer.planning.devices import Device
 from trainer.planning.flops import flops_per_token, tokens_seen
 from trainer.planning.layer_time import LayerTime, Seconds, added
 from trainer.planning.memory import distinct_ranks
-from trainer.planning.states import BYTES, checkpoint_bytes, optimizer_bytes
+from trainer.planning.states import BYTES, checkpoint_bytes
 
 _LAUNCH = 6e-6
 """Seconds that a host needs to launch a kernel; measured with torch 2.11."""
@@ -319,14 +319,13 @@ class _Rank(LayerTime):
     def _optimizer(self) -> float:
         """Seconds of the update: states and parameters are read and written, gradients read, measured and scaled."""
         memory = self.memory
-        shards = {name: memory.sharded(name) for name in memory.shapes}
-        parameters = sum(shards.values()) * memory.state_bytes
-        states = max(optimizer_bytes(self.config, self.sizes, shards))
-        moved = 2 * (parameters + states) + 4 * parameters
+        elements = sum(memory.shards.values())
+        parameters = elements * memory.state_bytes
+        moved = 2 * (parameters + memory.optimizer) + 4 * parameters
         sent = 0.0
         if self.sizes.by_owner:
             dtype = self.config.fsdp.owner_broadcast_dtype or self.config.training.dtype
-            whole = sum(shards.values()) * BYTES[dtype]
+            whole = elements * BYTES[dtype]
             sent = self.network.seconds("all_gather", whole, self.sizes.replicas, self.sizes.tp)
         return moved / self.device.memory + sent
 
