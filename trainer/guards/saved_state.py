@@ -26,6 +26,7 @@ class StartState(TypedDict):
 
     sample: Count
     read: dict[str, Count]
+    lengths: NotRequired[dict[str, list[Annotated[list[Count], Field(min_length=2, max_length=2)]]]]
 
 
 class DataState(TypedDict):

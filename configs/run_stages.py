@@ -1,0 +1,208 @@
+"""The stages of a run: from which step on which keys apply (docs/stages.md).
+
+A stage sets keys on top of what applied before it, and the result is an ordinary job, checked like any other. The
+table [lr_schedule] is the exception: a stage that sets a key of it begins another schedule, in which nothing is left of
+the one before, and whose steps count from the stage's first.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from configs.checks.rule import Problem
+from configs.layout import tokens_per_step
+from configs.reading.keys import KeyPath, dotted, find, leaves
+from configs.reading.merge import Layers
+from configs.run_change import run_key_diff
+from configs.schema import Config
+
+TABLES = ("model", "data", "training", "optimizer", "lr_schedule", "validation")
+CHANGEABLE = (
+    *("training.seq_len", "training.global_batch_size", "training.micro_batch_size", "training.max_norm"),
+    *("training.z_loss_weight", "data.sources", "data.document_mask", "lr_schedule", "optimizer.lr"),
+    *("optimizer.weight_decay", "optimizer.groups", "model.rope_theta", "model.rope_scaling", "validation"),
+)
+"""The keys and tables that a stage may set; all others are of the whole run."""
+
+
+@dataclass(frozen=True)
+class Border:
+    """Where a stage begins."""
+
+    after: int = 0
+    """Steps of the run before it."""
+    tokens: int = 0
+    """Tokens of the run before it."""
+    schedule_after: int = 0
+    """Steps of the run before its learning-rate schedule begins."""
+
+
+@dataclass(frozen=True)
+class RunStage:
+    """A stage: the job from one step to the next stage."""
+
+    border: Border
+    config: Config
+    """The keys that apply; it has no stages of its own."""
+
+    @property
+    def first_step(self) -> int:
+        """Number of its first step."""
+        return self.border.after + 1
+
+    def schedule_step(self, number: int) -> int:
+        """Steps of its learning-rate schedule before step `number` of the run."""
+        return number - 1 - self.border.schedule_after
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens of the run before a step that is not before this stage, if there were no later one."""
+        return self.border.tokens + (step - self.first_step) * tokens_per_step(self.config)
+
+
+def stage_of(stages: Sequence[RunStage], step: int) -> RunStage:
+    """The stage that step number `step` belongs to."""
+    return next(stage for stage in reversed(stages) if stage.first_step <= step)
+
+
+def unfolded(job: Layers) -> Iterator[tuple[Border, Layers]]:
+    """The border and the job of each stage, the first of which is the job without its stages.
+
+    A job must be checked before the next is asked for: from its length and batch follow the tokens at the next border.
+    """
+    stages = job.values.get("stages", [])
+    border = Border()
+    current = _without_stages(job)
+    yield border, current
+    for index, stage in enumerate(stages):
+        training = current.values["training"]
+        border = _next(border, stage, training["seq_len"] * training["global_batch_size"])
+        tables = {name: stage[name] for name in TABLES if stage.get(name)}
+        current = _without_stages(current)
+        if "lr_schedule" in tables:
+            current.remove(("lr_schedule",))
+        _add(current, tables, job, index)
+        yield border, current
+
+
+def _without_stages(layers: Layers) -> Layers:
+    """A copy whose tables can be changed, without the table of stages."""
+    values = {name: _copied(value) for name, value in layers.values.items() if name != "stages"}
+    return replace(layers, values=values, origins={p: w for p, w in layers.origins.items() if p[0] != "stages"})
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+def _add(layers: Layers, tables: dict[str, Any], job: Layers, index: int) -> None:
+    layers.add(_copied(tables), lambda path: job.where(("stages", index, *path)))
+    layers.unset()
+
+
+def _next(before: Border, stage: dict[str, Any], tokens_of_step: int) -> Border:
+    """The border of the next stage, after stretches of steps of `tokens_of_step`."""
+    after = stage.get("at_step")
+    if after is None:
+        after = before.after - (before.tokens - stage["at_tokens"]) // tokens_of_step  # rounded up to a whole step
+    tokens = before.tokens + (after - before.after) * tokens_of_step
+    return Border(after, tokens, after if stage.get("lr_schedule") else before.schedule_after)
+
+
+# --------------------------------------------------------------------------- checks
+
+
+def check_stages(stages: Sequence[dict[str, Any]]) -> Iterator[Problem]:
+    """What is wrong with the tables [[stages]] before they are unfolded; a key that no job has, a later check finds."""
+    for index, stage in enumerate(stages):
+        key = f"stages.{index}"
+        places = [name for name in ("at_step", "at_tokens") if stage.get(name) is not None]
+        if len(places) != 1:
+            which = "both" if places else "neither"
+            yield key, f"a stage begins at_step or at_tokens, and this one has {which}; set one of them"
+        changed = [path for name in TABLES for path, _ in leaves(stage.get(name) or {}, (name,))]
+        if not changed:
+            yield key, f"this stage changes nothing; it may set {', '.join(CHANGEABLE)}"
+        for path in changed:
+            if find(path) and not _may_change(path):
+                yield (
+                    f"{key}.{dotted(path)}",
+                    f"{dotted(path)} is the same in the whole run; a stage may set {', '.join(CHANGEABLE)}",
+                )
+
+
+def _may_change(path: KeyPath) -> bool:
+    return any(f"{dotted(path)}.".startswith(f"{name}.") for name in CHANGEABLE)
+
+
+def check_order(stages: Sequence[RunStage]) -> Iterator[Problem]:
+    """What is wrong between stages that are each right by themselves."""
+    for index, (one, other) in enumerate(pairwise(stages)):
+        if other.border.after <= one.border.after:
+            yield (
+                f"stages.{index}",
+                f"this stage begins after step {other.border.after:,}, and the one before it after step "
+                f"{one.border.after:,}; the steps must ascend",
+            )
+        always = [_never_trained(stage.config) for stage in (one, other)]
+        if always[0] != always[1]:
+            yield (
+                f"stages.{index}.optimizer.groups",
+                f"freeze = true is for the whole run, as such parameters have no optimizer state, and it changes here "
+                f"({_names(always[0])} -> {_names(always[1])}); set freeze_until_step = N, also in the stages before, "
+                "for parameters that train from step N + 1 on",
+            )
+
+
+def _never_trained(config: Config) -> list[str]:
+    return [group.pattern for group in config.optimizer.groups if group.freeze]
+
+
+def _names(patterns: list[str]) -> str:
+    return ", ".join(patterns) or "none"
+
+
+# --------------------------------------------------------------------------- configs that were stored
+
+
+def stored_stages(config: dict[str, Any]) -> list[tuple[Border, dict[str, Any]]]:
+    """The border and the keys of each stage of a complete config, given as nested tables."""
+    found = unfolded(Layers("", config))
+    return [(border, layers.values) for border, layers in found]
+
+
+def in_effect(config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """The keys of a complete config with which the last of `steps` steps was trained, without its stages.
+
+    A stranger's config that can't be unfolded is returned as it is.
+    """
+    try:
+        found = stored_stages(config)
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError):
+        return config
+    return [values for border, values in found if border.after < max(1, steps)][-1]
+
+
+def trained_diff(old: dict[str, Any], new: dict[str, Any], steps: int) -> tuple[int, list[str]]:
+    """Compare the run keys of two complete configs over the steps that were trained.
+
+    Args:
+        old, new: the configs as nested tables.
+        steps: the number of steps that were trained with `old`; later stages of both may differ.
+
+    Returns:
+        The first step that would differ, and a line for each key that does there, as of `run_key_diff`; no lines if
+        none does.
+    """
+    both = stored_stages(old), stored_stages(new)
+    borders = sorted({border.after for found in both for border, _ in found if border.after < max(1, steps)})
+    for after in borders:
+        then, now = ([each for each in found if each[0].after <= after][-1] for found in both)
+        lines = run_key_diff(then[1], now[1])
+        if not lines and then[0].schedule_after != now[0].schedule_after:
+            lines = [f"lr_schedule counts from step {then[0].schedule_after} -> {now[0].schedule_after}"]
+        if lines:
+            return after + 1, lines
+    return 0, []
