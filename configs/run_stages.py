@@ -51,6 +51,14 @@ class RunStage:
         """Number of its first step."""
         return self.border.after + 1
 
+    def __str__(self) -> str:
+        training = self.config.training
+        sources = ", ".join(f"{source.name} {source.weight:g}" for source in self.config.data.sources)
+        return (
+            f"{training.global_batch_size:,} sequences of {training.seq_len:,} tokens per step; sources {sources}; "
+            f"peak learning rate {self.config.optimizer.lr:g}"
+        )
+
     def schedule_step(self, number: int) -> int:
         """Steps of its learning-rate schedule before step `number` of the run."""
         return number - 1 - self.border.schedule_after
@@ -146,6 +154,8 @@ def check_order(stages: Sequence[RunStage]) -> Iterator[Problem]:
                 f"this stage begins after step {other.border.after:,}, and the one before it after step "
                 f"{one.border.after:,}; the steps must ascend",
             )
+        if one.config.attention.backend == "flex" and one.config.training.seq_len != other.config.training.seq_len:
+            yield f"stages.{index}.training.seq_len", 'attention.backend = "flex" is made for sequences of one length'
         always = [_never_trained(stage.config) for stage in (one, other)]
         if always[0] != always[1]:
             yield (

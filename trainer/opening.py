@@ -1,6 +1,6 @@
 """Opens a job: checks all that it names, and finds its data and its checkpoint, before minutes go into weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from configs.errors import mistakes_of_the_job
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
+from configs.run_stages import RunStage, stage_of
 from configs.schema import Config
 from parallelisms.attention.backend import attention_kernel
 from parallelisms.mesh import Mesh, build_mesh
@@ -88,8 +89,9 @@ class Opened:
             shapes = skeleton(config.model).shapes
             self.found = self.checkpoints.find({f"model.{name}": shape for name, shape in shapes.items()})
             """The checkpoint's record of the run; None if the run starts from scratch."""
+            self.stages = [_as_opened(stage, config) for stage in job.stages]
+            """All stages of the run."""
             self.begin_at(self.found)
-            self.validation = Validation(config, self.mesh)
 
     def begin_at(self, saved: dict[str, Any] | None) -> None:
         """Set the run's progress, and open its data, at what a checkpoint says; None: at the start."""
@@ -97,7 +99,20 @@ class Opened:
             check_saved_state(saved)
         self.progress = Progress(self.config, RunState(**saved["run"]) if saved else RunState())
         position = saved["data"] if saved else {"next_sample": 0, "sources": None}
-        self.loader = open_loader(self.config, self.mesh, position)
+        # At a border, the position is the new stage's if the next sample is the first of a mixture.
+        is_first = position.get("start", {}).get("sample", 0) == position["next_sample"]
+        step = self.progress.run.step
+        self.stage = stage_of(self.stages, step + is_first or 1)
+        """The stage that the position in the data is of."""
+        self.progress.config = self.stage.config
+        self.loader = open_loader(self.stage.config, self.mesh, position)
+        self.validation = Validation(self.stage.config, self.mesh)
+
+
+def _as_opened(stage: RunStage, config: Config) -> RunStage:
+    """A stage with what a launch has chosen for the whole run."""
+    tables = {name: getattr(config, name) for name in ("activation_checkpoint", "fsdp", "checkpoint", "mesh")}
+    return replace(stage, config=stage.config.model_copy(update=tables))
 
 
 def open_loader(config: Config, mesh: Mesh, position: dict[str, Any]) -> DataLoader:
