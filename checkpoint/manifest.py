@@ -113,7 +113,7 @@ class Manifest:
         return in_effect(self.config, self.step)
 
     def value(self, table: str, key: str, kind: type[Value]) -> Value | None:
-        """The value of a key at the last step; None if it is missing or of another type, as in a stranger's checkpoint."""
+        """A key's value at the last step; None if it is missing or of another type, as in a stranger's checkpoint."""
         keys = self.in_effect.get(table)
         found = keys.get(key) if isinstance(keys, dict) else None
         return found if type(found) is kind else None

@@ -18,6 +18,7 @@ from configs.layout import (
 from configs.load import LoadedConfig
 from configs.reading.keys import Key, schema_keys
 from configs.reading.toml_text import value_text
+from configs.run_stages import stage_of
 from configs.schema import AnyModel, Config, is_described, is_run_key
 
 _MOST_COUNTS = 10
@@ -98,9 +99,10 @@ def summary(loaded: LoadedConfig, world_size: int | None) -> str:
     batch = config.training.global_batch_size
     tokens = tokens_per_step(config)
     steps = config.training.steps
+    in_all = stage_of(loaded.stages, steps).tokens_before(steps + 1)
     return (
         f"{loaded.file} is valid ({_parameters(config.model)}, global batch {batch} sequences = "
-        f"{tokens:,} tokens, {steps:,} steps = {_short(steps * tokens)} tokens, {_ranks(loaded, world_size)})"
+        f"{tokens:,} tokens, {steps:,} steps = {_short(in_all)} tokens, {_ranks(loaded, world_size)})"
     )
 
 

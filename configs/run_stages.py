@@ -178,21 +178,28 @@ def _names(patterns: list[str]) -> str:
 
 
 def stored_stages(config: dict[str, Any]) -> list[tuple[Border, dict[str, Any]]]:
-    """The border and the keys of each stage of a complete config, given as nested tables."""
-    found = unfolded(Layers("", config))
-    return [(border, layers.values) for border, layers in found]
+    """The border and the keys of each stage of a complete config, given as nested tables.
+
+    A stranger's config that can't be unfolded counts as one stage.
+    """
+    try:
+        return [(border, layers.values) for border, layers in unfolded(Layers("", config))]
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError):
+        return [(Border(), config)]
 
 
 def in_effect(config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """The keys of a complete config with which the last of `steps` steps was trained, without its stages.
+    """The keys of a complete config with which the last of `steps` steps was trained, without its stages."""
+    return _stored_stage(config, steps)[1]
 
-    A stranger's config that can't be unfolded is returned as it is.
-    """
-    try:
-        found = stored_stages(config)
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError):
-        return config
-    return [values for border, values in found if border.after < max(1, steps)][-1]
+
+def border_of(config: dict[str, Any], steps: int) -> Border:
+    """The border of the stage that the last of `steps` steps was trained in."""
+    return _stored_stage(config, steps)[0]
+
+
+def _stored_stage(config: dict[str, Any], steps: int) -> tuple[Border, dict[str, Any]]:
+    return [each for each in stored_stages(config) if each[0].after < max(1, steps)][-1]
 
 
 def trained_diff(old: dict[str, Any], new: dict[str, Any], steps: int) -> tuple[int, list[str]]:

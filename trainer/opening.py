@@ -1,5 +1,6 @@
 """Opens a job: checks all that it names, and finds its data and its checkpoint, before minutes go into weights."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from trainer.planning.float8 import float8_products
 from trainer.planning.flops import peak_flops
 from trainer.planning.least_recomputation import chosen, least_recomputation
 from trainer.planning.skeleton import skeleton
+from trainer.planning.stage_table import stage_table
 from trainer.planning.unknown_names import require_known_names
 from trainer.preparation import import_weights, prepare_data, require_inputs, with_imported_weights
 from trainer.progress import Progress
@@ -67,14 +69,18 @@ class Opened:
         self.device = device
         self.choice = job.choice
         self.warnings = job.warnings
+        self.plan = stage_table(job)
+        """The stages of the run, a line each; empty if there are none."""
         self.peak = peak_flops(device_name(device), config.training)
         """The device's peak FLOP/s; None if it is unknown."""
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), device)
         with mistakes_of_the_job():
             require_known_names(job)
-            self.recomputation = least_recomputation(config, self.mesh)
+            largest = max((stage.config for stage in job.stages), key=_tokens_at_once)
+            self.recomputation = least_recomputation(largest, self.mesh)
             """The recomputation that fits the memory; None: as the job says."""
-            self.config = config = chosen(config, self.recomputation)
+            chosen_job = chosen(largest, self.recomputation)
+            self.config = config = _with_tables(config, chosen_job, ("activation_checkpoint", "fsdp"))
             # What the job leaves open, each as a launch prints it:
             self.attention = attention_kernel(config, device)
             self.float8 = float8_products(config, device)
@@ -83,7 +89,8 @@ class Opened:
             with runtime.ledger.measure(Kind.PREPARATION):
                 watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, runtime.stop))
                 watchdog.on_first_rank("importing weights", lambda: import_weights(config, console))
-                compare_data(config)
+                for stage in job.stages:
+                    compare_data(stage.config)
             self.config = config = with_imported_weights(config)
             self.checkpoints = open_checkpoints(config, self.mesh, console, watchdog.incarnation)
             shapes = skeleton(config.model).shapes
@@ -98,7 +105,7 @@ class Opened:
         if saved:
             check_saved_state(saved)
         self.progress = Progress(self.config, RunState(**saved["run"]) if saved else RunState())
-        position = saved["data"] if saved else {"next_sample": 0, "sources": None}
+        position: dict[str, Any] = saved["data"] if saved else {"next_sample": 0, "sources": None}
         # At a border, the position is the new stage's if the next sample is the first of a mixture.
         is_first = position.get("start", {}).get("sample", 0) == position["next_sample"]
         step = self.progress.run.step
@@ -111,8 +118,17 @@ class Opened:
 
 def _as_opened(stage: RunStage, config: Config) -> RunStage:
     """A stage with what a launch has chosen for the whole run."""
-    tables = {name: getattr(config, name) for name in ("activation_checkpoint", "fsdp", "checkpoint", "mesh")}
-    return replace(stage, config=stage.config.model_copy(update=tables))
+    return replace(stage, config=_with_tables(stage.config, config, ("activation_checkpoint", "fsdp", "checkpoint")))
+
+
+def _with_tables(config: Config, other: Config, names: Iterable[str]) -> Config:
+    """A config with some tables of another."""
+    return config.model_copy(update={name: getattr(other, name) for name in names})
+
+
+def _tokens_at_once(config: Config) -> int:
+    """Tokens of a micro-batch, on which the memory of activations depends."""
+    return config.training.micro_batch_size * config.training.seq_len
 
 
 def open_loader(config: Config, mesh: Mesh, position: dict[str, Any]) -> DataLoader:

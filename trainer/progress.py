@@ -17,7 +17,7 @@ class Progress:
     def __init__(self, config: Config, run: RunState) -> None:
         """`run`: the state that this launch begins with."""
         self.config = config
-        """Of the present stage of the run."""
+        """The keys of the present stage of the run."""
         self.run = run
         self.first_step = run.step
         """Steps completed before this launch."""

@@ -63,7 +63,7 @@ class Learner:
     """Model, optimizer and loss on this rank's place in the mesh."""
 
     config: Config
-    """Of the present stage of the run."""
+    """The keys of the present stage of the run."""
     mesh: Mesh
     stages: dict[int, nn.Module]
     """This rank's pipeline stages by number; without a pipeline, stage 0 is the whole model."""

@@ -96,7 +96,9 @@ def test_stops_in_each_stage_and_at_its_borders_leave_no_trace(folder: Path, mod
         straight = "straight-compiled"
         launch(folder, f"{words} --job.output_dir {straight}", config=folder / "job.toml")
     for steps in (5, 7, 10, 13, 16, 20):
-        launch(folder, f"{words} --job.output_dir stopped-{mode[:2]} --training.steps {steps}", config=folder / "job.toml")
+        launch(
+            folder, f"{words} --job.output_dir stopped-{mode[:2]} --training.steps {steps}", config=folder / "job.toml"
+        )
     run = folder / f"stopped-{mode[:2]}"
     assert curve(run) == curve(folder / straight)
     assert_same_tensors(tensors(run), tensors(folder / straight))
@@ -106,8 +108,17 @@ def test_stops_in_each_stage_and_at_its_borders_leave_no_trace(folder: Path, mod
 def test_another_mesh_goes_on_with_the_same_curve(folder: Path):
     words = "--training.dtype float64 --training.compute_dtype float64 --training.reduce_dtype float64"
     launch(folder, f"{words} --job.output_dir straight64", config=folder / "job.toml")
-    for steps, ranks, mesh in ((5, 2, ""), (7, 0, ""), (10, 2, "--mesh.tp 2"), (13, 2, ""), (16, 2, "--mesh.pp 2"), (20, 0, "")):
-        launch(folder, f"{words} {mesh} --job.output_dir moved --training.steps {steps}", ranks, config=folder / "job.toml")
+    for steps, ranks, mesh in (
+        (5, 2, ""),
+        (7, 0, ""),
+        (10, 2, "--mesh.tp 2"),
+        (13, 2, ""),
+        (16, 2, "--mesh.pp 2"),
+        (20, 0, ""),
+    ):
+        launch(
+            folder, f"{words} {mesh} --job.output_dir moved --training.steps {steps}", ranks, config=folder / "job.toml"
+        )
     assert curve(folder / "moved") == [pytest.approx(point, rel=1e-10) for point in curve(folder / "straight64")]
     ours, theirs = tensors(folder / "moved"), tensors(folder / "straight64")
     for name, tensor in theirs.items():

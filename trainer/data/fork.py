@@ -1,4 +1,4 @@
-"""The position in the data of a run that goes on with another mixture: at a stage's border, or from another's checkpoint.
+"""The position in the data of a run that goes on with another mixture, at a stage's border or from a checkpoint.
 
 Each source goes on where it was left, so that an epoch of a source repeats no token and leaves none out; token files
 also with windows of another length (see `lengths`). Windows in another order can't go on from there.

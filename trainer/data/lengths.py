@@ -34,7 +34,9 @@ class Read(NamedTuple):
 class Stream(Protocol):
     """Inputs that windows are cut from, each of which has a target."""
 
-    length: int
+    @property
+    def length(self) -> int:
+        """Number of inputs."""
 
     def tokens(self, positions: np.ndarray) -> np.ndarray:
         """The tokens of the source, by number, that are the inputs at `positions`; int64 of the same shape."""

@@ -93,7 +93,7 @@ def _groups(
     model_names: Sequence[str],
     later: Sequence[Optimizer] = (),
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the parameter groups of each optimizer, by its name; members of a group have the same values in `later`."""
+    """Return the parameter groups of each optimizer, by its name; members of a group are alike in `later`, too."""
     values = _values(config, named_parameters, model_names)
     of_stages = [values, *(_values(each, named_parameters, model_names) for each in later)]
     members: dict[tuple, list[tuple[str, Parameter]]] = {}

@@ -50,7 +50,7 @@ class StepRecords:
         """
         self._incarnation = incarnation
         self.config = config
-        """Of the present stage of the run."""
+        """The keys of the present stage of the run."""
         self._console = console
         self._ledger = ledger
         self._peak = peak

@@ -1,4 +1,4 @@
-"""Sequences that change their length within an epoch: each input is read once, with its own next token as its target."""
+"""Sequences change their length within an epoch: each input is read once, and its target is the source's next token."""
 
 import random
 from dataclasses import dataclass, field
@@ -21,7 +21,8 @@ class Numbers:
     fingerprint: str = ""
 
     def read(self, start, length):
-        assert 0 <= start and start + length <= self.n_tokens
+        assert start >= 0
+        assert start + length <= self.n_tokens
         return np.arange(start, start + length)
 
     def document_starts(self, start, length):
