@@ -1,11 +1,14 @@
 """A run of three stages: stopped anywhere, also at and between borders, and on another mesh, it is the same run."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from scripts import data
+from scripts.microscope.run_data import RunData
 from tests.end_to_end.launch import TINY, assert_same_tensors, curve, launch, records, tensors
 from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.tokenizer import load_tokenizer, train_sentencepiece
@@ -144,3 +147,34 @@ def test_a_stage_is_added_to_a_run_that_has_ended_and_a_trained_one_stays(folder
 def test_the_stored_job_is_the_same_run(folder: Path):
     launch(folder, "--job.output_dir again", config=folder / "straight" / "config.toml")
     assert curve(folder / "again") == curve(folder / "straight")
+
+
+def test_keel_data_sees_through_the_stages(folder: Path, capsys):
+    """The readings of all steps are inputs that a run reads once in an epoch, and `uses` is their inverse."""
+    run = RunData(copied(folder, "straight"))
+    read: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
+    for step, length in [(n, 16 if n <= 7 else 32 if n <= 13 else 24) for n in range(1, 21)]:
+        for reading in run.readings(step):
+            assert sum(stop - 1 - start for start, stop in reading.pieces) == length
+            for start, stop in reading.pieces:
+                for target in range(start + 1, stop):
+                    read.setdefault((reading.source, target), []).append((reading.epoch, reading.sample, step))
+    assert max(len(uses) for uses in read.values()) == 2
+    for uses in read.values():
+        assert len({epoch for epoch, *_ in uses}) == len(uses)
+    for name, size in (("web", 1100), ("code", 700), ("books", 900)):
+        for target in range(size):
+            found = [(use.epoch, use.sample, use.step) for use in run.uses(name, target, target + 1)]
+            assert found == read.get((name, target), []), (name, target)
+    ledger = {row.source: row for row in run.ledger(20)}
+    assert sum(row.tokens for row in ledger.values()) == 3008
+    assert 1.2 < ledger["web"].epochs < 1.3
+    assert data.main(["step", str(folder / "straight"), "8"]) == 0
+    assert "samples 56 to 59, 32 tokens each" in capsys.readouterr().out
+
+
+def copied(folder: Path, name: str) -> Path:
+    """The run, with paths that do not depend on the current folder."""
+    config = folder / name / "config.toml"
+    config.write_text(re.sub(r'path = "(\w+[.\w]*)"', rf'path = "{folder}/\1"', config.read_text()))
+    return folder / name

@@ -41,6 +41,9 @@ class Stream(Protocol):
     def tokens(self, positions: np.ndarray) -> np.ndarray:
         """The tokens of the source, by number, that are the inputs at `positions`; int64 of the same shape."""
 
+    def positions(self, tokens: np.ndarray) -> np.ndarray:
+        """The inverse of `tokens`; -1 for tokens that are no inputs of the stream."""
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -51,6 +54,10 @@ class Whole:
     def tokens(self, positions: np.ndarray) -> np.ndarray:
         """The positions themselves."""
         return positions
+
+    def positions(self, tokens: np.ndarray) -> np.ndarray:
+        """The tokens themselves."""
+        return np.where((tokens >= 0) & (tokens < self.length), tokens, -1)
 
 
 class Rest:
@@ -83,6 +90,22 @@ class Rest:
         windows[is_behind] = nth[is_behind] - self._n_unread + self._n_windows
         return self._stream.tokens(windows * self._seq_len + offset)
 
+    def positions(self, tokens: np.ndarray) -> np.ndarray:
+        """See `Stream`."""
+        inside = self._stream.positions(tokens)
+        windows, offset = np.divmod(inside, self._seq_len)
+        distinct, which = np.unique(windows, return_inverse=True)
+        nth = np.array([self._nth(window) for window in distinct.tolist()], dtype=np.int64)[which]
+        return np.where((inside < 0) | (nth < 0), -1, nth * self._seq_len + offset)
+
+    def _nth(self, window: int) -> int:
+        """The inverse of `_unread`, also behind the last whole window; -1 if the window was read."""
+        if window >= self._n_windows:
+            return self._n_unread + window - self._n_windows
+        block, place = divmod(max(0, window), _BLOCK_BITS)
+        bits = np.unpackbits(self._bits[block])
+        return int(self._before[block] + bits[:place].sum(dtype=np.int64)) if bits[place] else -1
+
     def _unread(self, nth: np.ndarray) -> np.ndarray:
         """The nth windows that were not read, counted from 0; ascending."""
         blocks = np.searchsorted(self._before, nth, side="right") - 1
@@ -109,7 +132,7 @@ class Lengths:
             seq_len: length of the windows now.
             earlier: how far it was read with windows of other lengths, in the order of the run; not empty.
         """
-        self._seq_len = seq_len
+        self.seq_len = seq_len
         self._whole = Epochs(name, n_inputs // seq_len, seed)
         self.first = earlier[-1].until
         """The first ordinal of this length."""
@@ -137,7 +160,7 @@ class Lengths:
 
     def inputs(self, window: int) -> np.ndarray:
         """The tokens, by number, that are the inputs of a window of `rest`; the next of each is its target."""
-        return self.rest.tokens(np.arange(window * self._seq_len, (window + 1) * self._seq_len))
+        return self.rest.tokens(np.arange(window * self.seq_len, (window + 1) * self.seq_len))
 
 
 def _epoch_and_cuts(n_inputs: int, earlier: Sequence[Read]) -> tuple[int, list[tuple[int, int]]]:

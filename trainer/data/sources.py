@@ -120,6 +120,16 @@ class TokenSource:
         """The tokens [start, stop) of a window."""
         return window * self._seq_len, (window + 1) * self._seq_len + 1
 
+    def reads(self, ordinal: int) -> tuple[int, list[tuple[int, int]]]:
+        """The epoch of the source's `ordinal`-th sample, and the tokens [start, stop) of each piece of its window."""
+        if self.lengths is None:
+            window = int(self.epochs.window(np.array([ordinal]))[0])
+            return ordinal // self.n_windows, [self.span(window)]
+        address = int(self.addresses(np.array([ordinal]))[0])
+        after = ordinal - self.lengths.first - self.lengths.n_rest
+        pieces = [(start, stop + 1) for start, stop in self.pieces(address)]
+        return self.lengths.epoch + (1 + after // self.n_windows if after >= 0 else 0), pieces
+
     def windows_of(self, start: int, stop: int) -> np.ndarray:
         """The windows with a target in tokens [start, stop): any but the first of a window."""
         return np.arange(max(0, (start - 1) // self._seq_len), min(self.n_windows, (stop - 2) // self._seq_len + 1))

@@ -22,7 +22,7 @@ def stage_table(job: LoadedConfig) -> list[str]:
     sizes: dict[str, int | None] = {}
     total: Counter[str] = Counter()
     steps = job.config.training.steps
-    rows = [_HEAD]
+    rows: list[tuple[str, ...]] = [_HEAD]
     for number, (stage, following) in enumerate(pairwise([*job.stages, None]), 1):
         assert stage is not None
         last = steps if following is None else min(steps, following.border.after)
