@@ -131,18 +131,20 @@ def _ranks(loaded: LoadedConfig, world_size: int | None) -> str:
         ranks = f"{world_size} rank{'s' * (world_size != 1)}"
         mesh = f": {sizes}" if world_size > 1 else ""
         return f"{ranks}{mesh}, {steps} micro-batch{'es' * (steps != 1)} per step"
-    counts = _rank_counts(config)
+    counts = _rank_counts(loaded)
     if len(counts) > _MOST_COUNTS:
         return f"{', '.join(map(str, counts[:_MOST_COUNTS]))} or up to {counts[-1]} ranks ({len(counts)} counts)"
     *others, most = map(str, counts)
     return f"{', '.join(others)}{' or ' if others else ''}{most} rank{'s' * (most != '1')}"
 
 
-def _rank_counts(config: Config) -> list[int]:
-    """The numbers of ranks that form the mesh and divide the global batch."""
+def _rank_counts(loaded: LoadedConfig) -> list[int]:
+    """The numbers of ranks that form the mesh and divide the global batch, in all stages up to training.steps."""
+    config = loaded.config
     if config.mesh.dp_shard != -1:
         return [smallest_world_size(config.mesh)]
-    return [ranks for ranks in rank_counts(config) if not check(config, ranks)]
+    reached = [stage.config for stage in loaded.stages if stage.border.after < config.training.steps]
+    return [ranks for ranks in rank_counts(config) if not any(check(each, ranks) for each in reached)]
 
 
 def _short(count: int) -> str:

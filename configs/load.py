@@ -148,7 +148,9 @@ def _later_stages(
     for border, job in islice(unfolded(layers), 1, None):
         of_stage, _ = _validated(job, _own_code(job, is_stored))
         of_stage = of_stage.model_copy(update={"mesh": config.mesh})
-        _refuse(_between(check(of_stage, choice.ranks if choice else world_size), job))
+        is_reached = border.after < config.training.steps  # until then, a resume may change the mesh
+        ranks = choice.ranks if choice else world_size
+        _refuse(_between(check(of_stage, ranks if is_reached else None), job))
         stages.append(RunStage(border, of_stage))
     return stages
 
