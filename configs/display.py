@@ -19,7 +19,7 @@ from configs.load import LoadedConfig
 from configs.reading.keys import Key, schema_keys
 from configs.reading.toml_text import value_text
 from configs.run_stages import stage_of
-from configs.schema import AnyModel, Config, is_described, is_run_key
+from configs.schema import AnyModel, is_described, is_run_key
 
 _MOST_COUNTS = 10
 """Numbers of ranks that `--validate` lists."""
