@@ -213,13 +213,26 @@ def trained_diff(old: dict[str, Any], new: dict[str, Any], steps: int) -> tuple[
         The first step that would differ, and a line for each key that does there, as of `run_key_diff`; no lines if
         none does.
     """
+    differing = ((after, lines) for after, lines in _differences(old, new, 0) if after < max(1, steps) and lines)
+    after, lines = next(differing, (-1, []))
+    return after + 1, lines
+
+
+def later_diff(old: dict[str, Any], new: dict[str, Any], steps: int) -> list[str]:
+    """Compare the run keys of two complete configs over the steps after `steps`; a line for each key that differs."""
+    found = [
+        [f"from step {after + 1:,} on: {line}" for line in lines] if after > steps else lines
+        for after, lines in _differences(old, new, steps)
+    ]
+    return [line for lines in found for line in lines]
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], first: int) -> Iterator[tuple[int, list[str]]]:
+    """The differences after `first` steps and at each later border of either config."""
     both = stored_stages(old), stored_stages(new)
-    borders = sorted({border.after for found in both for border, _ in found if border.after < max(1, steps)})
-    for after in borders:
+    for after in sorted({first} | {border.after for found in both for border, _ in found if border.after > first}):
         then, now = ([each for each in found if each[0].after <= after][-1] for found in both)
         lines = run_key_diff(then[1], now[1])
         if not lines and then[0].schedule_after != now[0].schedule_after:
             lines = [f"lr_schedule counts from step {then[0].schedule_after} -> {now[0].schedule_after}"]
-        if lines:
-            return after + 1, lines
-    return 0, []
+        yield after, lines

@@ -23,7 +23,7 @@ from configs.errors import ConfigError, UserError, listed
 from configs.files import write_atomically
 from configs.load import LoadedConfig, load
 from configs.reading.toml_text import value_text
-from configs.run_stages import stage_of, trained_diff
+from configs.run_stages import later_diff, stage_of
 from scripts.command import end, parser_of, positive, run_command, without_overrides
 from trainer.report.console import Console
 from trainer.report.metrics import METRICS_NAME, cut_back
@@ -53,7 +53,7 @@ def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Consol
     checkpoint = _checkpoint(run, options.at, options.at_tokens)
     manifest = read_manifest(checkpoint)
     job = _job_of(run, output, options.without, overrides)
-    _, changes = trained_diff(manifest.config, job.config.model_dump(mode="json"), manifest.step)
+    changes = later_diff(manifest.config, job.config.model_dump(mode="json"), manifest.step)
     _require_fitting(checkpoint, manifest, job)
     saved = read_trainer_state(checkpoint)
     position = _position(saved, manifest, job)

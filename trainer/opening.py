@@ -10,7 +10,7 @@ import torch.distributed as dist
 from configs.errors import mistakes_of_the_job
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
-from configs.run_stages import RunStage, stage_of
+from configs.run_stages import TABLES, RunStage, stage_of
 from configs.schema import Config
 from parallelisms.attention.backend import attention_kernel
 from parallelisms.mesh import Mesh, build_mesh
@@ -117,8 +117,8 @@ class Opened:
 
 
 def _as_opened(stage: RunStage, config: Config) -> RunStage:
-    """A stage with what a launch has chosen for the whole run."""
-    return replace(stage, config=_with_tables(stage.config, config, ("activation_checkpoint", "fsdp", "checkpoint")))
+    """A stage with the tables of the whole run as this launch has them."""
+    return replace(stage, config=_with_tables(stage.config, config, Config.model_fields.keys() - set(TABLES)))
 
 
 def _with_tables(config: Config, other: Config, names: Iterable[str]) -> Config:

@@ -73,8 +73,9 @@ class Trainer:
             self.loader = opened.loader
             self.stages = opened.stages
             self.stage = opened.stage
-            self.config = self.stage.config
-            self.learner.begin_stage(self.config)
+            if self.stage is not self.stages[0]:
+                self.config = self.stage.config
+                self.learner.begin_stage(self.config)
             self.checkpoints.begin_lineage()
             self.checkpoints.check_memory(self.learner.state())
             self.watch = Watch(runtime, self.config, self.learner, self.run.step)

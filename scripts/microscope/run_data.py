@@ -211,7 +211,8 @@ class RunData:
             samples += n
             tokens += n * view.seq_len
             epochs += n / view.tokens_of(name).n_windows if n and view.sources[name].kind == "tokens" else 0.0
-        passed_over = max((self._read_before(name, furthest, view) for view in self.views), default=0) - samples
+        last = [view for view in self.views if view.start.sample < furthest][-1:] or self.views[:1]
+        passed_over = max(0, self._read_before(name, furthest, last[0]) - samples)
         return Ledger(name, samples, tokens, passed_over, epochs if self.sources[name].kind == "tokens" else None)
 
     def _read_before(self, name: str, sample: int, view: View) -> int:

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts import data
+from scripts import data, fork
 from scripts.microscope.run_data import RunData
+from scripts.page.figures import marks
+from scripts.page.recorded import read_run
 from tests.end_to_end.launch import TINY, assert_same_tensors, curve, launch, records, tensors
 from trainer.data.text.token_writer import TokenFileWriter
 from trainer.data.tokenizer import load_tokenizer, train_sentencepiece
@@ -168,6 +170,7 @@ def test_keel_data_sees_through_the_stages(folder: Path, capsys):
             assert found == read.get((name, target), []), (name, target)
     ledger = {row.source: row for row in run.ledger(20)}
     assert sum(row.tokens for row in ledger.values()) == 3008
+    assert {row.passed_over for row in ledger.values()} == {0}
     assert 1.2 < ledger["web"].epochs < 1.3
     assert data.main(["step", str(folder / "straight"), "8"]) == 0
     assert "samples 56 to 59, 32 tokens each" in capsys.readouterr().out
@@ -178,3 +181,23 @@ def copied(folder: Path, name: str) -> Path:
     config = folder / name / "config.toml"
     config.write_text(re.sub(r'path = "(\w+[.\w]*)"', rf'path = "{folder}/\1"', config.read_text()))
     return folder / name
+
+
+def test_a_fork_at_a_border_that_changes_nothing_is_the_run(folder: Path, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    launch(folder, "--job.output_dir short --training.steps 7", config=folder / "job.toml")
+    assert fork.main(["short", "--output", "forked", "--training.steps", "20"]) == 0
+    assert "nothing of what is learned differs" in capsys.readouterr().out
+    launch(folder, "", config=folder / "forked" / "config.toml")
+    assert curve(folder / "forked") == curve(folder / "straight")
+    assert fork.main(["short", "--output", "other", "--stages.1.training.seq_len", "40"]) == 0
+    assert "from step 14 on: training.seq_len: 24 -> 40" in capsys.readouterr().out
+
+
+def test_the_report_marks_the_borders(folder: Path):
+    found = [
+        (mark["step"], mark["text"])
+        for mark in marks(read_run(folder / "straight", "straight"))
+        if mark["kind"] == "stage"
+    ]
+    assert found == [(7, "stage 2 begins"), (13, "stage 3 begins")]

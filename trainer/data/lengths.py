@@ -13,6 +13,7 @@ again within the epoch, the windows left of the stream form the next stream in t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -136,16 +137,22 @@ class Lengths:
         self._whole = Epochs(name, n_inputs // seq_len, seed)
         self.first = earlier[-1].until
         """The first ordinal of this length."""
-        self.epoch, cuts = _epoch_and_cuts(n_inputs, earlier)
-        """Number of the epoch that the first ordinal is in."""
-        self.rest: Stream = Whole(n_inputs)
-        """What is left of that epoch."""
-        for depth, cut in enumerate(cuts):
-            self.rest = Rest(self.rest, *cut, _key(name, seed, self.epoch, depth))
-        self.n_rest = self.rest.length // seq_len
-        """Windows of that."""
-        self.key = _key(name, seed, self.epoch, len(cuts))
-        """Gives the order of those."""
+        self.epoch, self._cuts = _epoch_and_cuts(n_inputs, earlier)
+        """Number of the epoch that the first ordinal is in, and what was read of it."""
+        self._n_inputs = n_inputs
+        self.n_rest = (n_inputs - sum(length * n_read for length, n_read in self._cuts)) // seq_len
+        """Windows of `rest`."""
+        self._keys = [_key(name, seed, self.epoch, depth) for depth in range(len(self._cuts) + 1)]
+        self.key = self._keys[-1]
+        """Gives the order of those windows."""
+
+    @cached_property
+    def rest(self) -> Stream:
+        """What is left of the epoch that the first ordinal is in; made when the first window of it is read."""
+        rest: Stream = Whole(self._n_inputs)
+        for cut, key in zip(self._cuts, self._keys, strict=False):
+            rest = Rest(rest, *cut, key)
+        return rest
 
     def locate(self, ordinals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Whether each of the source's samples is in `rest`, and the number of its window, there or in the source."""
