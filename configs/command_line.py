@@ -181,7 +181,7 @@ def _answer(
     loaded = load(command.config, command.overrides, world_size)
     if command.action == "print_config":
         return loaded.to_toml(with_origins=True)
-    if _has_names(loaded.config):
+    if any(_has_names(job.config) for job in loaded.jobs):
         check_names(loaded)
     missing = "".join(f"warning: {line}; the machine that runs the job needs it\n" for line in missing_paths(loaded))
     idle = "".join(f"warning: {line}\n" for line in (*loaded.warnings, *without_effect(loaded.config)))

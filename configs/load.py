@@ -49,7 +49,12 @@ class LoadedConfig:
     @property
     def stages(self) -> tuple[RunStage, ...]:
         """All stages of the run, the first of which is `config`."""
-        return (RunStage(Border(), self.config), *self.later_stages)
+        return (RunStage(Border(), self.config, self.layers), *self.later_stages)
+
+    @property
+    def jobs(self) -> "list[LoadedConfig]":
+        """The job of each stage, whose errors name where the stage sets a key."""
+        return [self, *(LoadedConfig(stage.config, stage.layers) for stage in self.later_stages)]
 
     @property
     def file(self) -> str:
@@ -151,7 +156,7 @@ def _later_stages(
         is_reached = border.after < config.training.steps  # until then, a resume may change the mesh
         ranks = choice.ranks if choice else world_size
         _refuse(_between(check(of_stage, ranks if is_reached else None), job))
-        stages.append(RunStage(border, of_stage))
+        stages.append(RunStage(border, of_stage, job))
     return stages
 
 

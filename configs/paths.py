@@ -24,13 +24,14 @@ _NOT_FILES = ("hub:", "python_stdlib")
 
 def missing_paths(job: LoadedConfig) -> list[str]:
     """Return a line for each missing path, with where it was set; paths that the job creates itself are left out."""
-    found = [*_tokenizer(job.config), *_data(job.config), *_checkpoint(job.config), *_commands(job.config)]
-    known = set(found)
-    for number, stage in enumerate(job.later_stages):
-        of_stage = [missing for missing in _data(stage.config) if missing not in known]
-        found += [(f"stages.{number}.{key}", problem) for key, problem in of_stage]
-        known.update(of_stage)
-    return [f"{job.layers.where(key_path(key))}: {key} {problem}" for key, problem in found]
+    found = [*_tokenizer(job.config), *_checkpoint(job.config), *_commands(job.config)]
+    lines = [_line(job, missing) for missing in found]
+    return [*lines, *dict.fromkeys(_line(each, missing) for each in job.jobs for missing in _data(each.config))]
+
+
+def _line(job: LoadedConfig, missing: Missing) -> str:
+    key, problem = missing
+    return f"{job.layers.where(key_path(key))}: {key} {problem}"
 
 
 def _looked_at(key: str, path: str, problems: Iterator[Missing]) -> Iterator[Missing]:

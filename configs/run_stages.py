@@ -6,7 +6,7 @@ the one before, and whose steps count from the stage's first.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -45,6 +45,8 @@ class RunStage:
     border: Border
     config: Config
     """The keys that apply; it has no stages of its own."""
+    layers: Layers = field(default_factory=lambda: Layers(""), compare=False, repr=False)
+    """Where each key was set."""
 
     @property
     def first_step(self) -> int:

@@ -66,7 +66,7 @@ def say_hello(job: Opened, console: Console) -> None:
         console.warning(complaint)
     if config.compile.enable:
         console.line("torch.compile compiles in the first steps, which may take minutes")
-    warn_if_too_large(config, mesh.device, console, mesh)
+    warn_if_too_large(job.largest, mesh.device, console, mesh)
 
 
 def note_on_secret(environment: Mapping[str, str]) -> str:

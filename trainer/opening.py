@@ -75,7 +75,8 @@ class Opened:
         """The device's peak FLOP/s; None if it is unknown."""
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), device)
         with mistakes_of_the_job():
-            require_known_names(job)
+            for each in job.jobs:
+                require_known_names(each)
             largest = max((stage.config for stage in job.stages), key=_tokens_at_once)
             self.recomputation = least_recomputation(largest, self.mesh)
             """The recomputation that fits the memory; None: as the job says."""
@@ -98,6 +99,8 @@ class Opened:
             """The checkpoint's record of the run; None if the run starts from scratch."""
             self.stages = [_as_opened(stage, config) for stage in job.stages]
             """All stages of the run."""
+            self.largest = max((stage.config for stage in self.stages), key=_tokens_at_once)
+            """The job of the stage that takes the most memory."""
             self.begin_at(self.found)
 
     def begin_at(self, saved: dict[str, Any] | None) -> None:

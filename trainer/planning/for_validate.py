@@ -22,4 +22,5 @@ def check_names(job: LoadedConfig) -> None:
     """Raise a ConfigError if the job names a parameter or an op that does not exist."""
     from trainer.planning.unknown_names import require_known_names
 
-    require_known_names(job)
+    for each in job.jobs:
+        require_known_names(each)
