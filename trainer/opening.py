@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,6 +103,9 @@ class Opened:
             self.largest = max((stage.config for stage in self.stages), key=_tokens_at_once)
             """The job of the stage that takes the most memory."""
             self.begin_at(self.found)
+            for stage in self.stages:
+                if stage.first_step > self.stage.first_step:
+                    on_rank_zero(None, partial(_try_data, stage.config))
 
     def begin_at(self, saved: dict[str, Any] | None) -> None:
         """Set the run's progress, and open its data, at what a checkpoint says; None: at the start."""
@@ -117,6 +121,12 @@ class Opened:
         self.progress.config = self.stage.config
         self.loader = open_loader(self.stage.config, self.mesh, position)
         self.validation = Validation(self.stage.config, self.mesh)
+
+
+def _try_data(config: Config) -> None:
+    """Open and close the data of a later stage, so that what is too short shows now and not at its border."""
+    for is_validation in (False, True)[: 1 + (config.validation.interval > 0)]:
+        build_loader(config, 0, 1, start_sample=0, validation=is_validation).close()
 
 
 def _as_opened(stage: RunStage, config: Config) -> RunStage:

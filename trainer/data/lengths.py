@@ -181,7 +181,7 @@ def _epoch_and_cuts(n_inputs: int, earlier: Sequence[Read]) -> tuple[int, list[t
         n_left = left // read.seq_len
         before = read.until
         if n_read > n_left:
-            epochs, last = divmod(n_read - n_left - 1, n_inputs // read.seq_len)
+            epochs, last = divmod(n_read - n_left - 1, max(1, n_inputs // read.seq_len))
             epoch += 1 + epochs
             n_read = last + 1  # if that is all of an epoch, inputs behind its last whole window may be left
             left = n_inputs
