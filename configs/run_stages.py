@@ -7,7 +7,9 @@ the one before, and whose steps count from the stage's first.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import pairwise
+from operator import getitem
 from typing import Any
 
 from configs.checks.rule import Problem
@@ -25,6 +27,9 @@ CHANGEABLE = (
 )
 """The keys and tables that a stage may set; all others are of the whole run."""
 
+MOST_STAGES = 256
+"""Limit for the stages of a run, each of which is checked as a job; more is a slip of the hand."""
+
 
 @dataclass(frozen=True)
 class Border:
@@ -36,6 +41,8 @@ class Border:
     """Tokens of the run before it."""
     schedule_after: int = 0
     """Steps of the run before its learning-rate schedule begins."""
+    table: int = field(default=-1, compare=False)
+    """Index of its table in [[stages]]; -1: the first stage has none."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +92,40 @@ def unfolded(job: Layers) -> Iterator[tuple[Border, Layers]]:
     current = _without_stages(job)
     yield border, current
     for index, stage in enumerate(stages):
-        training = current.values["training"]
-        border = _next(border, stage, training["seq_len"] * training["global_batch_size"])
-        tables = {name: stage[name] for name in TABLES if stage.get(name)}
-        current = _without_stages(current)
-        if "lr_schedule" in tables:
-            current.remove(("lr_schedule",))
-        _add(current, tables, job, index)
-        yield border, current
+        for number, tables in enumerate(_ramp(stage)):
+            training = current.values["training"]
+            place = {"at_step": border.after + stage["every_steps"]} if number else stage
+            border = _next(border, place | tables, training["seq_len"] * training["global_batch_size"], index)
+            current = _without_stages(current)
+            if "lr_schedule" in tables:
+                current.remove(("lr_schedule",))
+            _add(current, tables, job, index)
+            yield border, current
+
+
+def _ramp(stage: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a table of [[stages]] sets: once, or with `every_steps` for each of the values in its lists."""
+    tables = {name: stage[name] for name in TABLES if stage.get(name)}
+    if stage.get("every_steps") is None:
+        yield tables
+        return
+    ramps = _ramps(tables)
+    n_stages = min(map(len, ramps.values()))
+    if n_stages > MOST_STAGES:
+        raise ValueError(f"a ramp of {n_stages} stages")
+    for number in range(n_stages):
+        of_step = _copied(tables)
+        for path, values in ramps.items():
+            reduce(getitem, path[:-1], of_step)[path[-1]] = values[number]
+        if number:
+            of_step.pop("lr_schedule", None)  # its schedule goes on
+        yield of_step
+
+
+def _ramps(tables: dict[str, Any]) -> dict[KeyPath, list[Any]]:
+    """The lists in place of values, by key."""
+    found = {path: value for path, value in leaves(tables) if isinstance(value, list)}
+    return {path: value for path, value in found.items() if (key := find(path)) and not key.type.startswith("list")}
 
 
 def _without_stages(layers: Layers) -> Layers:
@@ -112,13 +145,13 @@ def _add(layers: Layers, tables: dict[str, Any], job: Layers, index: int) -> Non
     layers.unset()
 
 
-def _next(before: Border, stage: dict[str, Any], tokens_of_step: int) -> Border:
+def _next(before: Border, stage: dict[str, Any], tokens_of_step: int, table: int) -> Border:
     """The border of the next stage, after stretches of steps of `tokens_of_step`."""
     after = stage.get("at_step")
     if after is None:
         after = before.after - (before.tokens - stage["at_tokens"]) // tokens_of_step  # rounded up to a whole step
     tokens = before.tokens + (after - before.after) * tokens_of_step
-    return Border(after, tokens, after if stage.get("lr_schedule") else before.schedule_after)
+    return Border(after, tokens, after if stage.get("lr_schedule") else before.schedule_after, table)
 
 
 # --------------------------------------------------------------------------- checks
@@ -126,12 +159,19 @@ def _next(before: Border, stage: dict[str, Any], tokens_of_step: int) -> Border:
 
 def check_stages(stages: Sequence[dict[str, Any]]) -> Iterator[Problem]:
     """What is wrong with the tables [[stages]] before they are unfolded; a key that no job has, a later check finds."""
+    tables = [{name: stage.get(name) or {} for name in TABLES} for stage in stages]
+    n_stages = sum(max([1, *map(len, _ramps(each).values())]) for each in tables)
+    if n_stages > MOST_STAGES:
+        yield "stages", f"{n_stages:,} stages are too many; at most {MOST_STAGES}"
     for index, stage in enumerate(stages):
         key = f"stages.{index}"
         places = [name for name in ("at_step", "at_tokens") if stage.get(name) is not None]
         if len(places) != 1:
             which = "both" if places else "neither"
             yield key, f"a stage begins at_step or at_tokens, and this one has {which}; set one of them"
+        lengths = {len(values) for values in _ramps(tables[index]).values()}
+        if stage.get("every_steps") is not None and (len(lengths) != 1 or 0 in lengths):
+            yield f"{key}.every_steps", "every_steps needs a list in place of a value; if several, of the same length"
         changed = [path for name in TABLES for path, _ in leaves(stage.get(name) or {}, (name,))]
         if not changed:
             yield key, f"this stage changes nothing; it may set {', '.join(CHANGEABLE)}"
@@ -149,7 +189,8 @@ def _may_change(path: KeyPath) -> bool:
 
 def check_order(stages: Sequence[RunStage]) -> Iterator[Problem]:
     """What is wrong between stages that are each right by themselves."""
-    for index, (one, other) in enumerate(pairwise(stages)):
+    for one, other in pairwise(stages):
+        index = other.border.table
         if other.border.after <= one.border.after:
             yield (
                 f"stages.{index}",
@@ -186,7 +227,7 @@ def stored_stages(config: dict[str, Any]) -> list[tuple[Border, dict[str, Any]]]
     """
     try:
         return [(border, layers.values) for border, layers in unfolded(Layers("", config))]
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError):
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError, ZeroDivisionError):
         return [(Border(), config)]
 
 

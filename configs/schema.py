@@ -583,6 +583,9 @@ class Stage(Table):
     """Steps of the run before the stage."""
     at_tokens: PositiveInt | None = None
     """Instead of at_step: the stage begins after the step with which the run has trained on so many tokens."""
+    every_steps: PositiveInt | None = None
+    """A ramp: the table is several stages, so many steps apart, each with the next value of a list in place of a value,
+    such as training.global_batch_size = [32, 64, 128]."""
     model: dict[str, Any] | None = None
     """model.rope_theta, model.rope_scaling."""
     data: dict[str, Any] | None = None

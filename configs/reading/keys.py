@@ -149,8 +149,6 @@ def _words(shape: dict[str, Any]) -> str:
         return " or ".join(map(_words, shape["anyOf"]))
     if choices := _choices(shape):
         return " | ".join(map(json.dumps, choices))
-    if shape["type"] == "object":
-        return "table of keys"
     if shape["type"] == "boolean":
         return "true or false"
     if shape["type"] == "array":

@@ -63,6 +63,32 @@ def test_a_new_schedule_has_nothing_of_the_one_before(job):
     assert (schedule.warmup_steps, schedule.total_steps, schedule.min_lr_ratio) == (0, 5, 0.1)
 
 
+def test_a_ramp_is_several_stages_in_one_table(job):
+    ramp = """
+[[stages]]
+at_step = 2
+every_steps = 3
+training.global_batch_size = [16, 24, 32]
+training.seq_len = [32, 16, 8]
+lr_schedule = {name = "constant", total_steps = 9}
+data.sources = [{name = "other", kind = "synthetic"}]
+[[stages]]
+at_step = 9
+training.max_norm = 2.0
+"""
+    stages = job(ramp).stages
+    assert [stage.border.after for stage in stages] == [0, 2, 5, 8, 9]
+    assert [stage.border.schedule_after for stage in stages] == [0, 2, 2, 2, 2]
+    assert [stage.border.tokens for stage in stages] == [0, 512, 2048, 3200, 3456]
+    assert [stage.config.training.global_batch_size for stage in stages] == [8, 16, 24, 32, 32]
+    assert [stage.config.training.seq_len for stage in stages] == [32, 32, 16, 8, 8]
+    assert {stage.config.lr_schedule.name for stage in stages[1:]} == {"constant"}
+    with pytest.raises(
+        ConfigError, match=r"job\.toml:\d+: this stage begins after step 7, and the one before it after"
+    ):
+        job(ramp, "--stages.1.at_step", "7")
+
+
 def test_the_stored_job_has_the_same_stages(job, tmp_path):
     before = job()
     (tmp_path / "config.toml").write_text(before.to_toml())
@@ -80,6 +106,12 @@ def test_the_stored_job_has_the_same_stages(job, tmp_path):
         ("at_step = 3\ntraining.seq_len = 0", "job.toml:23: training.seq_len must be an integer > 0, got 0"),
         ("at_step = 3\ntraining.seed = 1", "job.toml:23: training.seed is the same in the whole run; a stage may set"),
         ("at_step = 3\nmesh.tp = 2", "job.toml:23: unknown table [stages.0.mesh]"),
+        (
+            "at_step = 3\nevery_steps = 1\ntraining.seq_len = 8",
+            "job.toml:23: every_steps needs a list in place of a value",
+        ),
+        ("at_step = 3\nevery_steps = 1\ntraining.seq_len = [8, 0]", "training.seq_len must be an integer > 0, got 0"),
+        ("at_step = 3\ntraining.seq_len = [8, 16]", "training.seq_len must be an integer > 0, got"),
         ("at_step = 3", "job.toml:21: this stage changes nothing; it may set training.seq_len"),
         ("training.seq_len = 8", "job.toml:21: a stage begins at_step or at_tokens, and this one has neither"),
         (
@@ -106,6 +138,11 @@ def test_a_mistake_names_the_line_of_its_stage(job, stages, said):
     with pytest.raises(ConfigError) as error:
         job(f"[[stages]]\n{stages}\n")
     assert said in str(error.value)
+
+
+def test_more_stages_than_anyone_means_are_refused(job):
+    with pytest.raises(ConfigError, match="1,000 stages are too many; at most 256"):
+        job(f"[[stages]]\nat_step = 1\nevery_steps = 1\ntraining.global_batch_size = {[8] * 1000}\n")
 
 
 def test_a_mesh_must_form_the_batches_of_the_stages_that_a_launch_reaches(job):
@@ -146,7 +183,11 @@ def test_the_keys_of_a_checkpoint_are_those_of_its_last_step(job):
     assert border_of(config, 8).schedule_after == 6
 
 
-@pytest.mark.parametrize("stages", [3, [3], [{"at_step": "x"}], [{"at_tokens": 5}], [{}]])
+RAMP = [{"at_step": 1, "every_steps": 1, "training": {"seq_len": 8}}]
+RAMPS = [{"at_step": 1, "every_steps": 1, "training": {"seq_len": [8] * 1000}}]
+
+
+@pytest.mark.parametrize("stages", [3, [3], [{"at_step": "x"}], [{"at_tokens": 5}], [{}], RAMP, RAMPS])
 def test_a_strangers_stages_are_one(stages):
     assert in_effect({"stages": stages, "model": {"dim": 8}}, 5)["model"] == {"dim": 8}
 
