@@ -11,6 +11,8 @@ from trainer.data.lengths import Lengths, Read, Rest, Whole
 from trainer.data.order import Mixture, Start, derive_key, permute
 from trainer.data.sources import PADDING, TokenSource
 
+PACKED_FOR = 4
+
 
 @dataclass
 class Numbers:
@@ -59,6 +61,7 @@ def train(plan, sizes, seed, masked):
             TokenSource(name, Numbers(sizes[name]), seq_len, seed, earlier=start.lengths.get(name, ()))
             for name in weights
         ]
+        assert "packed" not in weights or "packed" not in start.lengths  # its windows stay as they are
         samples = start.sample + np.arange(n_samples)
         of, ordinals = mixture.locate(samples)
         addresses = np.empty_like(ordinals)
@@ -85,12 +88,14 @@ def train(plan, sizes, seed, masked):
 
 
 def random_plan(dice):
-    sizes = {name: dice.randint(9, 60) for name in ("a", "b", "c")}
+    """Sources of token files, and one that is packed for sequences of PACKED_FOR, which other stages leave out."""
+    sizes = {name: dice.randint(9, 60) for name in ("a", "b", "c", "packed")}
     plan = []
     for _ in range(dice.randint(2, 4)):
-        names = dice.sample(sorted(sizes), dice.randint(1, 3))
+        seq_len = dice.choice((*range(1, 9), PACKED_FOR, PACKED_FOR))
+        names = dice.sample(sorted(sizes.keys() - ({"packed"} if seq_len != PACKED_FOR else set())), dice.randint(1, 3))
         weights = {name: dice.choice((1.0, 2.0, 5.0)) for name in names}
-        plan.append((dice.randint(1, 8), dice.randint(0, 12), weights))
+        plan.append((seq_len, dice.randint(0, 12), weights))
     return plan, sizes
 
 
