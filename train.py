@@ -16,7 +16,7 @@ from configs.process import prepare_streams, require_current_folder
 from trainer.guards.fragmentation import let_segments_grow
 from trainer.kernels.toolchain import require_cache_folders
 from trainer.lifecycle import install_signal_handlers, tell_torchrun
-from trainer.planning.for_validate import check_names, say_choice
+from trainer.planning.for_validate import check_names, say_choice, say_stages
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
     try:
         require_current_folder()
         command = parse_command_line(sys.argv[1:])
-        if answer(command, chooser=say_choice, check_names=check_names):
+        if answer(command, chooser=say_choice, check_names=check_names, stages=say_stages):
             return 0
         job = load_for_run(command)
         require_cache_folders(os.environ)

@@ -19,6 +19,7 @@ import xxhash
 from pydantic import Field, TypeAdapter, ValidationError
 
 from configs.errors import UserError
+from configs.run_stages import in_effect
 from configs.untrusted import MAX_JSON_BYTES, parse_json, printable, read_file, require_64_bits
 
 FORMAT_VERSION = 3
@@ -106,9 +107,14 @@ class Manifest:
     """The `checkpoint.go_back` up to which the run has gone back: what tells a repeated command from a new one."""
     format_version: int = FORMAT_VERSION
 
+    @property
+    def in_effect(self) -> dict[str, Any]:
+        """The keys with which the last step was trained: of a run with stages, the last one's that had begun."""
+        return in_effect(self.config, self.step)
+
     def value(self, table: str, key: str, kind: type[Value]) -> Value | None:
-        """The config's value of a key; None if it is missing or of another type, as in a stranger's checkpoint."""
-        keys = self.config.get(table)
+        """A key's value at the last step; None if it is missing or of another type, as in a stranger's checkpoint."""
+        keys = self.in_effect.get(table)
         found = keys.get(key) if isinstance(keys, dict) else None
         return found if type(found) is kind else None
 

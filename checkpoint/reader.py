@@ -26,7 +26,8 @@ from checkpoint.shards import State, shards_of
 from checkpoint.storage import Storage
 from checkpoint.verify import content_damages
 from configs.errors import ConfigError, listed
-from configs.run_change import function_diff, run_key_diff
+from configs.run_change import function_diff
+from configs.run_stages import trained_diff
 from configs.schema import Checkpoint
 from parallelisms.ranks import Json, on_rank_zero
 
@@ -129,7 +130,7 @@ class Reader:
         found = self._found or self.initial
         if found and shapes:
             self._require_none(found, shape_differences(found.metadata, shapes))
-        if self.initial and (changes := function_diff(self.initial.manifest.config, self.run.config)):
+        if self.initial and (changes := function_diff(self.initial.manifest.in_effect, self.run.config)):
             self.log.warning(
                 f"checkpoint.init_from: the model that was trained in {self.initial.folder} computes something else "
                 f"from these weights than this job's:\n  {listed(changes)}"
@@ -249,12 +250,13 @@ class Reader:
             ConfigError: something has, and `job.allow_run_change` is not set.
         """
         manifest = found.manifest
-        changes = list(run_key_diff(manifest.config, self.run.config))
+        first_step, changes = trained_diff(manifest.config, self.run.config, manifest.step)
         if manifest.tokenizer_hash != self.run.tokenizer_hash:
             changes.append(f"content of the tokenizer: {manifest.tokenizer_hash} -> {self.run.tokenizer_hash}")
         if not changes:
             return []
-        lines = "".join(f"\n  {change}" for change in changes)
+        since = f"\n  from step {first_step:,} on:" if first_step > 1 else ""
+        lines = since + "".join(f"\n  {change}" for change in changes)
         if not self.run.allow_run_change:
             raise ConfigError(
                 f"the run's settings differ from those of checkpoint {found.folder}:{lines}\n"

@@ -112,6 +112,7 @@ def answer(
     environment: Mapping[str, str] = os.environ,
     chooser: Chooser = lambda *_: "",
     check_names: NamesCheck = lambda _: None,
+    stages: Callable[[LoadedConfig], str] = lambda _: "",
 ) -> bool:
     """Carry out `--help`, `--validate` or `--print-config`; under torchrun only rank 0 prints.
 
@@ -120,6 +121,7 @@ def answer(
         environment: where torchrun says how many ranks there are.
         chooser: called by `--validate` for a job with a memory limit; it needs torch.
         check_names: called by `--validate` for a job that names parameters or ops; it needs torch.
+        stages: called by `--validate`; describes the stages of the run.
 
     Returns:
         False if none of them was given, so that the job is to be run.
@@ -130,7 +132,7 @@ def answer(
     """
     if command.action == "run":
         return False
-    text = _answer(command, environment, chooser, check_names)
+    text = _answer(command, environment, chooser, check_names, stages)
     if environment.get("RANK", "0") == "0":
         _print(text)
     return True
@@ -166,18 +168,25 @@ def _print(text: str) -> None:
             raise cannot_print(error) from None
 
 
-def _answer(command: CommandLine, environment: Mapping[str, str], chooser: Chooser, check_names: NamesCheck) -> str:
+def _answer(
+    command: CommandLine,
+    environment: Mapping[str, str],
+    chooser: Chooser,
+    check_names: NamesCheck,
+    stages: Callable[[LoadedConfig], str],
+) -> str:
     if command.action == "help":
         return help_text(min(shutil.get_terminal_size().columns, 100))
     world_size = _world_size(environment)
     loaded = load(command.config, command.overrides, world_size)
     if command.action == "print_config":
         return loaded.to_toml(with_origins=True)
-    if _has_names(loaded.config):
+    if any(_has_names(job.config) for job in loaded.jobs):
         check_names(loaded)
     missing = "".join(f"warning: {line}; the machine that runs the job needs it\n" for line in missing_paths(loaded))
     idle = "".join(f"warning: {line}\n" for line in (*loaded.warnings, *without_effect(loaded.config)))
-    return f"{summary(loaded, world_size)}\n{missing}{idle}{_chosen(loaded.config, world_size, chooser)}"
+    chosen = _chosen(loaded.config, world_size, chooser)
+    return f"{summary(loaded, world_size)}\n{stages(loaded)}{missing}{idle}{chosen}"
 
 
 def _has_names(config: Config) -> bool:

@@ -18,7 +18,8 @@ from configs.layout import (
 from configs.load import LoadedConfig
 from configs.reading.keys import Key, schema_keys
 from configs.reading.toml_text import value_text
-from configs.schema import AnyModel, Config, is_described, is_run_key
+from configs.run_stages import stage_of
+from configs.schema import AnyModel, is_described, is_run_key
 
 _MOST_COUNTS = 10
 """Numbers of ranks that `--validate` lists."""
@@ -98,9 +99,10 @@ def summary(loaded: LoadedConfig, world_size: int | None) -> str:
     batch = config.training.global_batch_size
     tokens = tokens_per_step(config)
     steps = config.training.steps
+    in_all = stage_of(loaded.stages, steps).tokens_before(steps + 1)
     return (
         f"{loaded.file} is valid ({_parameters(config.model)}, global batch {batch} sequences = "
-        f"{tokens:,} tokens, {steps:,} steps = {_short(steps * tokens)} tokens, {_ranks(loaded, world_size)})"
+        f"{tokens:,} tokens, {steps:,} steps = {_short(in_all)} tokens, {_ranks(loaded, world_size)})"
     )
 
 
@@ -129,18 +131,20 @@ def _ranks(loaded: LoadedConfig, world_size: int | None) -> str:
         ranks = f"{world_size} rank{'s' * (world_size != 1)}"
         mesh = f": {sizes}" if world_size > 1 else ""
         return f"{ranks}{mesh}, {steps} micro-batch{'es' * (steps != 1)} per step"
-    counts = _rank_counts(config)
+    counts = _rank_counts(loaded)
     if len(counts) > _MOST_COUNTS:
         return f"{', '.join(map(str, counts[:_MOST_COUNTS]))} or up to {counts[-1]} ranks ({len(counts)} counts)"
     *others, most = map(str, counts)
     return f"{', '.join(others)}{' or ' if others else ''}{most} rank{'s' * (most != '1')}"
 
 
-def _rank_counts(config: Config) -> list[int]:
-    """The numbers of ranks that form the mesh and divide the global batch."""
+def _rank_counts(loaded: LoadedConfig) -> list[int]:
+    """The numbers of ranks that form the mesh and divide the global batch, in all stages up to training.steps."""
+    config = loaded.config
     if config.mesh.dp_shard != -1:
         return [smallest_world_size(config.mesh)]
-    return [ranks for ranks in rank_counts(config) if not check(config, ranks)]
+    reached = [stage.config for stage in loaded.stages if stage.border.after < config.training.steps]
+    return [ranks for ranks in rank_counts(config) if not any(check(each, ranks) for each in reached)]
 
 
 def _short(count: int) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -27,6 +28,7 @@ from configs.reading.merge import JOB_FILES, Layers, read_layers, shown
 from configs.reading.overrides import parse_overrides
 from configs.reading.removed import without_removed
 from configs.reading.toml_text import table_text
+from configs.run_stages import Border, RunStage, check_order, check_stages, unfolded
 from configs.schema import Config
 
 
@@ -41,6 +43,18 @@ class LoadedConfig:
     choice: Choice | None = None
     """The mesh that an elastic job forms; None if the job is not elastic, or the number of ranks not known.
     `config` has this mesh, but `to_toml` writes the job's own, so that the file is elastic again."""
+    later_stages: tuple[RunStage, ...] = ()
+    """The stages of `[[stages]]`."""
+
+    @property
+    def stages(self) -> tuple[RunStage, ...]:
+        """All stages of the run, the first of which is `config`."""
+        return (RunStage(Border(), self.config, self.layers), *self.later_stages)
+
+    @property
+    def jobs(self) -> "list[LoadedConfig]":
+        """The job of each stage, whose errors name where the stage sets a key."""
+        return [self, *(LoadedConfig(stage.config, stage.layers) for stage in self.later_stages)]
 
     @property
     def file(self) -> str:
@@ -89,23 +103,61 @@ def load(
     layers.values = without_removed(layers.values)
     of_model = [*_own_code(layers, is_stored), *_read_model(layers)]
     mistakes += of_model
+    config, warnings = _validated(layers, mistakes, of_model)
+    config, choice, problems = check_elastic(config, world_size, check)
+    _refuse([*mistakes, *_between((*problems, *check_stages(layers.values.get("stages", []))), layers)])
+    stages = _later_stages(layers, config, choice, world_size, is_stored)
+    _refuse(_between(check_order([RunStage(Border(), config), *stages]), layers))
+    return LoadedConfig(config, layers, tuple(warnings), choice, tuple(stages))
+
+
+def _validated(
+    layers: Layers, mistakes: Sequence[Mistake] = (), of_model: Sequence[Mistake] = ()
+) -> tuple[Config, list[str]]:
+    """The config of merged values, without the keys that do nothing, which are removed, and a warning for each.
+
+    Args:
+        layers: the values.
+        mistakes: found before, and reported with what is found here.
+        of_model: those that left [model] incomplete.
+
+    Raises:
+        ConfigError: a key is unknown, missing or wrong.
+    """
     try:
         config = Config.model_validate(layers.values)
     except ValidationError as error:
         wrong_tables = {path[0] for path in wrong_paths(error)} | {"model" for _ in of_model}
-        mistakes += [*explain(error, layers), *_between(check_tables(layers.values, wrong_tables), layers)]
-        _refuse(mistakes, error.error_count() - MAX_EXPLAINED)
+        found = [*mistakes, *explain(error, layers), *_between(check_tables(layers.values, wrong_tables), layers)]
+        _refuse(found, error.error_count() - MAX_EXPLAINED)
         raise
-    _refuse(mistakes if of_model else [])  # the rules would read what could not be read
+    _refuse(list(mistakes) if of_model else [])  # the rules would read what could not be read
     warnings: list[str] = []
     while idle := dict(idle_keys(config, layers.origins)):  # once more: what a key needs may itself do nothing
         for path, message in idle.items():
             warnings.append(f"{layers.where(path)}: {message}")
             layers.remove(path)
         config = Config.model_validate(layers.values)
-    config, choice, problems = check_elastic(config, world_size, check)
-    _refuse([*mistakes, *_between(problems, layers)])
-    return LoadedConfig(config, layers, tuple(warnings), choice)
+    return config, warnings
+
+
+def _later_stages(
+    layers: Layers, config: Config, choice: Choice | None, world_size: int | None, is_stored: bool
+) -> list[RunStage]:
+    """The stages after the first, each checked as a job; a mistake is reported with where its stage has the key.
+
+    Raises:
+        ConfigError: lists the mistakes of the first stage that has some.
+    """
+    stages: list[RunStage] = []
+    for border, job in islice(unfolded(layers), 1, None):
+        of_stage, _ = _validated(job, _own_code(job, is_stored))
+        of_stage = of_stage.model_copy(update={"mesh": config.mesh})
+        is_reached = border.after < config.training.steps  # until then, a resume may change the mesh
+        ranks = choice.ranks if choice else world_size
+        _refuse(_between(check(of_stage, ranks if is_reached else None), job))
+        stages.append(RunStage(border, of_stage, job))
+    return stages
 
 
 def find_job_file(name_or_path: str) -> Path:

@@ -24,8 +24,15 @@ _NOT_FILES = ("hub:", "python_stdlib")
 
 def missing_paths(job: LoadedConfig) -> list[str]:
     """Return a line for each missing path, with where it was set; paths that the job creates itself are left out."""
-    found = [*_tokenizer(job.config), *_data(job.config), *_checkpoint(job.config), *_commands(job.config)]
-    return [f"{job.layers.where(key_path(key))}: {key} {problem}" for key, problem in found]
+    found = [(job, missing) for missing in _tokenizer(job.config)]
+    found += [(each, missing) for each in job.jobs for missing in _data(each.config)]
+    found += [(job, missing) for missing in (*_checkpoint(job.config), *_commands(job.config))]
+    return list(dict.fromkeys(_line(each, missing) for each, missing in found))
+
+
+def _line(job: LoadedConfig, missing: Missing) -> str:
+    key, problem = missing
+    return f"{job.layers.where(key_path(key))}: {key} {problem}"
 
 
 def _looked_at(key: str, path: str, problems: Iterator[Missing]) -> Iterator[Missing]:

@@ -16,7 +16,8 @@ from configs.schema import further_run_keys, is_run_key, table_of_model
 def run_key_diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Compare the run keys of two complete configs, given as nested tables.
 
-    A key that is missing on one side (saved before the key existed) counts as set to its default.
+    A key that is missing on one side (saved before the key existed) counts as set to its default. Stages are not
+    compared: `run_stages.trained_diff` compares the configs of each.
 
     Returns:
         One line per changed key, `"training.seed: 0 -> 1"`; empty if none changed.
@@ -55,7 +56,7 @@ def _run_values(config: dict[str, Any], further: Collection[str]) -> dict[KeyPat
     values = {
         path: value
         for path, value in leaves(config)
-        if path[-1] != "virtual_shards" and is_run_key(dotted(path), further)
+        if path[0] != "stages" and path[-1] != "virtual_shards" and is_run_key(dotted(path), further)
     }
     text = values.pop(("model", "hf_config"), None)
     # The content of a config.json is compared field by field, so that the message names the one that changed.

@@ -576,6 +576,30 @@ class Fault(Table):
     """Spikes of the loss."""
 
 
+class Stage(Table):
+    """What changes within the run, from a step on: keys under their own names (docs/stages.md)."""
+
+    at_step: PositiveInt | None = None
+    """Steps of the run before the stage."""
+    at_tokens: PositiveInt | None = None
+    """Instead of at_step: the stage begins after the step with which the run has trained on so many tokens."""
+    every_steps: PositiveInt | None = None
+    """A ramp: the table is several stages, so many steps apart, each with the next value of a list in place of a value,
+    such as training.global_batch_size = [32, 64, 128]."""
+    model: dict[str, Any] | None = None
+    """model.rope_theta, model.rope_scaling."""
+    data: dict[str, Any] | None = None
+    """data.sources (the whole list), data.document_mask."""
+    training: dict[str, Any] | None = None
+    """training.seq_len, global_batch_size, micro_batch_size, max_norm, z_loss_weight."""
+    optimizer: dict[str, Any] | None = None
+    """optimizer.lr, weight_decay, groups (the whole list)."""
+    lr_schedule: dict[str, Any] | None = None
+    """A schedule that begins with the stage, and has nothing of the one before; without it, that one goes on."""
+    validation: dict[str, Any] | None = None
+    """Any key of [validation]."""
+
+
 class Config(Table):
     """A job: the complete configuration of a training run."""
 
@@ -628,11 +652,13 @@ class Config(Table):
     """Profiler traces."""
     fault: Fault = Fault()
     """Faults of machines and of training."""
+    stages: list[Stage] = []
+    """Stages of the run after its first."""
 
 
 _RUN = (
     *("model", "tokenizer", "data", "training", "optimizer", "lr_schedule", "average", "float8", "fault.spikes"),
-    "fsdp.owner_broadcast_dtype",
+    *("fsdp.owner_broadcast_dtype", "stages"),
 )
 """Tables and keys that decide what is learned, except for:"""
 _MACHINE = (

@@ -147,6 +147,12 @@ class Llama(nn.Module):
             return documents.numbered()
         return document_mask(documents.ids)
 
+    def set_rope(self, config: Model) -> None:
+        """Turn positions by the rope_theta and rope_scaling of another stage of the run from now on."""
+        self.rotary.theta = config.rope_theta
+        self.rotary.scaling = config.rope_scaling
+        self.rotary.init_buffers()
+
     @property
     def plan(self) -> Plan:
         """How techniques may split the model; see `Plan`."""

@@ -51,7 +51,9 @@ def apply_compile(model: nn.Module, options: dict[str, Any]) -> None:
 
 
 def _compiled(forward: Callable, name: str, options: dict[str, Any]) -> Callable:
-    compiled = torch.compile(forward, fullgraph=True, options=options or None)
+    # Sequences of another length, in another stage of the run, get a graph of their own. By default, torch would then
+    # compile one for all lengths, whose bits a resumed run, which sees one length alone, would not have.
+    compiled = torch.compile(forward, fullgraph=True, dynamic=False, options=options or None)
 
     @wraps(forward)
     def compiled_or_refused(*args: Any, **kwargs: Any) -> Any:

@@ -61,11 +61,11 @@ def step(options: argparse.Namespace, console: Console) -> None:
         return
     console.line(
         f"step {options.step} of {run.config.job.name}{_when(run, options.step)}: samples {readings[0].sample} to "
-        f"{readings[-1].sample}, {run.config.training.seq_len} tokens each"
+        f"{readings[-1].sample}, {run.view_of(options.step).seq_len} tokens each"
     )
     for reading in readings:
         epoch = "" if reading.epoch is None else f", epoch {reading.epoch}"
-        window = "" if reading.tokens is None else f", tokens {reading.tokens[0]} to {reading.tokens[1] - 1}"
+        window = "".join(f", tokens {start} to {stop - 1}" for start, stop in reading.pieces)
         console.line(f"sample {reading.sample}: {reading.source}{epoch}{window}")
         for part in _parts(run, reading, None if options.full else _EXCERPT):
             whole = "whole" if part["tokens"] == part["of"] else f"{part['tokens']} of {part['of']} tokens"
@@ -134,12 +134,13 @@ def _parts(run: "RunData", reading: "Reading", excerpt: int | None) -> Iterator[
     """The documents of a window: number, file, tokens in the window and in all, and text, cut to `excerpt`."""
     from scripts.microscope.documents import Documents
 
-    if reading.tokens is None:
+    if not reading.pieces:
         return
     folder = run.tokens_of(reading.source).folder
-    for document in Documents(folder).between(*reading.tokens):
-        start = max(document.start, reading.tokens[0])
-        stop = min(document.stop, reading.tokens[1])
+    found = [(document, piece) for piece in reading.pieces for document in Documents(folder).between(*piece)]
+    for document, piece in found:
+        start = max(document.start, piece[0])
+        stop = min(document.stop, piece[1])
         shown = stop if excerpt is None else min(stop, start + 4 * excerpt)  # tokens of no text may come first
         ids = folder.read(start, shown - start).tolist()
         text = run.tokenizer.decode(ids) if run.tokenizer else " ".join(map(str, ids))

@@ -23,7 +23,7 @@ from configs.errors import ConfigError, UserError, listed
 from configs.files import write_atomically
 from configs.load import LoadedConfig, load
 from configs.reading.toml_text import value_text
-from configs.run_change import run_key_diff
+from configs.run_stages import later_diff, stage_of
 from scripts.command import end, parser_of, positive, run_command, without_overrides
 from trainer.report.console import Console
 from trainer.report.metrics import METRICS_NAME, cut_back
@@ -53,7 +53,7 @@ def _fork(options: argparse.Namespace, overrides: Sequence[str], console: Consol
     checkpoint = _checkpoint(run, options.at, options.at_tokens)
     manifest = read_manifest(checkpoint)
     job = _job_of(run, output, options.without, overrides)
-    changes = run_key_diff(manifest.config, job.config.model_dump(mode="json"))
+    changes = later_diff(manifest.config, job.config.model_dump(mode="json"), manifest.step)
     _require_fitting(checkpoint, manifest, job)
     saved = read_trainer_state(checkpoint)
     position = _position(saved, manifest, job)
@@ -141,7 +141,7 @@ def _position(saved: dict[str, Any], manifest: Manifest, job: LoadedConfig) -> d
     from trainer.guards.saved_state import check_saved_state
 
     check_saved_state(saved)
-    return forked_position(saved["data"], manifest.config, job.config)
+    return forked_position(saved["data"], manifest.in_effect, stage_of(job.stages, manifest.step + 1).config)
 
 
 def _write(

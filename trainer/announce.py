@@ -52,6 +52,8 @@ def say_hello(job: Opened, console: Console) -> None:
     further = (("8 bits", job.float8), ("communication", job.communication))
     rows[3:3] = [row for row in further if row[1]]
     console.table(f"Keel trains {config.job.name}", rows)
+    for line in job.plan:
+        console.line(line)
     if job.choice:
         console.line(_where(config, job.choice))
     if not sums_of(config.training).mesh_changes_bits:
@@ -64,7 +66,7 @@ def say_hello(job: Opened, console: Console) -> None:
         console.warning(complaint)
     if config.compile.enable:
         console.line("torch.compile compiles in the first steps, which may take minutes")
-    warn_if_too_large(config, mesh.device, console, mesh)
+    warn_if_too_large(job.largest, mesh.device, console, mesh)
 
 
 def note_on_secret(environment: Mapping[str, str]) -> str:

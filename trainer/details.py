@@ -68,7 +68,6 @@ class Details:
     def __init__(self, config: Config, learner: Learner) -> None:
         self._interval = config.metrics.details_interval
         self._learner = learner
-        self._batch = config.training.global_batch_size
         self._small: Tensor | None = None
         """Squared norm of the small batch's gradient in the present step; None if the step is not measured."""
         if not self._interval:
@@ -80,8 +79,16 @@ class Details:
         self._streams = (*plan.before_blocks, *plan.blocks)
         self._activations = Activations(learner.stages, self._streams, learner.mesh)
         # An auxiliary loss has a gradient of its own, which ignored targets do not remove.
-        has_other_loss = config.model.n_experts is not None and config.model.router.has_auxiliary_loss
-        self._n_small = 0 if has_other_loss or self._batch < 2 else max(1, self._batch // SMALL_BATCH_SHARE)
+        self._has_other_loss = config.model.n_experts is not None and config.model.router.has_auxiliary_loss
+
+    @property
+    def _batch(self) -> int:
+        return self._learner.config.training.global_batch_size
+
+    @property
+    def _n_small(self) -> int:
+        """Sequences of the small batch; 0: it is not measured."""
+        return 0 if self._has_other_loss or self._batch < 2 else max(1, self._batch // SMALL_BATCH_SHARE)
 
     @contextmanager
     def watching(self, step: int, micro_batches: list[MicroBatch]) -> Iterator[None]:

@@ -1,6 +1,8 @@
 """Opens a job: checks all that it names, and finds its data and its checkpoint, before minutes go into weights."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from configs.errors import mistakes_of_the_job
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
+from configs.run_stages import TABLES, RunStage, stage_of
 from configs.schema import Config
 from parallelisms.attention.backend import attention_kernel
 from parallelisms.mesh import Mesh, build_mesh
@@ -25,6 +28,7 @@ from trainer.planning.float8 import float8_products
 from trainer.planning.flops import peak_flops
 from trainer.planning.least_recomputation import chosen, least_recomputation
 from trainer.planning.skeleton import skeleton
+from trainer.planning.stage_table import stage_table
 from trainer.planning.unknown_names import require_known_names
 from trainer.preparation import import_weights, prepare_data, require_inputs, with_imported_weights
 from trainer.progress import Progress
@@ -66,14 +70,19 @@ class Opened:
         self.device = device
         self.choice = job.choice
         self.warnings = job.warnings
+        self.plan = stage_table(job)
+        """The stages of the run, a line each; empty if there are none."""
         self.peak = peak_flops(device_name(device), config.training)
         """The device's peak FLOP/s; None if it is unknown."""
         self.mesh = build_mesh(mesh_sizes(config, dist.get_world_size()), device)
         with mistakes_of_the_job():
-            require_known_names(job)
-            self.recomputation = least_recomputation(config, self.mesh)
+            for each in job.jobs:
+                require_known_names(each)
+            largest = max((stage.config for stage in job.stages), key=_tokens_at_once)
+            self.recomputation = least_recomputation(largest, self.mesh)
             """The recomputation that fits the memory; None: as the job says."""
-            self.config = config = chosen(config, self.recomputation)
+            chosen_job = chosen(largest, self.recomputation)
+            self.config = config = _with_tables(config, chosen_job, ("activation_checkpoint", "fsdp"))
             # What the job leaves open, each as a launch prints it:
             self.attention = attention_kernel(config, device)
             self.float8 = float8_products(config, device)
@@ -82,22 +91,57 @@ class Opened:
             with runtime.ledger.measure(Kind.PREPARATION):
                 watchdog.on_first_rank("preparing data", lambda: prepare_data(config, console, runtime.stop))
                 watchdog.on_first_rank("importing weights", lambda: import_weights(config, console))
-                compare_data(config)
+                for stage in job.stages:
+                    compare_data(stage.config)
             self.config = config = with_imported_weights(config)
             self.checkpoints = open_checkpoints(config, self.mesh, console, watchdog.incarnation)
             shapes = skeleton(config.model).shapes
             self.found = self.checkpoints.find({f"model.{name}": shape for name, shape in shapes.items()})
             """The checkpoint's record of the run; None if the run starts from scratch."""
+            self.stages = [_as_opened(stage, config) for stage in job.stages]
+            """All stages of the run."""
+            self.largest = max((stage.config for stage in self.stages), key=_tokens_at_once)
+            """The job of the stage that takes the most memory."""
             self.begin_at(self.found)
-            self.validation = Validation(config, self.mesh)
+            for stage in self.stages:
+                if stage.first_step > self.stage.first_step:
+                    on_rank_zero(None, partial(_try_data, stage.config))
 
     def begin_at(self, saved: dict[str, Any] | None) -> None:
         """Set the run's progress, and open its data, at what a checkpoint says; None: at the start."""
         if saved:
             check_saved_state(saved)
         self.progress = Progress(self.config, RunState(**saved["run"]) if saved else RunState())
-        position = saved["data"] if saved else {"next_sample": 0, "sources": None}
-        self.loader = open_loader(self.config, self.mesh, position)
+        position: dict[str, Any] = saved["data"] if saved else {"next_sample": 0, "sources": None}
+        # At a border, the position is the new stage's if the next sample is the first of a mixture.
+        is_first = position.get("start", {}).get("sample", 0) == position["next_sample"]
+        step = self.progress.run.step
+        self.stage = stage_of(self.stages, step + is_first or 1)
+        """The stage that the position in the data is of."""
+        self.progress.config = self.stage.config
+        self.loader = open_loader(self.stage.config, self.mesh, position)
+        self.validation = Validation(self.stage.config, self.mesh)
+
+
+def _try_data(config: Config) -> None:
+    """Open and close the data of a later stage, so that what is too short shows now and not at its border."""
+    for is_validation in (False, True)[: 1 + (config.validation.interval > 0)]:
+        build_loader(config, 0, 1, start_sample=0, validation=is_validation).close()
+
+
+def _as_opened(stage: RunStage, config: Config) -> RunStage:
+    """A stage with the tables of the whole run as this launch has them."""
+    return replace(stage, config=_with_tables(stage.config, config, Config.model_fields.keys() - set(TABLES)))
+
+
+def _with_tables(config: Config, other: Config, names: Iterable[str]) -> Config:
+    """A config with some tables of another."""
+    return config.model_copy(update={name: getattr(other, name) for name in names})
+
+
+def _tokens_at_once(config: Config) -> int:
+    """Tokens of a micro-batch, on which the memory of activations depends."""
+    return config.training.micro_batch_size * config.training.seq_len
 
 
 def open_loader(config: Config, mesh: Mesh, position: dict[str, Any]) -> DataLoader:

@@ -16,7 +16,8 @@ class Progress:
 
     def __init__(self, config: Config, run: RunState) -> None:
         """`run`: the state that this launch begins with."""
-        self._config = config
+        self.config = config
+        """The keys of the present stage of the run."""
         self.run = run
         self.first_step = run.step
         """Steps completed before this launch."""
@@ -33,11 +34,11 @@ class Progress:
     @property
     def loss_limit(self) -> float:
         """The loss above which the next step is a spike."""
-        return loss_limit(self._config.fault.spikes, self.run.past_losses)
+        return loss_limit(self.config.fault.spikes, self.run.past_losses)
 
     def after(self, run: RunState, result: StepResult) -> RunState:
         """The state one step after `run`; changes nothing."""
-        return run.after(result, tokens_per_step(self._config), self._config.fault.spikes)
+        return run.after(result, tokens_per_step(self.config), self.config.fault.spikes)
 
     def count(self, result: StepResult) -> None:
         """Add a step to the run.
@@ -50,8 +51,8 @@ class Progress:
         self._unlogged += self.run.incidents[n_incidents:]
         self.ends = (self.ends[0] if self.ends else result.loss, result.loss)
         self.last_was_finite = result.is_spike or not result.skipped
-        if self.run.skipped_in_a_row > self._config.training.max_skipped_steps:
-            raise UserError(too_many_skipped(self._config, self.run, self._config.job.folder))
+        if self.run.skipped_in_a_row > self.config.training.max_skipped_steps:
+            raise UserError(too_many_skipped(self.config, self.run, self.config.job.folder))
 
     def record(self, what: str, **details: Any) -> None:
         """Record an incident, for later checkpoints and the next line of metrics."""

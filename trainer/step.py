@@ -8,7 +8,7 @@ loss or gradient norm is not finite on any rank, or its loss is above a limit, n
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,10 +19,11 @@ from checkpoint.reader import AVERAGE, OPTIMIZER
 from configs.architectures.parts import head_dim
 from configs.own_code import is_import_path
 from configs.plan import plan_of
-from configs.schema import Config, is_described
+from configs.schema import Config, Optimizer, is_described
 from configs.stages import n_stages
 from models import build_model
 from models.documents import Documents
+from models.llama import Llama
 from parallelisms.attention.context import shard_batch
 from parallelisms.compile import compiler_options
 from parallelisms.compute_copies import ComputeCopies, computes_with_copies, keeps_copies
@@ -32,7 +33,7 @@ from parallelisms.guards.fingerprint import GradientFingerprint, fingerprint_of
 from parallelisms.guards.order_guard import OrderGuard
 from parallelisms.guards.replicas import Replica, replicas_on
 from parallelisms.init import materialize
-from parallelisms.load_balance import LoadBalance
+from parallelisms.load_balance import LoadBalance, apply_load_balance
 from parallelisms.mesh import Mesh, groups_of_axes
 from parallelisms.parallelize import parallelize
 from parallelisms.passes import Call, OneByOne, Passes
@@ -50,17 +51,19 @@ from trainer.optimizers.build import (
     frozen_until,
     optimizer_state,
     saved_weights,
+    set_groups,
     skips_on_device,
 )
 from trainer.optimizers.training import OwnerOptimizer, TrainingOptimizer
 from trainer.planning.least_recomputation import chosen, least_recomputation
 
 
-@dataclass(frozen=True)
+@dataclass
 class Learner:
     """Model, optimizer and loss on this rank's place in the mesh."""
 
     config: Config
+    """The keys of the present stage of the run."""
     mesh: Mesh
     stages: dict[int, nn.Module]
     """This rank's pipeline stages by number; without a pipeline, stage 0 is the whole model."""
@@ -80,6 +83,23 @@ class Learner:
     """The matrices on both ends of a pipeline; None without."""
     fingerprint: GradientFingerprint | None
     """Takes the fingerprints that `metrics.fingerprint` records; None: no fingerprints."""
+    model_names: Sequence[str]
+    """Names of the whole model's parameters."""
+    make_passes: Callable[[Config], Passes]
+    """Makes `passes`, whose buffers and schedule depend on the length and number of sequences."""
+
+    def begin_stage(self, config: Config) -> None:
+        """Go on with the keys of another stage of the run, between two steps; the rest of `config` is as before."""
+        self.config = config
+        self.passes = self.make_passes(config)
+        self.loss = replace(self.loss, z_loss_weight=config.training.z_loss_weight)
+        self.optimizer.max_norm = config.training.max_norm
+        set_groups(self.optimizer, config.optimizer, list(self.parameters.items()), self.model_names)
+        self.frozen_until = frozen_until(config.optimizer, self.model_names)
+        for stage in self.stages.values():
+            apply_load_balance(stage, self.mesh, config)
+            if isinstance(stage, Llama) and is_described(config.model):
+                stage.set_rope(config.model)
 
     def freeze(self, step: int) -> None:
         """Freeze the parameters that the next step, after `step` steps, does not train; unfreeze the others."""
@@ -271,13 +291,19 @@ class Learner:
         return self.mesh.sum_over_tokens(count).clamp(min=1.0)
 
 
-def build_learner(config: Config, mesh: Mesh) -> Learner:
-    """Build the model on the meta device, parallelize it, then materialize this rank's initial weights."""
+def build_learner(config: Config, mesh: Mesh, later: Sequence[Config] = ()) -> Learner:
+    """Build the model on the meta device, parallelize it, then materialize this rank's initial weights.
+
+    Args:
+        config: of the run's first stage.
+        mesh: where this rank is.
+        later: the configs of the other stages, which `Learner.begin_stage` takes.
+    """
     config = chosen(config, least_recomputation(config, mesh))
     stages, model_names = build_stages(config, mesh)
     for stage in stages.values():
         materialize(stage, mesh.device, config.training.seed, offload=config.fsdp.cpu_offload)
-    return assemble_learner(config, mesh, stages, model_names)
+    return assemble_learner(config, mesh, stages, model_names, later)
 
 
 def build_stages(config: Config, mesh: Mesh) -> tuple[dict[int, nn.Module], list[str]]:
@@ -288,20 +314,27 @@ def build_stages(config: Config, mesh: Mesh) -> tuple[dict[int, nn.Module], list
     return parallelize(model, mesh, config), names
 
 
-def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], model_names: Sequence[str]) -> Learner:
+def assemble_learner(
+    config: Config,
+    mesh: Mesh,
+    stages: dict[int, nn.Module],
+    model_names: Sequence[str],
+    later: Sequence[Config] = (),
+) -> Learner:
     """Make the learner from stages of `build_stages` whose parameters are in memory."""
     sums = sums_of(config.training)
     reductions = {number: sums.reduction(stage) for number, stage in stages.items()}
     set_scales = gather_in_8_bits(stages.values(), config, mesh)
     queue_gathers(stages.values(), config.comm, mesh.device)
-    optimizer = _optimizer(config, mesh, list(stages.values()), model_names)
+    optimizer = _optimizer(config, mesh, list(stages.values()), model_names, [each.optimizer for each in later])
     optimizer.max_norm = config.training.max_norm
     optimizer.skips_on_device = skips_on_device(config, mesh.device)
-    passes: Passes
-    if mesh.sizes.pp > 1:
-        passes = Pipeline(stages, config, mesh, reductions, before=[optimizer.wait, *set_scales])
-    else:
-        passes = OneByOne(stages[0], config, reductions[0])
+
+    def make_passes(config: Config) -> Passes:
+        if mesh.sizes.pp > 1:
+            return Pipeline(stages, config, mesh, reductions, before=[optimizer.wait, *set_scales])
+        return OneByOne(stages[0], config, reductions[0])
+
     parameters = {name: p for stage in stages.values() for name, p in stage.named_parameters()}
     until = frozen_until(config.optimizer, model_names)
     trained = {name: p for name, p in parameters.items() if until.get(name) != math.inf}
@@ -310,7 +343,7 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
         mesh=mesh,
         stages=stages,
         parameters=parameters,
-        passes=passes,
+        passes=make_passes(config),
         sums=sums,
         optimizer=optimizer,
         average=_average(config, optimizer, trained),
@@ -326,6 +359,8 @@ def assemble_learner(config: Config, mesh: Mesh, stages: dict[int, nn.Module], m
         frozen_until=until,
         ties=_tied_ends(config, mesh, stages),
         fingerprint=fingerprint_of(stages.values(), model_names, mesh, config),
+        model_names=model_names,
+        make_passes=make_passes,
     )
     # Last, because copies take the parameters' places in the modules.
     optimizer.copies = _compute_copies(config, mesh, stages.values())
@@ -357,7 +392,7 @@ def _compute_copies(config: Config, mesh: Mesh, stages: Iterable[nn.Module]) -> 
 
 
 def _optimizer(
-    config: Config, mesh: Mesh, stages: Sequence[nn.Module], model_names: Sequence[str]
+    config: Config, mesh: Mesh, stages: Sequence[nn.Module], model_names: Sequence[str], later: Sequence[Optimizer]
 ) -> TrainingOptimizer:
     """Build the optimizer for the parameters in `stages`; `model_names` lists all of the model's."""
     sums = sums_of(config.training)
@@ -365,7 +400,7 @@ def _optimizer(
     named_parameters = [named for stage in stages for named in stage.named_parameters()]
     hidden = {name: n for stage in stages for name, n in hidden_matrices(stage, config).items()}
     if config.fsdp.partition == "rows":
-        return build_optimizer(config.optimizer, named_parameters, hidden, None, model_names, sums, seed, mesh)
+        return build_optimizer(config.optimizer, named_parameters, hidden, None, model_names, sums, seed, mesh, later)
     dtype = config.fsdp.owner_broadcast_dtype
 
     def assign_owners(groups: list[dict[str, Any]]) -> OwnerOptimizer:
@@ -374,7 +409,8 @@ def _optimizer(
             partition.overlap_forward(stage)
         return partition
 
-    return build_optimizer(config.optimizer, named_parameters, hidden, assign_owners, model_names, sums, seed)
+    known = (model_names, sums, seed)
+    return build_optimizer(config.optimizer, named_parameters, hidden, assign_owners, *known, later=later)
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

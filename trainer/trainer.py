@@ -19,10 +19,13 @@ import torch
 
 from configs.errors import mistakes_of_the_job
 from configs.load import LoadedConfig
+from configs.run_stages import stage_of
 from parallelisms.ranges import named_range
 from trainer.commands import Commands
-from trainer.data.loader import MicroBatch
+from trainer.data.fork import forked_position
+from trainer.data.loader import MicroBatch, merge_state_dicts
 from trainer.details import Details
+from trainer.guards.agreement import on_all_ranks
 from trainer.guards.phases import Phase
 from trainer.guards.replicas import check_replicas
 from trainer.guards.skipped_steps import report_skip
@@ -30,7 +33,7 @@ from trainer.guards.spikes import rewind_target
 from trainer.guards.verdict import QueuedStep, StepResult
 from trainer.lifecycle import State
 from trainer.lr_schedule import learning_rate
-from trainer.opening import Opened, Runtime
+from trainer.opening import Opened, Runtime, open_loader
 from trainer.proof.fingerprints import Fingerprints
 from trainer.report.console import Console
 from trainer.report.metrics import Kind, Memory, memory_counts, memory_of
@@ -62,12 +65,17 @@ class Trainer:
         self.runtime = runtime
         self.config = opened.config
         self.checkpoints = opened.checkpoints
-        self.validation = opened.validation
-        self.learner = build_learner(opened.config, opened.mesh)
+        self.learner = build_learner(opened.config, opened.mesh, [stage.config for stage in opened.stages[1:]])
         with mistakes_of_the_job():
             self._load(opened)
+            self.validation = opened.validation
             self.progress = opened.progress
             self.loader = opened.loader
+            self.stages = opened.stages
+            self.stage = opened.stage
+            if self.stage is not self.stages[0]:
+                self.config = self.stage.config
+                self.learner.begin_stage(self.config)
             self.checkpoints.begin_lineage()
             self.checkpoints.check_memory(self.learner.state())
             self.watch = Watch(runtime, self.config, self.learner, self.run.step)
@@ -125,6 +133,7 @@ class Trainer:
             self._vote_to_stop()
             while self.step < n_steps and not self.progress.is_stopping:
                 number = self.step + 1
+                self._enter_stage(number)
                 self.learner.freeze(self.step)
                 self.watch.begin(number, self.saver.rescuer(self.last, self.loader))
                 with self.watch.step(number):
@@ -173,6 +182,26 @@ class Trainer:
         """What the user sees."""
         return self.runtime.console
 
+    def _enter_stage(self, number: int) -> None:
+        """Go on with the keys of the stage of step `number`; the model and the optimizer's state stay as they are."""
+        stage = stage_of(self.stages, number)
+        if stage is self.stage:
+            return
+        self._read_result()
+        with self.watch.during(self.run.step, "the data of the next stage", Kind.PREPARATION), mistakes_of_the_job():
+            position = merge_state_dicts(on_all_ranks(self.loader.state_dict))
+            position = forked_position(position, self.config.model_dump(mode="json"), stage.config)
+            self.loader.close()
+            self.loader = open_loader(stage.config, self.learner.mesh, position)
+            self.validation.begin_stage(stage.config)
+        self.learner.begin_stage(stage.config)
+        self.progress.config = stage.config
+        self.records.config = stage.config
+        self.watch.begin_stage(number)
+        self.stage = stage
+        self.config = stage.config
+        self.console.line(f"step {number} begins stage {self.stages.index(stage) + 1}: {stage}")
+
     # ----------------------------------------------------------------------- a step is queued
 
     def _gradients(self, number: int, batch: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,7 +216,8 @@ class Trainer:
         return self.learner.judge(batch, gradients, self.progress.loss_limit, is_stopping, number, details)
 
     def _learning_rate(self, number: int) -> float:
-        return learning_rate(self.config.lr_schedule, self.config.optimizer.lr, number - 1)
+        step = self.stage.schedule_step(number)
+        return learning_rate(self.config.lr_schedule, self.config.optimizer.lr, step)
 
     def _vote_to_stop(self, doing: str = "training") -> bool:
         """Learn whether any rank was told to stop. In training the ranks learn it with a step's result instead.
@@ -256,7 +286,7 @@ class Trainer:
             UserError: the run has gone back to that checkpoint too often.
         """
         to_step = rewind_target(self.config.fault.spikes, self.run.step, self.run.incidents, result.loss)
-        if to_step is None:
+        if to_step is None or to_step < self.stage.border.after:  # the data and keys there are an earlier stage's
             return False
         with self.watch.during(self.run.step, "going back", Kind.CHECKPOINT):
             if not self.checkpoints.can_rewind(to_step):

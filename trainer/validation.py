@@ -41,12 +41,20 @@ class Validation:
         Raises:
             KeelError: it can't be read, or is too little.
         """
+        self._mesh = mesh
         self._loader: DataLoader | None = None
         self._token_bytes: torch.Tensor | None = None
         self._last: tuple[int, float] | None = None
         """Step and loss of the last validation."""
+        self.begin_stage(config)
+
+    def begin_stage(self, config: Config) -> None:
+        """Open the validation data of another stage of the run; raises as the constructor."""
+        self.close()
+        self._loader = None
         if config.validation.interval:
-            self._loader = build_loader(config, mesh.dp_rank, mesh.sizes.dp, start_sample=0, validation=True)
+            sizes = self._mesh.sizes
+            self._loader = build_loader(config, self._mesh.dp_rank, sizes.dp, start_sample=0, validation=True)
             if config.tokenizer.path:
                 self._token_bytes = torch.from_numpy(load_tokenizer(config.tokenizer.path).token_bytes())
 

@@ -45,6 +45,10 @@ class Watch:
         with self.grace, self._garbage:
             yield
 
+    def begin_stage(self, number: int) -> None:
+        """Note that step `number` may compile again, for sequences of another length."""
+        self._first_step = number - 1
+
     def begin(self, number: int, rescue: Rescue) -> None:
         """Begin step `number`; until `updating`, `rescue` saves the state after the step before."""
         self._watchdog.step(number - 1)

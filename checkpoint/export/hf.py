@@ -294,7 +294,7 @@ def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def _model_of(manifest: Manifest, checkpoint: Path) -> AnyModel:
     try:
-        table = manifest.config.get("model")
+        table = manifest.in_effect.get("model")
         return table_of_model(table).model_validate(table)
     except ValidationError as error:
         first = error.errors()[0]

@@ -45,7 +45,8 @@ def check_tables(values: dict[str, Any], wrong: Collection[str | int]) -> list[P
         values: the job, as nested tables.
         wrong: the tables with keys that are unknown, missing, or set to a wrong value.
     """
-    choices = {name: tables_in(field.annotation) for name, field in Config.model_fields.items() if name not in wrong}
+    names = Config.model_fields.keys() - {"stages", *wrong}
+    choices = {name: tables_in(Config.model_fields[name].annotation) for name in names}
     tables = {name: found[0] for name, found in choices.items()}
     if "model" in tables:
         tables["model"] = table_of_model(values.get("model"))

@@ -39,6 +39,7 @@ from configs.errors import UserError
 from configs.files import synced
 from configs.plan import plan_of
 from configs.reading.removed import without_removed
+from configs.run_stages import border_of
 from configs.schema import Config
 from models import build_model
 from trainer.lr_schedule import learning_rate
@@ -128,9 +129,10 @@ def _described_optimizers(
         UserError: the checkpoint holds only weights, or does not fit its own config.
     """
     try:
-        config = Config.model_validate_json(json.dumps(without_removed(manifest.config)))
+        config = Config.model_validate_json(json.dumps(without_removed(manifest.in_effect)))
     except ValidationError:
         raise UserError(f"{checkpoint} holds only a model's weights, no job to continue") from None
+    schedule_after = border_of(manifest.config, manifest.step).schedule_after
     n_tensors = len(metadata.state_dict_metadata)
     if config.model.n_layers > n_tensors:  # building that many might never end
         raise UserError(f"{checkpoint} describes {config.model.n_layers} layers, but holds only {n_tensors} tensors")
@@ -138,7 +140,7 @@ def _described_optimizers(
         model = build_model(config.model).to(getattr(torch, config.training.dtype))
         optimizers = plain_optimizers(config.optimizer, list(model.named_parameters()), hidden_matrices(model, config))
     for optimizer in optimizers.values():
-        set_lr(optimizer, learning_rate(config.lr_schedule, config.optimizer.lr, manifest.step))
+        set_lr(optimizer, learning_rate(config.lr_schedule, config.optimizer.lr, manifest.step - schedule_after))
     of_experts = tuple(f"{module}." for module in plan_of(model).experts)
     experts = [name for name, _ in model.named_parameters() if name.startswith(of_experts)]
     return {name: optimizer.state_dict() for name, optimizer in optimizers.items()}, experts

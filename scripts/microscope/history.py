@@ -1,13 +1,13 @@
 """Which samples each step of a run trains on, including past changes of the batch size and rewinds after spikes."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.manifest import read_manifest, read_trainer_state, step_folder, steps_in
 from configs.errors import UserError
-from configs.schema import Config
+from configs.run_stages import RunStage
 from trainer.data.order import Start
 from trainer.guards.saved_state import check_saved_state
 from trainer.saved_state import RunState
@@ -65,16 +65,17 @@ class History:
         return [range(a.first_sample, a.samples(end).stop) for a, end in zip(begun, ends, strict=True)]
 
 
-def read_history(folder: Path, config: Config) -> History:
-    """Read the history of the run in `folder`; before its first checkpoint, it follows from the config.
+def read_history(folder: Path, stages: Sequence[RunStage]) -> History:
+    """Read the history of the run in `folder`; before its first checkpoint, it follows from its stages.
 
     Raises:
         UserError: the newest checkpoint can't be read, or its history is not complete.
     """
-    batch = config.training.global_batch_size
+    batch = stages[0].config.training.global_batch_size
+    borders = [(stage.first_step, stage.config.training.global_batch_size, None) for stage in stages[1:]]
     steps = steps_in(folder / "checkpoints")
     if not steps:
-        return History([Stretch(1, 0, batch)], 0)
+        return History(_continued([Stretch(1, 0, batch)], borders), 0)
     checkpoint = step_folder(folder / "checkpoints", steps[-1])
     manifest = read_manifest(checkpoint)
     saved = read_trainer_state(checkpoint)
@@ -83,17 +84,10 @@ def read_history(folder: Path, config: Config) -> History:
     next_sample = saved["data"]["next_sample"]
     lines = [(change.step, line) for change in manifest.run_changes for line in change.changes]
     sizes = [(step, int(found[1]), int(found[2])) for step, line in lines if (found := _BATCH_CHANGE.fullmatch(line))]
-    stretches = [Stretch(1, 0, sizes[0][1] if sizes else batch)]
-    events: list[tuple[int, int, int | None]] = [(step + 1, now, None) for step, _, now in sizes]
+    events: list[_Event] = [*borders, *((step + 1, now, None) for step, _, now in sizes)]
     rewinds = [incident for incident in run.incidents if incident["what"] == "rewind"]
     events += [(each["spike_step"], each["to_step"], each["samples"][1] + 1) for each in rewinds]
-    for at, value, resumed_at in sorted(events, key=lambda event: event[0]):
-        if resumed_at is None:
-            stretches.append(Stretch(at, stretches[-1].samples(at).start, value))
-        else:
-            current = stretches[-1].batch
-            stretches = [each for each in stretches if each.first_step <= value]
-            stretches.append(Stretch(value + 1, resumed_at, current))
+    stretches = _continued([Stretch(1, 0, sizes[0][1] if sizes else batch)], events)
     history = History(stretches, run.step, Start(**saved["data"].get("start", {})))
     if history.samples(run.step + 1).start != next_sample:
         raise UserError(
@@ -101,3 +95,19 @@ def read_history(folder: Path, config: Config) -> History:
             "which samples its steps trained on can't be told"
         )
     return history
+
+
+_Event = tuple[int, int, int | None]
+"""A step, and the batch from it on; or a spike, the step that the run went back to, and the sample to go on with."""
+
+
+def _continued(stretches: list[Stretch], events: Iterable[_Event]) -> list[Stretch]:
+    """The stretches after some events, of which a change of the batch comes first at the same step."""
+    for at, value, resumed_at in sorted(events, key=lambda event: event[0]):
+        if resumed_at is None:
+            stretches.append(Stretch(at, stretches[-1].samples(at).start, value))
+        else:
+            current = stretches[-1].batch
+            stretches = [each for each in stretches if each.first_step <= value]
+            stretches.append(Stretch(value + 1, resumed_at, current))
+    return stretches

@@ -1,7 +1,10 @@
 """The order of samples backward: from a window to the samples of the run that read it (see `trainer/data/order.py`)."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
+from trainer.data.lengths import Lengths
 from trainer.data.order import GOLDEN, ROUNDS, Epochs, Mixture, derive_key, mix
 
 
@@ -47,6 +50,25 @@ def ordinals(epochs: Epochs, windows: np.ndarray, epoch: int) -> np.ndarray:
     """The inverse of `Epochs.window`: which sample of its source reads each window in an epoch; int64."""
     key = derive_key("epoch", epochs.seed, epochs.name, epoch)
     return epoch * epochs.n_windows + unpermute(windows, epochs.n_windows, key)
+
+
+def ordinals_after(lengths: Lengths, epochs: Epochs, start: int, stop: int, end: int) -> Iterator[tuple[int, int]]:
+    """The samples of a source before its `end`-th that read inputs [start, stop) after its length has changed.
+
+    Yields:
+        The epoch and the ordinal of each, in order.
+    """
+    inputs = lengths.rest.positions(np.arange(start, stop))
+    windows = np.unique(inputs[inputs >= 0] // lengths.seq_len)
+    windows = windows[windows < lengths.n_rest]
+    if windows.size:
+        found = np.sort(lengths.first + unpermute(windows, lengths.n_rest, lengths.key))
+        yield from ((lengths.epoch, ordinal) for ordinal in found[found < end].tolist())
+    windows = np.arange(start // lengths.seq_len, min(epochs.n_windows, (stop - 1) // lengths.seq_len + 1))
+    shift = lengths.first + lengths.n_rest - (lengths.epoch + 1) * epochs.n_windows
+    for epoch in range(lengths.epoch + 1, -(-(end - shift) // epochs.n_windows)):
+        found = np.sort(ordinals(epochs, windows, epoch)) + shift
+        yield from ((epoch, ordinal) for ordinal in found[found < end].tolist())
 
 
 def sample_of(mixture: Mixture, source: int, ordinal: int) -> int:

@@ -1,6 +1,6 @@
 """A run's data as its order has them: what a step reads, when a token is trained on, and how often a source was."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -10,10 +10,11 @@ import numpy as np
 from checkpoint.find import kept_tokenizer, require_run
 from configs.errors import UserError
 from configs.load import load
-from configs.schema import Source
+from configs.run_stages import stage_of
+from configs.schema import Config, Source
 from scripts.microscope.history import History, read_history
-from scripts.microscope.inverse import ordinals, sample_of
-from trainer.data.order import Mixture
+from scripts.microscope.inverse import ordinals, ordinals_after, sample_of
+from trainer.data.order import Mixture, Start
 from trainer.data.packing import PackedSource, packed_for
 from trainer.data.sources import TokenSource
 from trainer.data.token_file import TokenFolder
@@ -28,8 +29,9 @@ class Reading:
     source: str
     epoch: int | None
     """The source's epoch, from 0; None if the source has no epochs."""
-    tokens: tuple[int, int] | None
-    """The window's tokens [start, stop) in the source's folder; None if the source has no token files."""
+    pieces: Sequence[tuple[int, int]]
+    """The window's tokens [start, stop) in the source's folder; several where an epoch goes on in another length, none
+    if the source has no token files."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,39 @@ class Ledger:
     """Times that the source was read; None if it has no epochs."""
 
 
+class View:
+    """A stretch of the run that reads one mixture in sequences of one length: a stage."""
+
+    def __init__(self, config: Config, start: Start) -> None:
+        """See a stage's data from `start` on."""
+        self.start = start
+        self.seq_len = config.training.seq_len
+        self.sources: dict[str, Source] = {source.name: source for source in config.data.sources}
+        weights = [source.weight for source in self.sources.values()]
+        self.mixture = Mixture(list(self.sources), weights, config.training.seed, start)
+        self._config = config
+
+    def next(self, sample: int, config: Config) -> "View":
+        """The view of the stage that begins with `sample`."""
+        following = View(config, self.start)
+        same = (following.seq_len, following.sources, following.mixture.counts.tolist())
+        if same == (self.seq_len, self.sources, self.mixture.counts.tolist()):
+            return following
+        lengths = self.seq_len, following.seq_len
+        return View(config, self.start.following(sample, self.mixture.read_before(sample), lengths))
+
+    @cache  # noqa: B019 - lives as long as the process
+    def tokens_of(self, name: str) -> TokenSource:
+        """A source of token files, opened without reading its tables (unless it is packed) or tokens."""
+        path = self.sources[name].path
+        assert path is not None  # configs.checks ensures it
+        is_packed = packed_for(Path(path)) is not None  # then the lengths of all documents decide the windows
+        folder = TokenFolder(path, self._config.model.vocab_size, check_content=is_packed)
+        kind = PackedSource if is_packed else TokenSource
+        earlier = self.start.lengths.get(name, ())
+        return kind(name, folder, self.seq_len, self._config.training.seed, earlier=earlier)
+
+
 class RunData:
     """The data of the run in a folder."""
 
@@ -67,11 +102,29 @@ class RunData:
         """
         require_run(folder)
         self._folder = folder
-        self.config = load(str(folder / "config.toml"), is_stored=True).config
-        self.history: History = read_history(folder, self.config)
-        self.sources: dict[str, Source] = {source.name: source for source in self.config.data.sources}
-        weights = [source.weight for source in self.sources.values()]
-        self.mixture = Mixture(list(self.sources), weights, self.config.training.seed, self.history.start)
+        job = load(str(folder / "config.toml"), is_stored=True)
+        self.config = job.config
+        self._stages = job.stages
+        self.history: History = read_history(folder, job.stages)
+        self.views = self._views()
+        self.sources: dict[str, Source] = {name: each for view in self.views for name, each in view.sources.items()}
+
+    def _views(self) -> list[View]:
+        """The views of all stages; of a forked run, of those since its fork."""
+        views = self._chain(0, Start())
+        saved = self.history.start
+        steps = self.history.last_step
+        is_first = saved.sample == self.history.samples(steps + 1).start
+        now = self._stages.index(stage_of(self._stages, steps + is_first or 1))
+        if views[now].start == saved:
+            return views
+        return self._chain(now, saved)
+
+    def _chain(self, first: int, start: Start) -> list[View]:
+        views = [View(self._stages[first].config, start)]
+        for stage in self._stages[first + 1 :]:
+            views.append(views[-1].next(self.history.samples(stage.first_step).start, stage.config))
+        return views
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -79,9 +132,8 @@ class RunData:
         path = self.config.tokenizer.path and (kept_tokenizer(self._folder) or self.config.tokenizer.path)
         return load_tokenizer(path, self.config.model.vocab_size) if path else None
 
-    @cache  # noqa: B019 - lives as long as the process
     def tokens_of(self, name: str) -> TokenSource:
-        """A source of token files, opened without reading its tables (unless it is packed) or tokens.
+        """A source of token files, as its first stage reads it.
 
         Raises:
             UserError: there is no such source, or it is not one of token files.
@@ -94,33 +146,35 @@ class RunData:
                 f'the source {name!r} is of kind {source.kind!r}: only documents of token files (kind = "tokens") can '
                 "be looked up"
             )
-        assert source.path is not None  # configs.checks ensures it
-        is_packed = packed_for(Path(source.path)) is not None  # then the lengths of all documents decide the windows
-        folder = TokenFolder(source.path, self.config.model.vocab_size, check_content=is_packed)
-        kind = PackedSource if is_packed else TokenSource
-        return kind(name, folder, self.config.training.seq_len, self.config.training.seed)
+        return next(view for view in self.views if name in view.sources).tokens_of(name)
 
-    def readings(self, step: int) -> Iterator[Reading]:
-        """The data that each sample of a step reads, in order.
+    def view_of(self, step: int) -> View:
+        """The view of a step's stage.
 
         Raises:
             UserError: the step was trained with the mixture of the run that this one was forked from.
         """
-        samples = np.array(self.history.samples(step))
-        if samples[0] < self.mixture.start.sample:
+        gone = len(self._stages) - len(self.views)
+        place = self._stages.index(stage_of(self._stages, step)) - gone
+        if place < 0 or self.history.samples(step).start < self.views[0].start.sample:
             raise UserError(
-                f"step {step}: this run was forked from another at sample {self.mixture.start.sample} and has its own "
+                f"step {step}: this run was forked from another at sample {self.views[0].start.sample} and has its own "
                 "mixture from there on; ask for an earlier step in that run's folder"
             )
-        names = list(self.sources)
-        for sample, index, ordinal in zip(samples.tolist(), *self.mixture.locate(samples), strict=True):
+        return self.views[place]
+
+    def readings(self, step: int) -> Iterator[Reading]:
+        """The data that each sample of a step reads, in order; raises as `view_of`."""
+        view = self.view_of(step)
+        samples = np.array(self.history.samples(step))
+        names = list(view.sources)
+        for sample, index, ordinal in zip(samples.tolist(), *view.mixture.locate(samples), strict=True):
             name = names[index]
-            if self.sources[name].kind != "tokens":
-                yield Reading(sample, name, None, None)
+            if view.sources[name].kind != "tokens":
+                yield Reading(sample, name, None, ())
                 continue
-            source = self.tokens_of(name)
-            window = int(source.epochs.window(np.array([ordinal]))[0])
-            yield Reading(sample, name, int(ordinal) // source.n_windows, source.span(window))
+            source = view.tokens_of(name)
+            yield Reading(sample, name, *source.reads(int(ordinal)))
 
     def uses(self, name: str, start: int, stop: int) -> Iterator[Use]:
         """The samples that train on a target in tokens [start, stop) of a source, up to training.steps, in order.
@@ -129,31 +183,51 @@ class RunData:
         source (of each window, if it is packed), and those after the last whole window, never. Of a run that was forked
         with another mixture, only its own samples.
         """
-        source = self.tokens_of(name)
-        windows = source.windows_of(start, stop)
-        end = self.history.samples(max(self.config.training.steps, self.history.last_step)).stop
-        index = list(self.sources).index(name)
-        first = self.mixture.start.read.get(name, 0)
-        n_ordinals = self._read_before(name, end)
-        for epoch in range(first // source.n_windows, -(-n_ordinals // source.n_windows)):
-            found = np.sort(ordinals(source.epochs, windows, epoch))
-            for ordinal in found[(found >= first) & (found < n_ordinals)].tolist():
-                sample = sample_of(self.mixture, index, ordinal)
-                yield Use(epoch, sample, self.history.step_of(sample))
+        self.tokens_of(name)
+        last = self.history.samples(max(self.config.training.steps, self.history.last_step)).stop
+        ends = [min(last, view.start.sample) for view in self.views[1:]] + [last]
+        for view, end in zip(self.views, ends, strict=True):
+            if name in view.sources and end > view.start.sample:
+                n_ordinals = view.mixture.read_before(end)[name]
+                index = list(view.sources).index(name)
+                for epoch, ordinal in _ordinals(view, name, start, stop, n_ordinals):
+                    sample = sample_of(view.mixture, index, ordinal)
+                    yield Use(epoch, sample, self.history.step_of(sample))
 
     def ledger(self, step: int) -> list[Ledger]:
         """The part of each source that the run has read by the end of a step."""
         trained = self.history.trained(step)
-        seq_len = self.config.training.seq_len
-        rows = []
-        for name, source in self.sources.items():
-            counts = [[self._read_before(name, n) for n in (each.start, each.stop)] for each in trained]
-            samples = sum(stop - start for start, stop in counts)
-            furthest = counts[-1][1] if counts else 0
-            epochs = samples / self.tokens_of(name).n_windows if source.kind == "tokens" else None
-            rows.append(Ledger(name, samples, samples * seq_len, furthest - samples, epochs))
-        return rows
+        furthest = trained[-1].stop if trained else 0
+        return [self._ledger(name, trained, furthest) for name in self.sources]
 
-    def _read_before(self, name: str, sample: int) -> int:
+    def _ledger(self, name: str, trained: Sequence[range], furthest: int) -> Ledger:
+        samples = 0
+        tokens = 0
+        epochs = 0.0
+        begins = [0, *(view.start.sample for view in self.views[1:])]
+        for view, begin, end in zip(self.views, begins, [*begins[1:], furthest], strict=True):
+            parts = [(max(begin, each.start), min(end, each.stop)) for each in trained]
+            n = sum(self._read_before(name, b, view) - self._read_before(name, a, view) for a, b in parts if a < b)
+            samples += n
+            tokens += n * view.seq_len
+            epochs += n / view.tokens_of(name).n_windows if n and view.sources[name].kind == "tokens" else 0.0
+        last = [view for view in self.views if view.start.sample < furthest][-1:] or self.views[:1]
+        passed_over = max(0, self._read_before(name, furthest, last[0]) - samples)
+        return Ledger(name, samples, tokens, passed_over, epochs if self.sources[name].kind == "tokens" else None)
+
+    def _read_before(self, name: str, sample: int, view: View) -> int:
         """How many samples of a source come before `sample`, in a forked run also those of the run that it left."""
-        return self.mixture.read_before(sample)[name] if sample >= self.mixture.start.sample else 0
+        return view.mixture.read_before(sample).get(name, 0) if sample >= view.start.sample else 0
+
+
+def _ordinals(view: View, name: str, start: int, stop: int, end: int) -> Iterator[tuple[int, int]]:
+    """The epoch and the ordinal of a view's samples that have a target in tokens [start, stop), up to the `end`-th."""
+    source = view.tokens_of(name)
+    if source.lengths:
+        yield from ordinals_after(source.lengths, source.epochs, max(0, start - 1), stop - 1, end)
+        return
+    windows = source.windows_of(start, stop)
+    first = view.start.read.get(name, 0)
+    for epoch in range(first // source.n_windows, -(-end // source.n_windows)):
+        found = np.sort(ordinals(source.epochs, windows, epoch))
+        yield from ((epoch, ordinal) for ordinal in found[(found >= first) & (found < end)].tolist())

@@ -248,7 +248,7 @@ def _short(value: float) -> float:
 
 
 def marks(run: Recorded) -> list[dict[str, Any]]:
-    """The events of a run: kind (resume, spike, incident, not finite), step, and words."""
+    """The events of a run: kind (resume, stage, spike, incident, not finite), step, and words."""
     found: list[dict[str, Any]] = []
     for launch in run.launches[1:]:
         if is_date(launch.started) and run.began is not None:
@@ -257,6 +257,9 @@ def marks(run: Recorded) -> list[dict[str, Any]]:
                 {"kind": "resume", "step": launch.step, "hours": hours, "text": printable(f"resumed on {launch.mesh}")}
             )
     steps, losses = run.column("loss")
+    for number, after in enumerate(run.borders, 2):
+        if steps and after < steps[-1]:
+            found.append({"kind": "stage", "step": after, "text": f"stage {number} begins"})
     for i in spikes(losses):
         found.append({"kind": "spike", "step": steps[i], "text": f"spike: {losses[i]:.4g}"})
     for incident in run.incidents:

@@ -180,10 +180,10 @@
 
   // ------------------------------------------------------------------ one chart
 
-  const MARKS = { resume: "--soft", spike: "--bad", incident: "--watch", "not finite": "--bad" };
+  const MARKS = { resume: "--soft", stage: "--soft", spike: "--bad", incident: "--watch", "not finite": "--bad" };
   const isRunShown = run => !view.hidden.has(data.runs[run].name);
 
-  /** Resumes as dashed lines in every chart; spikes and the like as triangles at the top of the loss. */
+  /** Resumes and stages as dashed lines in every chart; spikes and the like as triangles at the top of the loss. */
   function drawMarks(u, chart) {
     const { ctx, bbox } = u, ratio = devicePixelRatio;
     ctx.save();
@@ -192,7 +192,7 @@
     ctx.clip();
     data.runs.forEach((run, number) => {
       for (const mark of isRunShown(number) ? run.marks : []) {
-        const value = whereIs(number, mark), isLine = mark.kind === "resume";
+        const value = whereIs(number, mark), isLine = mark.kind === "resume" || mark.kind === "stage";
         if (value === null || (!isLine && !chart.wide)) continue;
         const x = u.valToPos(value, "x", true);
         ctx.beginPath();

@@ -16,6 +16,7 @@ from configs.errors import UserError
 from configs.files import whole
 from configs.reading.keys import flat
 from configs.reading.toml_text import value_text
+from configs.run_stages import stored_stages
 from configs.untrusted import MAX_JSON_BYTES, link_out_of, parse_json, printable, read_file, shortened
 from trainer.lifecycle import read_status
 from trainer.report.metrics import METRICS_NAME, read_lines
@@ -73,6 +74,8 @@ class Recorded:
     """status.json; empty if there is none."""
     config: Mapping[str, Any]
     """config.toml, by dotted key; empty if there is none."""
+    borders: Sequence[int] = ()
+    """Steps of the run before each stage but the first."""
 
     @property
     def state(self) -> str:
@@ -304,11 +307,12 @@ def read_run(folder: Path, name: str) -> Recorded:
                 unreadable += bool(line.strip())
             else:
                 records[record["step"]] = _merged(records.get(record["step"], {}), record)
-        config = flat(read_config(folder))
+        config = read_config(folder)
     except OSError as error:
         raise UserError(f"{error.filename or folder} can't be read: {error.strerror}") from None
     ordered = [records[step] for step in sorted(records)]
-    return Recorded(folder, name, ordered, unreadable, read_status(folder), config)
+    borders = [border.after for border, _ in stored_stages(config)[1:]]
+    return Recorded(folder, name, ordered, unreadable, read_status(folder), flat(config), borders)
 
 
 def _lines(path: Path) -> Iterator[str]:

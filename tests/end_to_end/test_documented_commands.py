@@ -250,6 +250,8 @@ NO_COMMANDS = {  # first line of an indented block that is neither a command nor
     "WRONG": "the same",
     "loss on 64 validation sequences, the same for all runs:": "what keel compare prints",
     "weight * sum over experts i of f_i P_i": "a formula",
+    "stage  first step  after tokens  tokens  sequences  learning rate       epochs of its sources": "a plan",
+    "the run's settings differ from those of checkpoint runs/base/checkpoints/step-00000300:": "an error",
 }
 PRINTED = (
     "error: ",

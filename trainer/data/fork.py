@@ -1,7 +1,7 @@
-"""The position in the data of a run that goes on from another's checkpoint with another mixture.
+"""The position in the data of a run that goes on with another mixture, at a stage's border or from a checkpoint.
 
-Each source goes on where the first run has left it, so that over both runs an epoch of a source repeats no sample and
-leaves none out. Windows of another length, or in another order, can't go on from there.
+Each source goes on where it was left, so that an epoch of a source repeats no token and leaves none out; token files
+also with windows of another length (see `lengths`). Windows in another order can't go on from there.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,6 @@ from configs.errors import ConfigError
 from configs.schema import Config
 from trainer.data.loader import build_loader
 from trainer.data.order import Mixture, Start
-
-_OF_ALL = ("training.seq_len", "training.seed")
 
 
 def forked_position(data: dict[str, Any], before: dict[str, Any], config: Config) -> dict[str, Any]:
@@ -29,20 +27,25 @@ def forked_position(data: dict[str, Any], before: dict[str, Any], config: Config
         UserError: data is missing or damaged.
     """
     next_sample = data["next_sample"]
-    with closing(build_loader(config, 0, 1, next_sample)) as loader:
-        order = loader.state_dict()["order"]
     then = data.get("order")
     if then is None:
         raise ConfigError("the checkpoint does not record the order of its samples; it is of an older Keel")
+    seq_lens = then["training.seq_len"], config.training.seq_len
+    start = Start(**data.get("start", {}))
+    # The content is compared where the windows can't be, below.
+    kept = {"start": start} if seq_lens[0] == seq_lens[1] else {"states": data["sources"]}
+    with closing(build_loader(config, 0, 1, next_sample, **kept)) as loader:
+        order = loader.state_dict()["order"]
     if order == then:
         return data
     sources = before["data"]["sources"]
     names = [source["name"] for source in sources]
-    start = Start(**data.get("start", {}))
     mixture = Mixture(names, [source["weight"] for source in sources], before["training"]["seed"], start)
     read = mixture.read_before(next_sample)
     _require_same_windows(then, names, order, read, config)
-    return {**data, "order": order, "start": Start(next_sample, read).to_json()}
+    start = start.following(next_sample, read, seq_lens)
+    with closing(build_loader(config, 0, 1, next_sample, start=start)) as loader:
+        return {**data, "order": loader.state_dict()["order"], "start": start.to_json()}
 
 
 def _require_same_windows(
@@ -58,18 +61,24 @@ def _require_same_windows(
     sources = config.data.sources
     old = _layouts(then, names)
     new = _layouts(now, [source.name for source in sources])
-    changed = [f"{key}: {then[key]} -> {now[key]}" for key in _OF_ALL if then[key] != now[key]]
-    for name in [source.name for source in sources if source.kind != "synthetic"]:
-        if not read.get(name):
+    lengths, seeds = (f"{key}: {then[key]} -> {now[key]}" for key in ("training.seq_len", "training.seed"))
+    has_other_length = then["training.seq_len"] != now["training.seq_len"]
+    for source in sources:
+        name = source.name
+        if source.kind == "synthetic" or not read.get(name):
             continue
-        reasons = changed
-        if not reasons and name in old and old[name] != new[name]:
-            reasons = [f"{old[name]} -> {new[name]}"]
-        if reasons:
+        reason = ""
+        if then["training.seed"] != now["training.seed"]:
+            reason = seeds
+        elif has_other_length and source.kind != "tokens":
+            reason = f"{lengths}; only token files can change their length"
+        elif not has_other_length and name in old and old[name] != new[name]:
+            reason = f"{old[name]} -> {new[name]}"
+        if reason:
             raise ConfigError(
                 f"the source {name!r} has been read ({read[name]} sequences), and its sequences would now be others "
-                f"({', '.join(reasons)}): an epoch would repeat some tokens and leave others out. Change it back, or "
-                f"leave the source out (--without {name}) and add others"
+                f"({reason}): an epoch would repeat some tokens and leave others out. Change it back, or leave the "
+                "source out and add others"
             )
 
 

@@ -119,9 +119,12 @@ class BatchReader:
         windows = np.zeros((len(samples), self._seq_len + 1), dtype=np.int64)
         starts = np.zeros(windows.shape, dtype=bool) if self._document_mask else None
         by_index = list(self._sources.values())
+        joined: dict[int, np.ndarray] = {}  # the targets of windows in which places of a source meet
         for row, (index, address) in enumerate(zip(sources.tolist(), addresses.tolist(), strict=True)):
             if index >= 0:
-                by_index[index].read(address, windows[row], None if starts is None else starts[row])
+                own_targets = by_index[index].read(address, windows[row], None if starts is None else starts[row])
+                if own_targets is not None:
+                    joined[row] = own_targets
         targets = self._tensor(windows[:, 1:])
         targets[torch.from_numpy((sources < 0)[:, None] | (windows[:, 1:] == PADDING))] = IGNORED
         windows[windows == PADDING] = 0  # any token: nothing before it sees it
@@ -129,6 +132,8 @@ class BatchReader:
         if starts is not None:
             targets[torch.from_numpy(starts[:, 1:])] = IGNORED
             positions, document_ids = map(self._tensor, _documents(starts[:, :-1]))
+        for row, own_targets in joined.items():
+            targets[row] = torch.from_numpy(np.where(own_targets == PADDING, IGNORED, own_targets))
         kept = samples[samples != _NO_SAMPLE].tolist()
         names = list(self._sources)
         read_from = np.unique(sources[sources >= 0]).tolist()
@@ -161,12 +166,17 @@ class DataLoader:
         samples_per_step: int,
         restarts: bool,
         order: dict[str, Any],
+        left: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Iterate over `make_steps(start_sample)`, which uses `reader`; `order` is from `_order_of`."""
+        """Iterate over `make_steps(start_sample)`, which uses `reader`.
+
+        `order` is from `_order_of`; `left` has the states of sources that earlier stages of the run have read.
+        """
         self._make_steps = make_steps
         self._reader = reader
         self._restarts = restarts
         self._order = order
+        self._left = left or {}
         self._states = reader.states()
         self._next_sample = start_sample
         self._samples_per_step = samples_per_step
@@ -193,7 +203,7 @@ class DataLoader:
         there fast, and reveals a change of the data. `merge_state_dicts` merges the states of several ranks.
         """
         start = self._reader.start.to_json()
-        position = {"next_sample": self._next_sample, "order": self._order, "sources": self._states}
+        position = {"next_sample": self._next_sample, "order": self._order, "sources": self._left | self._states}
         return position | ({"start": start} if start else {})
 
     def check_unchanged(self) -> None:
@@ -231,7 +241,9 @@ def build_loader(
             order than `order`, or a validation has no sample of one of its sources.
         UserError: data is missing, damaged, too short, or (unless job.allow_run_change) differs from `states`' data.
     """
-    sources = _build_sources(config, validation, states or {})
+    states = states or {}
+    start = start or Start()
+    sources = _build_sources(config, validation, states, start)
     configs = config.validation.sources if validation else config.data.sources
     mixture = Mixture([c.name for c in configs], [c.weight for c in configs], _seed(config, validation), start)
     own_order = _order_of(config, mixture, sources)
@@ -255,7 +267,8 @@ def build_loader(
 
     if validation:
         return DataLoader(make_steps, reader, 0, 0, restarts=True, order=own_order)
-    return DataLoader(make_steps, reader, start_sample, config.training.global_batch_size, False, own_order)
+    left = {name: state for name, state in states.items() if name not in sources}
+    return DataLoader(make_steps, reader, start_sample, config.training.global_batch_size, False, own_order, left)
 
 
 def merge_state_dicts(state_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -305,13 +318,18 @@ def _seed(config: Config, validation: bool) -> int:
     return 0 if validation else config.training.seed
 
 
-def _build_sources(config: Config, validation: bool, states: dict[str, dict[str, Any]]) -> dict[str, SampleSource]:
+def _build_sources(
+    config: Config, validation: bool, states: dict[str, dict[str, Any]], start: Start
+) -> dict[str, SampleSource]:
     configs = config.validation.sources if validation else config.data.sources
     tokenizer = None
     if config.tokenizer.path is not None and any(source.kind != "synthetic" for source in configs):
         tokenizer = load_tokenizer(config.tokenizer.path, config.model.vocab_size)
     sources = {
-        source.name: _build_source(source, config, validation, tokenizer, states.get(source.name)) for source in configs
+        source.name: _build_source(
+            source, config, validation, tokenizer, states.get(source.name), start.lengths.get(source.name, ())
+        )
+        for source in configs
     }
     if not config.job.allow_run_change:
         _check_unchanged(sources, states)
@@ -319,7 +337,12 @@ def _build_sources(config: Config, validation: bool, states: dict[str, dict[str,
 
 
 def _build_source(
-    source: SourceConfig, config: Config, validation: bool, tokenizer: Tokenizer | None, state: dict[str, Any] | None
+    source: SourceConfig,
+    config: Config,
+    validation: bool,
+    tokenizer: Tokenizer | None,
+    state: dict[str, Any] | None,
+    earlier: Sequence[Sequence[int]],
 ) -> SampleSource:
     seq_len = config.training.seq_len
     vocab_size = config.model.vocab_size
@@ -332,7 +355,7 @@ def _build_source(
     if source.kind == "tokens":
         folder = TokenFolder(source.path, vocab_size, tokenizer.hash if tokenizer else None)
         kind = TokenSource if packed_for(folder.path) is None else PackedSource
-        return kind(source.name, folder, seq_len, seed, once=validation)
+        return kind(source.name, folder, seq_len, seed, validation, earlier)
     assert tokenizer is not None
     return TextSource(source.path, source.text_key, tokenizer, seq_len, repeat=not validation, state=state)
 

@@ -106,6 +106,26 @@ class Start:
     """The first sample of the run that this mixture places."""
     read: Mapping[str, int] = field(default_factory=dict)
     """How many samples of each source the run has before it; each source goes on from there."""
+    lengths: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    """The sources that were read with windows of other lengths: the fields of each `lengths.Read`, in order."""
+
+    def following(self, sample: int, read: Mapping[str, int], seq_lens: tuple[int, int]) -> "Start":
+        """Where the next mixture takes over, at `sample`, after `read` samples of each source.
+
+        Args:
+            sample, read: as the attributes.
+            seq_lens: the length of windows before, and from there on.
+        """
+        lengths: dict[str, list[Sequence[int]]] = {}
+        for name, until in read.items():
+            found = list(self.lengths.get(name, ()))
+            if until > (found[-1][1] if found else 0):
+                found.append([seq_lens[0], until])
+            if found and found[-1][0] == seq_lens[1]:
+                found.pop()
+            if found:
+                lengths[name] = found
+        return Start(sample, read, lengths)
 
     def to_json(self) -> dict[str, Any]:
         """The arguments of the class, for a checkpoint; empty if the mixture is the run's first."""

@@ -5,6 +5,8 @@ A source returns windows of seq_len + 1 tokens (the inputs, and the targets one 
 one window. Another source, text that is tokenized while training, is in `streaming`.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +14,7 @@ import numpy as np
 from configs.errors import ConfigError, UserError
 from configs.own_code import code_of, reason_of
 from configs.schema import Source
+from trainer.data.lengths import Lengths, Read
 from trainer.data.order import Epochs, derive_key
 from trainer.data.token_file import TokenFolder
 
@@ -32,10 +35,13 @@ class SampleSource(Protocol):
             UserError: a source that is read only once has no such sample.
         """
 
-    def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
+    def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> np.ndarray | None:
         """Fetch a window into `tokens`, int64 of shape (seq_len + 1,); it may end with PADDING.
 
         If `starts` is given, bool of the same shape and all False, mark the tokens that start a document.
+
+        Returns:
+            The targets, int64 of shape (seq_len,), with PADDING for none; None: they are the tokens from the second on.
         """
 
     def state(self) -> dict[str, Any]:
@@ -52,10 +58,20 @@ class TokenSource:
     predicted once per epoch. Up to seq_len - 1 tokens after the last whole window are not used.
     """
 
-    def __init__(self, name: str, folder: TokenFolder, seq_len: int, seed: int, once: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: TokenFolder,
+        seq_len: int,
+        seed: int,
+        once: bool = False,
+        earlier: Sequence[Sequence[int]] = (),
+    ) -> None:
         """Read `folder` in epochs keyed by (seed, name).
 
         Args:
+            name, folder, seq_len, seed: as said.
+            earlier: how far it was read with windows of other lengths; the fields of each `lengths.Read`.
             once: read a single epoch, in the same order under every seed, for validation. It is shuffled as well,
                 because the first windows of a folder are neighbors, and not a fair sample of it.
 
@@ -73,14 +89,21 @@ class TokenSource:
         self._once = once
         self._epoch = 0
         self.epochs = Epochs(name, self.n_windows, seed=0 if once else seed)
+        reads = [Read(*each) for each in earlier]
+        self.lengths = Lengths(name, folder.n_tokens - 1, seed, seq_len, reads) if reads else None
+        """The order in place of `epochs`, if the source was read with windows of other lengths; otherwise None."""
 
     @property
     def layout(self) -> str:
         """The number of windows, which an epoch permutes."""
-        return f"{self.n_windows} windows"
+        rest = f", {self.lengths.n_rest} of the rest of an epoch" if self.lengths else ""
+        return f"{self.n_windows} windows{rest}"
 
     def addresses(self, ordinals: np.ndarray) -> np.ndarray:
-        """The first token of each window; implements `SampleSource`."""
+        """The first token of each window; implements `SampleSource`.
+
+        Windows of the rest of an epoch, which may have tokens of several places, are numbered from `n_tokens` on.
+        """
         if self._once and ordinals.size and ordinals.max() >= self.n_windows:
             raise UserError(
                 f"{self.folder.path}: holds {self.folder.n_tokens} tokens = {self.n_windows} sequences of "
@@ -88,11 +111,24 @@ class TokenSource:
                 "text"
             )
         self._check_at_new_epoch(int(ordinals.max(initial=0)) // self.n_windows)
-        return self.epochs.window(ordinals) * self._seq_len
+        if self.lengths is None:
+            return self.epochs.window(ordinals) * self._seq_len
+        is_rest, windows = self.lengths.locate(ordinals)
+        return np.where(is_rest, self.folder.n_tokens + windows, windows * self._seq_len)
 
     def span(self, window: int) -> tuple[int, int]:
         """The tokens [start, stop) of a window."""
         return window * self._seq_len, (window + 1) * self._seq_len + 1
+
+    def reads(self, ordinal: int) -> tuple[int, list[tuple[int, int]]]:
+        """The epoch of the source's `ordinal`-th sample, and the tokens [start, stop) of each piece of its window."""
+        if self.lengths is None:
+            window = int(self.epochs.window(np.array([ordinal]))[0])
+            return ordinal // self.n_windows, [self.span(window)]
+        address = int(self.addresses(np.array([ordinal]))[0])
+        after = ordinal - self.lengths.first - self.lengths.n_rest
+        pieces = [(start, stop + 1) for start, stop in self.pieces(address)]
+        return self.lengths.epoch + (1 + after // self.n_windows if after >= 0 else 0), pieces
 
     def windows_of(self, start: int, stop: int) -> np.ndarray:
         """The windows with a target in tokens [start, stop): any but the first of a window."""
@@ -106,11 +142,38 @@ class TokenSource:
             self._epoch = epoch
             self.check_unchanged()
 
-    def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
+    def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> np.ndarray | None:
         """Fetch the window whose first token is `address`."""
+        if address >= self.folder.n_tokens:
+            return self._read_pieces(address, tokens, starts)
         tokens[:] = self.folder.read(address, len(tokens))
         if starts is not None:
             starts[self.folder.document_starts(address, len(tokens))] = True
+        return None
+
+    def pieces(self, address: int) -> list[tuple[int, int]]:
+        """The inputs of a window, as ranges [start, stop) of the folder's tokens, in their order."""
+        if self.lengths is None or address < self.folder.n_tokens:
+            return [(address, address + self._seq_len)]
+        inputs = self.lengths.inputs(address - self.folder.n_tokens)
+        ends = [*(np.flatnonzero(np.diff(inputs) != 1) + 1).tolist(), len(inputs)]
+        return [(int(inputs[a]), int(inputs[b - 1]) + 1) for a, b in pairwise([0, *ends])]
+
+    def _read_pieces(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> np.ndarray:
+        """Fetch a window of several pieces, each of which begins like a document; see `SampleSource.read`."""
+        targets = np.empty(len(tokens) - 1, dtype=np.int64)
+        filled = 0
+        for start, stop in self.pieces(address):
+            n = stop - start
+            tokens[filled : filled + n + 1] = self.folder.read(start, n + 1)
+            targets[filled : filled + n] = tokens[filled + 1 : filled + n + 1]
+            if starts is not None:
+                begins = self.folder.document_starts(start, n + 1)
+                starts[filled + begins] = True
+                targets[filled + begins[begins > 0] - 1] = PADDING  # as in any window: documents are separate
+                starts[filled] = True
+            filled += n
+        return targets
 
     def state(self) -> dict[str, Any]:
         """The folder's fingerprint; there are no cursors."""
@@ -195,7 +258,7 @@ class OwnSource:
         return self._source.addresses(ordinals)
 
     def read(self, address: int, tokens: np.ndarray, starts: np.ndarray | None) -> None:
-        """Fetch a window.
+        """Fetch a window, whose targets are its tokens.
 
         Raises:
             UserError: it has an id that is no token's.

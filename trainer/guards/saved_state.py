@@ -10,6 +10,7 @@ from configs.errors import UserError
 from trainer.saved_state import RunState
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(gt=0, lt=2**63)]
 
 
 class SourceState(TypedDict):
@@ -26,6 +27,7 @@ class StartState(TypedDict):
 
     sample: Count
     read: dict[str, Count]
+    lengths: NotRequired[dict[str, list[Annotated[list[Positive], Field(min_length=2, max_length=2)]]]]
 
 
 class DataState(TypedDict):

@@ -35,6 +35,7 @@ def build_optimizer(
     sums: Sums | None = None,
     seed: int = 0,
     mesh: Mesh | None = None,
+    later: Sequence[Optimizer] = (),
 ) -> TrainingOptimizer:
     """Build the optimizer that the config names, with its state, all zero.
 
@@ -49,6 +50,7 @@ def build_optimizer(
         sums: the run's; None: fast ones.
         seed: the run's, by which moments in bfloat16 are rounded.
         mesh: the ranks that hold the parameters' parts; None: this rank holds them whole.
+        later: the configs of the run's other stages, for `set_groups`.
 
     Raises:
         ConfigError: a group's pattern selects no parameter.
@@ -56,7 +58,7 @@ def build_optimizer(
     is_keyed = config.moments_dtype == "bfloat16"
     keys = {name: key_of(seed, name, part_of(p)) for name, p in named_parameters} if is_keyed else {}
     stacked = hidden_matrices or {}
-    groups = _groups(config, named_parameters, stacked, model_names)
+    groups = _groups(config, named_parameters, stacked, model_names, later)
     parts_on = mesh if partition is None else None
     rules = {name: rule_of(name)(config, sums, keys, stacked, parts_on) for name in groups}
     optimizer: TrainingOptimizer
@@ -89,26 +91,50 @@ def _groups(
     named_parameters: Sequence[tuple[str, Parameter]],
     hidden_matrices: Collection[str],
     model_names: Sequence[str],
+    later: Sequence[Optimizer] = (),
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the parameter groups of each optimizer, by its name."""
+    """Return the parameter groups of each optimizer, by its name; members of a group are alike in `later`, too."""
+    values = _values(config, named_parameters, model_names)
+    of_stages = [values, *(_values(each, named_parameters, model_names) for each in later)]
+    members: dict[tuple, list[tuple[str, Parameter]]] = {}
+    for name, parameter in named_parameters:
+        rule = rule_name(config, name in hidden_matrices)
+        members.setdefault((rule, *(tuple(each[name].items()) for each in of_stages)), []).append((name, parameter))
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for (rule, *_), named in members.items():
+        group = {"params": named, "lr": config.lr, **values[named[0][0]]}
+        groups.setdefault(rule, []).append(group)
+    return groups
+
+
+def _values(
+    config: Optimizer, named_parameters: Sequence[tuple[str, Parameter]], model_names: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """The values of each parameter's group, by the parameter's name."""
     settings = _settings_of(config.groups, model_names or [name for name, _ in named_parameters])
-    members: dict[tuple[str, float, float, bool], list[tuple[str, Parameter]]] = {}
+    values = {}
     for name, parameter in named_parameters:
         decay = settings[name].weight_decay
         if decay is None:
             decay = config.weight_decay if parameter.ndim >= 2 else 0.0
-        peak = config.lr * settings[name].lr_scale
-        if config.weight_decay_by == "schedule" and peak > 0:  # optimizers multiply by the group's learning rate
-            decay /= peak
-        optimizer = rule_name(config, name in hidden_matrices)
-        members.setdefault((optimizer, settings[name].lr_scale, decay, settings[name].freeze), []).append(
-            (name, parameter)
-        )
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for (optimizer, scale, decay, frozen), named in members.items():
-        group = {"params": named, "weight_decay": decay, "lr_scale": scale, "freeze": frozen, "lr": config.lr}
-        groups.setdefault(optimizer, []).append(group)
-    return groups
+        scale = settings[name].lr_scale
+        if config.weight_decay_by == "schedule" and config.lr * scale > 0:  # optimizers multiply by the group's rate
+            decay /= config.lr * scale
+        values[name] = {"weight_decay": decay, "lr_scale": scale, "freeze": settings[name].freeze}
+    return values
+
+
+def set_groups(
+    optimizer: TrainingOptimizer,
+    config: Optimizer,
+    named_parameters: Sequence[tuple[str, Parameter]],
+    model_names: Sequence[str],
+) -> None:
+    """Give the groups of an optimizer the values of another stage, which `build_optimizer` was told as `later`."""
+    values = _values(config, named_parameters, model_names)
+    names = {parameter: name for name, parameter in named_parameters}
+    for group in optimizer.param_groups:
+        group.update(values[names[group["params"][0]]])
 
 
 def skips_on_device(config: Config, device: torch.device) -> bool:

@@ -11,8 +11,16 @@ def say_choice(config: Config, ranks: int) -> str:
     return str(planned_choice(config, ranks, card_bytes=None))
 
 
+def say_stages(job: LoadedConfig) -> str:
+    """The table of the run's stages, with a line break at its end; empty for a job without stages."""
+    from trainer.planning.stage_table import stage_table
+
+    return "".join(f"{line}\n" for line in stage_table(job))
+
+
 def check_names(job: LoadedConfig) -> None:
     """Raise a ConfigError if the job names a parameter or an op that does not exist."""
     from trainer.planning.unknown_names import require_known_names
 
-    require_known_names(job)
+    for each in job.jobs:
+        require_known_names(each)

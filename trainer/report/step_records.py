@@ -49,7 +49,8 @@ class StepRecords:
             incarnation: of an elastic run; nothing is written once there is a newer one.
         """
         self._incarnation = incarnation
-        self._config = config
+        self.config = config
+        """The keys of the present stage of the run."""
         self._console = console
         self._ledger = ledger
         self._peak = peak
@@ -71,8 +72,8 @@ class StepRecords:
     def _open(self, step: int) -> None:
         if self._log:
             self._log.close()
-        config = self._config
-        folder = self._config.job.folder
+        config = self.config
+        folder = self.config.job.folder
         try:
             self._wall_clock.open(folder / METRICS_NAME, step, goes_on=config.checkpoint.load != "none")
             sinks = Sinks(choose_sinks(config.metrics, folder), self._console.warning)
@@ -107,9 +108,9 @@ class StepRecords:
             incidents: those since the last record.
             writes_status: whether status.json shall show the step as well.
         """
-        training = self._config.training
-        speed = self._ledger.throughput(tokens_per_step(self._config))
-        flops = flops_per_token(self._config.model, training.seq_len, frozen).causal
+        training = self.config.training
+        speed = self._ledger.throughput(tokens_per_step(self.config))
+        flops = flops_per_token(self.config.model, training.seq_len, frozen).causal
         tflops = tflops_per_device(speed.tokens_per_second, flops, dist.get_world_size())
         now = time.time()
         metrics = StepMetrics(
@@ -145,8 +146,8 @@ class StepRecords:
         self.fingerprints.flush()
         if not writes_status:
             return
-        with self._console.outages.tolerate(self._config.job.folder / "status.json"):
-            refresh_status(self._config.job.folder, step, reason="")
+        with self._console.outages.tolerate(self.config.job.folder / "status.json"):
+            refresh_status(self.config.job.folder, step, reason="")
 
     def flush(self) -> None:
         """Wait until all records are written."""

@@ -205,6 +205,9 @@ def _batch(config: Config, sizes: MeshSizes) -> str:
 def _steps(config: Config, resumed_step: int) -> str:
     steps = config.training.steps
     total = f"{steps:,} = {count(steps * tokens_per_step(config))} tokens"
+    if config.stages:
+        total = f"{steps:,}, in the stages below"
+        return f"{total}; resuming from step {resumed_step:,}" if resumed_step else total
     scheduled = config.lr_schedule.total_steps
     if steps > scheduled and decay_steps(config.lr_schedule) is not None:
         total += f"; after step {scheduled:,} (lr_schedule.total_steps) the learning rate stays at its minimum"
@@ -331,7 +334,7 @@ def next_rows(config: Config, state: State) -> list[Row]:
     if state != "done":
         return [("resume from the newest checkpoint", _with(_this_command(), go_on))]
     steps = config.training.steps
-    scheduled = config.lr_schedule.total_steps
+    scheduled = steps if config.stages else config.lr_schedule.total_steps
     farther = min(2 * steps, scheduled) if steps < scheduled else 2 * steps
     how = "continue to twice the steps" if farther == 2 * steps else "continue to the end of the schedule"
     if farther > scheduled and decay_steps(config.lr_schedule) is not None:

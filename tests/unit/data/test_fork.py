@@ -112,17 +112,34 @@ def test_a_source_may_have_any_name(corpus, name):
     before = first.model_dump(mode="json")
     forked = forked_position(position, before, renamed(job(corpus, {"web": 1.0, "books": 1.0}), name))
     assert forked["start"]["read"] == {name: 15, "code": 5}
-    longer = renamed(job(corpus, {"web": 1.0, "books": 1.0}, seq_len=4), name)
+    other = renamed(job(corpus, {"web": 1.0, "books": 1.0}, seed=4), name)
     with pytest.raises(ConfigError, match="has been read"):
-        forked_position(position, before, longer)
+        forked_position(position, before, other)
 
 
-@pytest.mark.parametrize("changed", [{"seed": 4}, {"seq_len": 4}])
-def test_a_source_that_is_partly_read_keeps_its_windows(corpus, changed):
+def test_a_source_that_is_partly_read_keeps_its_order(corpus):
     first = job(corpus, {"web": 3.0, "code": 1.0})
     _, position = read(first, BEGINNING, 5)
-    with pytest.raises(ConfigError, match=r"'web' has been read \(15 sequences\).*training\.seq_len|training\.seed"):
-        forked_position(position, first.model_dump(mode="json"), job(corpus, {"web": 1.0, "books": 1.0}, **changed))
+    with pytest.raises(ConfigError, match=r"'web' has been read \(15 sequences\).*training\.seed: 3 -> 4"):
+        forked_position(position, first.model_dump(mode="json"), job(corpus, {"web": 1.0, "books": 1.0}, seed=4))
+
+
+def test_a_source_that_is_partly_read_goes_on_in_shorter_sequences(corpus):
+    """The 8 of 23 windows of `web` that are left are read as 16 of half the length, before the next epoch."""
+    first = job(corpus, {"web": 3.0, "code": 1.0})
+    seen, position = read(first, BEGINNING, 5)
+    shorter = job(corpus, {"web": 1.0}, seq_len=SEQ_LEN // 2)
+    position = forked_position(position, first.model_dump(mode="json"), shorter)
+    assert position["start"]["lengths"] == {"web": [[8, 15]], "code": [[8, 5]]}
+    rest, later = read(shorter, position, 4)
+    left = sorted({*range(20), 0, 1, 2} - set())
+    windows = [token for token in seen if token < 20]
+    counts = {token: windows.count(token) * 2 + rest.count(token) for token in left}
+    assert counts == {token: 4 if token < 3 else 2 for token in left}
+    halves, _ = read(shorter, later, 12)
+    assert len(set(halves)) == 20
+    with pytest.raises(ConfigError, match="another order"):
+        read(shorter, later | {"start": {**later["start"], "lengths": {"web": [[8, 14]]}}}, 1)
 
 
 def test_new_sources_may_have_longer_sequences(corpus):

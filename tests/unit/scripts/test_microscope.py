@@ -248,15 +248,15 @@ def test_a_corpus_of_a_trillion_tokens_takes_less_than_a_second(run, tmp_path, c
         step = 987_654_321
         readings = [each for each in RunData(tmp_path).readings(step) if each.source == "large"]
         for reading in readings:
-            for token in (reading.tokens[0], reading.tokens[0] + SEQ_LEN):
+            for token in (reading.pieces[0][0], reading.pieces[0][0] + SEQ_LEN):
                 block = token * 2 // BLOCK_BYTES
                 file.seek(header.tables_start + 8 * block)
                 file.write(xxhash.xxh3_64_digest(bytes(BLOCK_BYTES))[::-1])
     assert readings
     started = time.process_time()
     assert main(["step", str(tmp_path), str(step)]) == 0
-    document = Documents(TokenFolder(tmp_path / "huge", VOCAB, check_content=False)).at(readings[0].tokens[0])
-    start = readings[0].tokens[0]
+    document = Documents(TokenFolder(tmp_path / "huge", VOCAB, check_content=False)).at(readings[0].pieces[0][0])
+    start = readings[0].pieces[0][0]
     uses = list(RunData(tmp_path).uses("large", start + 1, start + SEQ_LEN + 1))
     assert time.process_time() - started < 1
     assert step in [use.step for use in uses]

@@ -1,0 +1,80 @@
+"""The plan of a run with stages as a table: where each begins, what a step has, its learning rates, and its data."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import pairwise
+
+from configs.errors import UserError
+from configs.load import LoadedConfig
+from configs.run_stages import RunStage
+from configs.schema import Config, Source
+from trainer.lr_schedule import learning_rate
+from trainer.report.units import count
+
+_HEAD = ("stage", "first step", "after tokens", "tokens", "sequences", "learning rate", "epochs of its sources")
+
+
+def stage_table(job: LoadedConfig) -> list[str]:
+    """The lines of the table; none for a job without stages."""
+    if not job.later_stages:
+        return []
+    sizes: dict[str, int | None] = {}
+    total: Counter[str] = Counter()
+    steps = job.config.training.steps
+    rows: list[tuple[str, ...]] = [_HEAD]
+    for number, (stage, following) in enumerate(pairwise([*job.stages, None]), 1):
+        assert stage is not None
+        last = steps if following is None else min(steps, following.border.after)
+        rows.append((str(number), *_row(stage, last, sizes, total)))
+    return _aligned(rows)
+
+
+def _row(stage: RunStage, last: int, sizes: dict[str, int | None], total: Counter[str]) -> tuple[str, ...]:
+    """The cells of a stage whose last step is `last`; `total` counts the tokens of each source so far."""
+    config = stage.config
+    shape = f"{config.training.global_batch_size:,} x {config.training.seq_len:,}"
+    begins = f"{stage.first_step:,}", f"{stage.border.tokens:,}"
+    if last < stage.first_step:
+        return (*begins, "none: training.steps is before", shape, "", "")
+    tokens = stage.tokens_before(last + 1) - stage.border.tokens
+    rates = [
+        learning_rate(config.lr_schedule, config.optimizer.lr, stage.schedule_step(n)) for n in (stage.first_step, last)
+    ]
+    return (
+        *begins,
+        count(tokens),
+        shape,
+        " to ".join(f"{rate:.3g}" for rate in rates),
+        ", ".join(_epochs(config, tokens, sizes, total)),
+    )
+
+
+def _epochs(config: Config, tokens: int, sizes: dict[str, int | None], total: Counter[str]) -> Iterator[str]:
+    """A word for each source: its epochs in the stage and, if more, in the run up to its end; tokens if unknown."""
+    weights = sum(source.weight for source in config.data.sources)
+    for source in config.data.sources:
+        of_stage = round(tokens * source.weight / weights)
+        total[source.name] += of_stage
+        size = sizes.setdefault(source.path or source.name, _size(source, config))
+        if size is None:
+            yield f"{source.name} {count(of_stage)} tokens"
+            continue
+        so_far = f" ({total[source.name] / size:.3f} so far)" if total[source.name] > of_stage else ""
+        yield f"{source.name} {of_stage / size:.3f}{so_far}"
+
+
+def _size(source: Source, config: Config) -> int | None:
+    """Tokens of a source of token files; None if it is another, or not there yet."""
+    if source.kind != "tokens" or source.path is None:
+        return None
+    from trainer.data.token_file import TokenFolder  # needs numpy
+
+    with suppress(UserError):
+        return TokenFolder(source.path, config.model.vocab_size, check_content=False).n_tokens
+    return None
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
