@@ -13,7 +13,7 @@ from parallelisms.torch_internals import has_zero_bubble
 from tests.marked import marked
 from trainer.data.loader import IGNORED, MicroBatch
 from trainer.guards.verdict import StepResult
-from trainer.planning.memory import _stages_in_flight
+from trainer.planning.memory import stages_in_flight
 from trainer.step import Learner, build_learner
 
 STEPS, BATCH, SEQ_LEN = 3, 8, 32
@@ -141,7 +141,7 @@ def in_flight(schedule: str, micro_batch: int) -> tuple[int, int]:
         waiting += {"F": 1, "B": -1, "I": -1}.get(kind, 0)
         most = max(most, waiting)
     sizes = learner.mesh.sizes
-    return most, _stages_in_flight(learner.config, rank, accumulation_steps(learner.config, sizes))
+    return most, stages_in_flight(learner.config, rank, accumulation_steps(learner.config, sizes))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
