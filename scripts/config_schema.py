@@ -103,14 +103,16 @@ def _tables(table: type[Table]) -> Iterator[type[Table]]:
 
 
 def _plain(node: Any) -> Any:
-    """Remove titles, which are redundant, and `required`, because a base may supply those keys."""
+    """Remove titles, which are redundant, `required`, because a base may supply those keys, and what is the default.
+
+    That further properties are allowed is the default, which pydantic writes from 2.11 on.
+    """
     if isinstance(node, list):
         return [_plain(item) for item in node]
     if not isinstance(node, dict):
         return node
-    return {
-        key: _plain(value) for key, value in node.items() if key not in ("title", "required") or isinstance(value, dict)
-    }
+    dropped = {"title", "required"} | ({"additionalProperties"} if node.get("additionalProperties") is True else set())
+    return {key: _plain(value) for key, value in node.items() if key not in dropped or isinstance(value, dict)}
 
 
 if __name__ == "__main__":
