@@ -82,6 +82,14 @@ def stage_of(stages: Sequence[RunStage], step: int) -> RunStage:
     return next(stage for stage in reversed(stages) if stage.first_step <= step)
 
 
+def stage_of_position(stages: Sequence[RunStage], steps: int, begins: bool) -> RunStage:
+    """The stage that a position in the data after `steps` steps is of.
+
+    At a border this is the stage before, until the next one's mixture has begun with the next sample (`begins`).
+    """
+    return stage_of(stages, max(1, steps + begins))
+
+
 def unfolded(job: Layers) -> Iterator[tuple[Border, Layers]]:
     """The border and the job of each stage, the first of which is the job without its stages.
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from configs.errors import mistakes_of_the_job
 from configs.layout import mesh_sizes
 from configs.load import LoadedConfig
-from configs.run_stages import TABLES, RunStage, stage_of
+from configs.run_stages import TABLES, RunStage, stage_of_position
 from configs.schema import Config
 from parallelisms.attention.backend import attention_kernel
 from parallelisms.mesh import Mesh, build_mesh
@@ -113,10 +113,8 @@ class Opened:
             check_saved_state(saved)
         self.progress = Progress(self.config, RunState(**saved["run"]) if saved else RunState())
         position: dict[str, Any] = saved["data"] if saved else {"next_sample": 0, "sources": None}
-        # At a border, the position is the new stage's if the next sample is the first of a mixture.
-        is_first = position.get("start", {}).get("sample", 0) == position["next_sample"]
-        step = self.progress.run.step
-        self.stage = stage_of(self.stages, step + is_first or 1)
+        begins = position.get("start", {}).get("sample", 0) == position["next_sample"]
+        self.stage = stage_of_position(self.stages, self.progress.run.step, begins)
         """The stage that the position in the data is of."""
         self.progress.config = self.stage.config
         self.loader = open_loader(self.stage.config, self.mesh, position)

@@ -10,7 +10,7 @@ import numpy as np
 from checkpoint.find import kept_tokenizer, require_run
 from configs.errors import UserError
 from configs.load import load
-from configs.run_stages import stage_of
+from configs.run_stages import stage_of, stage_of_position
 from configs.schema import Config, Source
 from scripts.microscope.history import History, read_history
 from scripts.microscope.inverse import ordinals, ordinals_after, sample_of
@@ -114,8 +114,8 @@ class RunData:
         views = self._chain(0, Start())
         saved = self.history.start
         steps = self.history.last_step
-        is_first = saved.sample == self.history.samples(steps + 1).start
-        now = self._stages.index(stage_of(self._stages, steps + is_first or 1))
+        begins = saved.sample == self.history.samples(steps + 1).start
+        now = self._stages.index(stage_of_position(self._stages, steps, begins))
         if views[now].start == saved:
             return views
         return self._chain(now, saved)

@@ -120,7 +120,10 @@ def _busy(job: Job, words: list[str], folder: Path) -> float:
         raise ValueError(f"the loss is {loss}")
     # Operators have the time of their kernels again, and so have annotations; as the table's own total.
     of_kernels = (each for each in averages if each.device_type == DeviceType.CUDA and not each.is_user_annotation)
-    return sum(each.self_device_time_total for each in of_kernels) / 1e6
+    busy = sum(each.self_device_time_total for each in of_kernels) / 1e6
+    if not busy:
+        raise LookupError("the profiler has recorded no kernel")
+    return busy
 
 
 def _figure(name: str, unit: str, before: float | None, work: Callable[[], float]) -> Figure:

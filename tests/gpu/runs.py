@@ -11,6 +11,8 @@ from typing import Any
 from tests.gpu.jobs import Job
 
 ROOT = Path(__file__).parents[2]
+IS_NULL = "KEEL_NULL_GPUS" in os.environ
+"""Whether this is a rehearsal: the device computes nothing (tests/null_gpu)."""
 SYNTHETIC = ["--data.sources", '[{name = "random", kind = "synthetic"}]']
 SMALL = (
     "--config llama_1b.toml --model.dim 512 --model.n_layers 4 --model.n_heads 8 --model.n_kv_heads 4 "
@@ -30,8 +32,7 @@ Curve = dict[int, tuple[float, float]]
 
 def train(folder: Path, words: str, program: str = "train.py") -> Curve:
     """Train the small job in `folder`, or go on. Raises: Failed."""
-    has_no_values = "KEEL_NULL_GPUS" in os.environ and "--job.device cpu" not in words
-    if has_no_values and program == "train.py":
+    if IS_NULL and program == "train.py" and "--job.device cpu" not in words:
         program = "tests/null_gpu/train.py"
     given = shlex.split(f"{SMALL} {words}")
     run_python(program, *([] if "--data.sources" in given else SYNTHETIC), *given, "--job.output_dir", str(folder))
@@ -54,7 +55,8 @@ def benchmark(file: Path, job: Job) -> dict[str, Any]:
         "--json",
         str(file),
     ]
-    run_python("scripts/benchmark.py", *options, "--config", config, *overrides, *SYNTHETIC)
+    program = "tests/null_gpu/benchmark.py" if IS_NULL else "scripts/benchmark.py"
+    run_python(program, *options, "--config", config, *overrides, *SYNTHETIC)
     figures = json.loads(file.read_text())
     return {"tokens_per_second": figures["variants"][variant]["tokens_per_second"]} | figures
 
