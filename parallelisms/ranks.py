@@ -39,7 +39,7 @@ def on_rank_zero(group: dist.ProcessGroup | None, action: Callable[[], Json]) ->
     """Run `action` on the first rank of `group` only (None: of all); all ranks return its result or raise its error."""
     failure: Exception | None = None
     content = b""
-    if dist.get_rank(group) == 0:
+    if _is_first(group):
         try:
             content = json.dumps([action(), None]).encode()
         except Exception as error:
@@ -70,6 +70,10 @@ def error_of(told: list[Any]) -> Exception:
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor: its shard of a DTensor, otherwise the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_first(group: dist.ProcessGroup | None) -> bool:
+    return dist.get_rank(group) == 0
 
 
 def _broadcast(content: bytes, group: dist.ProcessGroup | None) -> bytes:

@@ -1,13 +1,15 @@
 """Check whether a job fits, and how long it takes, before requesting machines: build it for any number of ranks.
 
-    python scripts/plan.py llama_7b.toml --ranks 8 [--memory-gib 80] [--device h100 [--price 2.5]] [--trace] [--json]
+    python scripts/plan.py llama_7b.toml --ranks 8 [--memory-gib 80] [--device h100 [--price 2.5]] [--trace] [--prove]
 
 The model is built on the meta device and parallelized over a fake process group, with the same code and checks as on a
 cluster, but without memory for the weights. The plan shows what rank 0 would hold, counted from its shards, and an
 estimate of the rest; with --memory-gib also whether that fits, or what would make it fit. With --device, a step's time
 is estimated from counted work and the rates in configs/rates/devices.toml. With --trace, one step of each kind of rank
-is run with fake tensors, to show what it communicates. With --tune, the fastest ways to run the same job that fit the
-device are searched; --ranks may then be several numbers, 8,16,64 or 8..512, for the best of each.
+is run with fake tensors, to show what it communicates. With --prove, the run is rehearsed in small as each kind of
+rank, and what they issue is matched: no rank waits for ever, or who does, for what, and where. With --tune, the fastest
+ways to run the same job that fit the device are searched; --ranks may then be several numbers, 8,16,64 or 8..512, for
+the best of each.
 """
 
 import argparse
@@ -34,6 +36,7 @@ from trainer.report.metrics import memory_peak_bytes
 from trainer.report.units import count, duration, percent, size
 
 if TYPE_CHECKING:
+    from scripts.rehearsal.run import Proof
     from trainer.planning.devices import Device
     from trainer.planning.step_time import StepTime
 
@@ -131,6 +134,26 @@ def _traced(config: Config, ranks: int) -> dict[str, list[Row]]:
     return {" and of ".join(kinds): [*traffic, took] for traffic, (kinds, took) in found.items()}
 
 
+# --------------------------------------------------------------------------- waiting
+
+
+def proof_rows(proof: "Proof", ranks: int) -> list[Row]:
+    """Return the rows of a rehearsal."""
+    return [
+        ("ranks", f"{len(proof.ranks)} of {ranks:,} rehearsed: {_listed(proof.ranks)}"),
+        ("each", "starts, computes 2 steps, validates, compares replicas, saves, is told to stop, and saves"),
+        ("in small", "; ".join([proof.size, *(f"without {part}" for part in proof.left_out)])),
+        ("issued", f"{proof.events:,} collectives and messages, in {proof.groups:,} groups and pairs"),
+        ("waiting", "fails" if proof.problem else "no rank waits for ever"),
+        ("rehearsed in", duration(proof.seconds)),
+    ]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:12]))
+    return shown + (", ..." if len(ranks) > 12 else "")
+
+
 # --------------------------------------------------------------------------- time
 
 _PARTS = {
@@ -217,8 +240,10 @@ def _require_tune(options: argparse.Namespace, counts: Sequence[int]) -> None:
     """Refuse combinations of options that mean nothing."""
     if options.tune and not options.device:
         raise UserError("--tune compares times; say with --device for which kind of GPU, such as h100")
-    if options.tune and options.trace:
-        raise UserError("--tune traces no step; leave --trace out, and plan the job that --write writes with it")
+    if options.tune and (options.trace or options.prove):
+        raise UserError(
+            "--tune neither traces nor proves a job; leave them out, and plan the job that --write writes"
+        )
     if not options.tune and (options.write or len(counts) > 1):
         raise UserError("--write and several numbers of ranks are for --tune, which searches the best job; add it")
     if options.write:
@@ -259,6 +284,11 @@ def _tune(
         console.line(f"wrote {options.write}")
 
 
+def _require_no_problem(proof: "Proof | None") -> None:
+    if proof and proof.problem:
+        raise UserError(proof.problem)
+
+
 _positive_number = number_of(lambda n: 0 < n < math.inf, "a number above 0")
 
 
@@ -274,6 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus-per-host", type=positive, default=8, help="GPUs of a host (default: %(default)s)")
     parser.add_argument("--price", type=_positive_number, metavar="P", help="price of a GPU-hour, for the run's price")
     parser.add_argument("--trace", action="store_true", help="run one step of each kind of rank with fake tensors")
+    parser.add_argument("--prove", action="store_true", help="rehearse the run, and show that no rank waits for ever")
     parser.add_argument("--tune", action="store_true", help="search the fastest ways to run the same job")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the best that --tune finds as a job file")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -305,11 +336,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from trainer.planning.step_time import estimate_step
 
             step = estimate_step(config, ranks, device, options.gpus_per_host)
+        proof = None
+        if options.prove:
+            from scripts.rehearsal.run import rehearse
+
+            proof = rehearse(config, ranks)
         if options.json:
             plan: dict[str, Any] = {"job": config.job.name, "ranks": ranks, "memory": dict(memory)}
             plan |= {"traced": {kinds: dict(traffic) for kinds, traffic in traced.items()}} if traced else {}
             plan |= {"device": options.device, "time": time_as_json(step, options.price)} if step else {}
+            plan |= {"proof": proof._asdict()} if proof else {}
             print(json.dumps(plan, indent=2))
+            _require_no_problem(proof)
             return
         if step and dict(memory)["fits"] != "yes":
             console.line(f"does not fit: {dict(memory)['fits']}\n")
@@ -319,6 +357,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.table(f"a step on {device.title} (estimate)", time_rows(step, options.price))
         for kinds, traffic in traced.items():
             console.table(f"one step of {kinds}", traffic)
+        if proof:
+            console.table("what ranks wait for", proof_rows(proof, ranks))
+        _require_no_problem(proof)
 
     return run_command(work, "stopped", out=sys.stderr if options.json else None)
 

@@ -26,7 +26,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
-from itertools import combinations, zip_longest
+from itertools import combinations, groupby, zip_longest
 from pathlib import Path
 from sys import _getframe
 from typing import Any, NamedTuple
@@ -40,7 +40,8 @@ from parallelisms.ranks import gather
 from parallelisms.torch_internals import issuing_group, listening, prepare_listening, tensors_of, world_name
 
 _HOME = str(Path(__file__).resolve().parents[2]) + os.sep
-_NOT_CALLERS = {str(Path(__file__).resolve()), str(Path(__file__).resolve().parents[1] / "torch_internals.py")}
+_HERE = Path(__file__).resolve()
+_NOT_CALLERS = {str(path) for path in (_HERE, _HERE.parents[1] / "torch_internals.py", _HERE.parents[1] / "ranks.py")}
 
 _MODULUS = 2**40
 """The range of a checksum: terms of a million ranks can be summed in 64 bits."""
@@ -139,20 +140,30 @@ class OrderGuard:
             return
         if name not in self._channels:
             self._channels[name] = Channel(name, tuple(dist.get_process_group_ranks(group)))
-        channel = self._channels[name]
-        ranks = channel.ranks
-        if len(ranks) == 1:
-            return
-        if operator in ("send", "recv_"):  # the sender's and the receiver's code lines differ
-            here = dist.get_rank()
-            there = ranks[arguments[2]]
-            pair = (here, there) if operator == "send" else (there, here)
-            # By count: torch 2.11's pipelining opens a connection by sending a scalar, received with shape (1,).
-            message = " and ".join(f"{t.numel()} elements {_dtype(t)}" for t in tensors_of(arguments))
-            self.log.append(Issued(Channel(f"messages of {name}", pair), f"message of {message}", True))
-        else:
-            what = f"{operator.strip('_')} of {_shapes(operator, arguments)} for {issuing_group() or _caller()}"
-            self.log.append(Issued(channel, what, False))
+        if group.size() > 1:
+            self.log.append(issued(operator, self._channels[name], arguments))
+
+
+def issued(operator: str, channel: Channel, arguments: tuple[Any, ...], not_callers: str = "") -> Issued:
+    """What this rank issues, in words that are equal on all ranks that take part.
+
+    Args:
+        operator: its name in torch's namespace `c10d`.
+        channel: the group's.
+        arguments: the operator's.
+        not_callers: a folder in Keel's whose code is not what issues it.
+    """
+    if operator not in ("send", "recv_"):
+        issuer = issuing_group() or _caller(not_callers)
+        what = f"{operator.strip('_')} of {_shapes(operator, arguments)} for {issuer}"
+        return Issued(channel, what, False)
+    here = dist.get_rank()
+    there = channel.ranks[arguments[2]]
+    pair = (here, there) if operator == "send" else (there, here)
+    # By count, and without the line of code, which differs between sender and receiver: torch 2.11's pipelining opens
+    # a connection by sending a scalar, received with shape (1,).
+    message = " and ".join(f"{t.numel()} elements {_dtype(t)}" for t in tensors_of(arguments))
+    return Issued(Channel(f"messages of {channel.name}", pair), f"message of {message}", True)
 
 
 def _shapes(operator: str, arguments: tuple[Any, ...]) -> str:
@@ -161,22 +172,27 @@ def _shapes(operator: str, arguments: tuple[Any, ...]) -> str:
     if operator in ("gather_", "scatter_"):  # only one rank has all the parts
         tensors = tensors[-1:] if operator == "gather_" else tensors[:1]
     shapes: list[tuple[int | str, ...]] = [tuple(t.shape) for t in tensors]
+    if tensors and tensors[0].dtype == torch.uint8:  # JSON, as long as the ranks have just agreed
+        return "JSON"
     if operator.startswith("alltoall"):  # how much each pair exchanges may differ
         shapes = sorted({("any", *shape[1:]) for shape in shapes}, key=str)
-    return f"{', '.join(map(str, shapes))} {_dtype(tensors[0])}" if tensors else "nothing"
+    counted = [(shape, len(list(equal))) for shape, equal in groupby(shapes)]
+    of_all = ", ".join(f"{n} x {shape}" if n > 1 else str(shape) for shape, n in counted)
+    return f"{of_all} {_dtype(tensors[0])}" if tensors else "nothing"
 
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _caller() -> str:
+def _caller(not_callers: str) -> str:
     """The innermost line of Keel's code that led here: "models/llama.py:88"; there is none in an autograd thread."""
     frame = _getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         # A virtual environment may be in Keel's folder: the README's is.
-        if file.startswith(_HOME) and "site-packages" not in file and file not in _NOT_CALLERS:
+        is_own = file.startswith(_HOME) and "site-packages" not in file and file not in _NOT_CALLERS
+        if is_own and not (not_callers and file.startswith(not_callers)):
             return f"{file.removeprefix(_HOME)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "the backward pass"

@@ -33,7 +33,7 @@ def small_job(config: Config, ranks: int) -> SmallJob:
     notes = list(_notes(config))
     values = config.model_dump(exclude_unset=True)
     model = values["model"] | family_of(config.model).small(config.model, ranks)
-    optimizer = _optimizer(values["optimizer"], model)
+    optimizer = small_optimizer(values["optimizer"], model)
     dropped = len(config.optimizer.groups) - len(optimizer.get("groups", []))
     if dropped:
         notes.append(f"{dropped} of optimizer.groups name only parameters that the small model does not have")
@@ -46,7 +46,7 @@ def small_job(config: Config, ranks: int) -> SmallJob:
         },
         "training": _training(config, values["training"], ranks),
         "optimizer": optimizer,
-        "lr_schedule": _lr_schedule(values["lr_schedule"]),
+        "lr_schedule": short_lr_schedule(values["lr_schedule"], STEPS),
         "checkpoint": {"interval": 0},
         "comm": {"order_guard_interval": 1},
     }
@@ -80,7 +80,7 @@ def _training(config: Config, given: Mapping[str, Any], ranks: int) -> dict[str,
     }
 
 
-def _optimizer(given: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+def small_optimizer(given: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's table, without groups of parameters that the small model does not have."""
     kept = {key: value for key, value in given.items() if key != "kernel"}
     kept["eps"] = max(kept.get("eps", 0.0), _LEAST_EPS)
@@ -92,7 +92,7 @@ def _optimizer(given: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, 
     return kept
 
 
-def _lr_schedule(given: Mapping[str, Any]) -> dict[str, Any]:
+def short_lr_schedule(given: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """The schedule, so short that its warm-up and its decay are among the steps."""
-    short = {"warmup_steps": min(given.get("warmup_steps", 0), 1), "total_steps": 2 * STEPS}
-    return {**given, **short} | ({"decay_steps": STEPS} if given.get("decay_steps") else {})
+    short = {"warmup_steps": min(given.get("warmup_steps", 0), 1), "total_steps": 2 * steps}
+    return {**given, **short} | ({"decay_steps": steps} if given.get("decay_steps") else {})
