@@ -1,0 +1,76 @@
+"""The rehearsal of `keel plan --prove` beside real ranks: what it says that a rank issues, the rank issues."""
+
+import re
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from configs.load import load
+from parallelisms.torch_internals import listening
+from scripts.rehearsal.echo import Echo
+from scripts.rehearsal.job import rehearsal_job
+from scripts.rehearsal.play import Event, Notes, StoppingConsole, Unwatched, play
+from trainer.lifecycle import StopRequest
+from trainer.opening import Runtime
+from trainer.report.metrics import TimeLedger
+from trainer.trainer import Trainer
+
+Line = tuple[tuple[int, ...], str, bool | None, int | None]
+
+
+def job_file(words: tuple[str, ...], ranks: int, folder: Path, rank: int) -> Path:
+    """The rehearsed job of a rank; `words` are a job and what overrides its keys."""
+    config = load(words[0], words[1:], ranks).config
+    path = folder / f"{rank}.toml"
+    path.write_text(rehearsal_job(config, ranks, folder / "run").text)
+    return path
+
+
+def lines(events: list[Event]) -> list[Line]:
+    """What can be compared: groups by their ranks, since names count the groups of a process."""
+    # The rehearsal plans a save by itself, with the same exchanges.
+    plan = re.compile(r"checkpoint/plan\.py:\d+")
+    return [(event.channel.ranks, plan.sub("the plan", event.what), event.sends, event.batch) for event in events]
+
+
+def really_issued(words: tuple[str, ...], folder: str) -> list[Line]:
+    """What this rank issues when all ranks run the job."""
+    ranks = dist.get_world_size()
+    rank = dist.get_rank()
+    job = load(str(job_file(words, ranks, Path(folder), rank)), world_size=ranks)
+    job.config.job.folder.mkdir(parents=True, exist_ok=True)
+    notes = Notes()
+    echo = Echo(notes.note)
+    stop = StopRequest()
+    watchdog = Unwatched(notes, lambda work: work() if rank == 0 else None)
+    with (
+        StoppingConsole(stop) as console,
+        patch.object(dist, "batch_isend_irecv", echo.batched(dist.batch_isend_irecv)),
+        listening(echo.before),
+    ):
+        Trainer(Runtime(job, torch.device("cpu"), console, stop, TimeLedger(), watchdog)).train()
+    return lines(notes.events)
+
+
+MESHES = {
+    "FSDP 2 x TP 2": "debug.toml --mesh.tp 2",
+    "PP 2 x HSDP": "parity.toml --mesh.pp 2 --mesh.dp_replicate 2 --pipeline.schedule interleaved_1f1b",
+    "EP 2, CP 2 in a ring": "parity.toml --model.n_experts 4 --mesh.ep 2 --mesh.cp 2 --context.method ring",
+    "Muon by owner": "parity.toml --mesh.dp_replicate 4 --fsdp.partition owner --optimizer.name muon",
+    "exact sums, ZeRO 1": "parity.toml --training.reduction exact --fsdp.zero_stage 1",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
+def test_a_rank_issues_what_its_rehearsal_does(ranks, tmp_path, name):
+    words = tuple(MESHES[name].split())
+    real = ranks(4, really_issued, words, str(tmp_path))
+    for rank in range(4):
+        folder = tmp_path / f"rehearsal {rank}"
+        folder.mkdir()
+        rehearsed = lines(play(job_file(words, 4, folder, rank), 4, rank))
+        assert rehearsed == real[rank]
