@@ -107,6 +107,9 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel plan llama_8b.toml --ranks 8 --device h100 --tune": (
         "python scripts/keel.py plan llama_8b.toml --ranks 8 --device h100 --tune"
     ),
+    "keel plan llama_405b.toml --ranks 512 --prove": (
+        "python scripts/keel.py plan debug.toml --ranks 2 --mesh.pp 2 --prove"
+    ),
     "keel plan llama_8b.toml --ranks 8..64 --device h100 --tune --price 2.5": (
         "python scripts/keel.py plan debug.toml --training.compute_dtype bfloat16 --ranks 1..2 --device h100 --tune "
         "--price 2.5"

@@ -122,6 +122,7 @@ def test_what_cannot_be_tuned_is_said():
     [
         (["--tune"], "--device"),
         (["--tune", "--device", "h100", "--trace"], "--trace"),
+        (["--tune", "--device", "h100", "--prove"], "--prove"),
         (["--write", "best.toml"], "--tune"),
         (["--tune", "--device", "h100", "--write", "nowhere/best.toml"], "folder that exists"),
         (["--tune", "--device", "abacus"], "unknown"),
