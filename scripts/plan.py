@@ -241,7 +241,7 @@ def _require_tune(options: argparse.Namespace, counts: Sequence[int]) -> None:
     if options.tune and not options.device:
         raise UserError("--tune compares times; say with --device for which kind of GPU, such as h100")
     if options.tune and (options.trace or options.prove):
-        raise UserError("--tune neither traces nor proves a job; leave them out, and plan the job that --write writes")
+        raise UserError("--tune compares jobs; leave --trace and --prove out, and plan the job that --write writes")
     if not options.tune and (options.write or len(counts) > 1):
         raise UserError("--write and several numbers of ranks are for --tune, which searches the best job; add it")
     if options.write:
