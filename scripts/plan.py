@@ -325,8 +325,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.tune:
             _tune(options, load(job_of(options), overrides).config, counts, device, gib * 2**30, console)
             return
-        config = load(job_of(options), overrides, ranks).config
-        config = decided(config, ranks, device_bytes, console)
+        job = load(job_of(options), overrides, ranks)
+        if options.prove:
+            from trainer.planning.unknown_names import require_known_names
+
+            require_known_names(job)  # in words of this job, not of the small one
+        config = decided(job.config, ranks, device_bytes, console)
         memory = rows(config, ranks, device_bytes)
         traced = _traced(config, ranks) if options.trace else {}
         step = None
