@@ -11,15 +11,17 @@ is added, or has disappeared from torch.
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, wraps
 from typing import Any, ClassVar, NamedTuple, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -310,6 +312,30 @@ def store_itself() -> dist.Store:
 def process_groups() -> list[dist.ProcessGroup]:
     """All process groups that this rank is in."""
     return list(dist.distributed_c10d._world.pg_map)
+
+
+@contextmanager
+def sharing_groups(apart: Collection[str]) -> Iterator[None]:
+    """Let the dimensions of the meshes built inside this context share a process group if they have the same ranks.
+
+    By default torch makes a group for each dimension. All ranks make all groups, those of others included, in the same
+    order, so they share alike.
+
+    Args:
+        apart: names of dimensions whose groups these alone share.
+    """
+    made: dict[tuple[object, ...], Any] = {}
+    make = device_mesh.new_group
+
+    def shared(ranks: Sequence[int], backend: str | None, group_desc: str, **options: Any) -> Any:
+        is_apart = len(ranks) > 1 and group_desc.removeprefix("mesh_") in apart
+        key = (*ranks, backend, is_apart)
+        if key not in made:
+            made[key] = make(ranks=ranks, backend=backend, group_desc=group_desc, **options)
+        return made[key]
+
+    with patch.object(device_mesh, "new_group", shared):
+        yield
 
 
 def timeouts_of(group: dist.ProcessGroup) -> dict[str, timedelta]:
