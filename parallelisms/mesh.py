@@ -105,10 +105,9 @@ def _reduced(tensor: Tensor, group: dist.ProcessGroup | None, op: Any = dist.Red
 def groups_of_axes(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     """This rank's process groups, by the mesh axis along which their ranks are arranged."""
     meshes = {"dp": mesh.dp, "tokens": mesh.tokens, "cp": mesh.cp, "tp": mesh.tp, "pp": mesh.pp}
+    of_experts = (mesh.ep, mesh.expert_fsdp) if mesh.sizes.ep > 1 else ()
     shard = {
-        str(name): axes[name].get_group()
-        for axes in (mesh.ep, mesh.expert_fsdp, mesh.fsdp)
-        for name in axes.mesh_dim_names or ()
+        str(name): axes[name].get_group() for axes in (*of_experts, mesh.fsdp) for name in axes.mesh_dim_names or ()
     }
     groups = {name: axis.get_group() for name, axis in meshes.items()} | shard
     stage = mesh.stage.get_group()

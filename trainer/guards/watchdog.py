@@ -4,10 +4,10 @@
 - A step that takes half of `job.timeout_seconds` is a hang. The first rank to notice tells all others, including those
   that are not in a step. Each writes its Python stacks and last collectives to a file in `hangs/step-N/`, and one line
   in run.log names the ranks that the others wait for. All this happens before the time-out ends the run.
-- A rank that dies is noticed within seconds by the ranks on its host, which tell all others; a rank that ends with an
-  error tells them itself. Most are about to fail in a collective and end by themselves. A rank that is stuck where no
-  exception reaches it, as in a collective of NCCL or a launch that the device does not take, is ended by this thread,
-  after a report as of a hang.
+- A rank that dies is noticed within seconds by the ranks on its host, which tell all others, as those do that watch its
+  beats if its host is gone; a rank that ends with an error tells them itself. Most are about to fail in a collective
+  and end by themselves. A rank that is stuck where no exception reaches it, as in a collective of NCCL or a launch that
+  the device does not take, is ended by this thread, after a report as of a hang.
 
 So no rank outlives another for longer than `job.timeout_seconds`, wherever it waits.
 """
@@ -78,6 +78,8 @@ class Watchdog:
         self.peers = Peers(self._store, self.rank, dist.get_world_size(), self._crash_file)
         self._lost: dict[int, Loss] = {}
         """Dead ranks, and the first that has ended with an error."""
+        self._silent: dict[int, Loss] = {}
+        """Ranks whose beats have stopped, for now: they may go on, so this alone ends nothing."""
         self._lost_since = self._last_heard = 0.0
         self._late: list[Loss] = []
         """Ranks that the others wait for, according to the last report of a hang."""
@@ -161,7 +163,7 @@ class Watchdog:
         """The ranks whose end caused this rank's error; empty if the error is this rank's own. May take seconds."""
         if self.peers.world_size == 1 or isinstance(error, KeelError) or not _OF_COMMUNICATION.search(str(error)):
             return []
-        deadline = time.monotonic() + SILENT_SECONDS + PERIOD_SECONDS
+        deadline = time.monotonic() + SILENT_SECONDS + 2 * PERIOD_SECONDS
         found = self._find()
         while not found and time.monotonic() < deadline:
             time.sleep(PERIOD_SECONDS / 10)
@@ -169,12 +171,10 @@ class Watchdog:
         return found or self._late
 
     def _find(self) -> list[Loss]:
-        """Dead ranks if there are any, otherwise stopped or silent ones, otherwise failed ones."""
-        dead = [loss for loss in self._lost.values() if loss.is_dead]
-        lost = dead or self.peers.lost_neighbors(self._mark[0])
-        with suppress(RuntimeError):  # the store may have died with its rank
-            lost = lost or self.peers.silent(SILENT_SECONDS) or self.peers.failed()
-        return lost
+        """Dead ranks if there are any, otherwise stopped or silent ones, otherwise the first that has failed."""
+        known = list(self._lost.values())
+        dead = [loss for loss in known if loss.is_dead]
+        return dead or self.peers.lost_neighbors(self._mark[0]) or list(self._silent.values()) or known
 
     # ------------------------------------------------------------------ the thread
 
@@ -194,6 +194,7 @@ class Watchdog:
             with suppress(RuntimeError):  # without a store, as after the death of torchrun itself, the run continues
                 self.peers.beat(step, doing, time.time() - seconds)
                 self.peers.find_neighbors()
+                self._look_for_the_silent()
                 if self.rank == 0:
                     self._show_life()
                 if not may_last and seconds >= self._timeout / 2 and mark is not self._reported:
@@ -227,6 +228,20 @@ class Watchdog:
             self._leave_report()
             self._end(list(self._lost.values()))
 
+    def _look_for_the_silent(self) -> None:
+        """Tell all ranks which of those that this one watches fall silent, or speak again; one of the watchers does."""
+        silent = {loss.beat.rank: loss for loss in self.peers.silent(SILENT_SECONDS, self.peers.watched)}
+        news: list[tuple[int, dict[str, Any] | None]] = []
+        for rank in self.peers.watched:
+            loss = silent.get(rank)
+            if (loss is None) == (rank not in self._silent):
+                continue
+            event = f"silent {rank} {loss.beat.count}" if loss else f"speaks {rank} {self._silent[rank].beat.count}"
+            if self.peers.is_first(event):
+                news.append((rank, asdict(loss) if loss else None))
+        if news:
+            self.peers.tell({"silent": news})
+
     def _leave_report(self) -> None:
         """Write where this rank is stuck, and its last collectives, before it is ended."""
         step, doing, began, _ = self._mark
@@ -242,6 +257,11 @@ class Watchdog:
         for news in self.peers.hear():
             if "lost" in news:
                 self._lose(Loss.of(news["lost"]))
+            elif "silent" in news:
+                for rank, loss in news["silent"]:
+                    self._silent.pop(rank, None)
+                    if loss:
+                        self._silent[rank] = Loss.of(loss)
             elif "hang" in news:
                 self._report(news["hang"])
             elif "done" in news:
