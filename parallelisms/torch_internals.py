@@ -350,6 +350,38 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
+def _gpu_backends() -> list[Any]:
+    """The NCCL backends of this rank's process groups, in the order in which they were made."""
+    cuda = torch.device("cuda")
+    backends = [group._get_backend(cuda) for group in process_groups() if cuda in group._device_types]
+    return [backend for backend in backends if backend.name() == "nccl"]  # gloo has tensors on GPUs, too
+
+
+def uses_nccl() -> bool:
+    """Whether this rank communicates on a GPU."""
+    return bool(_gpu_backends())
+
+
+def abort_collectives() -> None:
+    """Abort NCCL's communicators: whoever waits in one of their collectives goes on, and the next one raises.
+
+    torch's `_abort_process_group` forgets the groups, too, which a thread that still runs asks for its rank. As there,
+    all are aborted in one group of calls, since they might wait for each other (pytorch/pytorch#119797).
+    """
+    backends = _gpu_backends()
+    if not backends:
+        return
+    backends[0]._group_start()
+    for backend in reversed(backends):
+        backend.abort()
+    backends[0]._group_end()
+
+
+def recorded_by_nccl() -> bytes:
+    """What torch's flight recorder has of this rank's collectives on a GPU, as `torchfrtrace` reads it."""
+    return cast(Any, torch._C._distributed_c10d)._dump_nccl_trace() if uses_nccl() else b""
+
+
 def collectives_issued() -> dict[str, int]:
     """The number of collectives that this rank has issued in each of its groups; torch counts them anyway."""
     return {_described(group): cast(Any, group)._get_sequence_number_for_group() for group in process_groups()}

@@ -31,7 +31,7 @@ from checkpoint.incarnation import Incarnation
 from configs.errors import KeelError, OutageError
 from configs.files import AppendedFile, open_plain
 from parallelisms.ranks import error_as_json, error_of
-from parallelisms.torch_internals import store_of_the_job
+from parallelisms.torch_internals import abort_collectives, store_of_the_job, uses_nccl
 from trainer.guards.hang import hang_folder, late, line_of_hang, write_report
 from trainer.guards.peers import PERIOD_SECONDS, SILENT_SECONDS, Loss, Peers
 from trainer.lifecycle import refresh_status
@@ -39,6 +39,10 @@ from trainer.lifecycle import refresh_status
 REFRESH_SECONDS = 30.0
 GRACE_SECONDS = 15.0
 """How long the main thread may take to notice that a rank has died, before the watchdog ends the process."""
+NCCL_GRACE_SECONDS = 5.0
+"""The same on GPUs, where a collective never tells that a rank has died."""
+_ABORT_SECONDS = 3.0
+"""How long NCCL's communicators may take to abort."""
 SHOWN_RANKS = 8
 _OF_COMMUNICATION = re.compile(r"gloo|nccl|c10d|store|socket|connection|timed? ?out|peer", re.IGNORECASE)
 
@@ -224,8 +228,13 @@ class Watchdog:
                 self._lose(loss)
                 with suppress(RuntimeError):
                     self.peers.tell({"lost": asdict(loss)})
-        if self._lost and time.monotonic() - self._lost_since > GRACE_SECONDS and not self._closed.is_set():
+        grace = NCCL_GRACE_SECONDS if uses_nccl() else GRACE_SECONDS
+        if self._lost and time.monotonic() - self._lost_since > grace and not self._closed.is_set():
             self._leave_report()
+            # The device, and ranks that are connected to this one, stop waiting; it may wait for a device that hangs.
+            aborting = threading.Thread(target=abort_collectives, name="abort", daemon=True)
+            aborting.start()
+            aborting.join(_ABORT_SECONDS)
             self._end(list(self._lost.values()))
 
     def _look_for_the_silent(self) -> None:
