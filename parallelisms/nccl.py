@@ -10,6 +10,8 @@ from configs.schema import Config
 
 _OTHER_NAMES = {"TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}
 """Older names that torch (2.11 to 2.13) still reads."""
+KERNELS_IN_ORDER = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+"""Makes NCCL start the kernels of communicators that run side by side in one order on all ranks, or they may deadlock."""
 TRACE = "nccl_trace_rank_"
 """The name of a rank's dump of torch's flight recorder, without the rank; `torchfrtrace FOLDER` expects it."""
 
@@ -21,15 +23,7 @@ def nccl_settings(config: Config) -> dict[str, str]:
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": str(config.job.folder.absolute() / "hangs" / TRACE),
     }
-    return settings | (kernels_in_order() if config.comm.streams == "per_group" else {})
-
-
-def kernels_in_order() -> dict[str, str]:
-    """What lets NCCL start the kernels of communicators that run side by side in one order on all ranks.
-
-    Otherwise they could deadlock.
-    """
-    return {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+    return settings | (KERNELS_IN_ORDER if config.comm.streams == "per_group" else {})
 
 
 def configure_nccl(settings: Mapping[str, str], environ: MutableMapping[str, str]) -> None:

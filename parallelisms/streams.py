@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from configs.schema import Comm
-from parallelisms.nccl import configure_nccl, kernels_in_order
+from parallelisms.nccl import KERNELS_IN_ORDER, configure_nccl
 from parallelisms.torch_internals import stream_for_each_group
 
 
@@ -61,5 +61,5 @@ def separate_streams(model: nn.Module) -> int:
     on_meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if on_meta is not None:
         raise ValueError(f"{on_meta} is on the meta device; first give the parameters memory (model.to_empty)")
-    configure_nccl(kernels_in_order(), os.environ)  # for programs other than Keel's, which has done it by now
+    configure_nccl(KERNELS_IN_ORDER, os.environ)  # for programs other than Keel's, which has done it by now
     return stream_for_each_group(model)

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from configs.secret import signed
+from tests.scale.store import Recorded
 from trainer.guards import peers as peers_module
 from trainer.guards.peers import PERIOD_SECONDS, Beat, Peers, watched_by
 from trainer.guards.watchdog import Watchdog
@@ -45,22 +46,6 @@ def test_a_rank_watches_few_others_and_is_watched_by_as_many():
         assert set(times.values()) == {len(watched_by(7, world_size))}
         assert len(watched_by(7, world_size)) <= 16
         assert 7 not in watched_by(7, world_size)
-
-
-class Recorded:
-    """A store that counts the requests of each rank; torch's own are one request each, however many keys they name."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self.store = store
-        self.requests: Counter[int] = Counter()
-        self.asking = -1
-
-    def __getattr__(self, name):
-        def request(*arguments):
-            self.requests[self.asking] += 1
-            return getattr(self.store, name)(*arguments)
-
-        return request
 
 
 class World:
