@@ -11,7 +11,7 @@ from configs.schema import Config
 _OTHER_NAMES = {"TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}
 """Older names that torch (2.11 to 2.13) still reads."""
 KERNELS_IN_ORDER = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
-"""Makes NCCL start the kernels of communicators that run side by side in one order on all ranks, or they may deadlock."""
+"""Makes NCCL start the kernels of communicators that run side by side in one order on all ranks; else they may hang."""
 TRACE = "nccl_trace_rank_"
 """The name of a rank's dump of torch's flight recorder, without the rank; `torchfrtrace FOLDER` expects it."""
 
