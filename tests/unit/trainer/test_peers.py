@@ -62,6 +62,8 @@ class World:
             watchdog = object.__new__(Watchdog)
             watchdog.peers = Peers(self.store, rank, world_size, folder / str(rank))
             watchdog._silent = {}
+            watchdog._lost = {}
+            watchdog._mark = (40, "training", self.now, False)
             self.watchdogs[rank] = watchdog
 
     def beat(self, rank: int, count: int) -> None:
@@ -108,6 +110,9 @@ def test_a_rank_that_goes_on_is_no_longer_silent(monkeypatch, tmp_path):
     world = World(monkeypatch, tmp_path, 4, [0, 1, 2, 3])
     for _ in range(5):
         world.period(but={2})
+    [found] = world.watchdogs[0]._find()  # what a rank says whose collective fails now
+    assert found.beat.rank == 2
+    assert "does not answer: no beat for 6 s" in str(found)
     assert {rank: set(each._silent) for rank, each in world.watchdogs.items()} == {0: {2}, 1: {2}, 2: set(), 3: {2}}
     for _ in range(2):
         world.period()
