@@ -228,8 +228,10 @@ class Watchdog:
                 self._lose(loss)
                 with suppress(RuntimeError):
                     self.peers.tell({"lost": asdict(loss)})
+        if not self._lost or self._closed.is_set():
+            return
         grace = NCCL_GRACE_SECONDS if uses_nccl() else GRACE_SECONDS
-        if self._lost and time.monotonic() - self._lost_since > grace and not self._closed.is_set():
+        if time.monotonic() - self._lost_since > grace:
             self._leave_report()
             # The device, and ranks that are connected to this one, stop waiting; it may wait for a device that hangs.
             aborting = threading.Thread(target=abort_collectives, name="abort", daemon=True)
