@@ -89,6 +89,11 @@ def rows(config: Config, ranks: int, device_bytes: int | None) -> list[Row]:
             "at the peak",
             f"about {size(estimate.device)} allocated of a GPU's memory (estimate), in {estimate.peak.name}",
         ),
+        *(
+            [("communicators", f"about {size(estimate.communicators)} beside that, for NCCL (estimate)")]
+            if estimate.communicators
+            else []
+        ),
         *([("fits", does_not_fit(config, ranks, device_bytes) or "yes")] if device_bytes else []),
         ("built in", duration(time.perf_counter() - started)),
         ("this process", f"{size(memory_peak_bytes('cpu'))} at its peak"),

@@ -9,8 +9,8 @@ first split by expert over `ep`, and are assumed to have equal load. Owners (fsd
 whole parameters.
 
 The estimate is of allocated memory, `torch.cuda.max_memory_allocated()`, and is within a few percent of it. A GPU must
-hold more: the CUDA context (about half a GiB, more with many NCCL communicators), and what torch's allocator has
-reserved in pieces that nothing fits into (2 to 10 GiB in the jobs of this repository).
+hold more: the CUDA context (about half a GiB), NCCL's communicators, which are counted apart, and what torch's
+allocator has reserved in pieces that nothing fits into (2 to 10 GiB in the jobs of this repository).
 """
 
 from bisect import bisect_left
@@ -39,6 +39,11 @@ from trainer.planning.states import BYTES, always_frozen, optimizer_bytes
 
 _WORKSPACE_BYTES = 2 * 32 * 2**20
 """cuBLAS's workspace on Hopper and later, as torch sets it, for each of two threads: forward's and backward's."""
+
+_COMMUNICATOR_BYTES = 2**29
+"""A communicator's channels, measured by others: 544 MB on 2 A100 with NVLink, 688 on 4 (NVIDIA/nccl issue 964)."""
+_OF_ALL_PAIRS_BYTES = 33 * 10**8
+"""The same where every rank sends to every other, as experts' tokens: 3.3 GB on 8 H100 (NVIDIA/nccl issue 1685)."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ class MemoryEstimate:
     """Memory that libraries keep: cuBLAS's workspace, a pipeline's receive buffers."""
     peak: Moment
     """The worst moment of a step."""
+    communicators: int
+    """Memory of NCCL's communicators, which torch does not allocate: it is beside all others, and not in `device`."""
     offloaded: bool
     """Whether parameters, gradients and optimizer state are in CPU memory (fsdp.cpu_offload)."""
 
@@ -93,6 +100,29 @@ class MemoryEstimate:
 def estimate_memory(config: Config, sizes: MeshSizes, device_type: str, mesh: Mesh | None = None) -> MemoryEstimate:
     """Estimate the memory of one rank of a mesh of `sizes`, on "cpu" or "cuda"; `mesh` is as for `measure_blocks`."""
     return largest(RankMemory(config, sizes, device_type, rank, mesh) for rank in distinct_ranks(config))
+
+
+def count_communicators(sizes: MeshSizes, by_whole_matrices: bool = False) -> int:
+    """The NCCL communicators of a rank: one for each set of ranks with which it communicates (`build_mesh`).
+
+    Args:
+        sizes: the mesh.
+        by_whole_matrices: whether the optimizer needs whole matrices, which the ranks of a stage exchange.
+    """
+
+    def over(*axes: str) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if sizes.axes[axis] > 1)
+
+    of_tokens = ("dp_replicate", "dp_shard", "cp")
+    sets = {over("pp", *of_tokens, "tp"), over(*of_tokens), over("tp"), over("pp")}
+    if not sizes.by_owner:
+        sets |= {over("dp_replicate"), over("dp_shard", "cp")}
+    if by_whole_matrices:
+        sets.add(over(*of_tokens, "tp"))
+    has_experts = sizes.ep > 1
+    # Context and expert parallelism have their own; if both are over the same ranks, these share it.
+    inside_layers = (sizes.cp > 1) + (has_experts and sizes.ep != sizes.cp)
+    return len(sets - {()}) + inside_layers + (has_experts and sizes.expert_shard > 1)
 
 
 def distinct_ranks(config: Config) -> list[int]:
@@ -163,6 +193,7 @@ class RankMemory:
             optimizer=self.optimizer,
             buffers=self._buffers(),
             peak=max(self.moments(), key=lambda moment: moment.total),
+            communicators=self._communicators() if self.device_type == "cuda" else 0,
             offloaded=config.fsdp.cpu_offload,
         )
 
@@ -290,6 +321,11 @@ class RankMemory:
 
     def _gradients(self, sharded: int) -> int:
         return sum(map(self._held, self.groups)) if self.reduces_once else sharded * self.state_bytes
+
+    def _communicators(self) -> int:
+        count = count_communicators(self.sizes, self.config.optimizer.name == "muon")
+        of_pairs = int(self.sizes.ep > 1)
+        return (count - of_pairs) * _COMMUNICATOR_BYTES + of_pairs * _OF_ALL_PAIRS_BYTES
 
     def _buffers(self) -> int:
         """Library buffers; a pipeline stage receives each micro-batch, and each gradient, into a separate tensor."""
