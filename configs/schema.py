@@ -124,6 +124,10 @@ class Prepare(Table):
     """Use only the first of documents with exactly the same text."""
     pack: bool = False
     """Pack whole documents into windows of training.seq_len by best fit, instead of cutting one stream into windows."""
+    mask_until: Annotated[str, Field(min_length=1)] | None = None
+    """Only the tokens behind this text give loss, such as answers behind "<|assistant|>" (docs/data.md)."""
+    mask_after: Annotated[Annotated[str, Field(min_length=1)] | None, only_with("mask_until")] = None
+    """The tokens behind this text give no loss again, until the next mask_until: the end of an answer."""
 
 
 class Data(Table):

@@ -119,12 +119,12 @@ class BatchReader:
         windows = np.zeros((len(samples), self._seq_len + 1), dtype=np.int64)
         starts = np.zeros(windows.shape, dtype=bool) if self._document_mask else None
         by_index = list(self._sources.values())
-        joined: dict[int, np.ndarray] = {}  # the targets of windows in which places of a source meet
+        given: dict[int, np.ndarray] = {}  # targets that are not just the next tokens
         for row, (index, address) in enumerate(zip(sources.tolist(), addresses.tolist(), strict=True)):
             if index >= 0:
                 own_targets = by_index[index].read(address, windows[row], None if starts is None else starts[row])
                 if own_targets is not None:
-                    joined[row] = own_targets
+                    given[row] = own_targets
         targets = self._tensor(windows[:, 1:])
         targets[torch.from_numpy((sources < 0)[:, None] | (windows[:, 1:] == PADDING))] = IGNORED
         windows[windows == PADDING] = 0  # any token: nothing before it sees it
@@ -132,7 +132,7 @@ class BatchReader:
         if starts is not None:
             targets[torch.from_numpy(starts[:, 1:])] = IGNORED
             positions, document_ids = map(self._tensor, _documents(starts[:, :-1]))
-        for row, own_targets in joined.items():
+        for row, own_targets in given.items():
             targets[row] = torch.from_numpy(np.where(own_targets == PADDING, IGNORED, own_targets))
         kept = samples[samples != _NO_SAMPLE].tolist()
         names = list(self._sources)
