@@ -47,7 +47,7 @@ def folder(tmp_path_factory) -> Path:
     words = ["".join(map(chr, dice.integers(97, 123, 4))) for _ in range(50)]
     texts = [" ".join(dice.choice(words, 12)) for _ in range(200)]
     train_sentencepiece(iter(texts), root / "t.model", 300)
-    for name, lines in (("web", texts), ("chats", [text.replace(" ", "?", 1) + "." for text in texts])):
+    for name, lines in (("web", texts), ("chats", [text[:19].replace(" ", "?", 1) + "." for text in texts])):
         (root / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     common = ["--tokenizer", str(root / "t.model"), "--processes", "1", "--output"]
     assert prepare_data([str(root / "web.jsonl"), *common, str(root / "web")]) == 0
