@@ -78,6 +78,11 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "python scripts/parity.py --random 200 --seed 1": "python scripts/parity.py --random 2 --seed 1",
     "python scripts/replay.py runs/proven --random 5 --seed 1": "python scripts/replay.py runs/proven --random 1",
     "keel fork": "keel fork --help",
+    "keel prepare chats.jsonl --output runs/data/chats --tokenizer runs/data/python_stdlib_4096.model"
+    ' --validation-fraction 0.1 --mask-until "<|assistant|>" --mask-after "<|end|>"': "python -c"
+    """ 'for i in range(200): print("{\\"text\\": \\"%d?<|assistant|>%d.<|end|>\\"}" % (i, i))' > chats.jsonl"""
+    " && keel prepare chats.jsonl --output runs/data/chats --tokenizer runs/data/python_stdlib_4096.model"
+    ' --validation-fraction 0.1 --mask-until "<|assistant|>" --mask-after "<|end|>" | grep "give loss"',
     "keel fork runs/base --at 300 --optimizer.lr 1e-4 --output runs/base-slow": "keel fork runs/debug --at 300"
     " --optimizer.lr 1e-4 --output runs/base-slow",
     "keel fork runs/base --at 300 --without web": "keel fork --help | grep -qe --without",
@@ -250,6 +255,7 @@ NO_COMMANDS = {  # first line of an indented block that is neither a command nor
     "WRONG": "the same",
     "loss on 64 validation sequences, the same for all runs:": "what keel compare prints",
     "weight * sum over experts i of f_i P_i": "a formula",
+    "<|user|>What does glob.escape do?<|assistant|>Escape all.<|end|><|user|>Thanks<|assistant|>...": "a text",
     "stage  first step  after tokens  tokens  sequences  learning rate       epochs of its sources": "a plan",
     "the run's settings differ from those of checkpoint runs/base/checkpoints/step-00000300:": "an error",
 }
@@ -312,6 +318,7 @@ JOBS = {  # a line of a TOML block: what precedes and follows it in its job file
         "mv configs/{job} my_model.toml && python train.py --config my_model.toml --validate",
     ),
     'name = "fineweb_edu_1b"': ("", "", "mv configs/{job} configs/fineweb_edu_1b.toml"),  # beside its base
+    'name = "chat"': ("", "", "python train.py --config {job} --validate"),
     'name = "continued"': (
         "",
         "",
@@ -345,6 +352,7 @@ PROGRAMS = {  # first line of a Python block: what precedes and follows it, what
         "PYTHONPATH=. python {program}",
     ),
     "import pyarrow.parquet as parquet": ("", "", "python {program}"),
+    "import ast": ("", "", "python {program} && test $(wc -l < chats.jsonl) -gt 1000"),
     '"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU."""': ("", "", "mv {program} my_model.py"),
     '"""SGD with momentum (Sutskever et al. 2013)."""': (
         "",
