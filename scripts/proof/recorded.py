@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from configs.errors import UserError
 from configs.untrusted import parse_json
@@ -22,22 +23,24 @@ def _read_line(line: str) -> Launch | Step | None:
     """Read one line; None if it is neither."""
     try:
         values = parse_json(line)
-        return _launch(values) if "job" in values else _step(values)
+        return launch_of(values) if "job" in values else step_of(values)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _launch(values: dict[str, Any]) -> Launch:
+def launch_of(values: dict[str, Any]) -> Launch:
+    """The launch of a parsed line; raises ValueError, TypeError or KeyError if it is none."""
     parameters = [(str(name), int(size)) for name, size in values["parameters"]]
-    return Launch(**values | {"parameters": parameters})
+    return TypeAdapter(Launch).validate_python(values | {"parameters": parameters})
 
 
-def _step(values: dict[str, Any]) -> Step:
+def step_of(values: dict[str, Any]) -> Step:
+    """The step of a parsed line; raises as `launch_of`."""
     arrays = {name: _array(values[name], kind) for name, kind in TYPES.items()}
     if len(arrays["norms"]) * 2 == len(arrays["samples"]):
         arrays["samples"] = _array(values["samples"], "<f8")
     loss, grad_norm = (float.fromhex(values[key]) for key in ("loss", "grad_norm"))
-    return Step(int(values["step"]), loss, grad_norm, *arrays.values())
+    return Step(int(values["step"]), loss, grad_norm, **arrays, data=values.get("data"))
 
 
 @dataclass(frozen=True)
