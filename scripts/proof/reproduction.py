@@ -52,9 +52,9 @@ class Reproduction:
     begin: int
     """Steps before; 0: it begins with the initial weights."""
     seal: str | None
-    """Of the checkpoint of that step; None: it begins with the initial weights."""
+    """Seal of the checkpoint of that step; None: it begins with the initial weights."""
     first_sample: int | None
-    """As in `Plan`."""
+    """The same as of `Plan`."""
     launch: Launch
     steps: list[Step]
 
