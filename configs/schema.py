@@ -535,7 +535,8 @@ class Metrics(Table):
     sink: ImportPath | None = None
     """A class of your own that gets every record, as "my_module:MySink" (docs/metrics.md)."""
     fingerprint: bool = False
-    """Record a fingerprint of every step's gradients, for `keel replay` to compare with the recomputed step's."""
+    """Record a fingerprint of every step's gradients, for `keel replay` and `keel reproduce` to compare with the
+    recomputed step's."""
     details_interval: NonNegativeInt = 0
     """Steps between measurements of each layer's gradients and activations, and of the gradient noise scale (up to an
     eighth of a step longer, two steps with a pipeline; docs/metrics.md); 0: never."""

@@ -18,6 +18,7 @@ if not __package__:  # run as a file
     import keel  # noqa: F401 - Keel's packages come first
 
 from checkpoint.find import require_run
+from configs.errors import UserError
 from scripts.command import end, not_negative, parser_of, positive, run_command, without_overrides
 from scripts.replay import compute_again, said
 from train import end_process
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     options = parser.parse_args(own)
     if options.write and (words or options.ranks or options.checkpoint):
         parser.error("--write computes nothing, and takes neither --ranks nor --checkpoint nor keys of the job")
+    if not options.write and options.source.is_dir():
+        parser.error("a run folder goes with --write FILE; without, name such a file")
     if not options.write and options.begin is not None:
         parser.error("--begin goes with --write: where the steps begin stands in FILE")
     holds = True
@@ -66,7 +69,7 @@ def write_file(run: Path, file: Path, console: Console, begin: int = 0, steps: S
     recorded = [step for step in recorded_steps(run) if step > begin]
     last = max(steps or recorded[:MOST_STEPS], default=begin + 1)
     with tempfile.TemporaryDirectory(prefix="keel-reproduce-") as folder:
-        kept = write(file, plan(run, last, Path(folder), begin), steps)
+        kept = write(file, plan(run, last, Path(folder), begin), begin, steps)
     console.line(f"{file}: {file.stat().st_size:,} bytes, with the fingerprints of {_numbers(kept)}")
 
 
@@ -91,6 +94,8 @@ def reproduce(
     Raises:
         KeelError: they can't be computed.
     """
+    if not file.is_file():  # a wrong path costs no import of torch
+        raise UserError(f"{file}: no such file")
     from scripts.proof.replay import judge
     from scripts.proof.reproduction import read, reasons
 

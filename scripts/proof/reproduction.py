@@ -85,22 +85,26 @@ class Reproduction:
         return Plan(folder, checkpoint, self.first_sample, launch, {step.step: step for step in self.steps})
 
 
-def write(file: Path, planned: Plan, numbers: Sequence[int] | None) -> list[int]:
+def write(file: Path, planned: Plan, begin: int, numbers: Sequence[int] | None) -> list[int]:
     """Write the file; returns the steps in it.
 
     Args:
         file: is replaced.
         planned: the steps of the run from the file's first on.
+        begin: steps before.
         numbers: steps to keep besides the first; None: the first ones, up to MOST_STEPS, that fit.
 
     Raises:
         UserError: it would be too large, or can't be written, or a step was not recorded.
     """
-    if missing := [number for number in numbers or () if number not in planned.steps]:
-        raise UserError(f"{planned.run} has no fingerprint of step {missing[0]} after step {planned.first - 1}")
-    steps = [planned.steps[number] for number in sorted({planned.first, *(numbers or planned.steps)})]
+    if missing := [number for number in (begin + 1, *(numbers or ())) if number not in planned.steps]:
+        raise UserError(f"{planned.run} has no fingerprint of step {missing[0]} after step {begin}")
+    for number, launch in read_stretch(planned.run, begin + 1, planned.last).launches.items():
+        if (launch.mesh, launch.environment) != (planned.launch.mesh, planned.launch.environment):
+            raise UserError(f"{planned.run}: step {number} was computed on another mesh or machine than {planned.last}")
+    steps = [planned.steps[number] for number in sorted({begin + 1, *(numbers or planned.steps)})]
     seal = seal_of(planned.checkpoint) if planned.checkpoint else None
-    found = Reproduction(planned.first - 1, seal, planned.first_sample, planned.launch, steps)
+    found = Reproduction(begin, seal, planned.first_sample, planned.launch, steps)
     if numbers is None:
         found = replace(found, steps=steps[:MOST_STEPS])
         while len(found.text()) > MAX_BYTES and len(found.steps) > 1:

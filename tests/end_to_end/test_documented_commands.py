@@ -94,6 +94,7 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "keel sample": "python scripts/keel.py sample --help",
     "keel replay": "python scripts/keel.py replay --help",
     "keel replay RUN --step N [N ...]": "python scripts/keel.py replay --help",
+    "keel reproduce": "keel reproduce --help",
     "keel --help": "python scripts/keel.py --help",
     "keel runs": "python scripts/keel.py runs",
     "keel report runs/debug --output report.html": "python scripts/keel.py report runs/debug --output report.html",

@@ -62,6 +62,7 @@ def test_words_that_go_with_one_form_only(tmp_path):
         ("run --write f --ranks 2", "--write computes nothing"),
         ("run --write f --optimizer.lr 1", "--write computes nothing"),
         ("f --begin 3", "--begin goes with --write"),
+        (".", "a run folder goes with --write FILE"),
     ):
         code, said = keel(tmp_path, words)
         assert code == 2
