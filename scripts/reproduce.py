@@ -71,7 +71,7 @@ def write_file(run: Path, file: Path, console: Console, begin: int = 0, steps: S
     last = max(steps or recorded[:MOST_STEPS], default=begin + 1)
     with tempfile.TemporaryDirectory(prefix="keel-reproduce-") as folder:
         kept = write(file, plan(run, last, Path(folder), begin), begin, steps)
-    console.line(f"{file}: {file.stat().st_size:,} bytes, with the fingerprints of {_numbers(kept)}")
+    console.line(f"{file}: {file.stat().st_size:,} bytes, with the fingerprints of step {', '.join(map(str, kept))}")
 
 
 def reproduce(
@@ -104,8 +104,8 @@ def reproduce(
         folder = Path(temporary).resolve()
         planned = read(file, steps).plan(checkpoint, folder)
         begin = planned.checkpoint or "the initial weights"
-        compared = _numbers(sorted(planned.steps))
-        console.line(f"{file}: computing up to step {planned.last} again, from {begin}, and comparing {compared}")
+        compared = ", ".join(map(str, sorted(planned.steps)))
+        console.line(f"{file}: computing steps again, from {begin}, to compare step {compared}")
         compute_again(planned, ranks or planned.launch.ranks, words, folder)
         verdict = judge(planned, folder / "run")
         for line in said(planned, verdict):
@@ -113,12 +113,6 @@ def reproduce(
         for reason in reasons(planned, folder / "run", verdict):
             console.line(f"  {reason}")
         return verdict.holds
-
-
-def _numbers(steps: Sequence[int]) -> str:
-    is_whole = len(steps) > 1 and len(steps) == steps[-1] - steps[0] + 1
-    which = f"{steps[0]} to {steps[-1]}" if is_whole else ", ".join(map(str, steps))
-    return f"{'steps' if len(steps) > 1 else 'step'} {which}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,8 +8,9 @@ import pytest
 
 from scripts import data
 from scripts.prepare_data import main as prepare_data
-from tests.end_to_end.launch import TINY, assert_same_tensors, curve, launch, records, tensors
-from trainer.data.tokenizer import train_sentencepiece
+from tests.end_to_end.launch import TINY, assert_same_tensors, curve, launch, launch_here, records, tensors
+from trainer.data.text.token_writer import TokenFileWriter
+from trainer.data.tokenizer import load_tokenizer, train_sentencepiece
 
 JOB = f"""
 base = "{TINY}"
@@ -74,6 +75,18 @@ def test_another_mesh_goes_on_with_the_same_curve(folder: Path):
         launch(folder, words, ranks, config=folder / "job.toml")
     for one, other in zip(curve(folder / "straight64"), curve(folder / "moved"), strict=True):
         assert one == pytest.approx(other, rel=1e-10)
+
+
+def test_a_run_without_any_target_has_loss_0_and_no_validation_loss(folder: Path, tmp_path):
+    (tmp_path / "none").mkdir()
+    with TokenFileWriter(tmp_path / "none/a.tokens", 300, load_tokenizer(folder / "t.model").hash, True) as writer:
+        writer.append(2 * np.arange(200) + 1)
+    source = f'[{{name = "none", kind = "tokens", path = "{tmp_path / "none"}"}}]'
+    words = ("--data.sources", source, "--validation.sources", source, "--validation.interval", "2")
+    words += ("--validation.sequences", "4", "--tokenizer.path", str(folder / "t.model"), "--model.vocab_size", "300")
+    assert launch_here(tmp_path, *words, "--training.steps", "2") == 0
+    first, second = records(tmp_path / "run")
+    assert (first["loss"], first["grad_norm"], second["validation_loss"]) == (0.0, 0.0, None)
 
 
 def test_the_data_command_shows_what_gives_loss(folder: Path, capsys, monkeypatch):

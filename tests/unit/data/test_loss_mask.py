@@ -194,6 +194,21 @@ def test_the_command_says_the_counts_and_refuses_another_mask_for_the_same_folde
     assert "mask_after" in capsys.readouterr().err
 
 
+def test_a_folder_that_was_prepared_before_there_were_masks_is_the_same_without_one(chats, tmp_path, capsys):
+    root, _ = chats
+    command = [str(root / "chats.jsonl"), "--output", str(tmp_path / "out"), "--processes", "1"]
+    command += ["--tokenizer", str(root / "tokenizer.model")]
+    assert prepare_data(command) == 0
+    record = json.loads((tmp_path / "out/prepare.json").read_text())
+    assert "masked" not in record
+    for key in ("mask_until", "mask_after"):
+        del record["settings"][key]
+    (tmp_path / "out/prepare.json").write_text(json.dumps(record))
+    assert prepare_data(command) == 0
+    assert "nothing was written" in " ".join(capsys.readouterr().out.split())
+    assert not TokenFolder(tmp_path / "out/train", VOCAB_SIZE).has_mask
+
+
 @pytest.mark.parametrize("document_mask", [False, True])
 @pytest.mark.parametrize("kind", ["stream", "packed"])
 def test_every_target_is_the_next_token_or_none_as_the_mask_says(chats, kind, document_mask):
