@@ -71,7 +71,9 @@ def write_file(run: Path, file: Path, console: Console, begin: int = 0, steps: S
     last = max(steps or recorded[:MOST_STEPS], default=begin + 1)
     with tempfile.TemporaryDirectory(prefix="keel-reproduce-") as folder:
         kept = write(file, plan(run, last, Path(folder), begin), begin, steps)
-    console.line(f"{file}: {file.stat().st_size:,} bytes, with the fingerprints of step {', '.join(map(str, kept))}")
+    console.line(
+        f"{file}: {file.stat().st_size:,} bytes, with the fingerprints of the steps {', '.join(map(str, kept))}"
+    )
 
 
 def reproduce(
@@ -105,7 +107,7 @@ def reproduce(
         planned = read(file, steps).plan(checkpoint, folder)
         begin = planned.checkpoint or "the initial weights"
         compared = ", ".join(map(str, sorted(planned.steps)))
-        console.line(f"{file}: computing steps again, from {begin}, to compare step {compared}")
+        console.line(f"{file}: computing steps again, from {begin}, to compare the steps {compared}")
         compute_again(planned, ranks or planned.launch.ranks, words, folder)
         verdict = judge(planned, folder / "run")
         for line in said(planned, verdict):

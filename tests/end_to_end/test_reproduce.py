@@ -27,7 +27,7 @@ def elsewhere(tmp_path_factory) -> Path:
     launch(first, "--metrics.fingerprint true")
     code, said = keel(first, "run --write run.json --steps 2 5 9")
     assert code == 0, said
-    assert "with the fingerprints of step 1, 2, 5, 9" in said
+    assert "with the fingerprints of the steps 1, 2, 5, 9" in said
     shutil.copy(first / "run.json", second)
     shutil.rmtree(first)
     return second
@@ -38,7 +38,7 @@ def elsewhere(tmp_path_factory) -> Path:
 def test_another_mesh_is_equal_within_rounding(elsewhere, mesh):
     code, said = keel(elsewhere, f"run.json {mesh}")
     assert code == 0, said
-    assert "computing steps again, from the initial weights, to compare step 1, 2, 5, 9" in said
+    assert "computing steps again, from the initial weights, to compare the steps 1, 2, 5, 9" in said
     assert "equal within the bound: steps 1 to 9" in said
     assert [path.name for path in elsewhere.iterdir()] == ["run.json"]
 

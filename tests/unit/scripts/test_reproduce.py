@@ -37,7 +37,7 @@ def recorded(tmp_path_factory) -> Path:
     assert launch_here(root, *JOB, *data_words(root)) == 0
     _, said = said_by(write_file, root / "run", root / "run.json")
     assert "run.json: " in said
-    assert "with the fingerprints of step 1, 2, 3, 4, 5, " in said
+    assert "with the fingerprints of the steps 1, 2, 3, 4, 5, " in said
     assert (root / "run.json").stat().st_size <= 64 << 10
     return root
 
@@ -60,7 +60,7 @@ def test_the_same_mesh_is_equal_in_bits_with_the_data_in_another_place(recorded,
 
 def test_chosen_steps_from_a_checkpoint_that_others_need_as_well(recorded, tmp_path):
     _, said = said_by(write_file, recorded / "run", tmp_path / "f", begin=10, steps=[12, 14, 15])
-    assert "the fingerprints of step 11, 12, 14, 15" in said
+    assert "the fingerprints of the steps 11, 12, 14, 15" in said
     checkpoints = recorded / "run" / "checkpoints"
     holds, said = said_by(reproduce, tmp_path / "f", checkpoint=checkpoints / "step-00000010", steps=[14])
     assert holds, said
@@ -73,25 +73,26 @@ def test_chosen_steps_from_a_checkpoint_that_others_need_as_well(recorded, tmp_p
         said_by(reproduce, tmp_path / "f", checkpoint=checkpoints / "step-00000010", steps=[13])
 
 
-def first_step_with(root: Path, source: str, token: int) -> int:
-    """The first step that reads a token of a source, from the windows that `keel data` knows; 0: none does."""
+def first_steps(root: Path, source: str) -> dict[int, int]:
+    """The first step that reads each token of a source, from the windows that `keel data` knows."""
     from scripts.microscope.run_data import RunData
 
     run = RunData(root / "run")
+    found: dict[int, int] = {}
     for step in range(1, 21):
         for reading in run.readings(step):
-            if reading.source == source and any(start <= token < stop for start, stop in reading.pieces):
-                return step
-    return 0
+            if reading.source == source:
+                [(start, stop)] = reading.pieces
+                found = dict.fromkeys(range(start, stop), step) | found
+    return found
 
 
 def test_one_other_token_is_named_by_source_and_step(recorded, tmp_path):
     ids = TokenFolder(recorded / "code", VOCAB + 20).read(0, 4000)
-    place = next(place for place in range(100, 4000) if first_step_with(recorded, "code", place) > 2)
+    place, step = next((place, step) for place, step in first_steps(recorded, "code").items() if step > 2)
     ids[place] += 1
     shutil.copy(recorded / "t.model", tmp_path)
     write_tokens(tmp_path, "code", ids)
-    step = first_step_with(recorded, "code", place)
     words = ["--data.sources.1.path", str(tmp_path / "code")]
     holds, said = said_by(reproduce, recorded / "run.json", words=words)
     assert not holds
@@ -181,6 +182,6 @@ def test_a_file_that_would_be_too_large_has_fewer_steps_or_is_refused(recorded, 
     monkeypatch.setattr("scripts.proof.reproduction.MAX_BYTES", 9000)
     _, said = said_by(write_file, recorded / "run", tmp_path / "f")
     assert (tmp_path / "f").stat().st_size <= 9000
-    assert "with the fingerprints of step 1, 2" in said
+    assert "with the fingerprints of the steps 1, 2" in said
     with pytest.raises(UserError, match=r"the most is 9,000: choose fewer --steps"):
         said_by(write_file, recorded / "run", tmp_path / "f", steps=[*range(1, 21)])
