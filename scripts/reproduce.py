@@ -71,9 +71,8 @@ def write_file(run: Path, file: Path, console: Console, begin: int = 0, steps: S
     last = max(steps or recorded[:MOST_STEPS], default=begin + 1)
     with tempfile.TemporaryDirectory(prefix="keel-reproduce-") as folder:
         kept = write(file, plan(run, last, Path(folder), begin), begin, steps)
-    console.line(
-        f"{file}: {file.stat().st_size:,} bytes, with the fingerprints of the steps {', '.join(map(str, kept))}"
-    )
+    numbers = ", ".join(map(str, kept))
+    console.line(f"{file}: {file.stat().st_size:,} bytes, with the fingerprints of the steps {numbers}")
 
 
 def reproduce(

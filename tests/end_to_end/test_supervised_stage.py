@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts import data
+from scripts import data, score
 from scripts.prepare_data import main as prepare_data
 from tests.end_to_end.launch import TINY, assert_same_tensors, curve, launch, launch_here, records, tensors
 from trainer.data.text.token_writer import TokenFileWriter
@@ -77,7 +77,7 @@ def test_another_mesh_goes_on_with_the_same_curve(folder: Path):
         assert one == pytest.approx(other, rel=1e-10)
 
 
-def test_a_run_without_any_target_has_loss_0_and_no_validation_loss(folder: Path, tmp_path):
+def test_a_run_without_any_target_has_loss_0_and_no_validation_loss(folder: Path, tmp_path, capsys):
     (tmp_path / "none").mkdir()
     with TokenFileWriter(tmp_path / "none/a.tokens", 300, load_tokenizer(folder / "t.model").hash, True) as writer:
         writer.append(2 * np.arange(200) + 1)
@@ -87,6 +87,8 @@ def test_a_run_without_any_target_has_loss_0_and_no_validation_loss(folder: Path
     assert launch_here(tmp_path, *words, "--training.steps", "2") == 0
     first, second = records(tmp_path / "run")
     assert (first["loss"], first["grad_norm"], second["validation_loss"]) == (0.0, 0.0, None)
+    assert score.main([str(tmp_path / "run")]) == 78
+    assert "no target of the validation sequences gives loss" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_data_command_shows_what_gives_loss(folder: Path, capsys, monkeypatch):

@@ -178,6 +178,19 @@ def test_what_is_no_such_file_is_refused(recorded, tmp_path):
         said_by(write_file, recorded / "run", tmp_path / "f", begin=7, steps=[8])
 
 
+def test_steps_of_another_mesh_or_without_the_first_are_refused(recorded, tmp_path):
+    copy = Path(shutil.copytree(recorded / "run", tmp_path / "copy"))
+    launch, *steps = (copy / "fingerprints.jsonl").read_text().splitlines()
+    moved = json.dumps(json.loads(launch) | {"step": 10, "mesh": {"tp": 2}})
+    (copy / "fingerprints.jsonl").write_text("\n".join([launch, *steps[:10], moved, *steps[10:]]) + "\n")
+    with pytest.raises(UserError, match=r"step 1 was computed on another mesh or machine than 12"):
+        said_by(write_file, copy, tmp_path / "f", steps=[12])
+    said_by(write_file, copy, tmp_path / "f", steps=[2, 10])
+    (copy / "fingerprints.jsonl").write_text("\n".join([launch, *steps[1:]]) + "\n")
+    with pytest.raises(UserError, match=r"no fingerprint of step 1 after step 0"):
+        said_by(write_file, copy, tmp_path / "f", steps=[3])
+
+
 def test_a_file_that_would_be_too_large_has_fewer_steps_or_is_refused(recorded, tmp_path, monkeypatch):
     monkeypatch.setattr("scripts.proof.reproduction.MAX_BYTES", 9000)
     _, said = said_by(write_file, recorded / "run", tmp_path / "f")
