@@ -123,6 +123,9 @@ INSTEAD = {  # what is run in the place of a line: the cuts, all of them
     "python scripts/parity.py": "python scripts/parity.py --list",
     "python scripts/parity.py --exact --dtype float32": "python scripts/parity.py --exact --dtype float32"
     " --rows '1 process, none, eager, accumulation 1'",
+    "keel score runs/chat --step 300 --validation.sources"
+    """ '[{name = "chats", kind = "tokens", path = "runs/data/chats/validation"}]'""": "keel score runs/debug"
+    """ --validation.sequences 8 --validation.sources '[{name = "noise", kind = "synthetic"}]'""",
     "keel score RUN": "python scripts/keel.py score runs/a",
     "keel train JOB --optimizer.lr 1e-3 --job.output_dir runs/search/7": "python scripts/keel.py train debug"
     " --optimizer.lr 1e-3 --validate",
