@@ -75,9 +75,11 @@ def described(record: dict[str, Any], output: Path) -> list[str]:
             counts = f"{split.documents:,} documents, {split.tokens:,} tokens, {split.text_bytes:,} bytes of text"
             lines.append(f"{output / name}: {counts}")
         if masked := record.get("masked", {}).get(name):
-            with_loss = masked["tokens_with_loss"]
-            without = f"{masked['documents_without_loss']:,} documents have no such token"
-            lines.append(f"{output / name}: {with_loss:,} tokens ({with_loss / split.tokens:.2%}) give loss; {without}")
+            share = masked["tokens_with_loss"] / max(1, split.tokens)
+            lines.append(
+                f"{output / name}: {masked['tokens_with_loss']:,} tokens ({share:.2%}) give loss; "
+                f"{masked['documents_without_loss']:,} documents have no such token"
+            )
         if packed := record.get("packed", {}).get(name):
             lines.append(
                 f"{output / name}: {packed['windows']:,} windows for training.seq_len = {packed['seq_len']}, "
