@@ -14,6 +14,9 @@ from configs.untrusted import parse_json
 from trainer.proof.record import FILE_NAME, TYPES, Launch, Step
 from trainer.report.metrics import read_lines
 
+NO_LINE = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
+"""What `launch_of` and `step_of` raise for values that are none."""
+
 
 def _array(text: str, kind: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text, validate=True), dtype=kind)
@@ -24,12 +27,12 @@ def _read_line(line: str) -> Launch | Step | None:
     try:
         values = parse_json(line)
         return launch_of(values) if "job" in values else step_of(values)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except NO_LINE:
         return None
 
 
 def launch_of(values: dict[str, Any]) -> Launch:
-    """The launch of a parsed line; raises ValueError, TypeError or KeyError if it is none."""
+    """The launch of a parsed line; raises one of NO_LINE if it is none."""
     parameters = [(str(name), int(size)) for name, size in values["parameters"]]
     return TypeAdapter(Launch).validate_python(values | {"parameters": parameters})
 

@@ -22,7 +22,7 @@ from configs.load import load
 from configs.run_change import run_key_diff
 from configs.untrusted import parse_json, read_file, shortened
 from scripts.proof.compare import has_other_data
-from scripts.proof.recorded import launch_of, read_stretch, step_of
+from scripts.proof.recorded import NO_LINE, launch_of, read_stretch, step_of
 from scripts.proof.replay import JOB_NAME, Plan, Verdict, configs_of
 from trainer.planning.skeleton import skeleton
 from trainer.proof.record import Launch, Step
@@ -131,13 +131,14 @@ def read(file: Path, numbers: Sequence[int] | None = None) -> Reproduction:
     try:
         form = _Form.model_validate(parse_json(read_file(file, MAX_BYTES)))
         launch = launch_of({**form.launch, "parameters": []})
+        launch.job.encode()  # JSON can spell half of a character, which no file can hold
         steps = [step_of(each) for each in form.steps]
         found = Reproduction(form.begin, form.seal, form.first_sample, launch, steps)
         if steps[0].step != found.begin + 1:
             raise ValueError(f"its first step is {steps[0].step} instead of {found.begin + 1}")
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror})") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except NO_LINE as error:
         reason = shortened(" ".join(str(error).split()), 200)
         raise UserError(f"{file}: not a file that keel reproduce has written ({reason})") from None
     wanted = {found.begin + 1, *(numbers or (step.step for step in steps))}
