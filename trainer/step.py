@@ -165,7 +165,9 @@ class Learner:
             UserError: the ranks issued different collectives, or in a different order.
         """
         with self.guard.watch():
-            sums = self.fingerprint.sums(number) if self.fingerprint else None
+            sums = None
+            if self.fingerprint:
+                sums = self.fingerprint.sums(number, sum(batch.digest() for batch in micro_batches))
             step = judge(self.mesh, micro_batches, gradients, loss_limit, is_stopping, sums, details)
             self.guard.compare()
             return step

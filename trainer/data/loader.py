@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 
 from configs.errors import ConfigError, UserError
 from configs.own_code import is_import_path
@@ -48,6 +49,15 @@ class MicroBatch:
     """Indices of the samples in the run; further rows are padding, with all targets IGNORED."""
     source: str | None = None
     """Name of the source that all samples are from, as in a validation; None: several, or no sample."""
+
+    def digest(self) -> int:
+        """The sum of a 32-bit hash of each sample with its number: no cutting of a batch changes the sum over it."""
+        tensors = [tensor for tensor in (self.tokens, self.targets, self.positions) if tensor is not None]
+        total = 0
+        for row, sample in enumerate(self.samples):
+            content = b"".join(tensor[row].numpy().tobytes() for tensor in tensors)
+            total += xxhash.xxh3_64_intdigest(content, seed=sample) >> 32
+        return total
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """Copy to `device`, except the document ids, which are counted first; copies from pinned memory don't block."""
@@ -119,12 +129,12 @@ class BatchReader:
         windows = np.zeros((len(samples), self._seq_len + 1), dtype=np.int64)
         starts = np.zeros(windows.shape, dtype=bool) if self._document_mask else None
         by_index = list(self._sources.values())
-        joined: dict[int, np.ndarray] = {}  # the targets of windows in which places of a source meet
+        given: dict[int, np.ndarray] = {}  # targets that are not just the next tokens
         for row, (index, address) in enumerate(zip(sources.tolist(), addresses.tolist(), strict=True)):
             if index >= 0:
                 own_targets = by_index[index].read(address, windows[row], None if starts is None else starts[row])
                 if own_targets is not None:
-                    joined[row] = own_targets
+                    given[row] = own_targets
         targets = self._tensor(windows[:, 1:])
         targets[torch.from_numpy((sources < 0)[:, None] | (windows[:, 1:] == PADDING))] = IGNORED
         windows[windows == PADDING] = 0  # any token: nothing before it sees it
@@ -132,7 +142,7 @@ class BatchReader:
         if starts is not None:
             targets[torch.from_numpy(starts[:, 1:])] = IGNORED
             positions, document_ids = map(self._tensor, _documents(starts[:, :-1]))
-        for row, own_targets in joined.items():
+        for row, own_targets in given.items():
             targets[row] = torch.from_numpy(np.where(own_targets == PADDING, IGNORED, own_targets))
         kept = samples[samples != _NO_SAMPLE].tolist()
         names = list(self._sources)
