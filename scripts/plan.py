@@ -352,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plan: dict[str, Any] = {"job": config.job.name, "ranks": ranks, "memory": dict(memory)}
             plan |= {"traced": {kinds: dict(traffic) for kinds, traffic in traced.items()}} if traced else {}
             plan |= {"device": options.device, "time": time_as_json(step, options.price)} if step else {}
-            plan |= {"proof": proof._asdict()} if proof else {}
+            plan |= {"proof": vars(proof)} if proof else {}
             print(json.dumps(plan, indent=2))
             _require_no_problem(proof)
             return
