@@ -196,5 +196,5 @@ def test_the_command_names_the_line_of_a_users_own_code(tmp_path, capsys):
     assert plan.main([str(job), "--ranks", "2", "--prove", "--json"]) == 1
     told = capsys.readouterr()
     assert json.loads(told.out)["proof"]["problem"] in told.err
-    assert "rank 1 (training after step 0) waits in allreduce of (1,) float32 for my_loss.py:7" in told.err
+    assert "rank 1 (start-up) waits in allreduce of (1,) float32 for my_loss.py:7" in told.err
     assert "Traceback" not in told.err
