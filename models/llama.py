@@ -170,7 +170,7 @@ class Llama(nn.Module):
         there = dict(self.named_children())
         blocks = tuple(f"layers.{name}" for name in self.layers)
         before = tuple(name for name in ("embed_tokens",) if name in there)
-        after = (*(name for name in ("norm", "lm_head") if name in there), *further)
+        after = (*further, *(name for name in ("norm", "lm_head") if name in there))  # the head is the last
         # A matrix that is used at both ends of the forward pass stays in the root's group, gathered throughout.
         is_shared = self.config.tie_embeddings or n_further(self.config) > 0
         groups = tuple((block,) for block in (*blocks, *further))

@@ -13,7 +13,7 @@ from functools import cache
 
 from configs.architectures import hf, llama, own
 from configs.architectures.hf import HfKeys
-from configs.architectures.llama import LlamaKeys, further_block, n_further
+from configs.architectures.llama import FURTHER, LlamaKeys, further_block, n_further
 from configs.architectures.own import OwnKeys
 from configs.architectures.parts import Described, Family, HfClass, Weight
 from configs.plan import PARAMETER_ROLES, TensorRole
@@ -88,6 +88,5 @@ def _std(model: LlamaKeys, weight: Weight) -> float | None:
         return 0.0
     if weight.start == "normal":
         return model.init_std
-    kind, number, *_ = weight.name.split(".")
-    layer = int(number) + (model.n_layers if kind == "multi_token" else 0)
+    layer = int(weight.name.split(".")[1]) + (model.n_layers if weight.name.startswith(FURTHER) else 0)
     return model.init_std / math.sqrt(2 * (layer + 1))

@@ -225,11 +225,12 @@ def shape(model: LlamaKeys) -> str:
         heads += f", {n_kv_heads(model)} of keys and values"
     if model.attention == "latent":
         heads += f", through {model.latent.key_value_rank} features of keys and values"
+    further = f", {n_further(model)} further tokens" if n_further(model) else ""
     tied = ", tied" if model.tie_embeddings else ""
     window = f", window {model.window:,}" if model.window else ""
     return (
         f"{model.n_layers} layers, dim {model.dim}, {heads}{window}, ffn_dim {model.ffn_dim}, "
-        f"vocabulary {model.vocab_size:,}{tied}{_shape_of_experts(model)}"
+        f"vocabulary {model.vocab_size:,}{tied}{further}{_shape_of_experts(model)}"
     )
 
 
@@ -279,6 +280,7 @@ def rules(config: Any) -> Iterator[tuple[str, str]]:
     for rule in (_head_width, _kv_heads, _latent, _experts_fit, _router, _groups, _rope, _norms, _window):
         yield from rule(config.model)
     yield from _window_and_machine(config)
+    yield from _further_and_length(config)
 
 
 def _head_width(model: LlamaKeys) -> Iterator[tuple[str, str]]:
@@ -418,6 +420,15 @@ def _norms(model: LlamaKeys) -> Iterator[tuple[str, str]]:
 def _window(model: LlamaKeys) -> Iterator[tuple[str, str]]:
     if model.window and model.window_pattern == 1:
         yield "model.window_pattern", "window_pattern 1 leaves no layer with a window; leave model.window out"
+
+
+def _further_and_length(config: Any) -> Iterator[tuple[str, str]]:
+    depth = n_further(config.model)
+    if depth >= config.training.seq_len:
+        yield (
+            "model.multi_token.depth",
+            f"depth {depth} looks {depth + 1} tokens ahead, and sequences have {config.training.seq_len}; lower it",
+        )
 
 
 def _window_and_machine(config: Any) -> Iterator[tuple[str, str]]:
@@ -581,15 +592,19 @@ def after_blocks(model: LlamaKeys) -> list[Weight]:
     ]
 
 
+FURTHER = "multi_token."
+"""Beginning of the names of the modules that predict further tokens."""
+
+
 def further_block(depth: int) -> str:
     """Name of the block of a module that predicts further tokens; depth counts from 0."""
-    return f"multi_token.{depth}.block"
+    return f"{FURTHER}{depth}.block"
 
 
 def _further(model: LlamaKeys, depth: int) -> Iterator[Weight]:
     """The weights of a module that predicts further tokens, which the published weights number as one more layer."""
     layer = model.n_layers + depth
-    module = f"multi_token.{depth}"
+    module = f"{FURTHER}{depth}"
     published = f"model.layers.{layer}"
     yield from _norm(model, f"{module}.enorm", hf=f"{published}.enorm.weight")
     yield from _norm(model, f"{module}.hnorm", hf=f"{published}.hnorm.weight")

@@ -198,7 +198,7 @@ class RankMemory:
             return block in self.layers
         if not self.model.is_before_blocks(name):
             return self.has_head
-        return 0 in self.stages or (self._is_tied and self.has_head)
+        return 0 in self.stages or (self.has_head and (self._is_tied or self._n_further > 0))
 
     def _own_shape(self, name: str) -> Shape:
         """The part that FSDP gathers: a tensor-parallel rank's, and of experts an expert-parallel rank's."""
@@ -457,7 +457,10 @@ class RankMemory:
         whole = kept[-1] + stream
         n_bytes = kept[n_layers] + stream + (self._in_flight - 1) * whole  # with the first block's input
         if self.has_head and n_layers == len(self.layers):
-            n_bytes += stream * (1 + self.sizes.tp * (self.sizes.tp > 1))  # the final norm's output, gathered
+            normed = stream * (1 + self.sizes.tp * (self.sizes.tp > 1))  # the final norm's output, gathered
+            # A module that predicts a further token keeps about what the last layer does, and what it joins.
+            of_module = kept[-1] - kept[-2] + 4 * stream + normed
+            n_bytes += normed + self._n_further * of_module
         return ceil(n_bytes)
 
     @cached_property
@@ -494,6 +497,11 @@ class RankMemory:
         return f"{(plan.before_blocks if self._is_tied else plan.after_blocks[-1:])[0]}.weight"
 
     @property
+    def _n_further(self) -> int:
+        """Modules that predict further tokens, each with a loss."""
+        return len(self.model.plan.further_blocks)
+
+    @property
     def _is_tied(self) -> bool:
         """Whether embedding and head share one matrix, which then has one name."""
         return f"{self.model.plan.after_blocks[-1]}.weight" not in self.model.shapes
@@ -514,7 +522,7 @@ class RankMemory:
         vocabulary = ceil(model.vocab_size / self.sizes.tp)
         softmax = max(compute, 4)
         by_weight = 0 if self._head in self.frozen else vocabulary * model.dim * softmax
-        ahead = by_weight + tokens * model.dim * compute
+        ahead = (by_weight + tokens * model.dim * compute) * (1 + self._n_further)
         waiting = self.micro_batches if self.config.pipeline.schedule == "gpipe" and self.config.mesh.pp > 1 else 1
         if not peak:
             return (waiting - 1) * ahead
