@@ -69,7 +69,7 @@ def copies(model: Model) -> dict[str, str]:
         return {}
     embedding = "model.embed_tokens.weight"
     head = embedding if model.tie_embeddings else "lm_head.weight"
-    found = {}
+    found: dict[str, str] = {}
     for depth in range(n_further(model)):
         layer = f"model.layers.{model.n_layers + depth}"
         found |= {f"{layer}.embed_tokens.weight": embedding, f"{layer}.shared_head.head.weight": head}

@@ -119,14 +119,14 @@ def test_evaluation_and_sampling_do_not_run_the_modules():
     ("tokens", "targets", "ids", "expected"),
     [
         ([5, 6, 7, 8], [6, 7, 8, 9], None, [[6, 7, 8], [7, 8, 9], [8, 9, -100], [9, -100, -100]]),
-        ([5, 6, 7, 8], [6, -100, 8, 9], [0, 0, 1, 1], [[6, -100, -100], [-100, -100, -100], [8, 9, -100], [9] + [-100] * 2]),
+        ([5, 6, 7], [6, -100, 8], [0, 0, 1], [[6, -100, -100], [-100, -100, -100], [8, -100, -100]]),
         # Two places of a source meet after 6, whose own next token is 3.
         ([5, 6, 7, 8], [6, 3, 8, 9], None, [[6, 3, -100], [3, -100, -100], [8, 9, -100], [9, -100, -100]]),
         # The same, where by chance the next place begins with that token, and the documents tell.
         ([5, 6, 7, 8], [6, 7, 8, 9], [0, 0, 1, 1], [[6, 7, -100], [7, -100, -100], [8, 9, -100], [9, -100, -100]]),
     ],
     ids=["window", "documents", "places", "places and documents"],
-)  # fmt: skip
+)
 def test_further_tokens_go_on_with_the_same_text(tokens, targets, ids, expected):
     numbers = None if ids is None else torch.tensor([ids])
     assert further_tokens(np.array([tokens]), np.array([targets]), numbers, 2).tolist() == [expected]
