@@ -124,7 +124,7 @@ def largest(ranks: Iterable["RankMemory"]) -> MemoryEstimate:
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """Parameters that FSDP gathers together."""
 
     name: str
@@ -228,17 +228,17 @@ class RankMemory:
         return max(optimizer_bytes(self.config, self.sizes, self.shards))
 
     @cached_property
-    def groups(self) -> list[_Group]:
+    def groups(self) -> list[Group]:
         """FSDP's groups in forward order; in a tied model the root's group has both ends, gathered throughout."""
         members: dict[str, list[str]] = {}
         for name in self.shapes:
             members.setdefault(self.model.fsdp_group_of(name), []).append(name)
         return [self._group(key, names) for key, names in members.items()]
 
-    def _group(self, key: str, names: Sequence[str]) -> _Group:
+    def _group(self, key: str, names: Sequence[str]) -> Group:
         elements = {name: prod(self.shapes[name]) for name in names}
         trained = [name for name in names if name not in self.frozen]
-        return _Group(
+        return Group(
             key,
             trained=sum(elements[name] for name in trained),
             trained_shard=sum(self.shards[name] for name in trained),
@@ -374,7 +374,7 @@ class RankMemory:
     def is_exact(self) -> bool:
         return not sums_of(self.config.training).mesh_changes_bits
 
-    def _held(self, group: _Group) -> int:
+    def _held(self, group: Group) -> int:
         """Bytes of the group's gradients between two micro-batches; if exact, of a partial sum for each bit of their
         number, which replicas divide among themselves."""
         if self.is_exact:
@@ -382,7 +382,7 @@ class RankMemory:
             return (self.micro_batches.bit_length() - 1) * part
         return group.trained * self.reduce_bytes if self.reduces_once else self._reduced_shard(group)
 
-    def _reduced_shard(self, group: _Group) -> int:
+    def _reduced_shard(self, group: Group) -> int:
         """Bytes of the group's gradients after their reduction, on the device."""
         return 0 if self.config.fsdp.cpu_offload else group.trained_shard * self.state_bytes
 
@@ -397,7 +397,7 @@ class RankMemory:
         return [0, *accumulate(map(self._reduced_shard, self.groups))]
 
     @cached_property
-    def _root(self) -> list[_Group]:
+    def _root(self) -> list[Group]:
         """The groups that stay gathered throughout."""
         return [group for group in self.groups if group.name == "root"]
 
