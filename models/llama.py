@@ -137,7 +137,8 @@ class Llama(nn.Module):
         assert self.lm_head is not None
         total = torch.zeros((), device=x.device)
         for depth, module in enumerate(cast("dict[str, MultiToken]", self.multi_token).values()):
-            seen, targets = further[..., depth], further[..., depth + 1]
+            seen = further[..., depth]
+            targets = further[..., depth + 1]
             near = bool(module.block.self_attn.window)
             x, normed, load = module(x, self._embedded(seen.clamp(min=0)), *angles[near], mask)
             _record(module.block, load)
