@@ -331,10 +331,11 @@ class Trainer:
         step = self.run.step
         with self.watch.phases.measure(Phase.OTHER):
             balance = self.learner.load_balance.measure()
+            further_losses = self.learner.further_losses.measure()
             memory = self.memory()
         details = None if result.details is None else self.details.read(result.details)
         incidents = self.progress.take_incidents()
-        measured = (memory, validation, balance, self.watch.take_lag(), details, incidents)
+        measured = (memory, validation, balance, further_losses, self.watch.take_lag(), details, incidents)
         lr = self._learning_rate(step)
         frozen = self.learner.frozen(step - 1)
         self.records.write(self.run, result, lr, frozen, *measured, writes_status=not self.watch.grace.has_begun)

@@ -154,7 +154,7 @@ def largest(ranks: Iterable["RankMemory"]) -> MemoryEstimate:
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """Parameters that FSDP gathers together."""
 
     name: str
@@ -229,7 +229,7 @@ class RankMemory:
             return block in self.layers
         if not self.model.is_before_blocks(name):
             return self.has_head
-        return 0 in self.stages or (self._is_tied and self.has_head)
+        return 0 in self.stages or (self.has_head and (self._is_tied or self._n_further > 0))
 
     def _own_shape(self, name: str) -> Shape:
         """The part that FSDP gathers: a tensor-parallel rank's, and of experts an expert-parallel rank's."""
@@ -259,17 +259,17 @@ class RankMemory:
         return max(optimizer_bytes(self.config, self.sizes, self.shards))
 
     @cached_property
-    def groups(self) -> list[_Group]:
+    def groups(self) -> list[Group]:
         """FSDP's groups in forward order; in a tied model the root's group has both ends, gathered throughout."""
         members: dict[str, list[str]] = {}
         for name in self.shapes:
             members.setdefault(self.model.fsdp_group_of(name), []).append(name)
         return [self._group(key, names) for key, names in members.items()]
 
-    def _group(self, key: str, names: Sequence[str]) -> _Group:
+    def _group(self, key: str, names: Sequence[str]) -> Group:
         elements = {name: prod(self.shapes[name]) for name in names}
         trained = [name for name in names if name not in self.frozen]
-        return _Group(
+        return Group(
             key,
             trained=sum(elements[name] for name in trained),
             trained_shard=sum(self.shards[name] for name in trained),
@@ -410,7 +410,7 @@ class RankMemory:
     def is_exact(self) -> bool:
         return not sums_of(self.config.training).mesh_changes_bits
 
-    def _held(self, group: _Group) -> int:
+    def _held(self, group: Group) -> int:
         """Bytes of the group's gradients between two micro-batches; if exact, of a partial sum for each bit of their
         number, which replicas divide among themselves."""
         if self.is_exact:
@@ -418,7 +418,7 @@ class RankMemory:
             return (self.micro_batches.bit_length() - 1) * part
         return group.trained * self.reduce_bytes if self.reduces_once else self._reduced_shard(group)
 
-    def _reduced_shard(self, group: _Group) -> int:
+    def _reduced_shard(self, group: Group) -> int:
         """Bytes of the group's gradients after their reduction, on the device."""
         return 0 if self.config.fsdp.cpu_offload else group.trained_shard * self.state_bytes
 
@@ -433,7 +433,7 @@ class RankMemory:
         return [0, *accumulate(map(self._reduced_shard, self.groups))]
 
     @cached_property
-    def _root(self) -> list[_Group]:
+    def _root(self) -> list[Group]:
         """The groups that stay gathered throughout."""
         return [group for group in self.groups if group.name == "root"]
 
@@ -493,7 +493,10 @@ class RankMemory:
         whole = kept[-1] + stream
         n_bytes = kept[n_layers] + stream + (self._in_flight - 1) * whole  # with the first block's input
         if self.has_head and n_layers == len(self.layers):
-            n_bytes += stream * (1 + self.sizes.tp * (self.sizes.tp > 1))  # the final norm's output, gathered
+            normed = stream * (1 + self.sizes.tp * (self.sizes.tp > 1))  # the final norm's output, gathered
+            # A module that predicts a further token keeps about what the last layer does, and what it joins.
+            of_module = kept[-1] - kept[-2] + 4 * stream + normed
+            n_bytes += normed + self._n_further * of_module
         return ceil(n_bytes)
 
     @cached_property
@@ -530,6 +533,11 @@ class RankMemory:
         return f"{(plan.before_blocks if self._is_tied else plan.after_blocks[-1:])[0]}.weight"
 
     @property
+    def _n_further(self) -> int:
+        """Modules that predict further tokens, each with a loss."""
+        return len(self.model.plan.further_blocks)
+
+    @property
     def _is_tied(self) -> bool:
         """Whether embedding and head share one matrix, which then has one name."""
         return f"{self.model.plan.after_blocks[-1]}.weight" not in self.model.shapes
@@ -550,7 +558,7 @@ class RankMemory:
         vocabulary = ceil(model.vocab_size / self.sizes.tp)
         softmax = max(compute, 4)
         by_weight = 0 if self._head in self.frozen else vocabulary * model.dim * softmax
-        ahead = by_weight + tokens * model.dim * compute
+        ahead = (by_weight + tokens * model.dim * compute) * (1 + self._n_further)
         waiting = self.micro_batches if self.config.pipeline.schedule == "gpipe" and self.config.mesh.pp > 1 else 1
         if not peak:
             return (waiting - 1) * ahead
