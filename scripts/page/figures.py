@@ -127,6 +127,7 @@ NOTES: dict[str, tuple[str, Unit]] = {
     "layer_grad_norms": ("2-norm before clipping", "number"),
     "layer_activation_rms": ("root mean square of the residual stream after each block", "number"),
     "evaluation": ("by task", "number"),
+    "multi_token_losses": ("in nats, by how many tokens beyond the next one", "number"),
 }
 """What charts of keys with numbers by name say of them, and their unit."""
 _ERROR = "_stderr"

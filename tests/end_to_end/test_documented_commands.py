@@ -264,6 +264,7 @@ NO_COMMANDS = {  # first line of an indented block that is neither a command nor
     "WRONG": "the same",
     "loss on 64 validation sequences, the same for all runs:": "what keel compare prints",
     "weight * sum over experts i of f_i P_i": "a formula",
+    "loss in the gradients = main loss + loss_weight / depth * sum over k of L_k": "a formula",
     "<|user|>What does glob.escape do?<|assistant|>Escape all.<|end|><|user|>Thanks<|assistant|>...": "a text",
     "stage  first step  after tokens  tokens  sequences  learning rate       epochs of its sources": "a plan",
     "the run's settings differ from those of checkpoint runs/base/checkpoints/step-00000300:": "an error",
