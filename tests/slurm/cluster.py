@@ -19,8 +19,8 @@ from tests.slurm.packages import Unavailable
 
 WAIT_SECONDS = 300
 """For anything that a job or a daemon does; a machine may be busy."""
-BEGIN_SECONDS = 3
-"""Slurm holds a job that was requeued for as long as a credential lives, by default two minutes."""
+BEGIN_SECONDS = 5
+"""Slurm holds a job that was requeued for as long as a credential lives, by default two minutes; below 5 it is that."""
 
 CONFIG = """\
 ClusterName=keel
@@ -141,6 +141,10 @@ class Cluster:
         assert not check or done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout.strip()
 
+    def set_node(self, name: str, state: str) -> None:
+        """What an administrator does: "drain" (jobs end first), "down" (jobs end now), "resume"."""
+        self.ask("scontrol", "update", f"nodename={name}", f"state={state}", "reason=test")
+
     def node_state(self, name: str) -> str:
         """Such as IDLE or IDLE+DRAIN."""
         return _field(self.ask("scontrol", "show", "node", name, check=False), "State")
@@ -148,9 +152,7 @@ class Cluster:
     def submit(self, script: Path, words: list[str], options: list[str], env: Mapping[str, str], cwd: Path) -> "Job":
         """Hand in a launch file; `options` override its #SBATCH lines."""
         command = ["sbatch", "--parsable", *options, str(script), *words]
-        done = subprocess.run(
-            command, env=self.environment | env, cwd=cwd, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, env=self.environment | env, cwd=cwd, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return Job(self, done.stdout.strip())
 

