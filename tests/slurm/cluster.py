@@ -145,6 +145,11 @@ class Cluster:
         """What an administrator does: "drain" (jobs end first), "down" (jobs end now), "resume"."""
         self.ask("scontrol", "update", f"nodename={name}", f"state={state}", "reason=test")
 
+    def bring_back(self, name: str) -> None:
+        """Use a node again that was drained or is down."""
+        self.set_node(name, "resume")
+        self.until(lambda: self.node_state(name) == "IDLE", f"{name} is idle again")
+
     def node_state(self, name: str) -> str:
         """Such as IDLE or IDLE+DRAIN."""
         return _field(self.ask("scontrol", "show", "node", name, check=False), "State")
@@ -179,6 +184,10 @@ class Job:
     def show(self, field: str) -> str:
         """A field of `scontrol show job`: JobState, ExitCode, Restarts, NodeList, Reason."""
         return _field(self.cluster.ask("scontrol", "show", "job", self.number), field)
+
+    def nodes(self) -> list[str]:
+        """The nodes that it runs on, or has run on."""
+        return self.cluster.ask("scontrol", "show", "hostnames", self.show("NodeList")).split()
 
     def wait_for(self, *states: str) -> str:
         """Wait until it is in one of these states."""

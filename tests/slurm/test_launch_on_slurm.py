@@ -63,7 +63,7 @@ def whole(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[tupl
     folder = tmp_path_factory.mktemp("whole")
     job = submit(slurm, "slurm.sh", folder, JOB)
     assert job.end() == ("COMPLETED", "0:0"), log(folder)
-    assert (job.show("Restarts"), job.show("NodeList")) == ("0", "node[1-2]")
+    assert (job.show("Restarts"), len(job.nodes())) == ("0", 2)
     assert "the run is done (torchrun's exit code: 0)" in log(folder)
     said = status(folder / "run")
     assert (said["state"], said["step"]) == ("done", STEPS)
@@ -99,15 +99,17 @@ def test_two_hosts_save_at_the_advance_signal_and_move_from_a_drained_node_with_
     """Two signals: the script signals srun's step by its number, which begins again with each launch."""
     job = submit(slurm, "slurm.sh", tmp_path, JOB)
     first = preempt(slurm, job, tmp_path, 5)
+    until_step(slurm, job, tmp_path, first + 2)
+    *_, drained = job.nodes()
     try:
-        until_step(slurm, job, tmp_path, first + 2)
-        slurm.set_node("node2", "drain")
+        slurm.set_node(drained, "drain")
         second = preempt(slurm, job, tmp_path, first + 5)  # a drained node keeps its job until then
         assert first + 5 <= second < STEPS
         assert job.end() == ("COMPLETED", "0:0"), log(tmp_path)
     finally:
-        slurm.set_node("node2", "resume")
-    assert (job.show("Restarts"), job.show("NodeList")) == ("2", "node[1,3]"), log(tmp_path)
+        slurm.bring_back(drained)
+    assert job.show("Restarts") == "2", log(tmp_path)
+    assert job.nodes() == [name for name in slurm.names if name != drained]
     assert log(tmp_path).count("the run is preempted") == 2
     assert status(tmp_path / "run")["state"] == "done"
     assert curve(tmp_path / "run") == whole
@@ -116,12 +118,13 @@ def test_two_hosts_save_at_the_advance_signal_and_move_from_a_drained_node_with_
 def test_slurm_requeues_a_run_whose_node_is_down_and_it_goes_on_elsewhere(slurm, whole, tmp_path):
     job = submit(slurm, "slurm.sh", tmp_path, JOB)
     until_step(slurm, job, tmp_path, 25)  # after the first checkpoint
+    *_, lost = job.nodes()
     try:
-        slurm.set_node("node2", "down")
+        slurm.set_node(lost, "down")
         slurm.until(lambda: job.show("Restarts") == "1", f"job {job.number} is requeued")
         assert job.end() == ("COMPLETED", "0:0"), log(tmp_path)
-        assert job.show("NodeList") == "node[1,3]"
+        assert job.nodes() == [name for name in slurm.names if name != lost]
     finally:
-        slurm.set_node("node2", "resume")
+        slurm.bring_back(lost)
     assert status(tmp_path / "run")["state"] == "done"
     assert curve(tmp_path / "run") == whole
