@@ -114,9 +114,14 @@ class Cluster:
         self.until(lambda: all(self.node_state(name) == "IDLE" for name in self.names), "all nodes are idle")
 
     def _daemon(self, name: str, command: list[str]) -> None:
+        """A daemon that the kernel ends with the tests, however they end."""
         with (self.folder / f"{name}.out").open("w") as out:
             process = subprocess.Popen(
-                command, env=self.environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                ["setpriv", "--pdeathsig", "TERM", *command],
+                env=self.environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         self._daemons.append(process)
 

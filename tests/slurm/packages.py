@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 WANTED = ("slurmctld", "slurmd", "slurm-client")
+RELEASE = "bookworm"
+"""Debian 12, whose Slurm is 22.05; the names of programs and settings differ in others."""
 TIMEOUT_SECONDS = 300
 
 
@@ -21,13 +23,15 @@ def unpacked() -> Path:
     """The folder with `usr/` of the packages and of what they need (4 MB to download, 14 MB).
 
     Raises:
-        Unavailable: no Debian, or its archive is not reached.
+        Unavailable: no Debian 12, or its archive is not reached.
     """
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
             raise Unavailable(f"no {tool}: Slurm is taken from Debian's packages")
+    if _release() != RELEASE:
+        raise Unavailable(f"not Debian {RELEASE}, whose Slurm the tests know")
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "keel"
-    folder = cache / f"slurm-{_release()}-{platform.machine()}"
+    folder = cache / f"slurm-{RELEASE}-{platform.machine()}"
     with _alone(cache / "slurm.lock"):
         if not (folder / "complete").exists():
             shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
@@ -37,6 +41,9 @@ def unpacked() -> Path:
 
 
 def _release() -> str:
+    """The name of this machine's Debian."""
+    if not Path("/etc/os-release").exists():
+        return "unknown"
     for line in Path("/etc/os-release").read_text().splitlines():
         name, _, value = line.partition("=")
         if name == "VERSION_CODENAME":
