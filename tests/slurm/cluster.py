@@ -48,7 +48,7 @@ SelectTypeParameters=CR_CPU
 SchedulerType=sched/builtin
 SwitchType=switch/none
 MpiDefault=none
-ReturnToService=2
+ReturnToService=0
 SlurmdTimeout=60
 KillWait=5
 MailProg=/bin/true
@@ -152,7 +152,8 @@ class Cluster:
 
     def bring_back(self, name: str) -> None:
         """Use a node again that was drained or is down."""
-        self.set_node(name, "resume")
+        if self.node_state(name) != "IDLE":
+            self.set_node(name, "resume")
         self.until(lambda: self.node_state(name) == "IDLE", f"{name} is idle again")
 
     def node_state(self, name: str) -> str:
